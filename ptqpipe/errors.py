@@ -1,0 +1,41 @@
+"""The errors that ptqpipe raises on purpose.
+
+A message is one line: what is wrong (its value and name), what was expected, what to do. The CLI prints
+it without a stack trace; anything that is not a PtqError is a bug and keeps its trace.
+"""
+
+
+class PtqError(Exception):
+    """Root of every error that a user can act on. ``exit_code`` is what the CLI exits with."""
+
+    exit_code: int = 1
+
+
+class UsageError(PtqError):
+    """The call itself is wrong: an option, a path, a missing optional dependency."""
+
+    exit_code = 2
+
+
+class CheckpointError(PtqError):
+    """A checkpoint's files are damaged, inconsistent or of a kind that cannot be read."""
+
+
+class FormatError(PtqError):
+    """A number format is unknown, or does not fit the tensor that it was asked for."""
+
+
+class NumericsError(PtqError):
+    """A tensor holds values (NaN, inf, magnitudes out of range) that cannot be quantized faithfully."""
+
+
+class RecipeError(PtqError):
+    """A recipe is malformed or contradicts itself."""
+
+
+class OutputError(PtqError):
+    """The output cannot be written: it exists, is read-only, or the disk is full."""
+
+
+class VerifyError(PtqError):
+    """A checkpoint does not hold what it claims."""
