@@ -1,0 +1,216 @@
+"""Number formats as rows of two tables: ``CODECS`` (element and scale codecs) and ``FORMATS``.
+
+A *codec* is a finite set of numbers with their codes. A *format* is an element codec, a block shape, a
+scale codec, and whether one float32 global scale multiplies every block scale. Nothing here knows tensors
+of a model, files or containers: on-disk spellings live in ``containers/``, activation schemes in
+``schemes.py``.
+
+Sources: OCP Microscaling Formats (MX) v1.0, sections 5.2-5.4 (E2M1, E2M3, E3M2, E8M0), OCP 8-bit
+floating point v1.0 (E4M3, E5M2). UE5M3 and UE4M4 are research scale codecs without reserved codes.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ptqpipe.errors import FormatError
+
+WHOLE = 0  # a block extent of 0 means "the whole axis"
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A finite set of numbers and their codes.
+
+    The code of a number is its magnitude's index in ``magnitudes`` (ascending, finite), with the sign in bit
+    ``bits - 1`` when ``signed``. Codecs that are too large to enumerate (float32, bfloat16, float16 scales)
+    have ``magnitudes == ()`` and a ``dtype``: their "code" is the number itself, held in that dtype.
+    """
+
+    name: str
+    bits: int
+    signed: bool
+    magnitudes: tuple[float, ...]
+    dtype: torch.dtype | None = None
+
+    @property
+    def enumerable(self) -> bool:
+        """Whether every code can be listed."""
+        return bool(self.magnitudes)
+
+    @property
+    def max(self) -> float:
+        """The largest finite magnitude."""
+        if self.dtype is not None:
+            return float(torch.finfo(self.dtype).max)
+        return self.magnitudes[-1]
+
+    @property
+    def min_positive(self) -> float:
+        """The smallest positive magnitude."""
+        if self.dtype is not None:
+            return float(torch.finfo(self.dtype).smallest_normal)
+        return next(m for m in self.magnitudes if m > 0)
+
+    @property
+    def first_scale_code(self) -> int:
+        """The smallest code that is a legal (positive) scale."""
+        return next(i for i, m in enumerate(self.magnitudes) if m > 0)
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether every positive magnitude is a power of two."""
+        return self.enumerable and all(m == 0 or math.frexp(m)[0] == 0.5 for m in self.magnitudes)
+
+
+def minifloat(
+    name: str,
+    exponent_bits: int,
+    mantissa_bits: int,
+    *,
+    bias: int | None = None,
+    signed: bool = True,
+    reserved: int = 0,
+) -> Codec:
+    """A codec with IEEE-like subnormals; ``reserved`` top magnitude codes are NaN or inf and left out.
+
+    Magnitude code ``e << mantissa_bits | m`` has the value ``m * 2^(1-bias-mantissa_bits)`` for ``e == 0`` and
+    ``(2^mantissa_bits + m) * 2^(e-bias-mantissa_bits)`` otherwise; ``bias`` defaults to ``2^(exponent_bits-1) - 1``.
+    """
+    if bias is None:
+        bias = (1 << (exponent_bits - 1)) - 1 if exponent_bits else 0
+    count = (1 << (exponent_bits + mantissa_bits)) - reserved
+    values: list[float] = []
+    for code in range(count):
+        e, m = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+        significand = m if e == 0 else (1 << mantissa_bits) + m
+        values.append(math.ldexp(significand, max(e, 1) - bias - mantissa_bits))
+    return Codec(name, exponent_bits + mantissa_bits + signed, signed, tuple(values))
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        minifloat("e2m1", 2, 1),
+        minifloat("e2m3", 2, 3),
+        minifloat("e3m2", 3, 2),
+        minifloat("e4m3", 4, 3, reserved=1),  # S.1111.111 is NaN, there is no inf
+        minifloat("e5m2", 5, 2, reserved=4),  # the top exponent is inf and NaN
+        minifloat("ue5m3", 5, 3, signed=False),
+        minifloat("ue4m4", 4, 4, signed=False),
+        Codec("e8m0", 8, False, tuple(math.ldexp(1.0, code - 127) for code in range(255))),  # 255 is NaN
+        Codec("fp32", 32, False, (), torch.float32),
+        Codec("fp16", 16, False, (), torch.float16),
+        Codec("bf16", 16, False, (), torch.bfloat16),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """element codec x block shape x scale codec x global scale.
+
+    ``block`` is (rows, columns) of the weight ``[out, in]`` that share one scale; ``WHOLE`` (0) spans the axis.
+    ``partial_blocks`` says whether the last block along an axis may be short (readers of 128x128 FP8 allow it).
+    """
+
+    name: str
+    element: Codec
+    block: tuple[int, int]
+    scale: Codec
+    has_global: bool = False
+    partial_blocks: bool = False
+
+    @property
+    def max_product(self) -> float:
+        """Largest element magnitude times largest scale: 2688 for NVFP4 (6 x 448)."""
+        return self.element.max * self.scale.max
+
+    def block_extent(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """(rows, columns) of one block of a weight of this ``shape``, with WHOLE resolved."""
+        return (self.block[0] or shape[0], self.block[1] or shape[1])
+
+    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Shape of the scale grid of a weight of this ``shape``; FormatError where blocks do not divide."""
+        rows, cols = self.block_extent(shape)
+        if not self.partial_blocks and (shape[0] % rows or shape[1] % cols):
+            raise FormatError(
+                f"{self.name} needs shapes in multiples of {rows}x{cols}, got {shape[0]}x{shape[1]}; "
+                "keep this tensor (an ignore rule) or choose another format"
+            )
+        return (-(-shape[0] // rows), -(-shape[1] // cols))
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        """Whether every block of a weight of this ``shape`` is whole and its rows pack into whole bytes."""
+        rows, cols = self.block_extent(shape)
+        whole = shape[0] % rows == 0 and shape[1] % cols == 0
+        return whole and shape[0] > 0 and shape[1] > 0 and shape[1] * self.element.bits % 8 == 0
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Stored bits per weight: elements, scales and the global scale."""
+        grid = self.scale_shape(shape)
+        extra = grid[0] * grid[1] * self.scale.bits + 32 * self.has_global
+        return self.element.bits + extra / (shape[0] * shape[1])
+
+
+def _rows() -> tuple[Format, ...]:
+    c = CODECS
+    return (
+        Format("nvfp4", c["e2m1"], (1, 16), c["e4m3"], has_global=True),
+        Format("mxfp4", c["e2m1"], (1, 32), c["e8m0"]),
+        Format("mxfp6_e2m3", c["e2m3"], (1, 32), c["e8m0"]),
+        Format("mxfp6_e3m2", c["e3m2"], (1, 32), c["e8m0"]),
+        Format("mxfp8", c["e4m3"], (1, 32), c["e8m0"]),
+        # FP8 scales are chosen among the bfloat16 numbers: transformers casts them to the model's dtype, so any
+        # other float32 scale would be two different models in two readers.
+        Format("fp8_channel", c["e4m3"], (1, WHOLE), c["bf16"]),
+        Format("fp8_tensor", c["e4m3"], (WHOLE, WHOLE), c["bf16"]),
+        Format("fp8_block", c["e4m3"], (128, 128), c["bf16"], partial_blocks=True),
+    )
+
+
+FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in _rows()}
+
+_MINIFLOAT = re.compile(r"(u?)e([0-8])m([0-7])")
+_RESEARCH = re.compile(r"(u?e\dm\d)/(\d+)/(u?e\dm\d|fp32|fp16|bf16)(/global)?")
+
+
+def get_codec(name: str) -> Codec:
+    """The codec called ``name``: a row of ``CODECS`` or any minifloat ``[u]eXmY`` of 3 to 8 bits."""
+    found = CODECS.get(name)
+    if found is not None:
+        return found
+    match = _MINIFLOAT.fullmatch(name)
+    if match is not None:
+        signed, exponent, mantissa = not match[1], int(match[2]), int(match[3])
+        if 3 <= exponent + mantissa + signed <= 8 and exponent >= 1:
+            return minifloat(name, exponent, mantissa, signed=signed)
+    raise FormatError(f"unknown codec {name!r}; known are {', '.join(CODECS)} and minifloats eXmY of 3 to 8 bits")
+
+
+@cache
+def get_format(name: str) -> Format:
+    """The format called ``name``: a row of ``FORMATS``, or research spelled ``element/block/scale[/global]``.
+
+    ``e2m1/8/ue5m3`` is E2M1 in blocks of 1x8 with UE5M3 scales; ``e2m1/16/e4m3/global`` is NVFP4 itself.
+    Blocks of 4 to 256. Raises FormatError with the known names.
+    """
+    key = name.lower().replace("-", "_")
+    if key in FORMATS:
+        return FORMATS[key]
+    match = _RESEARCH.fullmatch(name.lower())
+    if match is None:
+        raise FormatError(
+            f"unknown format {name!r}; known are {', '.join(FORMATS)}, or element/block/scale[/global] such as e2m1/8/ue5m3"
+        )
+    block = int(match[2])
+    if not 4 <= block <= 256:
+        raise FormatError(f"block size {block} of {name!r} is out of range; use 4 to 256")
+    element = get_codec(match[1])
+    if not element.signed:
+        raise FormatError(f"{element.name} of {name!r} has no sign; use a signed minifloat for elements")
+    scale = get_codec(match[3])
+    return Format(name.lower(), element, (1, block), scale, has_global=match[4] is not None)

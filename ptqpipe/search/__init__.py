@@ -1,0 +1,44 @@
+"""Scale searches, one file each, found by file name.
+
+A search file offers ``search(w, fmt, *, global_scale=None, importance=None) -> scales`` and the constant ``PROVEN``:
+whether its scales are the argmin of ``objective.py`` over every scale that the format has.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from ptqpipe.errors import UsageError
+from ptqpipe.formats import Format
+
+_SHARED = {"__init__", "objective"}
+
+
+class Search(Protocol):
+    """The shape of a search module."""
+
+    PROVEN: bool
+
+    def search(
+        self,
+        w: torch.Tensor,
+        fmt: Format,
+        *,
+        global_scale: torch.Tensor | None = None,
+        importance: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+def search_names() -> list[str]:
+    """The names that :func:`get_search` knows."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in _SHARED)
+
+
+def get_search(name: str) -> Search:
+    """The search called ``name`` (its file's name, ``-`` and ``_`` alike); UsageError with the known names."""
+    key = name.lower().replace("-", "_")
+    if key not in search_names():
+        raise UsageError(f"unknown search {name!r}; known are {', '.join(search_names())}")
+    return cast(Search, import_module(f"{__name__}.{key}"))

@@ -1,0 +1,77 @@
+"""What a scale search minimizes, to the bit: the definition that every search and kernel reproduces.
+
+For a block of magnitudes x_k (float32), a scale s = value(code) * global_scale (float32) and weights h_k:
+
+    r   = 1 / s                          rounded to float32
+    y_k = x_k * r                        rounded to float32
+    d_k = y_k - RNE_element(y_k)         rounded to float32; RNE saturates
+    t_k = d_k * d_k [* h_k]              each product rounded to float32
+    acc = ((t_0 + t_1) + t_2) + ...      float32, in element order
+    score = acc * value(code)^2          rounded to float32; exact when scales are powers of two
+
+and the chosen code is the smallest one with the least score. The score is the squared error divided by
+global_scale^2, which is the same for every candidate of a block, so magnitudes anywhere in 2^-90 .. 2^90 neither
+underflow nor overflow. Working on y instead of the decoded value makes three proofs exact *in floating point*:
+
+* a tie of RNE has the same |d| on both sides, so how ties break cannot change a score;
+* if every code at scale s is at most code(max/2), then scale s/2 reaches the same values with y' = 2y exactly and
+  |d'| <= 2|d|, so score(s/2) <= score(s) for any h >= 0: s can be skipped whenever s/2 is a legal scale;
+* one clipped element bounds the score from below: score(s) >= h_k (y_k - max)^2 value(code)^2, and that grows
+  strictly from code to the next smaller code, so a downward scan may stop once it exceeds the best score.
+
+Formats whose scales are not enumerable (bfloat16 scales of FP8 rows and tiles: long blocks) sum t_k and multiply in
+float64 instead, since thousands of float32 additions would drown the differences.
+"""
+
+import torch
+
+from ptqpipe.formats import Codec, Format
+from ptqpipe.qtensor import round_to, scale_values, to_blocks
+
+
+def magnitude_blocks(w: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """float32 ``[blocks, elements]``: |w| by block, blocks in the order of the scale grid."""
+    return to_blocks(w.float(), fmt).abs()
+
+
+def importance_blocks(importance: torch.Tensor | None, w: torch.Tensor, fmt: Format) -> torch.Tensor | None:
+    """Per-column weights ``[K]`` spread over the blocks of ``w``: float32 ``[blocks, elements]``, or None."""
+    if importance is None:
+        return None
+    return to_blocks(importance.float().expand(w.shape[0], w.shape[1]), fmt)
+
+
+def scores(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    *,
+    fmt: Format,
+    global_scale: torch.Tensor | None = None,
+    h: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """float64 ``[blocks]``: the score of one candidate scale per block, as defined at the top of this file.
+
+    x      float32 ``[blocks, elements]`` magnitudes
+    codes  ``[blocks]`` scale codes (uint8), or the scales themselves for a codec that is not enumerable
+    h      float32 ``[blocks, elements]`` non-negative weights, or None for all ones
+    """
+    value = scale_values(codes, fmt.scale)
+    s = value if global_scale is None else value * global_scale
+    y = x * (1.0 / s).unsqueeze(1)
+    d = y - round_to(y, fmt.element)
+    t = d * d
+    if h is not None:
+        t = t * h
+    if not fmt.scale.enumerable:
+        return t.double().sum(dim=1) * value.double().square()
+    acc = t[:, 0].clone()
+    for k in range(1, t.shape[1]):
+        acc += t[:, k]
+    return weigh(acc, value, fmt.scale)
+
+
+def weigh(acc: torch.Tensor, value: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """float64: ``acc * value^2``, rounded to float32 unless the scale codec's powers of two make it exact."""
+    if codec.power_of_two:
+        return acc.double() * value.double().square()
+    return (acc * (value * value)).double()
