@@ -9,9 +9,12 @@ For a block of magnitudes x_k (float32), a scale s = value(code) * global_scale 
     acc = ((t_0 + t_1) + t_2) + ...      float32, in element order
     score = acc * value(code)^2          rounded to float32; exact when scales are powers of two
 
-and the chosen code is the smallest one with the least score. The score is the squared error divided by
+and the chosen code is the smallest one with the least score; where the block's largest y is below 2^-32 (the scale
+is so large that the whole block rounds to zero, and d_k^2 would underflow) the score is infinite, and a block for
+which that holds at every scale (an all-zero one) gets the smallest scale. The score is the squared error divided by
 global_scale^2, which is the same for every candidate of a block, so magnitudes anywhere in 2^-90 .. 2^90 neither
-underflow nor overflow. Working on y instead of the decoded value makes three proofs exact *in floating point*:
+underflow nor overflow. Weights are first scaled by a power of two to a largest one in [1, 2) and raised to at least
+2^-24 (``normalize_importance``): they cannot underflow, and no weight is free to be clipped. Working on y instead of the decoded value makes three proofs exact *in floating point*:
 
 * a tie of RNE has the same |d| on both sides, so how ties break cannot change a score;
 * if every code at scale s is at most code(max/2), then scale s/2 reaches the same values with y' = 2y exactly and
@@ -25,8 +28,11 @@ float64 instead, since thousands of float32 additions would drown the difference
 
 import torch
 
+from ptqpipe.errors import NumericsError
 from ptqpipe.formats import Codec, Format
 from ptqpipe.qtensor import round_to, scale_values, to_blocks
+
+NEGLIGIBLE = 2.0**-32  # a block whose largest y is below this rounds to zero as a whole
 
 
 def magnitude_blocks(w: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -34,11 +40,24 @@ def magnitude_blocks(w: torch.Tensor, fmt: Format) -> torch.Tensor:
     return to_blocks(w.float(), fmt).abs()
 
 
+def normalize_importance(importance: torch.Tensor) -> torch.Tensor:
+    """float32 ``[K]``: weights times the power of two that brings the largest into [1, 2), floored at 2^-24.
+
+    Raises NumericsError for a weight that is negative, NaN or inf, and when all are zero.
+    """
+    h = importance.float()
+    top = h.amax()
+    if not bool(torch.isfinite(h).all()) or bool((h < 0).any()) or not bool(top > 0):
+        raise NumericsError("importance must be finite, non-negative and not all zero; check the statistics")
+    exponent = torch.frexp(top).exponent - 1
+    return torch.ldexp(h, -exponent).clamp(min=2.0**-24)
+
+
 def importance_blocks(importance: torch.Tensor | None, w: torch.Tensor, fmt: Format) -> torch.Tensor | None:
     """Per-column weights ``[K]`` spread over the blocks of ``w``: float32 ``[blocks, elements]``, or None."""
     if importance is None:
         return None
-    return to_blocks(importance.float().expand(w.shape[0], w.shape[1]), fmt)
+    return to_blocks(normalize_importance(importance).expand(w.shape[0], w.shape[1]), fmt)
 
 
 def scores(
@@ -62,12 +81,14 @@ def scores(
     t = d * d
     if h is not None:
         t = t * h
-    if not fmt.scale.enumerable:
-        return t.double().sum(dim=1) * value.double().square()
-    acc = t[:, 0].clone()
-    for k in range(1, t.shape[1]):
-        acc += t[:, k]
-    return weigh(acc, value, fmt.scale)
+    if fmt.scale.enumerable:
+        acc = t[:, 0].clone()
+        for k in range(1, t.shape[1]):
+            acc += t[:, k]
+        score = weigh(acc, value, fmt.scale)
+    else:
+        score = t.double().sum(dim=1) * value.double().square()
+    return torch.where(y.amax(dim=1) < NEGLIGIBLE, float("inf"), score)
 
 
 def weigh(acc: torch.Tensor, value: torch.Tensor, codec: Codec) -> torch.Tensor:
