@@ -1,0 +1,91 @@
+"""Schemes: what a user asks for. A weight format, what the reader does with the activations, and the names of both.
+
+One row a deployable scheme. ``nvfp4`` means weights only (W4A16), since that needs no data; what llm-compressor
+calls NVFP4 (W4A4) is ``nvfp4_w4a4`` here. Every other name means what the same name means in vLLM's world. Any
+research format (``e2m1/8/ue5m3``) is a weight-only scheme of its own.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ptqpipe.errors import FormatError
+from ptqpipe.formats import Format, get_format
+
+
+class Activation(StrEnum):
+    """What the reader does with the input of a quantized linear layer."""
+
+    NONE = "none"  # stays bf16/fp16
+    NVFP4_STATIC_GLOBAL = "nvfp4"  # E2M1 per 16, block scales at run time, one static global scale per layer
+    MXFP4 = "mxfp4"  # E2M1 per 32 with E8M0, all at run time
+    MXFP8 = "mxfp8"  # E4M3 per 32 with E8M0, all at run time
+    FP8_TOKEN = "fp8_token"  # E4M3, one scale per token at run time
+    FP8_GROUP = "fp8_group"  # E4M3, one scale per token and 128 columns at run time
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One row of the table. ``suffix`` names the output folder; ``aliases`` are further names, lower case."""
+
+    name: str
+    fmt: Format
+    activation: Activation
+    suffix: str
+    aliases: tuple[str, ...] = ()
+    container: str = "compressed_tensors"  # the default one
+
+    @property
+    def needs_input_global_scale(self) -> bool:
+        """Whether each layer stores a static global scale of its input."""
+        return self.activation is Activation.NVFP4_STATIC_GLOBAL
+
+    def describe(self) -> str:
+        """One line for the terminal: weights and activations in words."""
+        fmt = self.fmt
+        block = "x".join("whole" if extent == 0 else str(extent) for extent in fmt.block)
+        weights = f"weights {fmt.element.name.upper()}, {fmt.scale.name.upper()} scale per {block}"
+        weights += " and one float32 scale per fused group" if fmt.has_global else ""
+        return f"{self.suffix}: {weights}; activations {_ACTIVATION_WORDS[self.activation]}"
+
+
+_ACTIVATION_WORDS = {
+    Activation.NONE: "not quantized",
+    Activation.NVFP4_STATIC_GLOBAL: "NVFP4 with a static global scale",
+    Activation.MXFP4: "MXFP4 (dynamic)",
+    Activation.MXFP8: "MXFP8 (dynamic)",
+    Activation.FP8_TOKEN: "FP8 per token (dynamic)",
+    Activation.FP8_GROUP: "FP8 per token and 128 columns (dynamic)",
+}
+
+
+def _rows() -> tuple[Scheme, ...]:
+    f, a = get_format, Activation
+    return (
+        Scheme("nvfp4", f("nvfp4"), a.NONE, "NVFP4A16", ("nvfp4a16", "w4a16_nvfp4")),
+        Scheme("nvfp4_w4a4", f("nvfp4"), a.NVFP4_STATIC_GLOBAL, "NVFP4", ("w4a4_nvfp4", "nvfp4a4")),
+        Scheme("mxfp4", f("mxfp4"), a.MXFP4, "MXFP4"),
+        Scheme("mxfp4a16", f("mxfp4"), a.NONE, "MXFP4A16"),
+        Scheme("mxfp6", f("mxfp6_e2m3"), a.NONE, "MXFP6A16", ("mxfp6a16", "mxfp6_e2m3")),
+        Scheme("mxfp6_e3m2", f("mxfp6_e3m2"), a.NONE, "MXFP6-E3M2", container="ptqpipe"),
+        Scheme("mxfp8", f("mxfp8"), a.MXFP8, "MXFP8"),
+        Scheme("mxfp8a16", f("mxfp8"), a.NONE, "MXFP8A16"),
+        Scheme("fp8_dynamic", f("fp8_channel"), a.FP8_TOKEN, "FP8-Dynamic", ("fp8", "fp8_channel")),
+        Scheme("fp8_tensor", f("fp8_tensor"), a.FP8_TOKEN, "FP8-Tensor", ("fp8_per_tensor",)),
+        Scheme("fp8_block", f("fp8_block"), a.FP8_GROUP, "FP8-Block", container="deepseek_fp8"),
+    )
+
+
+SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _rows()}
+
+
+def get_scheme(name: str) -> Scheme:
+    """The scheme called ``name`` (any case, ``-`` and ``_`` alike), or a research format's weight-only scheme."""
+    key = name.lower().replace("-", "_")
+    for scheme in SCHEMES.values():
+        if key == scheme.name or key in scheme.aliases:
+            return scheme
+    if "/" in name:
+        fmt = get_format(name)
+        return Scheme(fmt.name, fmt, Activation.NONE, fmt.name.upper().replace("/", "-"), container="ptqpipe")
+    known = ", ".join(SCHEMES)
+    raise FormatError(f"unknown format {name!r}; known are {known}, or element/block/scale[/global] such as e2m1/8/ue5m3")
