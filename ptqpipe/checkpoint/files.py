@@ -1,0 +1,255 @@
+"""Which files of a checkpoint folder hold the weights, which are carried over, which are left behind and why.
+
+It must not know tensors' contents; it opens the headers and the index alone. The decisions:
+
+- With an index, the files that it names are the checkpoint, and every tensor in them must be in it.
+- Without an index, every ``*.safetensors`` of the folder is, and their names must be disjoint.
+- A further ``*.safetensors`` beside an indexed set is an error, since ignoring it could lose part of a model,
+  unless its name says that it is another set: ``consolidated*`` (Mistral's own layout) and ``adapter_*`` (PEFT).
+- Subfolders hold no weights of this checkpoint (``original/``, ``metal/``): their weights are left behind,
+  their other files are carried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from ptqpipe.checkpoint.header import FileHeader, parse_file, parse_json_object, shown
+from ptqpipe.errors import CheckpointError
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+SINGLE_NAME: Final = "model.safetensors"
+#: Written anew by every converter, so never carried over.
+OWN_FILES: Final = frozenset({"config.json", "hf_quant_config.json", "ptqpipe.json"})
+
+_SAFETENSORS: Final = ".safetensors"
+_WEIGHT_SUFFIXES: Final = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".onnx.data"),
+    *(".h5", ".msgpack", ".npz", ".ot", ".tflite", ".pdparams"),
+)
+_SKIPPED_FOLDERS: Final = frozenset({".git", ".cache", ".huggingface", "__pycache__", ".ipynb_checkpoints"})
+_OTHER_SETS: Final = ("consolidated", "adapter_")
+_NUMBERED: Final = re.compile(r"(?P<stem>.+)-(?P<index>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
+_MAX_JSON_BYTES: Final = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class FolderContent:
+    """The files of one checkpoint folder, sorted into what they are."""
+
+    headers: tuple[FileHeader, ...]
+    index: Path | None
+    extra_files: tuple[Path, ...]
+    left_out: Mapping[Path, str]
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Sorts ``layer.2`` before ``layer.10``."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(int(p), "") if i % 2 else (-1, p) for i, p in enumerate(parts)]
+
+
+def scan_folder(folder: Path) -> FolderContent:
+    """Everything that a folder holds, the headers validated and agreeing with the index.
+
+    Raises CheckpointError for a damaged file, a missing shard, a tensor in two files or in none, and weight
+    files that belong to no set.
+    """
+    index = _find_index(folder)
+    others = [p for p in _top_level_weights(folder) if p.name.startswith(_OTHER_SETS)]
+    present = [p for p in _top_level_weights(folder) if p not in others]
+    if index is None:
+        files = present or others
+        headers = _read_without_index(folder, files)
+    else:
+        headers = _read_indexed(folder, index)
+        files = [h.path for h in headers]
+        _refuse_strays(index, files=files, present=present)
+    extra, left_out = _walk(folder, weights=frozenset(files))
+    return FolderContent(headers, index, extra, left_out)
+
+
+def read_json_object(path: Path, *, strict: bool = True) -> dict[str, Any]:
+    """A JSON object from a file; ``strict=False`` allows what config files hold in practice (Infinity, duplicates).
+
+    Raises CheckpointError for what cannot be read or parsed.
+    """
+    try:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{shown(str(path))} has {size} bytes, expected at most {_MAX_JSON_BYTES} of JSON")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{shown(str(path))} cannot be read: {error.strerror}; check the file") from None
+    if raw.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{shown(str(path))} is a Git LFS pointer; run 'git lfs pull' in its folder")
+    if strict:
+        return parse_json_object(path, raw)
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{shown(str(path))} is not JSON: {shown(str(error))[1:-1]}; download it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{shown(str(path))} holds {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file's name says that it holds weights or their index, in any framework's format."""
+    lowered = name.lower()
+    return lowered.endswith(_WEIGHT_SUFFIXES) or (
+        lowered.endswith(".index.json") and lowered[: -len(".index.json")].endswith(_WEIGHT_SUFFIXES)
+    )
+
+
+def _top_level_weights(folder: Path) -> list[Path]:
+    try:
+        names = [name for name in os.listdir(folder) if name.endswith(_SAFETENSORS)]
+    except OSError as error:
+        raise CheckpointError(f"{shown(str(folder))} cannot be listed: {error.strerror}; check the folder") from None
+    return [folder / name for name in sorted(names, key=natural_key)]
+
+
+def _find_index(folder: Path) -> Path | None:
+    """The standard index if there is one, else the only other one that is not of another set."""
+    if (folder / INDEX_NAME).exists():
+        return folder / INDEX_NAME
+    found = sorted(p for p in folder.glob(f"*{_SAFETENSORS}.index.json") if not p.name.startswith(_OTHER_SETS))
+    if len(found) > 1:
+        names = ", ".join(p.name for p in found)
+        raise CheckpointError(f"{shown(str(folder))} has the indexes {names}; keep one, named {INDEX_NAME}")
+    return found[0] if found else None
+
+
+def _read_without_index(folder: Path, files: list[Path]) -> tuple[FileHeader, ...]:
+    for path in files:
+        if match := _NUMBERED.fullmatch(path.name):
+            count = int(match["count"])
+            width = len(match["count"])
+            wanted = {f"{match['stem']}-{i:0{width}d}-of-{match['count']}{_SAFETENSORS}" for i in range(1, count + 1)}
+            missing = sorted(wanted - {p.name for p in files}) if count <= 10**5 else ["..."]
+            if missing:
+                raise CheckpointError(f"{shown(str(folder))} lacks {missing[0]} of {count} shards; download it again")
+    headers = tuple(parse_file(path) for path in files)
+    first: dict[str, Path] = {}
+    for header in headers:
+        for entry in header.entries:
+            if first.setdefault(entry.name, header.path) is not header.path:
+                raise CheckpointError(
+                    f"tensor {shown(entry.name)} is in both {shown(first[entry.name].name)} and "
+                    f"{shown(header.path.name)} of {shown(str(folder))}; keep one of them"
+                )
+    return headers
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> normalized relative path of its shard."""
+    content = read_json_object(index)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        kind = "empty" if weight_map == {} else f"a {type(weight_map).__name__}"
+        raise CheckpointError(f"{shown(str(index))} has a weight_map that is {kind}, expected tensor names -> files")
+    result: dict[str, str] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_inside(file):
+            raise CheckpointError(
+                f"{shown(str(index))} places tensor {shown(name)} in {shown(file)}, expected a .safetensors file "
+                "inside the folder; write the index again"
+            )
+        result[name] = str(PurePosixPath(file))
+    return result
+
+
+def _is_inside(file: str) -> bool:
+    path = PurePosixPath(file)
+    printable = "\0" not in file and "\\" not in file and file.isprintable()
+    return printable and file.endswith(_SAFETENSORS) and not path.is_absolute() and ".." not in path.parts
+
+
+def _read_indexed(folder: Path, index: Path) -> tuple[FileHeader, ...]:
+    weight_map = _weight_map(index)
+    headers: list[FileHeader] = []
+    for file in sorted(set(weight_map.values()), key=natural_key):
+        if not os.path.lexists(folder / file):
+            name = next(n for n, f in weight_map.items() if f == file)
+            raise CheckpointError(
+                f"{shown(str(folder))} lacks the shard {shown(file)} that its index names for {shown(name)}; "
+                "download it again"
+            )
+        headers.append(parse_file(folder / file))
+    found: dict[str, str] = {}
+    for header in headers:
+        file = header.path.relative_to(folder).as_posix()
+        for entry in header.entries:
+            if weight_map.get(entry.name) != file:
+                _raise_disagreement(index, entry.name, found=file, indexed=weight_map.get(entry.name))
+            found[entry.name] = file
+    for name in weight_map.keys() - found.keys():
+        raise CheckpointError(
+            f"{shown(str(index))} names tensor {shown(name)}, which {shown(weight_map[name])} does not hold; "
+            "write the index again or download the shard again"
+        )
+    return tuple(headers)
+
+
+def _raise_disagreement(index: Path, name: str, *, found: str, indexed: str | None) -> None:
+    where = "does not name it" if indexed is None else f"places it in {shown(indexed)}"
+    raise CheckpointError(
+        f"{shown(found)} holds tensor {shown(name)} but {shown(str(index))} {where}; write the index again"
+    )
+
+
+def _refuse_strays(index: Path, *, files: list[Path], present: list[Path]) -> None:
+    strays = sorted(set(present) - set(files))
+    if strays:
+        raise CheckpointError(
+            f"{shown(str(strays[0]))} is a weight file that {index.name} does not name ({len(strays)} in all); "
+            "move it out of the folder, or write the index again"
+        )
+
+
+def _walk(folder: Path, *, weights: frozenset[Path]) -> tuple[tuple[Path, ...], Mapping[Path, str]]:
+    """The files to carry over, and what is left behind with the reason."""
+    extra: list[Path] = []
+    left_out: dict[Path, str] = {}
+    for path, reason in _classified(folder):
+        if path in weights or (path.parent == folder and path.name in OWN_FILES):
+            continue
+        if reason:
+            left_out[path] = reason
+        else:
+            extra.append(path)
+    key = natural_key
+    return tuple(sorted(extra, key=lambda p: key(str(p)))), dict(sorted(left_out.items()))
+
+
+def _classified(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Every file and unentered folder, with the reason to leave it behind ("" to carry it)."""
+
+    def refuse(error: OSError) -> None:
+        raise CheckpointError(f"{shown(str(error.filename))} cannot be listed: {error.strerror}; check the folder")
+
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        for name in list(folders):
+            path = Path(root, name)
+            if name in _SKIPPED_FOLDERS or (name.startswith(".") and name.endswith(".partial")):
+                folders.remove(name)
+                yield path, "bookkeeping of a tool"
+            elif path.is_symlink():  # os.walk does not enter it; a link may lead in circles
+                yield path, "link to a folder"
+        for name in names:
+            path = Path(root, name)
+            if is_weight_file(name):
+                yield path, "weights or index of another set or format"
+            elif not path.exists():
+                raise CheckpointError(f"{shown(str(path))} is a link to nothing; download the checkpoint again")
+            elif not path.is_file():
+                yield path, "not a regular file"
+            else:
+                yield path, ""

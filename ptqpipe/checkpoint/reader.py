@@ -1,0 +1,217 @@
+"""Reads a safetensors checkpoint: headers when opened, then any bytes of any tensor into memory of our own.
+
+No mmap: mapped pages count as resident memory and a truncated file becomes SIGBUS instead of an error. Reads are
+``pread`` into a fresh buffer, so they may run in many threads at once and memory is what the caller holds.
+This file knows names, dtypes, shapes and bytes; what they stand for is the containers' business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, NoReturn
+
+import torch
+
+from ptqpipe.checkpoint.files import FolderContent, read_json_object, scan_folder
+from ptqpipe.checkpoint.header import DTYPES, FileHeader, TensorEntry, shown
+from ptqpipe.errors import CheckpointError
+
+#: Linux moves at most 2 GiB - 4 KiB in one call; smaller pieces cost nothing and let other threads in.
+_MAX_READ_BYTES: Final = 64 * 2**20
+
+
+class CheckpointReader:
+    """One checkpoint folder, its headers validated; use as a context manager, or `close` it.
+
+    ``entries`` is in the order of files (natural sort) and offsets. ``config`` is config.json, empty when absent
+    (``has_config``). ``extra_files`` are to be carried over; ``left_out`` says what is not, and why.
+    """
+
+    def __init__(self, path: Path, content: FolderContent) -> None:
+        """Use `open`."""
+        self.path: Final = path
+        self.index: Final = content.index
+        self.extra_files: Final = content.extra_files
+        self.left_out: Final = MappingProxyType(dict(content.left_out))
+        self.files: Final = tuple(h.path for h in content.headers)
+        self.entries: Final[Mapping[str, TensorEntry]] = MappingProxyType(
+            {entry.name: entry for header in content.headers for entry in header.entries}
+        )
+        self.metadata: Final[Mapping[Path, Mapping[str, str]]] = MappingProxyType(
+            {header.path: header.metadata for header in content.headers}
+        )
+        config = self.read_json("config.json")
+        self.has_config: Final = config is not None
+        self.config: Final[Mapping[str, Any]] = MappingProxyType(config or {})
+        self._headers: Final = {header.path: header for header in content.headers}
+        self._fds: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: Path) -> CheckpointReader:
+        """Reads and checks every header, the index and config.json; no weights.
+
+        Raises CheckpointError for anything damaged or inconsistent, and for a folder without tensors.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            kind = "is a file" if path.exists() else "does not exist"
+            raise CheckpointError(f"{shown(str(path))} {kind}, expected a folder with safetensors files")
+        reader = cls(path, scan_folder(path))
+        if not reader.entries:
+            raise CheckpointError(f"{shown(str(path))} holds no tensors in safetensors files; nothing to read")
+        return reader
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(self, name: str, *, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows ``[start, stop)`` of the first dimension as a fresh CPU tensor of the stored dtype.
+
+        A scalar gives a 0-d tensor. Raises CheckpointError for an absent name, for a sub-byte dtype (use
+        `read_bytes`), and for a file that has changed or cannot be read; ValueError for rows out of range.
+        """
+        entry = self._entry(name)
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"tensor {shown(name)} is {entry.dtype}, which has no torch dtype; keep it as bytes")
+        rows = entry.shape[0] if entry.shape else 1
+        stop = rows if stop is None else stop
+        if not 0 <= start <= stop <= rows:
+            raise ValueError(f"rows [{start}, {stop}) of {shown(name)} with {rows} rows")
+        row_bytes = entry.nbytes // rows if rows else 0
+        buffer = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
+        self._read(entry, _bytes_of(buffer), start * row_bytes)
+        shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
+        return buffer.view(DTYPES[entry.dtype][0]).reshape(shape)
+
+    def read_into(
+        self, name: str, buffer: memoryview | bytearray | torch.Tensor, *, byte_start: int, byte_stop: int
+    ) -> None:
+        """Bytes ``[byte_start, byte_stop)`` of a tensor into the caller's contiguous buffer of exactly that size."""
+        entry = self._entry(name)
+        view = _bytes_of(buffer) if isinstance(buffer, torch.Tensor) else memoryview(buffer).cast("B")
+        if not 0 <= byte_start <= byte_stop <= entry.nbytes or len(view) != byte_stop - byte_start:
+            raise ValueError(f"bytes [{byte_start}, {byte_stop}) of {entry.nbytes} into a buffer of {len(view)}")
+        self._read(entry, view, byte_start)
+
+    def read_bytes(self, name: str, *, start_byte: int = 0, stop_byte: int | None = None) -> bytearray:
+        """Bytes ``[start_byte, stop_byte)`` of a tensor of any dtype, as they lie in the file."""
+        stop = self._entry(name).nbytes if stop_byte is None else stop_byte
+        buffer = bytearray(max(stop - start_byte, 0))
+        self.read_into(name, buffer, byte_start=start_byte, byte_stop=stop)
+        return buffer
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """A JSON object beside the weights, such as hf_quant_config.json; None when there is no such file."""
+        path = self.path / name
+        return read_json_object(path, strict=False) if os.path.lexists(path) else None
+
+    def prefetch(self, name: str) -> None:
+        """Asks the system to start reading a tensor into its cache; returns at once."""
+        self._advise(name, "POSIX_FADV_WILLNEED")
+
+    def release(self, name: str) -> None:
+        """Tells the system that a tensor's cached pages are not needed again."""
+        self._advise(name, "POSIX_FADV_DONTNEED")
+
+    def fingerprint(self) -> str:
+        """sha256 over file names, sizes, modification times, headers and config.json.
+
+        Two readers with equal fingerprints see the same tensors, unless bytes were changed in place with the
+        modification time put back.
+        """
+        digest = hashlib.sha256()
+        for path, header in self._headers.items():
+            name = path.relative_to(self.path).as_posix()
+            digest.update(f"{name}\0{header.file_bytes}\0{header.mtime_ns}\0{header.sha256}\n".encode())
+        config = self.path / "config.json"
+        digest.update(config.read_bytes() if self.has_config else b"")
+        return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError if a weight file's size or time differs from when it was opened."""
+        for path, header in self._headers.items():
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                _raise_unreadable(path, error)
+            if (status.st_size, status.st_mtime_ns) != (header.file_bytes, header.mtime_ns):
+                _raise_changed(path)
+
+    def close(self) -> None:
+        """Closes the files. Reading again opens them again."""
+        with self._lock:
+            fds, self._fds = self._fds, {}
+        for fd in fds.values():
+            os.close(fd)
+
+    def _entry(self, name: str) -> TensorEntry:
+        try:
+            return self.entries[name]
+        except KeyError:
+            raise CheckpointError(f"{shown(str(self.path))} has no tensor {shown(name)}") from None
+
+    def _fd(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._fds:
+                self._fds[path] = _open_same(path, self._headers[path])
+            return self._fds[path]
+
+    def _read(self, entry: TensorEntry, view: memoryview, start: int) -> None:
+        """Fills ``view`` from byte ``start`` of the tensor; reads by many threads do not meet."""
+        if not len(view):
+            return
+        fd, offset, done = self._fd(entry.file), entry.offset + start, 0
+        while done < len(view):
+            try:
+                count = os.preadv(fd, [view[done : done + _MAX_READ_BYTES]], offset + done)
+            except OSError as error:
+                _raise_unreadable(entry.file, error)
+            if not count:
+                _raise_changed(entry.file)
+            done += count
+
+    def _advise(self, name: str, advice: str) -> None:
+        entry = self._entry(name)
+        if entry.nbytes and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd(entry.file), entry.offset, entry.nbytes, getattr(os, advice))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's own memory as bytes."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"a contiguous CPU tensor is needed, got one on {tensor.device}, strides {tensor.stride()}")
+    array: Any = (
+        tensor.reshape(-1).view(torch.uint8).numpy()
+    )  # Any: numpy arrays are buffers, their stubs do not say it
+    return memoryview(array)
+
+
+def _open_same(path: Path, header: FileHeader) -> int:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        _raise_unreadable(path, error)
+    status = os.fstat(fd)
+    if (status.st_size, status.st_mtime_ns) != (header.file_bytes, header.mtime_ns):
+        os.close(fd)
+        _raise_changed(path)
+    return fd
+
+
+def _raise_unreadable(path: Path, error: OSError) -> NoReturn:
+    raise CheckpointError(f"{shown(str(path))} cannot be read: {error.strerror}; check the disk and the file") from None
+
+
+def _raise_changed(path: Path) -> NoReturn:
+    raise CheckpointError(f"{shown(str(path))} has changed since it was opened; leave the source alone and start again")

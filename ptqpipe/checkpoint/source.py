@@ -1,0 +1,107 @@
+"""From what a user typed to a folder on this machine: a path, or the name of a repository on the Hugging Face hub.
+
+It must not read weights. huggingface_hub is imported only when a name is not a local path; it honours HF_HUB_OFFLINE
+and its cache by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from ptqpipe.checkpoint.header import shown
+from ptqpipe.errors import CheckpointError, UsageError
+
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_LFS: Final = b"version https://git-lfs"
+#: Left at the hub: the same weights once more, in formats that are not read here.
+_IGNORED_ON_HUB: Final = [
+    *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot", "*.tflite"),
+    *("original/*.safetensors", "metal/*.safetensors", "consolidated*.safetensors"),
+]
+
+
+def resolve_source(model: str, *, revision: str | None = None) -> Path:
+    """The local folder of a model, downloaded from the hub if need be.
+
+    Raises UsageError when there is no such folder or name, CheckpointError when the folder holds no safetensors.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        if revision is not None:
+            raise UsageError(f"{shown(model)} is a local folder, which has no revision {shown(revision)}; leave it out")
+        return check_folder(path)
+    if not _HUB_NAME.fullmatch(model) or model.startswith(("./", "../")) or ".." in model:
+        raise UsageError(f"{shown(model)} does not exist, and is not a hub name like 'owner/model'; check the path")
+    return check_folder(_download(model, revision))
+
+
+def check_folder(path: Path) -> Path:
+    """The folder itself, once it is known to hold safetensors files that are not Git LFS pointers."""
+    if not path.is_dir():
+        raise UsageError(f"{shown(str(path))} is a file, expected the folder that holds it; name the folder")
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise CheckpointError(f"{shown(str(path))} cannot be listed: {error.strerror}; check the folder") from None
+    weights = [name for name in names if name.endswith(".safetensors")]
+    for name in weights:
+        if _starts_with(path / name, _LFS):
+            raise CheckpointError(
+                f"{shown(str(path / name))} is a Git LFS pointer, not the weights themselves; "
+                "run 'git lfs pull' in its folder"
+            )
+    if weights or any(name.endswith(".safetensors.index.json") for name in names):
+        return path
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    if pickled:
+        raise CheckpointError(
+            f"{shown(str(path))} has {shown(pickled[0])} but no .safetensors; load it with transformers and "
+            "save_pretrained() it, which writes safetensors"
+        )
+    found = f"{len(names)} other files" if names else "nothing"
+    raise CheckpointError(
+        f"{shown(str(path))} has {found}, expected .safetensors files; name the model's own folder, or save_pretrained() the "
+        "model with transformers if it is published in another format"
+    )
+
+
+def check_disjoint(source: Path, out: Path) -> None:
+    """Raises UsageError if the output would lie in the source, or hold it."""
+    source, out = source.resolve(), out.resolve()
+    if source == out or source in out.parents or out in source.parents:
+        raise UsageError(f"the output {shown(str(out))} and the source {shown(str(source))} overlap; choose another -o")
+
+
+def _starts_with(path: Path, prefix: bytes) -> bool:
+    try:
+        if not path.is_file():  # a pipe would block, a folder cannot be opened: the reader names them
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(prefix)) == prefix
+    except OSError as error:
+        raise CheckpointError(f"{shown(str(path))} cannot be read: {error.strerror}; check the file") from None
+
+
+def _download(model: str, revision: str | None) -> Path:
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError:
+        raise UsageError(
+            f"{shown(model)} is not a local folder, and huggingface_hub is not installed to fetch it; "
+            "pip install 'ptqpipe[hf]', or name a folder"
+        ) from None
+    try:
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, ignore_patterns=_IGNORED_ON_HUB))
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        raise UsageError(
+            f"{shown(model)} is neither a local folder nor in the hub's cache, and the hub was not reached "
+            "(offline, or HF_HUB_OFFLINE is set); go online or name a folder"
+        ) from None
+    except (errors.HfHubHTTPError, OSError, ValueError) as error:  # HFValidationError is a ValueError
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        message = f"{shown(model)} cannot be fetched from the hub: {shown(first)[1:-1]}; check the name and access"
+        raise UsageError(message) from None
