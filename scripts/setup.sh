@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Makes the virtual environment that demo.sh and test.sh run in, and installs this tree into it (editable).
+#
+#   bash scripts/setup.sh [EXTRA]     EXTRA: hf (default) or dev
+#
+# The environment is .venv in the repository, whatever environment is active: one that this script did not make is
+# changed only when its absolute path is given: PTQPIPE_VENV="$VIRTUAL_ENV". PYTHON names the interpreter to make it with.
+# A stamp in the environment holds a hash of everything that decides the install; while it is the same, this
+# script does nothing. dev includes hf. Prints nothing but pip's errors and one line before a real install.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extra=${1:-hf}
+venv=${PTQPIPE_VENV:-$PWD/.venv}
+
+fail() {
+    echo "setup.sh: $1" >&2
+    exit 1
+}
+
+case $venv in
+    /*) ;;
+    *) fail "PTQPIPE_VENV is '$venv'; expected an absolute path" ;;
+esac
+case $extra in
+    hf | dev) ;;
+    *) fail "unknown extra '$extra'; expected hf or dev" ;;
+esac
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3 python}; do
+        if is_new_enough "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer among: ${PYTHON:-python3.11 .. python3.14, python3, python}; install one or set PYTHON to its path"
+}
+
+if [ ! -x "$venv/bin/python" ]; then
+    python=$(find_python)
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        fail "$python has no venv module; install it (Debian and Ubuntu: the package python3-venv)"
+    "$python" -m venv "$venv" || fail "could not make a virtual environment in '$venv'"
+fi
+is_new_enough "$venv/bin/python" || fail "'$venv' has a Python older than 3.11, or a broken one; remove it and run again"
+
+# Sources by content, in a fixed order: a touched file does not cause an install, a changed header does.
+inputs=$(
+    "$venv/bin/python" --version
+    pwd -P
+    find pyproject.toml setup.py constraints.txt ptqpipe -type f \( -path '*/csrc/*' -o ! -path 'ptqpipe/*' \) |
+        LC_ALL=C sort | xargs cksum
+)
+stamp=$venv/ptqpipe-install
+for done_extra in "$extra" dev; do
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$done_extra $inputs" ]; then
+        exit 0
+    fi
+done
+
+echo "installing ptqpipe[$extra] into $venv (torch is large: the first time takes minutes)" >&2
+rm -f "$stamp"
+torch=$(grep '^torch==' constraints.txt)
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch" -c constraints.txt -e ".[$extra]" ||
+    fail "the install failed; pip's lines above say why"
+echo "$extra $inputs" >"$stamp"

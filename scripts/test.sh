@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The tests, on two processes; arguments go to pytest. Runs in the environment that setup.sh makes; see there.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+bash "$root/scripts/setup.sh" dev
+cd "$root"
+# One thread for each process: two pools of two threads on two cores wait for each other.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "${PTQPIPE_VENV:-$root/.venv}/bin/python" -m pytest -n 2 "$@"

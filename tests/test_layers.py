@@ -1,0 +1,195 @@
+"""Who may import whom: the table that keeps the layers of the package apart.
+
+A row names a module or subpackage of ptqpipe and what it may import from ptqpipe; within itself everything may. An
+import inside a function or under TYPE_CHECKING counts like any other. To widen a row is a decision about the design.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
+
+NUMBERS = {"errors", "formats", "schemes", "packing", "qtensor"}
+
+# fmt: off
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors":      set(),
+    "formats":     {"errors"},
+    "schemes":     {"errors", "formats"},
+    "packing":     {"errors", "formats"},
+    "qtensor":     {"errors", "formats", "packing"},
+    "kernels":     NUMBERS,
+    "search":      NUMBERS | {"kernels"},
+    "algorithms":  NUMBERS | {"kernels"},
+    "transforms":  NUMBERS | {"kernels"},
+    "containers":  NUMBERS | {"kernels"},
+    "checkpoint":  {"errors"},
+    "recipe":      NUMBERS,
+    "plan":        NUMBERS | {"recipe", "checkpoint"},
+    "calibration": NUMBERS | {"checkpoint", "recipe", "plan"},
+    "runtime":     NUMBERS | {"kernels", "containers", "checkpoint"},
+    "stages":      NUMBERS | {"kernels", "search", "algorithms", "transforms", "containers", "checkpoint", "recipe",
+                              "plan", "calibration", "runtime"},
+    "cli":         {"errors", "stages", "recipe"},
+    "__main__":    {"cli"},
+    # The face of the package: whatever the Python API offers, loaded on first use (see the tests of torch below).
+    "__init__":    NUMBERS | {"search", "checkpoint", "recipe", "stages"},
+}
+# fmt: on
+
+# Third-party packages that only some modules may import: names in dotted form, a package stands for all it holds.
+ONLY_IN: dict[str, tuple[str, ...]] = {
+    "transformers": ("calibration", "runtime", "stages.evaluate", "stages.demo"),
+    "accelerate": ("calibration", "runtime", "stages.evaluate", "stages.demo"),
+    "lm_eval": ("stages.evaluate",),
+    "click": ("cli",),
+    "huggingface_hub": ("checkpoint.source",),
+    "safetensors": ("checkpoint",),
+    "triton": ("kernels", "runtime"),
+    "yaml": ("recipe",),
+    "jinja2": ("stages.report",),
+    "matplotlib": ("stages.report",),
+    "fastapi": ("runtime",),
+    "uvicorn": ("runtime",),
+    # Readers that the tests compare with. The package must not lean on them.
+    "compressed_tensors": (),
+    "modelopt": (),
+    "vllm": (),
+    "llmcompressor": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One import statement: ``importer`` (dotted, below ptqpipe) imports ``imported`` (dotted, from the root)."""
+
+    importer: str
+    imported: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"ptqpipe.{self.importer}:{self.line} imports {self.imported}"
+
+
+def imported_names(node: ast.AST, folder: tuple[str, ...]) -> list[str]:
+    """Absolute dotted names that a node imports; ``from a import b`` gives ``a.b``, which may be a name in ``a``."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        origin = ".".join(folder[: len(folder) - node.level + 1]) if node.level else ""
+        base = ".".join(part for part in (origin, node.module) if part)
+        return [f"{base}.{alias.name}" for alias in node.names]
+    return []
+
+
+def imports_of(source: str, path: Path) -> Iterator[Import]:
+    """The imports in ``source``, the text of the module at ``path`` (relative to the folder of the package)."""
+    importer = ".".join((*path.parts[:-1], path.stem))
+    folder = ("ptqpipe", *path.parts[:-1])
+    for node in ast.walk(ast.parse(source)):
+        for name in imported_names(node, folder):
+            yield Import(importer, name, getattr(node, "lineno", 0))
+
+
+def all_imports() -> list[Import]:
+    """Every import statement of the package."""
+    found: list[Import] = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found += imports_of(path.read_text(encoding="utf-8"), path.relative_to(PACKAGE))
+    return found
+
+
+def inside(name: str, package: str) -> bool:
+    """Whether the dotted ``name`` is ``package`` or lies in it."""
+    return name == package or name.startswith(package + ".")
+
+
+def breaks_layers(statement: Import) -> bool:
+    """Whether an import crosses the table ``MAY_IMPORT``. The bare ``import ptqpipe`` does: it hides what is meant."""
+    if not inside(statement.imported, "ptqpipe"):
+        return False
+    layer = statement.importer.split(".")[0]
+    target = [*statement.imported.split("."), "__init__"][1]
+    return target != layer and target not in MAY_IMPORT.get(layer, set())
+
+
+def breaks_third_party(statement: Import) -> bool:
+    """Whether an import of another distribution stands outside the places that ``ONLY_IN`` gives it."""
+    places = ONLY_IN.get(statement.imported.split(".")[0])
+    return places is not None and not any(inside(statement.importer, place) for place in places)
+
+
+def test_every_module_has_a_row_in_the_table() -> None:
+    layers = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    assert layers - MAY_IMPORT.keys() == set()
+
+
+def test_the_table_has_no_cycle() -> None:
+    done: set[str] = set()
+    while ready := {layer for layer, below in MAY_IMPORT.items() if layer not in done and below <= done}:
+        done |= ready
+    assert done == MAY_IMPORT.keys()
+
+
+def test_layers_import_only_what_lies_below_them() -> None:
+    assert [str(statement) for statement in all_imports() if breaks_layers(statement)] == []
+
+
+def test_third_party_packages_are_imported_in_their_places_only() -> None:
+    assert [str(statement) for statement in all_imports() if breaks_third_party(statement)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "crosses"),
+    [
+        ("search/a.py", "from ptqpipe.search import b", False),
+        ("search/a.py", "from . import b", False),
+        ("search/a.py", "from ..formats import CODECS", False),
+        ("search/a.py", "from ptqpipe.containers import modelopt", True),
+        ("search/a.py", "from .. import containers", True),
+        ("search/a.py", "from ..containers.modelopt import f", True),
+        ("search/a.py", "import ptqpipe", True),
+        ("runtime/a.py", "def f():\n    from ptqpipe.stages.convert import convert", True),
+        ("checkpoint/a.py", "from ptqpipe import formats", True),
+        ("cli.py", "from ptqpipe.stages import convert", False),
+        ("formats.py", "from ptqpipe.qtensor import QTensor", True),
+    ],
+)
+def test_the_check_sees_imports_of_every_spelling(path: str, source: str, *, crosses: bool) -> None:
+    assert any(breaks_layers(statement) for statement in imports_of(source, Path(path))) is crosses
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "crosses"),
+    [
+        ("stages/evaluate.py", "import transformers", False),
+        ("stages/convert.py", "import transformers", True),
+        ("stages/convert.py", "def f():\n    from transformers import AutoModel", True),
+        ("stages/demo.py", "import lm_eval.tasks", True),
+        ("runtime/engine.py", "from transformers import AutoConfig", False),
+        ("stages/convert.py", "import click", True),
+        ("cli.py", "import click", False),
+    ],
+)
+def test_the_check_sees_third_party_imports(path: str, source: str, *, crosses: bool) -> None:
+    assert any(breaks_third_party(statement) for statement in imports_of(source, Path(path))) is crosses
+
+
+@pytest.mark.parametrize("module", ["ptqpipe", "ptqpipe.cli"])
+def test_importing_does_not_load_torch(module: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", f"import {module}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    loaded = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
+    assert module in loaded
+    assert loaded & {"torch", "numpy", "safetensors", "transformers"} == set()
