@@ -63,8 +63,8 @@ def check_folder(path: Path) -> Path:
         )
     found = f"{len(names)} other files" if names else "nothing"
     raise CheckpointError(
-        f"{shown(str(path))} has {found}, expected .safetensors files; name the model's own folder, or save_pretrained() the "
-        "model with transformers if it is published in another format"
+        f"{shown(str(path))} has {found}, expected .safetensors files; name the model's own folder, or "
+        "save_pretrained() the model with transformers if it is published in another format"
     )
 
 

@@ -1,0 +1,176 @@
+"""What is already on disk: one append-only file per rank, each line a batch that was synced before it was written.
+
+A line is JSON with the CRC-32 of its own content. Since a batch is one line, and the next is written only after
+the last one is on disk, a crash can damage the last line alone: a damaged tail is forgotten (its units are done
+again, with the same bytes), damage before it is an error. This file must not know what a unit or a record means.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ptqpipe.checkpoint.header import shown
+from ptqpipe.errors import OutputError
+
+VERSION: Final = 1
+_NAME: Final = re.compile(r"journal-(\d+)\.jsonl")
+fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has none
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What a journal belongs to. ``parts`` name what the run was made of, to say which of them changed.
+
+    ``replaces`` says that the run was begun with --overwrite, so an output that is there may be replaced.
+    """
+
+    run_id: str
+    layout: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+    replaces: bool = False
+
+
+@dataclass(slots=True)
+class JournalContent:
+    """One or many journals as read: records by unit, the tensors known complete, the bytes that are sound."""
+
+    identity: RunIdentity | None = None
+    units: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: set[int] = field(default_factory=set)
+    sound_bytes: int = 0
+
+
+def journal_name(rank: int) -> str:
+    """The file name of a rank's journal."""
+    return f"journal-{rank}.jsonl"
+
+
+def read_journal(path: Path) -> JournalContent:
+    """One journal, up to its last sound line. Raises OutputError for damage before that."""
+    content = JournalContent()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise OutputError(f"{shown(str(path))} cannot be read: {error.strerror}; check the disk") from None
+    lines = raw.splitlines(keepends=True)
+    position, damaged = 0, 0
+    for number, line in enumerate(lines, start=1):
+        payload = _parse_line(line)
+        if payload is None:
+            damaged = damaged or number
+        elif damaged:
+            raise OutputError(
+                f"{shown(str(path))} is damaged at line {damaged} of {len(lines)}; --overwrite begins again"
+            )
+        else:
+            _apply(path, content, payload, number=number)
+            content.sound_bytes = position + len(line)
+        position += len(line)
+    return content
+
+
+def read_journals(folder: Path) -> JournalContent:
+    """The union of every rank's journal in a folder; ``sound_bytes`` is meaningless here.
+
+    Raises OutputError if two of them belong to different runs.
+    """
+    union = JournalContent()
+    try:
+        names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
+    except OSError as error:
+        raise OutputError(f"{shown(str(folder))} cannot be listed: {error.strerror}; check the disk") from None
+    for path in (folder / name for name in names):
+        content = read_journal(path)
+        if content.identity is None:
+            continue
+        if union.identity is not None and content.identity.run_id != union.identity.run_id:
+            raise OutputError(f"{shown(str(path))} belongs to another run; --overwrite begins again")
+        union.identity = content.identity
+        union.units.update(content.units)
+        union.tensors.update(content.tensors)
+    return union
+
+
+def check_same_run(found: RunIdentity, wanted: RunIdentity, *, partial: Path) -> None:
+    """Raises OutputError, naming what changed, unless both describe the same run."""
+    if found.run_id == wanted.run_id and found.layout == wanted.layout:
+        return
+    keys = sorted(found.parts.keys() | wanted.parts.keys())
+    changed = [key for key in keys if found.parts.get(key) != wanted.parts.get(key)]
+    what = " and ".join(changed) or ("the plan" if found.run_id != wanted.run_id else "the layout of the shards")
+    raise OutputError(
+        f"{shown(str(partial))} was begun by another run: {what} changed since; "
+        "restore it and --resume, or --overwrite to begin again"
+    )
+
+
+class Journal:
+    """A rank's journal, open for appending. Not thread-safe: the writer holds its lock."""
+
+    def __init__(self, path: Path, identity: RunIdentity) -> None:
+        """Opens or creates the file, cuts a damaged tail off; the caller has checked the identity."""
+        self._path: Final = path
+        existing = read_journal(path) if path.exists() else JournalContent()
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(self._fd, existing.sound_bytes)
+            self._size = existing.sound_bytes
+            if existing.identity is None:
+                self._append({"version": VERSION, **asdict(identity)})
+            os.fsync(self._fd)
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    def append(self, units: Sequence[tuple[str, Mapping[str, Any]]], tensors: Sequence[int]) -> None:
+        """One batch, on disk when this returns. Raises OSError."""
+        self._append({"units": list(units), "tensors": list(tensors)})
+        fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._fd)
+
+    def _append(self, payload: Mapping[str, Any]) -> None:
+        text = json.dumps(payload, ensure_ascii=True, separators=(",", ":"))
+        line = memoryview(f'{{"crc32":"{zlib.crc32(text.encode()):08x}","batch":{text}}}\n'.encode())
+        size = len(line)
+        try:
+            while line:
+                line = line[os.write(self._fd, line) :]
+        except OSError:
+            os.ftruncate(self._fd, self._size)  # half a line would damage the journal for what follows it
+            raise
+        self._size += size
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    """The batch of one line; None if the line is torn or damaged."""
+    match = re.fullmatch(rb'\{"crc32":"([0-9a-f]{8})","batch":(\{.*\})\}\n', line, re.DOTALL)
+    if match is None or int(match[1], 16) != zlib.crc32(match[2]):
+        return None
+    try:
+        payload = json.loads(match[2])
+    except (ValueError, RecursionError):
+        return None
+    return payload if isinstance(payload, dict) else None
+
+
+def _apply(path: Path, content: JournalContent, payload: dict[str, Any], *, number: int) -> None:
+    if number == 1:
+        if payload.get("version") != VERSION:
+            raise OutputError(
+                f"{shown(str(path))} has version {shown(payload.get('version'))}, expected {VERSION}; "
+                "resume with the ptqpipe that began the run, or --overwrite to begin again"
+            )
+        content.identity = RunIdentity(payload["run_id"], payload["layout"], payload["parts"], payload["replaces"])
+    else:
+        content.units.update(dict(payload["units"]))
+        content.tensors.update(payload["tensors"])

@@ -1,0 +1,271 @@
+"""The hidden folder beside the output in which it grows: lock, journals, and the files before they have their name.
+
+    .NAME.partial/lock-<rank>           held by the process that writes
+    .NAME.partial/journal-<rank>.jsonl  what is on disk
+    .NAME.partial/out/                  becomes NAME by one rename
+    .NAME.partial/old/                  the former NAME, from just before that rename to just after it
+
+It must not know tensors. A crash at any point leaves the former NAME, or the new one, or (between two renames of
+--overwrite) the former in ``old/``, which the next run puts back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ptqpipe.checkpoint.header import shown
+from ptqpipe.checkpoint.journal import JournalContent, RunIdentity, check_same_run, read_journals
+from ptqpipe.errors import OutputError
+
+#: The file beside the weights whose "run_id" says which run wrote them; its writer puts it there.
+REPORT_NAME: Final = "ptqpipe.json"
+_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+@contextlib.contextmanager
+def output_errors(what: Path) -> Iterator[None]:
+    """Turns an OSError into an OutputError of one line that names the file and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "free some space and --resume"
+        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            remedy = "choose another -o, or change its permissions"
+        elif error.errno == errno.EFBIG:
+            remedy = "the file system takes no file of that size; choose another -o"
+        else:
+            remedy = "check the disk and --resume"
+        reason = error.strerror or type(error).__name__
+        raise OutputError(f"{shown(str(what), limit=400)} cannot be written: {reason}; {remedy}") from None
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The output's name, and the places beside it."""
+
+    out: Path
+
+    @classmethod
+    def of(cls, out: Path) -> Paths:
+        """Resolves links, so that the rename happens where the data are. Raises OutputError for a root folder."""
+        resolved = Path(out).expanduser().resolve()
+        if not resolved.name:
+            raise OutputError(f"{shown(str(out))} cannot be the output, it is the root folder; choose another -o")
+        return cls(resolved)
+
+    @property
+    def partial(self) -> Path:
+        return self.out.parent / f".{self.out.name}.partial"
+
+    @property
+    def growing(self) -> Path:
+        return self.partial / "out"
+
+    @property
+    def old(self) -> Path:
+        return self.partial / "old"
+
+
+class RankLock:
+    """An advisory lock on ``lock-<rank>``, freed by the system when the process ends, however it ends."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Raises OutputError, naming the holder, if another process has it."""
+        self._path: Final = folder / f"lock-{rank}"
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                holder = os.pread(self._fd, 200, 0).decode("ascii", "replace").strip() or "another process"
+                os.close(self._fd)
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                raise OutputError(
+                    f"{shown(str(folder))} is being written by {holder}; wait for it, or choose another -o"
+                ) from None
+            warnings.warn(
+                f"{folder} is on a file system without locks; start no second run", RuntimeWarning, stacklevel=2
+            )
+        try:
+            same = os.path.samestat(os.fstat(self._fd), os.stat(self._path))
+        except FileNotFoundError:
+            same = False
+        if not same:  # its holder finished, and removed the folder, between our open and our lock
+            os.close(self._fd)
+            raise OutputError(f"{shown(str(folder))} was finished by another process just now; start again")
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode("ascii", "replace"), 0)
+
+    @property
+    def name(self) -> str:
+        return self._path.name
+
+    def release(self) -> None:
+        """Frees the lock; the file stays."""
+        os.close(self._fd)
+
+
+def lock_all(folder: Path) -> RankLock:
+    """Rank 0's lock, after making sure that no rank of a former run is still writing."""
+    lock = RankLock(folder, 0)
+    try:
+        for path in folder.glob("lock-*"):
+            if path.name != lock.name and path.name[5:].isdigit():
+                RankLock(folder, int(path.name[5:])).release()
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def completed_run(out: Path) -> str | None:
+    """The run that wrote a complete output, from its ptqpipe.json; None if there is none or it does not say."""
+    try:
+        report = json.loads((Path(out) / REPORT_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    run_id = report.get("run_id") if isinstance(report, dict) else None
+    return run_id if isinstance(run_id, str) else None
+
+
+def is_complete(out: Path, run_id: str) -> bool:
+    """Whether this very run has already produced ``out``: nothing is left for --resume to do."""
+    return completed_run(out) == run_id
+
+
+def prepare(paths: Paths, identity: RunIdentity, *, mode: str) -> tuple[RankLock, RunIdentity | None]:
+    """Rank 0's first step: refuse or accept what lies at OUT and beside it, lock, and make the folders.
+
+    Raises OutputError for an output or a leftover that ``mode`` does not allow, and for another run's leftover.
+    """
+    if mode == "resume" and not paths.partial.is_dir():
+        _refuse_resume(paths, identity)
+    if mode == "new":
+        _refuse_existing(paths)
+    with output_errors(paths.partial):
+        paths.out.parent.mkdir(parents=True, exist_ok=True)
+        paths.partial.mkdir(exist_ok=True)
+        lock = lock_all(paths.partial)
+    try:
+        with output_errors(paths.partial):
+            found = _settle(paths, identity, lock, mode=mode)
+            paths.growing.mkdir(exist_ok=True)
+            fsync_folder(paths.partial)
+            fsync_folder(paths.out.parent)
+    except BaseException:
+        lock.release()
+        raise
+    return lock, found.identity
+
+
+def _settle(paths: Paths, identity: RunIdentity, lock: RankLock, *, mode: str) -> JournalContent:
+    """With the lock held: put a former output back, then continue or discard what the partial folder holds."""
+    if paths.old.exists() and paths.growing.exists() and not paths.out.exists():
+        paths.old.rename(paths.out)
+    found = JournalContent() if mode == "overwrite" else read_journals(paths.partial)
+    if found.identity is not None and not paths.growing.exists():  # killed after the last rename, before the clean-up
+        shutil.rmtree(paths.partial)
+        if mode == "resume":
+            _refuse_resume(paths, identity)
+        raise OutputError(f"{shown(str(paths.partial))} was left from a finished run, and is removed now; start again")
+    if found.identity is None:
+        _empty(paths.partial, keep=lock.name)
+    elif mode == "new":
+        partial = shown(str(paths.partial))
+        raise OutputError(f"{partial} is left from an unfinished run; --resume continues it, --overwrite discards it")
+    else:
+        check_same_run(found.identity, identity, partial=paths.partial)
+    if not (mode == "overwrite" or (found.identity is not None and found.identity.replaces)):
+        _refuse_existing(paths)
+    return found
+
+
+def join(paths: Paths, identity: RunIdentity, rank: int) -> tuple[RankLock, RunIdentity]:
+    """A further rank's part of the folder that rank 0 has prepared."""
+    content = read_journals(paths.partial) if paths.partial.is_dir() else JournalContent()
+    if content.identity is None:
+        raise OutputError(
+            f"{shown(str(paths.partial))} was not begun by rank 0; do all ranks see the same file system?"
+        )
+    check_same_run(content.identity, identity, partial=paths.partial)
+    with output_errors(paths.partial):
+        return RankLock(paths.partial, rank), content.identity
+
+
+def check_space(paths: Paths, needed: int) -> None:
+    """Raises OutputError unless the bytes still to be allocated fit on the disk."""
+    with output_errors(paths.partial):
+        have = sum(p.stat().st_blocks * 512 for p in paths.growing.rglob("*") if p.is_file())
+        free = shutil.disk_usage(paths.partial).free
+    if needed - have > free:
+        raise OutputError(
+            f"{shown(str(paths.out.parent))} has {free / 1e9:.2f} GB free, "
+            f"the output needs {(needed - have) / 1e9:.2f} GB more; free some space, or choose another -o"
+        )
+
+
+def publish(paths: Paths, *, replace: bool) -> None:
+    """Gives the complete output its name, the former one kept aside until then, and removes the partial folder.
+
+    Raises OutputError if there is a former one and it may not be replaced.
+    """
+    if not replace:
+        _refuse_existing(paths)
+    with output_errors(paths.out):
+        if paths.out.exists() and any(paths.out.iterdir()):
+            if paths.old.exists():
+                shutil.rmtree(paths.old)
+            paths.out.rename(paths.old)
+        paths.growing.rename(paths.out)
+        fsync_folder(paths.out.parent)
+        fsync_folder(paths.partial)
+        shutil.rmtree(paths.partial)
+
+
+def _empty(folder: Path, *, keep: str) -> None:
+    """Removes everything but the lock, files (the journals) before folders, so that no journal outlives its data."""
+    for path in sorted(folder.iterdir(), key=lambda p: p.is_dir()):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != keep:
+            path.unlink()
+
+
+def _refuse_existing(paths: Paths) -> None:
+    out = paths.out
+    with output_errors(out):
+        if out.is_dir() and any(out.iterdir()):
+            raise OutputError(
+                f"{shown(str(out))} exists and is not empty; --overwrite replaces it, or choose another -o"
+            )
+    if out.exists() and not out.is_dir():
+        raise OutputError(f"{shown(str(out))} is a file, expected a folder or nothing; choose another -o")
+
+
+def _refuse_resume(paths: Paths, identity: RunIdentity) -> None:
+    out = shown(str(paths.out))
+    if is_complete(paths.out, identity.run_id):
+        raise OutputError(f"{out} is already complete, by this very run; there is nothing to resume")
+    raise OutputError(f"{out} has no unfinished run beside it; start without --resume")

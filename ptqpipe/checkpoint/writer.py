@@ -1,0 +1,278 @@
+"""Writes a checkpoint so that it appears whole or not at all, and a killed run continues where it was.
+
+Tensors are written at their planned places, by any number of threads, in any order. A unit counts as done only
+after its bytes and then its line in the journal are on disk. This file must not know what a unit computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Literal
+
+import torch
+
+from ptqpipe.checkpoint.finish import add_files, check_shards, check_units, checked_names
+from ptqpipe.checkpoint.header import DTYPE_NAMES, shown
+from ptqpipe.checkpoint.journal import Journal, RunIdentity, fdatasync, journal_name, read_journals
+from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
+from ptqpipe.checkpoint.partial import Paths, RankLock, check_space, fsync_folder, join, output_errors, prepare, publish
+from ptqpipe.errors import OutputError
+
+#: A batch goes to the journal when so many bytes, or so many seconds, have gathered.
+BATCH_BYTES: Final = 256 * 2**20
+BATCH_SECONDS: Final = 2.0
+
+Mode = Literal["new", "resume", "overwrite"]
+
+
+class CheckpointWriter:
+    """One rank's hand on the output; use as a context manager, or call `finish`, `close` or `abort`.
+
+    Rank 0 opens first, the others after it has (a barrier between). Leaving the context without `finish`
+    keeps the partial folder for --resume.
+    """
+
+    def __init__(self, paths: Paths, layout: ShardLayout, *, identity: RunIdentity, rank: int, lock: RankLock) -> None:
+        """Use `open`."""
+        self.paths: Final = paths
+        self.layout: Final = layout
+        self.rank: Final = rank
+        self._lock_file: RankLock | None = lock
+        self._replaces: Final = identity.replaces
+        self._specs: dict[str, TensorSpec] = {t.name: t for s in layout.shards for t in s.tensors}
+        self._number: dict[str, int] = {name: i for i, name in enumerate(self._specs)}
+        self._shards = {shard.file: shard for shard in layout.shards}
+        self._state = threading.Lock()  # of what follows; held for no I/O but the opening of a shard
+        self._flushing = threading.Lock()  # one batch at a time
+        self._fds: dict[str, int] = {}
+        self._dirty: set[str] = set()
+        self._written: dict[str, list[tuple[int, int]]] = {}
+        self._complete: list[int] = []
+        self._pending: list[tuple[str, dict[str, Any]]] = []
+        self._pending_bytes = 0
+        self._flushed_at = time.monotonic()
+        self._failure: OutputError | None = None
+        with output_errors(paths.partial):
+            self._journal = Journal(paths.partial / journal_name(rank), identity)
+            fsync_folder(paths.partial)
+
+    @classmethod
+    def open(
+        cls,
+        out: Path,
+        layout: ShardLayout,
+        *,
+        run_id: str,
+        mode: Mode,
+        rank: int = 0,
+        world: int = 1,
+        run_parts: Mapping[str, str] = MappingProxyType({}),
+        extra_bytes: int = 0,
+    ) -> CheckpointWriter:
+        """Takes the partial folder beside ``out``; writes nothing under ``out`` itself.
+
+        ``run_id`` identifies plan, source and recipe together; ``run_parts`` names them one by one, so that a
+        refused resume can say which changed. ``extra_bytes`` is what `finish` will add. Raises OutputError:
+        the output exists, a leftover is in the way or another run's, another process writes it, no space.
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} of {world}")
+        paths = Paths.of(out)
+        identity = RunIdentity(run_id, layout.digest, dict(run_parts), replaces=mode == "overwrite")
+        lock, found = prepare(paths, identity, mode=mode) if rank == 0 else join(paths, identity, rank)
+        try:
+            if rank == 0:
+                check_space(paths, layout.file_bytes + extra_bytes)
+            return cls(paths, layout, identity=found or identity, rank=rank, lock=lock)
+        except BaseException:
+            if found is None and rank == 0:  # nothing of worth was begun
+                shutil.rmtree(paths.partial, ignore_errors=True)
+            lock.release()
+            raise
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        with contextlib.suppress(OutputError):  # the first error is the one to report
+            self.close()  # after Ctrl-C: what is committed is kept
+
+    def write(self, name: str, data: torch.Tensor | bytes | bytearray | memoryview, *, byte_offset: int = 0) -> None:
+        """Puts bytes at their place, from byte ``byte_offset`` of the tensor on; any thread, any order, in pieces.
+
+        A tensor must have the planned dtype, or be uint8 (raw bytes). Raises OutputError when the disk refuses.
+        """
+        placement, spec = self.layout.placements[name], self._specs[name]
+        view = _as_bytes(data, spec)
+        if not 0 <= byte_offset <= byte_offset + len(view) <= placement.nbytes:
+            raise ValueError(
+                f"bytes [{byte_offset}, {byte_offset + len(view)}) of {shown(name)}, {placement.nbytes} long"
+            )
+        if self._failure is not None:
+            raise self._failure
+        with output_errors(self.paths.growing / placement.file):
+            fd = self._fd(placement.file)
+            _pwrite_all(fd, view, placement.offset + byte_offset)
+        with self._state:
+            self._dirty.add(placement.file)
+            self._pending_bytes += len(view)
+            self._note_written(name, byte_offset, byte_offset + len(view), placement.nbytes)
+
+    def commit(self, unit_id: str, record: Mapping[str, Any]) -> None:
+        """Says that a unit's tensors are written. Durable once a batch has gathered, or after `flush`.
+
+        ``record`` is JSON and comes back from `done`. While one thread syncs a batch, others are not held up.
+        """
+        stored = _json_copy(record)
+        with self._state:
+            self._pending.append((unit_id, stored))
+            due = self._pending_bytes >= BATCH_BYTES or time.monotonic() - self._flushed_at >= BATCH_SECONDS
+        if due and self._flushing.acquire(blocking=False):
+            try:
+                self._flush_batch()
+            finally:
+                self._flushing.release()
+
+    def flush(self) -> None:
+        """Syncs what is written and journals what is committed. Raises OutputError."""
+        with self._flushing:
+            self._flush_batch()
+
+    def done(self) -> dict[str, dict[str, Any]]:
+        """The records of all units that are on disk, of all ranks, in the order of ranks and then of time."""
+        return read_journals(self.paths.partial).units
+
+    def finish(
+        self,
+        *,
+        expected_units: Iterable[str],
+        extra: Mapping[str, bytes] = MappingProxyType({}),
+        copy: Sequence[tuple[Path, str]] = (),
+    ) -> None:
+        """Checks that nothing is missing, adds the other files, and gives the output its name. Rank 0, last of all.
+
+        ``extra`` maps names to contents (config.json, ptqpipe.json with its "run_id"); ``copy`` pairs source files
+        with names. Raises OutputError naming the unit or tensor that is missing; the partial folder stays.
+        """
+        if self.rank != 0:
+            raise ValueError(f"rank {self.rank} cannot finish; rank 0 does, after the others have closed")
+        names = checked_names(self.layout, [*extra, *(name for _, name in copy)])
+        self.flush()
+        check_units(self.paths, self.layout, expected_units)
+        check_shards(self.paths, self.layout)
+        add_files(self.paths, self.layout, contents=extra, copy=copy, names=names)
+        self._close_files()
+        publish(self.paths, replace=self._replaces)
+        self._release()
+
+    def close(self) -> None:
+        """Flushes and lets go; the partial folder stays, for `finish` by rank 0 or for --resume. Idempotent."""
+        if self._lock_file is not None:
+            try:
+                self.flush()
+            finally:
+                self.abort()
+
+    def abort(self) -> None:
+        """Lets go without flushing: units not yet journalled will be done again. Idempotent."""
+        if self._lock_file is not None:
+            self._close_files()
+            self._release()
+
+    def _fd(self, file: str) -> int:
+        """The shard's descriptor; its file made in full size, header first, when it is touched for the first time."""
+        with self._state:
+            if file in self._fds:
+                return self._fds[file]
+            if self._lock_file is None:
+                raise ValueError("the writer is closed")
+            shard, path = self._shards[file], self.paths.growing / file
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._fds[file] = fd
+            os.ftruncate(fd, shard.file_bytes)
+            _pwrite_all(fd, memoryview(shard.header), 0)
+            self._dirty.add(file)
+            fsync_folder(path.parent)
+            return fd
+
+    def _note_written(self, name: str, start: int, stop: int, nbytes: int) -> None:
+        """Merges a written range; the state lock is held."""
+        ranges = sorted([*self._written.get(name, []), (start, stop)])
+        merged = [ranges[0]]
+        for begin, end in ranges[1:]:
+            if begin <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+            else:
+                merged.append((begin, end))
+        if merged == [(0, nbytes)]:
+            self._complete.append(self._number[name])
+            self._written.pop(name, None)
+        else:
+            self._written[name] = merged
+
+    def _flush_batch(self) -> None:
+        """Data to disk, then the line that claims them. After a failed sync nothing more is claimed: the system
+        forgets which pages it could not write, and a second sync would succeed for nothing."""
+        if self._failure is not None:
+            raise self._failure
+        with self._state:
+            units, self._pending = self._pending, []
+            tensors, self._complete = self._complete, []
+            dirty, self._dirty = [(f, self._fds[f]) for f in sorted(self._dirty)], set()
+            self._pending_bytes, self._flushed_at = 0, time.monotonic()
+        try:
+            for file, fd in dirty:
+                with output_errors(self.paths.growing / file):
+                    fdatasync(fd)
+            if units or tensors:
+                with output_errors(self.paths.partial / journal_name(self.rank)):
+                    self._journal.append(units, tensors)
+        except OutputError as error:
+            self._failure = error
+            raise
+
+    def _close_files(self) -> None:
+        with self._state:
+            fds, self._fds = list(self._fds.values()), {}
+        for fd in fds:
+            os.close(fd)
+        self._journal.close()
+
+    def _release(self) -> None:
+        if self._lock_file is not None:
+            self._lock_file.release()
+            self._lock_file = None
+
+
+def _as_bytes(data: torch.Tensor | bytes | bytearray | memoryview, spec: TensorSpec) -> memoryview:
+    if not isinstance(data, torch.Tensor):
+        return memoryview(data).cast("B")
+    if data.dtype != torch.uint8 and DTYPE_NAMES.get(data.dtype) != spec.dtype:
+        raise ValueError(f"{shown(spec.name)} is planned as {spec.dtype}, got {data.dtype}")
+    array: Any = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # Any: as in reader.py
+    return memoryview(array)
+
+
+def _pwrite_all(fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def _json_copy(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What will come back after a restart, so that a resumed run sees nothing else. Raises TypeError, ValueError."""
+    copied: dict[str, Any] = json.loads(json.dumps(record))
+    return copied
