@@ -13,7 +13,7 @@ import torch
 from ptqpipe.errors import UsageError
 from ptqpipe.formats import Format
 
-_SHARED = {"__init__", "objective"}
+_SHARED = {"objective"}  # and files whose names begin with an underscore
 
 
 class Search(Protocol):
@@ -33,7 +33,8 @@ class Search(Protocol):
 
 def search_names() -> list[str]:
     """The names that :func:`get_search` knows."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in _SHARED)
+    stems = (path.stem for path in Path(__file__).parent.glob("*.py"))
+    return sorted(stem for stem in stems if not stem.startswith("_") and stem not in _SHARED)
 
 
 def get_search(name: str) -> Search:
