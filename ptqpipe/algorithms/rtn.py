@@ -1,0 +1,177 @@
+"""Round to nearest: searched scales, then the nearest code of every weight. Needs no data.
+
+Works on units of any size in a few chunks of memory: the weights are read by runs of rows, several times when the
+unit is not cached, and every QTensor goes out as soon as it is made. The size of a run depends on the shape alone, so
+the sums of the statistics, and with them every byte and every reported number, are the same on every machine.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ptqpipe.algorithms.rows import checked_amax, chunks, measure, quantize_rows, total_error
+from ptqpipe.formats import WHOLE, Format
+from ptqpipe.global_scale import absmax_global, pick, sample_rows
+from ptqpipe.qtensor import QTensor, encode
+from ptqpipe.search import get_search
+
+
+class Weight(Protocol):
+    """A matrix [N, K] that gives its rows when asked, as often as asked."""
+
+    shape: tuple[int, int]
+
+    def rows(self, start: int, stop: int) -> torch.Tensor: ...
+
+
+Sink = Callable[[int, int, QTensor], None]
+"""Takes (member, first row, quantized rows). A unit whose global scale is revised sends its rows a second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightError:
+    """Errors of one quantized weight, measured on its decode in float64.
+
+    squared_error   sum (decode - w)^2
+    energy          sum w^2
+    versus_absmax   squared error divided by that of abs-max scales, on the sampled rows (all rows of a small weight)
+    """
+
+    squared_error: float
+    energy: float
+    versus_absmax: float
+
+    @property
+    def relative_mse(self) -> float:
+        """squared error / energy; 0 for an all-zero weight."""
+        return self.squared_error / self.energy if self.energy else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class UnitResult:
+    """What quantizing a unit gave. ``global_scale`` is None for formats without one.
+
+    versus_plain_global  squared error divided by that of the same search at global scale amax/max_product; at most 1
+    proven               whether the block scales are the argmin over every code at that global scale
+    """
+
+    global_scale: float | None
+    versus_plain_global: float
+    errors: tuple[WeightError, ...]
+    proven: bool
+
+
+# The search compares scores and the report decoded errors; they agree to float32 rounding. A global scale must beat
+# the plain one by more than that, or the plain one stays.
+ROUNDING_MARGIN = 1e-6
+
+
+def quantize(
+    weights: Sequence[Weight],
+    fmt: Format,
+    *,
+    names: Sequence[str],
+    search: str,
+    search_global: bool,
+    sink: Sink,
+    device: torch.device | None = None,
+) -> UnitResult:
+    """Quantizes the weights of one unit (all [N_i, K] of one K) and sends their rows to ``sink``.
+
+    Raises NumericsError naming the weight for NaN, inf, or magnitudes that float32 arithmetic cannot hold.
+    """
+    device = device or torch.device("cpu")
+    if fmt.block == (WHOLE, WHOLE):
+        return _quantize_as_one(weights, fmt, names=names, search=search, sink=sink, device=device)
+    amax = max(_amax(weight, fmt, name) for weight, name in zip(weights, names, strict=True))
+    samples = [_sample(weight, fmt).to(device) for weight in weights]
+    plain = g = None
+    if fmt.has_global:
+        plain = g = absmax_global(amax, fmt)
+        if search_global and amax > 0:
+            g = pick(plain, fmt, total=lambda c: sum(total_error(s, fmt, search=search, global_scale=c) for s in samples))
+    compare = None if plain is None or g is None or torch.equal(plain, g) else plain
+    sums, plain_error = _pass(weights, fmt, search=search, g=g, compare=compare, sink=sink, device=device)
+    error = sum(squared for squared, _ in sums)
+    if compare is not None and error > plain_error * (1 - ROUNDING_MARGIN):  # the sample misled; the whole decides
+        g = plain
+        sums, _ = _pass(weights, fmt, search=search, g=g, compare=None, sink=sink, device=device)
+        compare = None
+    errors = tuple(
+        WeightError(squared, energy, _versus_absmax(sample, fmt, search=search, g=g, plain=plain))
+        for (squared, energy), sample in zip(sums, samples, strict=True)
+    )
+    versus_plain = error / plain_error if compare is not None and plain_error else 1.0
+    return UnitResult(None if g is None else float(g), versus_plain, errors, get_search(search).PROVEN)
+
+
+def _pass(
+    weights: Sequence[Weight],
+    fmt: Format,
+    *,
+    search: str,
+    g: torch.Tensor | None,
+    compare: torch.Tensor | None,
+    sink: Sink,
+    device: torch.device,
+) -> tuple[list[tuple[float, float]], float]:
+    """Quantizes every row at ``g``: per weight (squared error, energy), and the whole error at ``compare``."""
+    sums: list[tuple[float, float]] = []
+    compared = 0.0
+    for index, weight in enumerate(weights):
+        squared = energy = 0.0
+        for start, stop in chunks(weight.shape, fmt):
+            w = weight.rows(start, stop).to(device)
+            q = quantize_rows(w, fmt, search=search, global_scale=g)
+            sink(index, start, q)
+            error, power = measure(q, w)
+            squared, energy = squared + error, energy + power
+            if compare is not None:
+                compared += total_error(w, fmt, search=search, global_scale=compare)
+        sums.append((squared, energy))
+    return sums, compared
+
+
+def _quantize_as_one(
+    weights: Sequence[Weight],
+    fmt: Format,
+    *,
+    names: Sequence[str],
+    search: str,
+    sink: Sink,
+    device: torch.device,
+) -> UnitResult:
+    """Formats with one scale per tensor: readers fuse the unit's weights and keep one scale, so it is one tensor."""
+    whole = [weight.rows(0, weight.shape[0]).to(device) for weight in weights]
+    for w, name in zip(whole, names, strict=True):
+        checked_amax(w, name)
+    joint = torch.cat(whole) if len(whole) > 1 else whole[0]
+    scales = quantize_rows(joint, fmt, search=search).scales
+    baseline = quantize_rows(joint, fmt, search="absmax")
+    versus = measure(encode(joint, scales, fmt=fmt), joint)[0] / (measure(baseline, joint)[0] or 1.0)
+    errors = []
+    for index, w in enumerate(whole):
+        q = encode(w, scales, fmt=fmt)
+        sink(index, 0, q)
+        squared, energy = measure(q, w)
+        errors.append(WeightError(squared, energy, versus))
+    return UnitResult(None, 1.0, tuple(errors), get_search(search).PROVEN)
+
+
+def _amax(weight: Weight, fmt: Format, name: str) -> float:
+    return max(checked_amax(weight.rows(start, stop), name) for start, stop in chunks(weight.shape, fmt))
+
+
+def _sample(weight: Weight, fmt: Format) -> torch.Tensor:
+    """The rows on which global scales are ranked and abs-max is compared: all of a small weight, else about 1/16."""
+    runs = sample_rows(weight.shape, fmt)
+    return torch.cat([weight.rows(start, stop) for start, stop in runs])
+
+
+def _versus_absmax(
+    sample: torch.Tensor, fmt: Format, *, search: str, g: torch.Tensor | None, plain: torch.Tensor | None
+) -> float:
+    baseline = total_error(sample, fmt, search="absmax", global_scale=plain)
+    return total_error(sample, fmt, search=search, global_scale=g) / baseline if baseline else 1.0

@@ -1,0 +1,245 @@
+"""Recipes: a YAML file (or the options of the command line) in, validated frozen dataclasses out.
+
+A recipe decides bytes: which weights are quantized to what, by which search, spelled by which container. It must not
+know machines (workers, devices, memory). The first rule that matches a module's name wins; a module that no rule
+matches, or that the keep list names, keeps its bytes. Unknown keys are errors.
+"""
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ptqpipe.errors import PtqError, RecipeError
+from ptqpipe.schemes import Scheme, get_scheme
+
+GLOBAL_SCALE_MODES = ("search", "absmax")
+
+# Modules that stay as they are unless a rule of the recipe names them: their error is the most expensive (heads,
+# embeddings, routers decide discretely), or readers do not look for quantized weights there (towers, MTP heads).
+DEFAULT_KEEP: tuple[tuple[str, str], ...] = (
+    (r"re:(.*\.)?(lm_head|output_head|embed_out)$", "language-model head"),
+    (r"re:.*(embed|\bwte\b|\bwpe\b|shared_head)", "embedding"),
+    (r"re:.*norm\d*$", "norm"),
+    (r"re:.*(\.|_)(gate|router|shared_expert_gate|e_score_correction)$", "router"),
+    (r"re:.*router(\.|$)", "router"),
+    (r"re:(.*\.)?(visual|vision_tower|vision_model|vision_encoder|image_newline|vision_embed_tokens)(\.|$)", "vision tower"),
+    (r"re:(.*\.)?(audio_tower|audio_model|audio_encoder|speech_encoder|talker|token2wav|code2wav)(\.|$)", "audio tower"),
+    (r"re:(.*\.)?(multi_modal_projector|mm_projector|connector|aligner|merger|projector)(\.|$)", "multimodal projector"),
+    (r"re:(.*\.)?mtp(\.|_|$)", "multi-token-prediction head"),
+    (r"re:.*conv1d$", "short convolution"),
+)
+
+# Weights that runtimes fuse into one matrix and therefore give one global scale: leaf names below one parent.
+DEFAULT_FUSE: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("wq_a", "wkv_a"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Modules whose name matches ``match`` get ``scheme`` (None: keep), with the search and global-scale mode."""
+
+    match: str
+    scheme: Scheme | None
+    search: str = "exact"
+    global_scale: str = "search"
+
+    def __post_init__(self) -> None:
+        check_pattern(self.match)
+        if self.global_scale not in GLOBAL_SCALE_MODES:
+            raise RecipeError(f"global_scale {self.global_scale!r} is unknown; use {' or '.join(GLOBAL_SCALE_MODES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that decides the bytes of a converted checkpoint.
+
+    rules         the first that matches a module wins
+    keep          (pattern, reason): kept whatever the later rules say, unless a rule names the module exactly
+    fuse          leaf names that share one scheme and one global scale below one parent
+    container     on-disk layout; None takes the default of the schemes
+    input_amax    for static activation scales without calibration: the largest activation that must not clip
+    shard_bytes   None: chosen from the total size
+    """
+
+    rules: tuple[Rule, ...]
+    keep: tuple[tuple[str, str], ...] = DEFAULT_KEEP
+    fuse: tuple[tuple[str, ...], ...] = DEFAULT_FUSE
+    container: str | None = None
+    input_amax: float = 336.0
+    shard_bytes: int | None = None
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise RecipeError("a recipe needs at least one rule")
+        for pattern, _ in self.keep:
+            check_pattern(pattern)
+        leaves = [leaf for group in self.fuse for leaf in group]
+        if len(leaves) != len(set(leaves)):
+            twice = next(leaf for leaf in leaves if leaves.count(leaf) > 1)
+            raise RecipeError(f"fuse names {twice!r} in two groups; a weight can share one global scale only")
+        if not 0.0 < self.input_amax < 1e30:
+            raise RecipeError(f"input_amax {self.input_amax} must be a positive number")
+
+    def rule_for(self, module: str) -> tuple[Rule | None, str]:
+        """(the rule that quantizes ``module``, "") or (None, why it is kept)."""
+        kept = next((reason for pattern, reason in self.keep if matches(pattern, module)), None)
+        for rule in self.rules:
+            if matches(rule.match, module) and (kept is None or rule.match == module):
+                return (rule, "") if rule.scheme is not None else (None, f"kept by the recipe ({rule.match})")
+        return None, kept or "no rule of the recipe matches"
+
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The distinct schemes of the rules, in their order."""
+        return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))
+
+
+def check_pattern(pattern: str) -> None:
+    """RecipeError for an empty pattern or a regular expression that does not compile."""
+    if not pattern:
+        raise RecipeError("an empty pattern matches nothing; give a module name, a glob, or re:<regex>")
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise RecipeError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether ``pattern`` names ``module``: exactly, as a glob (``*``), or ``re:`` matched from the name's start."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return pattern == module or ("*" in pattern and fnmatch.fnmatchcase(module, pattern))
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeOptions:
+    """What the command line may say about bytes; each given option overrides the recipe's word."""
+
+    scheme: str | None = None
+    container: str | None = None
+    search: str | None = None
+    global_scale: str | None = None
+    ignore: tuple[str, ...] = ()
+    input_amax: float | None = None
+    shard_bytes: int | None = None
+
+
+def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
+    """The recipe of a file with the options applied, or of the options alone (``nvfp4`` when no format is given)."""
+    if path is not None and options.scheme is not None:
+        raise RecipeError(f"--format {options.scheme} and --recipe {path} contradict each other; give one of them")
+    if path is not None:
+        recipe = load_recipe(path)
+    else:
+        recipe = Recipe((Rule("*", get_scheme(options.scheme or "nvfp4")),))
+    rules = tuple(
+        replace(rule, search=options.search or rule.search, global_scale=options.global_scale or rule.global_scale)
+        for rule in recipe.rules
+    )
+    return replace(
+        recipe,
+        rules=rules,
+        keep=tuple((pattern, "ignored on request") for pattern in options.ignore) + recipe.keep,
+        container=options.container or recipe.container,
+        input_amax=options.input_amax if options.input_amax is not None else recipe.input_amax,
+        shard_bytes=options.shard_bytes if options.shard_bytes is not None else recipe.shard_bytes,
+    )
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Reads and validates a recipe file. RecipeError names the file and the key that is wrong."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" at line {where.line + 1}" if where is not None else ""
+        raise RecipeError(f"recipe {path} is not YAML{line}; see recipes/ for examples") from None
+    try:
+        return parse_recipe(raw)
+    except PtqError as error:
+        raise RecipeError(f"recipe {path}: {error}") from None
+
+
+def parse_recipe(raw: Any) -> Recipe:
+    """A recipe from parsed YAML; RecipeError for unknown keys, wrong types and contradictions."""
+    top = _mapping(raw, "the recipe", {"version", "description", "rules", "keep", "fuse", "container", "input_amax", "shard_bytes"})
+    if top.get("version") != 1:
+        raise RecipeError(f"version is {top.get('version')!r}, expected 1")
+    rules = tuple(_rule(item, index) for index, item in enumerate(_list(top.get("rules"), "rules")))
+    recipe = Recipe(
+        rules,
+        container=_optional(top, "container", str),
+        shard_bytes=_optional(top, "shard_bytes", int),
+        description=_optional(top, "description", str) or "",
+    )
+    if "keep" in top:
+        extra = tuple((_text(item, "keep"), "kept by the recipe") for item in _list(top["keep"], "keep"))
+        recipe = replace(recipe, keep=extra + DEFAULT_KEEP)
+    if "fuse" in top:
+        groups = tuple(tuple(_text(leaf, "fuse") for leaf in _list(g, "fuse")) for g in _list(top["fuse"], "fuse"))
+        recipe = replace(recipe, fuse=groups)
+    if "input_amax" in top:
+        recipe = replace(recipe, input_amax=_number(top["input_amax"], "input_amax"))
+    return recipe
+
+
+def _rule(item: Any, index: int) -> Rule:
+    where = f"rules[{index}]"
+    raw = _mapping(item, where, {"match", "format", "search", "global_scale"})
+    if "match" not in raw or "format" not in raw:
+        raise RecipeError(f"{where} needs both match and format")
+    name = _text(raw["format"], f"{where}.format")
+    scheme = None if name.lower() == "keep" else get_scheme(name)
+    options = {key: _text(raw[key], f"{where}.{key}") for key in ("search", "global_scale") if key in raw}
+    return Rule(_text(raw["match"], f"{where}.match"), scheme, **options)
+
+
+def _mapping(raw: Any, where: str, known: set[str]) -> Mapping[str, Any]:
+    if not isinstance(raw, Mapping):
+        raise RecipeError(f"{where} must be a mapping of keys, got {type(raw).__name__}")
+    unknown = [str(key) for key in raw if key not in known]
+    if unknown:
+        raise RecipeError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    return raw
+
+
+def _list(raw: Any, where: str) -> Sequence[Any]:
+    if not isinstance(raw, list) or not raw:
+        raise RecipeError(f"{where} must be a non-empty list, got {raw!r}")
+    return raw
+
+
+def _text(raw: Any, where: str) -> str:
+    if not isinstance(raw, str) or not raw:
+        raise RecipeError(f"{where} must be text, got {raw!r}")
+    return raw
+
+
+def _number(raw: Any, where: str) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, int | float):
+        raise RecipeError(f"{where} must be a number, got {raw!r}")
+    return float(raw)
+
+
+def _optional(raw: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = raw.get(key)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise RecipeError(f"{key} must be of type {kind.__name__}, got {value!r}")
+    return value

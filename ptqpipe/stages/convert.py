@@ -1,0 +1,354 @@
+"""convert: a published checkpoint in, a packed low-precision checkpoint out.
+
+One straight line: open the source (headers only), decide the fate of every tensor, place every byte, then let workers
+quantize unit by unit and write each at its place, and give the folder its name when everything is on disk. Memory is a
+few chunks per worker, whatever the size of the model; the bytes depend on source and recipe alone.
+"""
+
+import hashlib
+import json
+import math
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe._version import __version__
+from ptqpipe.algorithms import rtn
+from ptqpipe.checkpoint.source import check_disjoint, resolve_source
+from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
+from ptqpipe.containers import Container, Part, Role, encode_part, get_container, part_offset
+from ptqpipe.errors import OutputError
+from ptqpipe.plan import Plan, make_plan
+from ptqpipe.qtensor import QTensor
+from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
+from ptqpipe.search import get_search
+from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
+from ptqpipe.stages.outputs import STACKING, Job, Outputs, check_supported, choose_container, config_files, make_outputs
+from ptqpipe.stages.progress import Progress
+from ptqpipe.stages.source import Source, SourceRows
+
+RECORD_FILE = "ptqpipe.json"
+COPY_BYTES = 8 << 20
+PREFETCH_LIMIT = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A conversion that is decided to the byte and has read no weight."""
+
+    source_path: Path
+    out: Path
+    recipe: Recipe
+    plan: Plan
+    outputs: Outputs
+    source: Source
+    container: Container
+    run_parts: Mapping[str, str]
+
+    @property
+    def run_id(self) -> str:
+        """Identifies source, recipe, layout and version: a run resumes only itself."""
+        return hashlib.sha256(json.dumps(dict(self.run_parts), sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What a finished conversion was: where it lies, its record (the content of ptqpipe.json), and its cost."""
+
+    out: Path
+    record: Mapping[str, Any]
+    source_bytes: int
+    written_bytes: int
+    seconds: float
+    peak_rss_bytes: int
+
+
+def prepare(
+    model: str | Path, *, options: RecipeOptions | None = None, recipe_path: Path | None = None, out: Path | None = None
+) -> Prepared:
+    """Everything that can be decided from headers. Raises before any weight is read; writes nothing."""
+    recipe = build_recipe(options or RecipeOptions(), path=recipe_path)
+    for rule in recipe.rules:
+        get_search(rule.search)
+    container_name = choose_container(recipe)
+    container = get_container(container_name)
+    check_supported(container, recipe)
+    path = resolve_source(str(model))
+    source = Source.open(path)
+    try:
+        source.check_requantizable()
+        plan = make_plan(source.tensors, source.reader.config, recipe=recipe, stacks=container_name in STACKING)
+        outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
+        target = out if out is not None else default_out(str(model), path, recipe)
+        check_disjoint(path, target)
+        parts = {
+            "source": source.reader.fingerprint(),
+            "recipe": hashlib.sha256(json.dumps(describe_recipe(recipe), sort_keys=True).encode()).hexdigest(),
+            "layout": outputs.layout.digest,
+            "version": __version__,
+        }
+        return Prepared(path, target, recipe, plan, outputs, source, container, parts)
+    except BaseException:
+        source.close()
+        raise
+
+
+def default_out(model: str, path: Path, recipe: Recipe) -> Path:
+    """``<model>-NVFP4A16`` in the working directory; ``-MIXED`` for several schemes."""
+    schemes = recipe.schemes()
+    name = path.resolve().name if Path(model).exists() else model.rsplit("/", 1)[-1]
+    return Path(f"{name}-{schemes[0].suffix if len(schemes) == 1 else 'MIXED'}")
+
+
+def convert(
+    prepared: Prepared, *, mode: Mode = "new", machine: Machine | None = None, ranks: Ranks | None = None
+) -> Converted | None:
+    """Runs a prepared conversion. The result on rank 0, None on the others.
+
+    Raises NumericsError for damaged weights, OutputError where the target refuses; what is done stays resumable.
+    """
+    machine, ranks = machine or Machine(), ranks or Ranks()
+    begun = time.monotonic()
+    layout = prepared.outputs.layout
+    ranks.barrier_unless_first()
+    writer = CheckpointWriter.open(
+        prepared.out, layout, run_id=prepared.run_id, run_parts=prepared.run_parts, mode=mode, rank=ranks.rank, world=ranks.world
+    )
+    with writer:
+        ranks.barrier_if_first()
+        done = writer.done()
+        owners = layout.group_ranks(ranks.world)
+        mine = [job for job in prepared.outputs.jobs if owners[job.group] == ranks.rank and job.id not in done]
+        with machine.threads(), Progress(mine, shown=machine.progress and ranks.rank == 0) as progress:
+            _run(mine, prepared, writer, machine, progress)
+        writer.flush()
+        if ranks.rank != 0:
+            writer.close()
+        ranks.barrier()
+        if ranks.rank != 0:
+            return None
+        record = make_record(prepared, writer.done())
+        _finish(prepared, writer, record)
+    return Converted(
+        prepared.out,
+        record,
+        source_bytes=sum(entry.nbytes for entry in prepared.source.reader.entries.values()),
+        written_bytes=layout.file_bytes,
+        seconds=time.monotonic() - begun,
+        peak_rss_bytes=resident_bytes().peak,
+    )
+
+
+def _run(jobs: Sequence[Job], prepared: Prepared, writer: CheckpointWriter, machine: Machine, progress: Progress) -> None:
+    """All jobs on ``machine.workers`` threads, in order; the first error ends the run after the jobs in flight."""
+    stop = threading.Event()
+    largest = max((job.source_bytes for job in jobs if job.unit is not None), default=0)
+    workers, cache_bytes = machine.divide_memory(largest, len(jobs))
+
+    def work(job: Job) -> None:
+        if stop.is_set():
+            return
+        record = _quantize(job, prepared, writer, machine, cache_bytes) if job.unit else _keep(job, prepared.source, writer)
+        writer.commit(job.id, record)
+        progress.advance(job, record)
+
+    pending: set[Future[None]] = set()
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="ptqpipe") as pool:
+        try:
+            for index, job in enumerate(jobs):
+                if index + workers < len(jobs):
+                    _prefetch(jobs[index + workers], prepared.source)
+                pending.add(pool.submit(work, job))
+                while len(pending) >= workers + 1:
+                    finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        future.result()
+            for future in pending:
+                future.result()
+        except BaseException:
+            stop.set()
+            raise
+
+
+def _prefetch(job: Job, source: Source) -> None:
+    """Lets the system read ahead what the next free worker will need."""
+    if job.unit is None:
+        return
+    for name in {member.source.tensor for member in job.unit.members}:
+        entry = source.reader.entries.get(name)
+        if entry is not None and entry.nbytes <= PREFETCH_LIMIT:
+            source.reader.prefetch(name)
+
+
+def _quantize(job: Job, prepared: Prepared, writer: CheckpointWriter, machine: Machine, cache_bytes: int) -> dict[str, Any]:
+    """Quantizes a unit, writes its parts, and returns its record."""
+    unit = job.unit
+    assert unit is not None
+    fmt = unit.scheme.fmt
+    cache = job.source_bytes <= cache_bytes
+    weights = [SourceRows(prepared.source, m.source, shape=m.shape, cache=cache) for m in unit.members]
+    written = _PartWriter(job, writer, input_amax=prepared.recipe.input_amax)
+    result = rtn.quantize(
+        weights,
+        fmt,
+        names=[member.weight for member in unit.members],
+        search=unit.rule.search,
+        search_global=unit.rule.global_scale == "search",
+        sink=written.take,
+        device=machine.device,
+    )
+    hashes = written.finish()
+    members = {}
+    for member, error, sha256 in zip(unit.members, result.errors, hashes, strict=True):
+        name = member.weight if member.stack is None else f"{member.weight}[{member.source.expert}]"
+        members[name] = {
+            "shape": list(member.shape),
+            "format": fmt.name,
+            "scheme": unit.scheme.name,
+            "search": unit.rule.search,
+            "proven": result.proven,
+            "global_scale": result.global_scale,
+            "versus_plain_global": result.versus_plain_global,
+            "squared_error": error.squared_error,
+            "energy": error.energy,
+            "relative_mse": error.relative_mse,
+            "versus_absmax": error.versus_absmax,
+            "bits_per_weight": fmt.bits_per_weight(member.shape),
+            "sha256": sha256,
+        }
+    return {"members": members}
+
+
+class _PartWriter:
+    """Takes a unit's quantized rows and writes their parts at their places, with a running hash of each part."""
+
+    def __init__(self, job: Job, writer: CheckpointWriter, *, input_amax: float) -> None:
+        self._job = job
+        self._writer = writer
+        self._last: dict[int, QTensor] = {}
+        self._hashes: dict[str, Any] = {}
+        self._input_scale = torch.tensor(input_amax, dtype=torch.float32) / 2688.0
+
+    def take(self, member: int, row: int, q: QTensor) -> None:
+        """Rows from ``row`` on of member number ``member``; row 0 begins (again)."""
+        self._last[member] = q
+        for part in self._job.parts[member]:
+            if part.role in (Role.DATA, Role.SCALES):
+                if part.role is Role.SCALES and row > 0 and q.fmt.block[0] == 0:
+                    continue  # one scale for all rows, written with the first run
+                self._put(member, part, q, row)
+
+    def finish(self) -> list[dict[str, str]]:
+        """Writes the parts that are not rows (global scales); the hashes of every part, by member."""
+        for member, q in self._last.items():
+            for part in self._job.parts[member]:
+                if part.role not in (Role.DATA, Role.SCALES):
+                    self._put(member, part, q, 0)
+        return [
+            {part.role.value: self._hashes[f"{member}/{part.name}"].hexdigest() for part in parts}
+            for member, parts in enumerate(self._job.parts)
+        ]
+
+    def _put(self, member: int, part: Part, q: QTensor, row: int) -> None:
+        unit = self._job.unit
+        assert unit is not None
+        where = unit.members[member]
+        expert = where.source.expert if where.stack is not None else None
+        tensor = encode_part(part, q, input_global_scale=self._input_scale).contiguous()
+        offset = part_offset(part, q.fmt, where.shape, row, expert=expert)
+        raw = tensor.reshape(-1).view(torch.uint8)
+        self._writer.write(part.name, raw, byte_offset=offset)
+        key = f"{member}/{part.name}"
+        if row == 0:
+            self._hashes[key] = hashlib.sha256()
+        self._hashes[key].update(raw.numpy())
+
+
+def _keep(job: Job, source: Source, writer: CheckpointWriter) -> dict[str, Any]:
+    """Copies a kept tensor byte for byte; one that the source stores quantized is written decoded, as bfloat16."""
+    assert job.kept is not None
+    name = job.kept.name
+    digest = hashlib.sha256()
+    offset = 0
+    for chunk in _kept_bytes(source, name):
+        writer.write(name, chunk, byte_offset=offset)
+        digest.update(chunk)
+        offset += len(chunk)
+    return {"kept": {name: {"reason": job.kept.reason, "sha256": digest.hexdigest(), "bytes": offset}}}
+
+
+def _kept_bytes(source: Source, name: str) -> Iterable[bytes | bytearray | memoryview]:
+    stored = source.stored.get(name)
+    if stored is not None:
+        for expert in range(stored.experts or 1):
+            q = source.quantized(name, expert=None if stored.experts is None else expert)
+            yield memoryview(q.dequantize().bfloat16().view(torch.uint8).numpy()).cast("B")
+        return
+    total = source.reader.entries[name].nbytes
+    if total == 0:
+        yield b""
+    for start in range(0, total, COPY_BYTES):
+        yield source.reader.read_bytes(name, start_byte=start, stop_byte=min(start + COPY_BYTES, total))
+
+
+def describe_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe as JSON: everything in it decides bytes."""
+    described = asdict(recipe)
+    for rule, resolved in zip(described["rules"], recipe.rules, strict=True):
+        rule["scheme"] = resolved.scheme.name if resolved.scheme is not None else "keep"
+    described["container"] = choose_container(recipe)
+    return json.loads(json.dumps(described))  # type: ignore[no-any-return]
+
+
+def make_record(prepared: Prepared, done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The content of ptqpipe.json: recipe, versions, fate, error and hash of every tensor, in the plan's order."""
+    weights: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
+    for job in prepared.outputs.jobs:
+        if job.id not in done:
+            raise OutputError(f"unit '{job.id}' is missing from the journal; run again with --resume")
+        weights.update(done[job.id].get("members", {}))
+        kept.update(done[job.id].get("kept", {}))
+    return {
+        "ptqpipe": __version__,
+        "torch": torch.__version__,
+        "run_id": prepared.run_id,
+        "container": prepared.outputs.container_name,
+        "source": {"name": prepared.source_path.name, "fingerprint": prepared.run_parts["source"]},
+        "recipe": describe_recipe(prepared.recipe),
+        "weights": weights,
+        "kept": kept,
+        "consumed": sorted(prepared.source.consumed),
+        "carried_files": sorted(relative for _, relative in _carried(prepared)),
+    }
+
+
+def _carried(prepared: Prepared) -> list[tuple[Path, str]]:
+    root = prepared.source.reader.path
+    return [(path, path.relative_to(root).as_posix()) for path in prepared.source.reader.extra_files]
+
+
+def _finish(prepared: Prepared, writer: CheckpointWriter, record: Mapping[str, Any]) -> None:
+    prepared.source.reader.check_unchanged()
+    provenance = {"producer": "ptqpipe", "version": __version__}
+    files = config_files(prepared.outputs, prepared.plan, prepared.source, prepared.container, provenance=provenance)
+    extra = {name: _json_bytes(content) for name, content in files.items()}
+    extra[RECORD_FILE] = _json_bytes(record)
+    carried = [(path, name) for path, name in _carried(prepared) if name not in extra]
+    writer.finish(expected_units=[job.id for job in prepared.outputs.jobs], extra=extra, copy=carried)
+
+
+def _json_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def sqnr_db(relative_mse: float) -> float:
+    """Signal to quantization noise ratio in decibels; inf for an exact weight."""
+    return -10.0 * math.log10(relative_mse) if relative_mse > 0 else math.inf
+

@@ -1,0 +1,117 @@
+"""From a plan to files: which tensors are written, where, and which job writes them. Decided before a weight is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
+from ptqpipe.containers import Container, Part, Target
+from ptqpipe.errors import FormatError, UsageError
+from ptqpipe.plan import Kept, Member, Plan, Unit
+from ptqpipe.recipe import Recipe
+from ptqpipe.stages.source import Source
+
+# Containers that keep 3-D stacks of experts as one tensor each.
+STACKING = frozenset({"gptoss_mxfp4", "ptqpipe"})
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one worker does in one go: quantize a unit, or copy a kept tensor. ``group`` places it among the shards."""
+
+    id: str
+    group: int
+    source_bytes: int
+    unit: Unit | None = None
+    parts: tuple[tuple[Part, ...], ...] = ()  # of each member
+    kept: Kept | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Everything that will be written, except the numbers."""
+
+    container_name: str
+    layout: ShardLayout
+    jobs: tuple[Job, ...]
+    targets: tuple[Target, ...]
+
+
+def choose_container(recipe: Recipe) -> str:
+    """The recipe's container, or the one that its schemes default to; UsageError where they differ."""
+    if recipe.container is not None:
+        return recipe.container.lower().replace("-", "_")
+    names = {scheme.container for scheme in recipe.schemes()}
+    if not names:
+        raise UsageError("every rule of the recipe keeps; give at least one rule with a format")
+    if len(names) == 1:
+        return names.pop()
+    if names == {"compressed_tensors", "deepseek_fp8"}:
+        return "compressed_tensors"  # it spells both, mixed
+    raise UsageError(f"the recipe's formats default to different containers ({', '.join(sorted(names))}); name one")
+
+
+def check_supported(container: Container, recipe: Recipe) -> None:
+    """FormatError with the container's own words for the first scheme that it cannot spell."""
+    for scheme in recipe.schemes():
+        reason = container.supports(scheme)
+        if reason is not None:
+            raise FormatError(reason)
+
+
+def make_outputs(plan: Plan, source: Source, container: Container, *, container_name: str, recipe: Recipe) -> Outputs:
+    """Parts, shards and jobs of a plan, in the order of the source's tensors."""
+    order = {name: index for index, name in enumerate(source.tensors)}
+    todo: list[tuple[int, Unit | Kept]] = [(min(order[m.source.tensor] for m in u.members), u) for u in plan.units]
+    todo += [(order[kept.name], kept) for kept in plan.kept]
+    todo.sort(key=lambda item: item[0])
+    groups: list[list[TensorSpec]] = []
+    group_of: dict[str, int] = {}  # of a stack, which many units write together
+    jobs: list[Job] = []
+    targets: dict[str, Target] = {}
+    tensors = source.tensors
+    for _, item in todo:
+        if isinstance(item, Kept):
+            dtype, shape = tensors[item.name]
+            groups.append([TensorSpec(item.name, dtype, shape)])
+            jobs.append(Job(f"keep:{item.name}", len(groups) - 1, _stored_bytes(source, item.name), kept=item))
+            continue
+        parts = tuple(_parts(container, member, item) for member in item.members)
+        first = parts[0][0].name
+        if first not in group_of:
+            groups.append([TensorSpec(part.name, part.dtype, part.shape) for of_member in parts for part in of_member])
+            group_of[first] = len(groups) - 1
+        for member in item.members:
+            targets.setdefault(member.weight, Target(member.weight, item.scheme, member.stack))
+        read = sum(member.elements * _element_bytes(source, member) for member in item.members)
+        jobs.append(Job(item.id, group_of[first], int(read), unit=item, parts=parts))
+    layout = ShardLayout.plan(groups, shard_bytes=recipe.shard_bytes)
+    return Outputs(container_name, layout, tuple(jobs), tuple(targets.values()))
+
+
+def config_files(
+    outputs: Outputs, plan: Plan, source: Source, container: Container, *, provenance: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The config files by name, from the container."""
+    return container.configs(
+        source.reader.config, outputs.targets, kept_modules=plan.kept_modules, provenance=provenance
+    )
+
+
+def _parts(container: Container, member: Member, unit: Unit) -> tuple[Part, ...]:
+    return container.parts(member.weight, member.shape, unit.scheme, experts=member.stack)
+
+
+def _stored_bytes(source: Source, name: str) -> int:
+    stored = source.stored.get(name)
+    names = [name] if stored is None else [part.name for part in stored.parts]
+    return sum(source.reader.entries[part].nbytes for part in names)
+
+
+def _element_bytes(source: Source, member: Member) -> float:
+    name = member.source.tensor
+    dtype, shape = source.tensors[name]
+    count = 1
+    for extent in shape:
+        count *= extent
+    return _stored_bytes(source, name) / max(1, count)

@@ -1,0 +1,151 @@
+"""A checkpoint as a set of named weights, whatever its container: what convert, verify and eval read from.
+
+A plain checkpoint's tensors are its weights. A quantized one's stored parts (codes, scales) stand for one logical
+weight each, which is decoded when it is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.containers import Container, StoredWeight, container_names, decode, get_container
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.plan import Slice
+from ptqpipe.qtensor import QTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An open checkpoint with its quantized weights found.
+
+    stored    logical name -> where its parts lie; empty for a plain checkpoint
+    consumed  names of tensors that are parts of a stored weight
+    """
+
+    reader: CheckpointReader
+    container: Container | None
+    container_name: str
+    stored: Mapping[str, StoredWeight]
+    consumed: frozenset[str]
+
+    @classmethod
+    def open(cls, path: Path) -> "Source":
+        """Headers and config only. CheckpointError for a quantized checkpoint that no container of ours describes."""
+        reader = CheckpointReader.open(path)
+        try:
+            return cls._detect(reader)
+        except BaseException:
+            reader.close()
+            raise
+
+    @classmethod
+    def _detect(cls, reader: CheckpointReader) -> "Source":
+        tensors = {name: (entry.dtype, entry.shape) for name, entry in reader.entries.items()}
+        config = dict(reader.config)
+        extra = reader.read_json("hf_quant_config.json")
+        if extra is not None:
+            config["hf_quant_config"] = extra
+        for name in container_names():
+            container = get_container(name)
+            if container.detect(config, tensors):
+                stored = container.stored_weights(config, tensors)
+                consumed = frozenset(part.name for weight in stored.values() for part in weight.parts)
+                return cls(reader, container, name, stored, consumed)
+        method = (config.get("quantization_config") or {}).get("quant_method")
+        if method is not None:
+            raise CheckpointError(
+                f"{reader.path} is quantized with quant_method {method!r}, which ptqpipe does not read; "
+                f"known layouts are {', '.join(container_names())}"
+            )
+        return cls(reader, None, "plain", {}, frozenset())
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Logical tensors: name -> (dtype, shape), stored weights as the BF16 weights that they stand for."""
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
+        owner = {part.name: weight for weight in self.stored.values() for part in weight.parts}
+        for name, entry in self.reader.entries.items():
+            stored = owner.get(name)
+            if stored is None:
+                found[name] = (entry.dtype, entry.shape)
+            elif stored.weight not in found:
+                stack = () if stored.experts is None else (stored.experts,)
+                found[stored.weight] = ("BF16", (*stack, *stored.shape))
+        return found
+
+    def check_requantizable(self) -> None:
+        """UsageError when the stored weights are already below 8 bits: quantizing them again only adds error."""
+        low = next((weight for weight in self.stored.values() if weight.scheme.fmt.element.bits < 8), None)
+        if low is not None:
+            raise UsageError(
+                f"{self.reader.path} is already quantized ({low.scheme.fmt.name}, {self.container_name}); converting it "
+                "again would only add error: use `ptqpipe relayout` to change its layout, or convert the original"
+            )
+
+    def quantized(self, weight: str, *, expert: int | None = None, rows: tuple[int, int] | None = None) -> QTensor:
+        """A stored weight (one expert of a stack), or some of its rows, as a QTensor."""
+        return decode(self.stored[weight], self._load, expert=expert, rows=rows)
+
+    def _load(self, name: str, start: int | None, stop: int | None) -> torch.Tensor:
+        return self.reader.read(name, start=start or 0, stop=stop)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self.reader.close()
+
+
+class SourceRows:
+    """The rows of one weight of a source, [out, in] whatever its orientation on disk; reads them when asked.
+
+    ``cache`` keeps what was read: for units whose passes fit the memory limit, and for transposed weights, which
+    have to be read whole.
+    """
+
+    def __init__(self, source: Source, where: Slice, *, shape: tuple[int, int], cache: bool = False) -> None:
+        self.shape = shape
+        self._source = source
+        self._where = where
+        self._cache = cache or where.transposed
+        self._whole: torch.Tensor | None = None
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) in the stored dtype (float32 for a source that is decoded)."""
+        if self._whole is not None:
+            return self._whole[start:stop]
+        if self._cache:
+            self._whole = self._read(0, self.shape[0])
+            return self._whole[start:stop]
+        return self._read(start, stop)
+
+    def drop(self) -> None:
+        """Forgets what is cached."""
+        self._whole = None
+
+    def _read(self, start: int, stop: int) -> torch.Tensor:
+        where = self._where
+        if where.tensor in self._source.stored:
+            return self._source.quantized(where.tensor, expert=where.expert, rows=(start, stop)).dequantize()
+        reader = self._source.reader
+        if where.expert is None:
+            if where.transposed:
+                return reader.read(where.tensor).t()[start:stop].contiguous()
+            return reader.read(where.tensor, start=start, stop=stop)
+        shape = reader.entries[where.tensor].shape
+        if where.transposed:
+            plane = reader.read(where.tensor, start=where.expert, stop=where.expert + 1)[0].t()
+            return plane[where.start :: where.step][start:stop].contiguous()
+        first = where.start + start * where.step
+        span = (stop - start - 1) * where.step + 1
+        return self._read_plane_rows(where.tensor, where.expert * shape[1] + first, span, shape[2])[:: where.step].contiguous()
+
+    def _read_plane_rows(self, name: str, first: int, count: int, columns: int) -> torch.Tensor:
+        """``count`` rows from row ``first`` of the stack seen as one tall matrix."""
+        entry = self._source.reader.entries[name]
+        width = entry.nbytes // max(1, entry.shape[0] * entry.shape[1])
+        dtype = self._source.reader.read(name, start=0, stop=0).dtype
+        raw = torch.empty(count * width, dtype=torch.uint8)
+        self._source.reader.read_into(name, raw, byte_start=first * width, byte_stop=(first + count) * width)
+        return raw.view(dtype).reshape(count, columns)
