@@ -1,0 +1,34 @@
+"""What all tests share: the assets outside the repository, and no network."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before any test imports huggingface_hub or transformers, which read it once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _shared() -> Path:
+    return Path(os.environ.get("PTQPIPE_SHARED", _REPOSITORY.parent / "shared"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is marked ``shared`` where the shared folder is not."""
+    if _shared().is_dir():
+        return
+    skip = pytest.mark.skip(reason=f"no shared assets at {_shared()} (PTQPIPE_SHARED names another place)")
+    for item in items:
+        if item.get_closest_marker("shared"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder with ``golden/`` and ``assets/``; the test is skipped where there is none."""
+    path = _shared()
+    if not path.is_dir():
+        pytest.skip(f"no shared assets at {path} (PTQPIPE_SHARED names another place)")
+    return path
