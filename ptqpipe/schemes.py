@@ -21,6 +21,8 @@ class Activation(StrEnum):
     MXFP8 = "mxfp8"  # E4M3 per 32 with E8M0, all at run time
     FP8_TOKEN = "fp8_token"  # E4M3, one scale per token at run time
     FP8_GROUP = "fp8_group"  # E4M3, one scale per token and 128 columns at run time
+    FP8_TENSOR_STATIC = "fp8_static"  # E4M3, one static scale per layer; read and laid out anew, never chosen here
+    UNKNOWN = "unknown"  # a checkpoint's config says something that this table has no word for
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Scheme:
     @property
     def needs_input_global_scale(self) -> bool:
         """Whether each layer stores a static global scale of its input."""
-        return self.activation is Activation.NVFP4_STATIC_GLOBAL
+        return self.activation in (Activation.NVFP4_STATIC_GLOBAL, Activation.FP8_TENSOR_STATIC)
 
     def describe(self) -> str:
         """One line for the terminal: weights and activations in words."""
@@ -55,6 +57,8 @@ _ACTIVATION_WORDS = {
     Activation.MXFP8: "MXFP8 (dynamic)",
     Activation.FP8_TOKEN: "FP8 per token (dynamic)",
     Activation.FP8_GROUP: "FP8 per token and 128 columns (dynamic)",
+    Activation.FP8_TENSOR_STATIC: "FP8 with a static scale",
+    Activation.UNKNOWN: "as the config says",
 }
 
 

@@ -6,103 +6,39 @@ files are written. The walk of a weight: ``parts`` says from the shape alone whi
 quantized weights of a checkpoint from its headers and config, and ``decode`` reads one back as a QTensor.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import torch
+from ptqpipe.containers._codec import decode, decode_input_global, encode_part, part_bytes, part_offset
+from ptqpipe.containers._config import merged_config, quantization_config
+from ptqpipe.containers._types import Container, Load, Names, Part, Role, StoredWeight, Target
+from ptqpipe.errors import CheckpointError, UsageError
 
-from ptqpipe.errors import UsageError
-from ptqpipe.schemes import Scheme
-
-
-class Role(StrEnum):
-    """What a stored tensor of a quantized weight holds."""
-
-    DATA = "data"  # packed codes, row major
-    SCALES = "scales"  # block scales, row major over the scale grid
-    GLOBAL = "global"  # float32 global scale, multiplies
-    GLOBAL_DIVISOR = "global_divisor"  # its reciprocal
-    INPUT_GLOBAL = "input_global"  # float32 global scale of the input, multiplies
-    INPUT_GLOBAL_DIVISOR = "input_global_divisor"
-    OTHER = "other"  # kept with the weight, not part of its decode
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One stored tensor of a quantized weight. ``dtype`` is safetensors' spelling ("U8", "F8_E4M3", "F32" ...)."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    role: Role
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """A quantized weight found in a checkpoint.
-
-    ``weight`` is the logical name ("model.layers.0.mlp.up_proj.weight"). ``shape`` is (N, K). A stack of experts in
-    one 3-D tensor has ``experts`` = E, and its parts have a leading axis E.
-    """
-
-    weight: str
-    shape: tuple[int, int]
-    scheme: Scheme
-    parts: tuple[Part, ...]
-    experts: int | None = None
-
-    def part(self, role: Role) -> Part | None:
-        """The part with this role, if there is one."""
-        return next((part for part in self.parts if part.role is role), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A weight that a converted checkpoint stores quantized; what the config files are written from."""
-
-    weight: str
-    scheme: Scheme
-    experts: int | None = None
-
-
-class Container(Protocol):
-    """The shape of a container module."""
-
-    QUANT_METHOD: str
-
-    def supports(self, scheme: Scheme) -> str | None:
-        """None if the layout can spell this scheme, else one line that says why not and what can."""
-
-    def parts(self, weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None) -> tuple[Part, ...]:
-        """The tensors that store this weight, in the order in which they are written."""
-
-    def configs(
-        self, base: Mapping[str, Any], targets: Sequence[Target], *, kept_modules: Sequence[str], provenance: Mapping[str, Any]
-    ) -> dict[str, dict[str, Any]]:
-        """The config files by file name ("config.json", ...): the source's config with the quantization described."""
-
-    def detect(self, config: Mapping[str, Any], names: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
-        """Whether a checkpoint with this config and these tensors (name -> dtype, shape) has this layout."""
-
-    def stored_weights(
-        self, config: Mapping[str, Any], names: Mapping[str, tuple[str, tuple[int, ...]]]
-    ) -> dict[str, StoredWeight]:
-        """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
-
-
-Load = Callable[[str, int | None, int | None], torch.Tensor]
-"""Reads rows [start, stop) of a stored tensor's first axis (all of it for None)."""
-
-_SHARED = {"__init__"}
+__all__ = [
+    "Container",
+    "Load",
+    "Names",
+    "Part",
+    "Role",
+    "StoredWeight",
+    "Target",
+    "container_names",
+    "decode",
+    "decode_input_global",
+    "detect_container",
+    "encode_part",
+    "get_container",
+    "merged_config",
+    "part_bytes",
+    "part_offset",
+]
 
 
 def container_names() -> list[str]:
-    """The names that :func:`get_container` knows."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in _SHARED)
+    """The names that :func:`get_container` knows: one a file, those with a leading underscore aside."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
 
 
 def get_container(name: str) -> Container:
@@ -111,3 +47,22 @@ def get_container(name: str) -> Container:
     if key not in container_names():
         raise UsageError(f"unknown container {name!r}; known are {', '.join(container_names())}")
     return cast(Container, import_module(f"{__name__}.{key}"))
+
+
+def detect_container(config: Mapping[str, Any], names: Names) -> str | None:
+    """The name of the container that a checkpoint has, None for a plain one.
+
+    ``config`` is config.json (see :func:`merged_config`). CheckpointError for a quantized checkpoint of a kind that
+    ptqpipe does not read.
+    """
+    for name in container_names():
+        if get_container(name).detect(config, names):
+            return name
+    described = quantization_config(config)
+    if not described:
+        return None
+    method = described.get("quant_method") or described.get("quant_algo")
+    raise CheckpointError(
+        f"quant_method {method!r} in config.json is not one that ptqpipe reads ({', '.join(container_names())}); "
+        "start from the model's float checkpoint"
+    )

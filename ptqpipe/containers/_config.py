@@ -1,0 +1,107 @@
+"""What containers share about config files and schemes: where a quantization is described, which scheme it means,
+and which modules are not quantized."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ptqpipe.containers._types import Names, Part, Target
+from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.formats import Format
+from ptqpipe.schemes import SCHEMES, Activation, Scheme
+
+_KEYS = ("quantization_config", "compression_config")
+
+
+def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The quantization's description in a config.json, empty when there is none; CheckpointError if it is no object."""
+    for holder in (config, config.get("text_config")):
+        if not isinstance(holder, Mapping):
+            continue
+        for key in _KEYS:
+            found = holder.get(key)
+            if found is None:
+                continue
+            if not isinstance(found, Mapping):
+                raise CheckpointError(f"{key} in config.json is {type(found).__name__}, expected an object")
+            return found
+    return {}
+
+
+def merged_config(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """config.json with the description of hf_quant_config.json, where config.json itself has none.
+
+    Older ModelOpt checkpoints describe themselves there alone. Where both do, config.json wins, as in vLLM and SGLang.
+    """
+    merged = dict(config)
+    if hf_quant_config and not quantization_config(config):
+        inner = hf_quant_config.get("quantization")
+        if not isinstance(inner, Mapping):
+            raise CheckpointError("hf_quant_config.json has no object 'quantization'")
+        ignore = inner.get("exclude_modules", [])
+        merged["quantization_config"] = {"quant_method": "modelopt", **inner, "ignore": ignore}
+    return merged
+
+
+def without_quantization(base: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without any description of a quantization."""
+    cleaned = {key: value for key, value in base.items() if key not in _KEYS}
+    text = cleaned.get("text_config")
+    if isinstance(text, Mapping):
+        cleaned["text_config"] = {key: value for key, value in text.items() if key not in _KEYS}
+    return cleaned
+
+
+def structure(fmt: Format) -> tuple[str, tuple[int, int], str, bool]:
+    """What a layout can see of a format: float scales of any width are alike, names do not count."""
+    return fmt.element.name, fmt.block, "float" if fmt.scale.dtype is not None else fmt.scale.name, fmt.has_global
+
+
+def scheme_for(fmt: Format, activation: Activation) -> Scheme:
+    """The scheme of a stored weight: the row of the table with this structure, else one made up for reading."""
+    for scheme in SCHEMES.values():
+        if structure(scheme.fmt) == structure(fmt) and scheme.activation is activation:
+            return scheme if scheme.fmt == fmt else replace(scheme, fmt=fmt)
+    name = fmt.name if activation is Activation.NONE else f"{fmt.name}+{activation}"
+    return Scheme(name, fmt, activation, name.upper().replace("/", "-"))
+
+
+def check_parts(parts: Sequence[Part], names: Names, *, weight: str) -> None:
+    """CheckpointError unless every part is stored with its dtype and shape."""
+    for part in parts:
+        found = names.get(part.name)
+        if found is None:
+            raise CheckpointError(
+                f"{weight} has no tensor {part.name!r} {part.dtype} {list(part.shape)}; it is damaged"
+            )
+        if found != (part.dtype, part.shape):
+            raise CheckpointError(
+                f"{part.name!r} is {found[0]} {list(found[1])}, but its config says {part.dtype} {list(part.shape)}"
+            )
+
+
+def refuse(weight: str, *, container: str, scheme_reason: str | None, experts: int | None, transposed: bool) -> None:
+    """FormatError for what a layout of 2-D linears in [out, in] cannot spell."""
+    if scheme_reason is not None:
+        raise FormatError(f"{weight}: {scheme_reason}")
+    if not weight.endswith(".weight"):
+        raise FormatError(f"{weight}: {container} stores weights called <module>.weight only; use ptqpipe for it")
+    if experts is not None:
+        raise FormatError(f"{weight}: {container} has no stacks of experts; write one weight an expert, or use ptqpipe")
+    if transposed:
+        raise FormatError(f"{weight}: {container} has no [in, out] weights (Conv1D); use ptqpipe for it")
+
+
+def scalar_like(found: tuple[str, tuple[int, ...]] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a stored scalar: [] and [1] are both accepted where one number is meant."""
+    return found[1] if found is not None and found[1] in ((), (1,)) else default
+
+
+def module_list(kept_modules: Iterable[str], targets: Sequence[Target]) -> list[str]:
+    """Kept modules in order, without repeats, with ``lm_head`` unless it is quantized: readers look for it by name even
+    where a tied model has no such tensor."""
+    quantized = {target.module for target in targets}
+    names = [name.removesuffix(".weight") for name in kept_modules]
+    if not any(name.split(".")[-1] == "lm_head" for name in (*names, *quantized)):
+        names.append("lm_head")
+    return [name for name in dict.fromkeys(names) if name not in quantized]

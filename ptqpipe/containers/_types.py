@@ -1,0 +1,124 @@
+"""The types that containers share: stored tensors, stored weights, and the shape of a container module."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+import torch
+
+from ptqpipe.schemes import Scheme
+
+Names = Mapping[str, tuple[str, tuple[int, ...]]]
+"""The tensors of a checkpoint: name -> (safetensors dtype, shape)."""
+
+Load = Callable[[str, int | None, int | None], torch.Tensor]
+"""Reads rows [start, stop) of a stored tensor's first axis (all of it for None)."""
+
+
+class Role(StrEnum):
+    """What a stored tensor of a quantized weight holds."""
+
+    DATA = "data"  # packed codes, row major
+    SCALES = "scales"  # block scales, row major over the scale grid
+    GLOBAL = "global"  # float32 global scale, multiplies
+    GLOBAL_DIVISOR = "global_divisor"  # its reciprocal
+    INPUT_GLOBAL = "input_global"  # static global scale of the input, multiplies
+    INPUT_GLOBAL_DIVISOR = "input_global_divisor"
+    OTHER = "other"  # kept with the weight, not part of its decode
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored tensor of a quantized weight.
+
+    ``dtype`` is safetensors' spelling ("U8", "F8_E4M3", "F32" ...). ``stacked`` says that the first axis counts the
+    experts of a 3-D weight.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: Role
+    stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A quantized weight found in a checkpoint.
+
+    ``weight`` is the logical name ("model.layers.0.mlp.up_proj.weight"). ``shape`` is (N, K) = (out, in) of the codes.
+    A stack of experts in one 3-D tensor has ``experts`` = E, and its parts have a leading axis E. ``transposed`` says
+    that the tensor of this name in the float checkpoint is [in, out] (each expert of a stack); the codes never are.
+    """
+
+    weight: str
+    shape: tuple[int, int]
+    scheme: Scheme
+    parts: tuple[Part, ...]
+    experts: int | None = None
+    transposed: bool = False
+
+    def part(self, role: Role) -> Part | None:
+        """The part with this role, if there is one."""
+        return next((part for part in self.parts if part.role is role), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A weight that a converted checkpoint stores quantized; what the config files are written from."""
+
+    weight: str
+    scheme: Scheme
+    experts: int | None = None
+    transposed: bool = False
+
+    @property
+    def module(self) -> str:
+        """The name of the module that owns the weight."""
+        return self.weight.removesuffix(".weight")
+
+
+class Container(Protocol):
+    """The shape of a container module. A read-only one answers ``supports`` with its reason and refuses ``parts``."""
+
+    QUANT_METHOD: str
+
+    def supports(self, scheme: Scheme, /) -> str | None:
+        """None if the layout can spell this scheme, else one line that says why not and what can."""
+
+    def parts(
+        self,
+        weight: str,
+        shape: tuple[int, int],
+        scheme: Scheme,
+        /,
+        *,
+        experts: int | None = None,
+        transposed: bool = False,
+    ) -> tuple[Part, ...]:
+        """The tensors that store this weight, in the order in which they are written.
+
+        FormatError where the layout cannot spell the scheme, the name, a stack of experts or a transposed weight.
+        """
+
+    def configs(
+        self,
+        base: Mapping[str, Any],
+        targets: Sequence[Target],
+        /,
+        *,
+        kept_modules: Sequence[str],
+        provenance: Mapping[str, Any],
+    ) -> dict[str, dict[str, Any]]:
+        """The config files by file name ("config.json", ...): the source's config with the quantization described."""
+
+    def warnings(self, targets: Sequence[Target], config: Mapping[str, Any], /) -> list[str]:
+        """What readers are known to get wrong about this output: one line each, with the remedy. ``config`` is the
+        source's config.json."""
+
+    def detect(self, config: Mapping[str, Any], names: Names, /) -> bool:
+        """Whether a checkpoint with this config and these tensors has this layout."""
+
+    def stored_weights(self, config: Mapping[str, Any], names: Names, /) -> dict[str, StoredWeight]:
+        """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""

@@ -1,0 +1,375 @@
+"""The compressed-tensors layout: what transformers, vLLM and SGLang read under ``quant_method: compressed-tensors``.
+
+Names, dtypes and config keys are those of compressed-tensors 0.20 as llm-compressor 0.14 writes them, cut to what every
+reader accepts: no unknown key inside a group, ``quantization_status`` and both levels of ``format`` always present,
+``scale_dtype`` wherever its absence changes the activations, MX scales as plain U8, NVFP4 global scales as divisors of
+shape [1], FP8 channel scales [N, 1]. Knows spelling only: no search, no files, no model code.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ptqpipe.containers._codec import scale_dtype, with_scale_dtype
+from ptqpipe.containers._config import (
+    check_parts,
+    module_list,
+    quantization_config,
+    refuse,
+    scalar_like,
+    scheme_for,
+    structure,
+    without_quantization,
+)
+from ptqpipe.containers._patterns import name_patterns
+from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
+from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.formats import FORMATS, Format
+from ptqpipe.schemes import Activation, Scheme
+
+QUANT_METHOD = "compressed-tensors"
+
+_E4M3, _U8 = "torch.float8_e4m3fn", "torch.uint8"
+
+# format name -> (format string, weight arguments, activations that go with it)
+_ROWS: dict[str, tuple[str, dict[str, Any], tuple[Activation, ...]]] = {
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": _E4M3},
+        (Activation.NONE, Activation.NVFP4_STATIC_GLOBAL),
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": _U8},
+        (Activation.NONE, Activation.MXFP4),
+    ),
+    "mxfp6_e2m3": (
+        "mxfp6-pack-quantized",
+        {"num_bits": 6, "strategy": "group", "group_size": 32, "scale_dtype": _U8},
+        (Activation.NONE,),
+    ),
+    "mxfp8": (
+        "mxfp8-quantized",
+        {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": _U8},
+        (Activation.NONE, Activation.MXFP8),
+    ),
+    "fp8_channel": ("float-quantized", {"num_bits": 8, "strategy": "channel"}, (Activation.FP8_TOKEN,)),
+    "fp8_tensor": (
+        "float-quantized",
+        {"num_bits": 8, "strategy": "tensor"},
+        (Activation.FP8_TOKEN, Activation.FP8_TENSOR_STATIC),
+    ),
+    "fp8_block": (
+        "float-quantized",
+        {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
+        (Activation.FP8_GROUP,),
+    ),
+}
+_INPUTS: dict[Activation, dict[str, Any]] = {
+    Activation.NVFP4_STATIC_GLOBAL: {
+        "num_bits": 4,
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "dynamic": "local",
+        "scale_dtype": _E4M3,
+    },
+    Activation.MXFP4: {"num_bits": 4, "strategy": "group", "group_size": 32, "dynamic": True, "scale_dtype": _U8},
+    Activation.MXFP8: {"num_bits": 8, "strategy": "group", "group_size": 32, "dynamic": True, "scale_dtype": _U8},
+    Activation.FP8_TOKEN: {"num_bits": 8, "strategy": "token", "dynamic": True},
+    Activation.FP8_GROUP: {"num_bits": 8, "strategy": "group", "group_size": 128, "dynamic": True},
+    Activation.FP8_TENSOR_STATIC: {"num_bits": 8, "strategy": "tensor", "dynamic": False},
+}
+_BY_STRUCTURE = {structure(FORMATS[name]): name for name in _ROWS}
+_UNREADABLE = ("weight_zero_point", "weight_g_idx")
+
+
+def supports(scheme: Scheme) -> str | None:
+    """None if the layout can spell this scheme, else one line that says why not and what can."""
+    name = _BY_STRUCTURE.get(structure(scheme.fmt))
+    if name is None:
+        return f"compressed-tensors has no layout for {scheme.fmt.name}; use the ptqpipe container"
+    if scheme.activation not in _ROWS[name][2]:
+        return f"compressed-tensors has no {name} weights with {scheme.activation} activations; choose another scheme"
+    return None
+
+
+def parts(
+    weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None, transposed: bool = False
+) -> tuple[Part, ...]:
+    """The tensors that store this weight. FormatError for what the layout cannot spell."""
+    refuse(weight, container=QUANT_METHOD, scheme_reason=supports(scheme), experts=experts, transposed=transposed)
+    fmt, module = scheme.fmt, weight.removesuffix(".weight")
+    if fmt.partial_blocks and shape[1] % fmt.block[1]:
+        raise FormatError(f"{weight}: {QUANT_METHOD} needs K in multiples of {fmt.block[1]}, got {shape[1]}; keep it")
+    n, k = shape
+    grid: tuple[int, ...] = fmt.scale_shape(shape)
+    if fmt.block == (0, 0):
+        grid = (1,)
+    packed = fmt.element.bits < 8
+    data = Part(
+        f"{module}.weight_packed" if packed else weight,
+        "U8" if packed else "F8_E4M3",
+        (n, k * fmt.element.bits // 8),
+        Role.DATA,
+    )
+    found = [data, Part(f"{module}.weight_scale", scale_dtype(fmt), grid, Role.SCALES)]
+    if fmt.has_global:
+        found.append(Part(f"{module}.weight_global_scale", "F32", (1,), Role.GLOBAL_DIVISOR))
+    if scheme.activation is Activation.NVFP4_STATIC_GLOBAL:
+        found.append(Part(f"{module}.input_global_scale", "F32", (1,), Role.INPUT_GLOBAL_DIVISOR))
+    if scheme.activation is Activation.FP8_TENSOR_STATIC:
+        found.append(Part(f"{module}.input_scale", scale_dtype(fmt), (1,), Role.INPUT_GLOBAL))
+    return tuple(found)
+
+
+# --- Writing the config
+
+
+def configs(
+    base: Mapping[str, Any],
+    targets: Sequence[Target],
+    *,
+    kept_modules: Sequence[str],
+    provenance: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """config.json with ``quantization_config``.
+
+    One scheme: the class target "Linear" and the exact names of everything kept. Several: one group a scheme with
+    disjoint anchored expressions, since exact names lose to the class-name rule in vLLM's fused layers and overlapping
+    targets are resolved differently by every reader. The group of the routed experts comes first: transformers takes
+    the first group whose expression mentions "experts".
+    """
+    groups = _grouped(targets)
+    ignore = module_list(kept_modules, targets)
+    ignore += [name for name in _kept_stack_patterns(ignore, targets) if name not in ignore]
+    mixed = len(groups) > 1
+    described: dict[str, Any] = {}
+    for number, (scheme, modules) in enumerate(groups):
+        others = [name for other, names in groups if other is not scheme for name in names] + ignore
+        described[f"group_{number}"] = _group(scheme, name_patterns(modules, others) if mixed else ["Linear"])
+    quantization = {
+        "quant_method": QUANT_METHOD,
+        "format": "mixed-precision" if mixed else described["group_0"]["format"],
+        "quantization_status": "compressed",
+        "config_groups": described,
+        "ignore": ignore,
+        "ptqpipe": dict(provenance),
+    }
+    return {"config.json": {**without_quantization(base), "quantization_config": quantization}}
+
+
+def _grouped(targets: Sequence[Target]) -> list[tuple[Scheme, list[str]]]:
+    """Modules by scheme, schemes with routed experts first."""
+    found: dict[tuple[Any, Activation], tuple[Scheme, list[str]]] = {}
+    for target in targets:
+        reason = supports(target.scheme)
+        if reason is not None:
+            raise FormatError(f"{target.weight}: {reason}")
+        key = (structure(target.scheme.fmt), target.scheme.activation)
+        found.setdefault(key, (target.scheme, []))[1].append(target.module)
+    return sorted(found.values(), key=lambda group: not any(_is_routed_expert(name) for name in group[1]))
+
+
+def _group(scheme: Scheme, names: Sequence[str]) -> dict[str, Any]:
+    format_name, weights, _ = _ROWS[_BY_STRUCTURE[structure(scheme.fmt)]]
+    group: dict[str, Any] = {"targets": list(names), "weights": _args(weights), "format": format_name}
+    if scheme.activation is not Activation.NONE:
+        group["input_activations"] = _args(_INPUTS[scheme.activation])
+    return group
+
+
+def _args(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "float", "symmetric": True, "dynamic": False, **row}
+
+
+def _is_routed_expert(module: str) -> bool:
+    return re.search(r"(^|\.)experts\.", module) is not None
+
+
+def _kept_stack_patterns(kept: Sequence[str], targets: Sequence[Target]) -> list[str]:
+    """Expressions for kept stacks of experts ("...experts.gate_up_proj"): vLLM looks for their per-expert names."""
+    stacks = [name.rpartition(".")[0] for name in kept if re.search(r"(^|\.)experts\.[^.\d]+$", name)]
+    if not stacks:
+        return []
+    quantized = {target.module.rpartition(".experts.")[0] + ".experts" for target in targets}
+    return [pattern.removesuffix("$") + r"\..*$" for pattern in name_patterns(sorted(set(stacks)), quantized)]
+
+
+def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
+    """What readers are known to get wrong about this output: one line each, with the remedy."""
+    found = []
+    experts = {structure(t.scheme.fmt): t.scheme for t in targets if _is_routed_expert(t.module)}
+    for scheme in experts.values():
+        name = _BY_STRUCTURE.get(structure(scheme.fmt))
+        if name == "nvfp4":
+            found.append(
+                "transformers up to 5.23 loads NVFP4 experts wrong by their global scale, silently (its issue 48371); "
+                "serve with vLLM or SGLang, or give the experts fp8_dynamic or mxfp4"
+            )
+        if name in ("fp8_block", "mxfp8"):
+            remedy = "deepseek_fp8" if name == "fp8_block" else "mxfp8_hf"
+            found.append(
+                f"transformers up to 5.23 refuses {name} experts in this layout; use --container {remedy} for it"
+            )
+    if len(experts) > 1:
+        found.append(
+            "transformers gives all routed experts the scheme of one group; use one scheme for all experts, or vLLM"
+        )
+    names = {_BY_STRUCTURE.get(structure(target.scheme.fmt)) for target in targets}
+    if "mxfp6_e2m3" in names:
+        found.append("vLLM 0.32 and SGLang 0.5.23 have no mxfp6; transformers with compressed-tensors 0.20 reads it")
+    if names & {"mxfp4", "mxfp8"}:
+        found.append("SGLang 0.5.23 reads no mxfp4 and mxfp8 linear layers in this layout; use nvfp4 or fp8 for it")
+    if any(t.scheme.name in ("mxfp4a16", "mxfp8a16") for t in targets):
+        found.append("vLLM 0.32 quantizes the activations of mxfp4a16 and mxfp8a16 too where it has a kernel for that")
+    return found + _float16_warning(targets, config)
+
+
+def _float16_warning(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    fp8 = any(target.scheme.fmt.scale.dtype is not None for target in targets)
+    if fp8 and dtype in ("float16", "torch.float16", "half"):
+        return ["transformers rounds FP8 scales to the model's float16; load with dtype=bfloat16 for the exact weights"]
+    return []
+
+
+# --- Reading
+
+
+def detect(config: Mapping[str, Any], names: Names) -> bool:
+    """Whether a checkpoint with this config has this layout."""
+    return quantization_config(config).get("quant_method") == QUANT_METHOD
+
+
+def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
+    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
+    described = quantization_config(config)
+    groups = _read_groups(described)
+    ignore = _strings(described.get("ignore") or [], "ignore")
+    found = {}
+    for module in dict.fromkeys(
+        name.rpartition(".")[0] for name in names if name.endswith((".weight_packed", ".weight_scale"))
+    ):
+        if any(_matches(module, target) for target in ignore):
+            raise CheckpointError(f"{module} is quantized, but config.json lists it under 'ignore'; readers drop it")
+        found[f"{module}.weight"] = _stored(module, _find_group(module, groups), names)
+    for name, (dtype, shape) in names.items():
+        if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in found:
+            raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; the checkpoint is damaged")
+    return found
+
+
+def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
+    """The weight of ``module``, whose config says ``scheme``; scale dtypes and scalar shapes as they are found."""
+    weight, fmt = f"{module}.weight", scheme.fmt
+    data = weight if fmt.element.bits == 8 else f"{module}.weight_packed"
+    if data not in names:
+        raise CheckpointError(f"{module} has a weight_scale and {fmt.name} in its config, but no {data!r}")
+    for suffix in _UNREADABLE:
+        if f"{module}.{suffix}" in names:
+            raise CheckpointError(f"{module}.{suffix}: only symmetric formats are read; start from the float model")
+    stored_shape = names[data][1]
+    if len(stored_shape) != 2:
+        raise CheckpointError(f"{data!r} has shape {list(stored_shape)}, expected two dimensions")
+    shape = (stored_shape[0], stored_shape[1] * 8 // fmt.element.bits)
+    scale = names.get(f"{module}.weight_scale")
+    if scale is not None:
+        fmt = with_scale_dtype(fmt, scale[0])
+    scheme = scheme_for(fmt, scheme.activation)
+    try:
+        expected = _as_found(parts_for_reading(weight, shape, scheme), names)
+    except FormatError as error:
+        raise CheckpointError(str(error)) from None
+    check_parts(expected, names, weight=weight)
+    extra = [f"{module}.{suffix}" for suffix in ("weight_shape", "output_scale") if f"{module}.{suffix}" in names]
+    others = tuple(Part(name, *names[name], Role.OTHER) for name in extra)
+    return StoredWeight(weight, shape, scheme, expected + others)
+
+
+def parts_for_reading(weight: str, shape: tuple[int, int], scheme: Scheme) -> tuple[Part, ...]:
+    """:func:`parts`, for any activation: what a reader does with the input changes no weight."""
+    if supports(scheme) is not None and supports(scheme_for(scheme.fmt, Activation.UNKNOWN)) is not None:
+        name = _BY_STRUCTURE[structure(scheme.fmt)]
+        scheme = scheme_for(scheme.fmt, _ROWS[name][2][0])
+    return parts(weight, shape, scheme)
+
+
+def _as_found(expected: Sequence[Part], names: Names) -> tuple[Part, ...]:
+    """Parts with the variations that readers accept: one number as [] or [1], static input scales in any float."""
+    changed = []
+    for part in expected:
+        found = names.get(part.name)
+        dtype, shape = part.dtype, part.shape
+        if shape == (1,):
+            shape = scalar_like(found, shape)
+        if part.role is Role.INPUT_GLOBAL and found is not None and found[0] in ("F32", "BF16", "F16"):
+            dtype = found[0]
+        changed.append(Part(part.name, dtype, shape, part.role))
+    return tuple(changed)
+
+
+def _read_groups(described: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
+    """(targets, scheme) of every config group that quantizes weights."""
+    groups = described.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError("quantization_config has no config_groups; the checkpoint's config.json is damaged")
+    found = []
+    for key, group in groups.items():
+        if not isinstance(group, Mapping):
+            raise CheckpointError(f"config group {key!r} is {type(group).__name__}, expected an object")
+        weights = group.get("weights")
+        if weights is None:
+            continue
+        scheme = scheme_for(_read_format(weights, key), _read_activation(group.get("input_activations")))
+        found.append((_strings(group.get("targets"), f"{key}.targets"), scheme))
+    return found
+
+
+def _read_format(weights: Any, key: str) -> Format:
+    """The format that a group's weight arguments mean; the other keys (observers, nulls) do not matter."""
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"the weights of config group {key!r} must be an object")
+    fields = ("num_bits", "strategy", "group_size", "block_structure")
+    if weights.get("type") == "float" and weights.get("symmetric") is not False:
+        for name, (_, row, _) in _ROWS.items():
+            if all(weights.get(field) == row.get(field) for field in fields):
+                return FORMATS[name]
+    shown = {field: weights.get(field) for field in ("type", *fields)}
+    raise CheckpointError(f"config group {key!r} has weights {shown}, a format that ptqpipe does not read")
+
+
+def _read_activation(inputs: Any) -> Activation:
+    if inputs is None:
+        return Activation.NONE
+    if isinstance(inputs, Mapping):
+        for activation, row in _INPUTS.items():
+            if all(inputs.get(field) == row.get(field) for field in ("num_bits", "strategy", "group_size", "dynamic")):
+                return activation
+    return Activation.UNKNOWN
+
+
+def _find_group(module: str, groups: Sequence[tuple[list[str], Scheme]]) -> Scheme:
+    """As compressed-tensors resolves it: exact names, then expressions in alphabetical order, then class names."""
+    by_target = {target: scheme for targets, scheme in groups for target in targets}
+    for target in sorted(by_target, key=lambda t: ("re:" in t, t)):
+        if _matches(module, target):
+            return by_target[target]
+    for target, scheme in by_target.items():
+        if "." not in target and not target.startswith("re:"):  # a class: names cannot tell which one a module has
+            return scheme
+    raise CheckpointError(f"{module} is quantized, but no config group targets it; readers drop it")
+
+
+def _matches(module: str, target: str) -> bool:
+    if not target.startswith("re:"):
+        return target == module
+    try:
+        return re.match(target.removeprefix("re:"), module) is not None
+    except re.error as error:
+        raise CheckpointError(f"{target!r} in config.json is no regular expression: {error}") from None
+
+
+def _strings(value: Any, key: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(f"{key} in config.json must be a list of strings")
+    return value

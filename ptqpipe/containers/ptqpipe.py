@@ -1,0 +1,173 @@
+"""ptqpipe's own layout: any format, any block, stacks of experts, [in, out] weights. Read by ptqpipe alone.
+
+A weight ``X`` becomes ``X_packed`` (U8, rows packed as ``packing.py`` says), ``X_scale`` (the scale grid; E4M3 codes
+as F8_E4M3, other codes as U8, float scales as themselves) and, where the format has one, ``X_global_scale`` (F32, shape
+[1], multiplies). A stack of experts has a leading axis E in all of them. A weight that the float model holds as
+[in, out] is stored as [out, in] like any other and marked ``transposed``. The config:
+
+    "quantization_config": {
+      "quant_method": "ptqpipe", "version": 1,
+      "default": {"format": "e2m1/8/ue5m3", "activation": "none"},
+      "weights": {"h.0.attn.c_attn.weight": {"format": ..., "transposed": true}, ...}    only what differs
+    }
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ptqpipe.containers._codec import scale_dtype
+from ptqpipe.containers._config import check_parts, quantization_config, scheme_for, without_quantization
+from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
+from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.formats import Format, get_codec, get_format
+from ptqpipe.schemes import Activation, Scheme
+
+QUANT_METHOD = "ptqpipe"
+VERSION = 1
+
+
+def supports(scheme: Scheme) -> str | None:
+    """None: this layout spells every scheme whose format has a spelling."""
+    try:
+        _spell(scheme.fmt)
+    except FormatError as error:
+        return str(error)
+    return None
+
+
+def parts(
+    weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None, transposed: bool = False
+) -> tuple[Part, ...]:
+    """The tensors that store this weight; ``transposed`` changes the config only."""
+    fmt, (n, k) = scheme.fmt, shape
+    grid = fmt.scale_shape(shape)
+    if k * fmt.element.bits % 8:
+        raise FormatError(f"{weight}: {k} codes of {fmt.element.bits} bits do not fill whole bytes; keep it")
+    stacked = experts is not None
+    lead = () if experts is None else (experts,)
+    found = [
+        Part(f"{weight}_packed", "U8", (*lead, n, k * fmt.element.bits // 8), Role.DATA, stacked),
+        Part(f"{weight}_scale", scale_dtype(fmt), (*lead, *grid), Role.SCALES, stacked),
+    ]
+    if fmt.has_global:
+        found.append(Part(f"{weight}_global_scale", "F32", (*lead, 1), Role.GLOBAL, stacked))
+    if scheme.needs_input_global_scale:
+        found.append(Part(f"{weight}_input_global_scale", "F32", (*lead, 1), Role.INPUT_GLOBAL, stacked))
+    return tuple(found)
+
+
+def configs(
+    base: Mapping[str, Any],
+    targets: Sequence[Target],
+    *,
+    kept_modules: Sequence[str],
+    provenance: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """config.json with ``quantization_config``; the format of most weights is the default, the others are listed."""
+    entries = {target.weight: _entry(target.scheme) for target in targets}
+    common = Counter(_frozen(entry) for entry in entries.values()).most_common(1)
+    default = dict(common[0][0]) if common else {}
+    listed: dict[str, Any] = {}
+    for target in targets:
+        entry = entries[target.weight]
+        own = {} if _frozen(entry) == _frozen(default) else entry
+        if target.transposed:
+            own = {**own, "transposed": True}
+        if own:
+            listed[target.weight] = own
+    quantization = {
+        "quant_method": QUANT_METHOD,
+        "version": VERSION,
+        "default": default,
+        "weights": listed,
+        "ptqpipe": dict(provenance),
+    }
+    return {"config.json": {**without_quantization(base), "quantization_config": quantization}}
+
+
+def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
+    """One line: who reads this."""
+    return ["only ptqpipe reads this layout; ptqpipe.load_tensors gives the weights, other containers serve"]
+
+
+def detect(config: Mapping[str, Any], names: Names) -> bool:
+    """Whether a checkpoint with this config has this layout."""
+    return quantization_config(config).get("quant_method") == QUANT_METHOD
+
+
+def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
+    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
+    described = quantization_config(config)
+    if described.get("version") != VERSION:
+        raise CheckpointError(f"ptqpipe layout version {described.get('version')!r}; this ptqpipe reads {VERSION}")
+    default, listed = described.get("default"), described.get("weights")
+    if not isinstance(default, Mapping) or not isinstance(listed, Mapping):
+        raise CheckpointError("quantization_config has no 'default' and 'weights'; the config.json is damaged")
+    found: dict[str, StoredWeight] = {}
+    for name in names:
+        weight = name.removesuffix("_packed")
+        if weight == name or f"{weight}_scale" not in names:
+            continue
+        entry = listed.get(weight, {})
+        if not isinstance(entry, Mapping):
+            raise CheckpointError(f"the entry of {weight!r} in config.json must be an object")
+        found[weight] = _stored(weight, {**(default if "format" not in entry else {}), **entry}, names)
+    missing = [weight for weight in listed if weight not in found]
+    if missing:
+        raise CheckpointError(f"config.json lists {missing[0]!r} as quantized, but there is no '{missing[0]}_packed'")
+    return found
+
+
+def _stored(weight: str, entry: Mapping[str, Any], names: Names) -> StoredWeight:
+    scheme = _read_entry(weight, entry)
+    stored = names[f"{weight}_packed"][1]
+    if len(stored) not in (2, 3):
+        raise CheckpointError(f"'{weight}_packed' has shape {list(stored)}, expected two or three dimensions")
+    experts = stored[0] if len(stored) == 3 else None
+    shape = (stored[-2], stored[-1] * 8 // scheme.fmt.element.bits)
+    try:
+        expected = parts(weight, shape, scheme, experts=experts)
+    except FormatError as error:
+        raise CheckpointError(f"{weight}: {error}") from None
+    check_parts(expected, names, weight=weight)
+    return StoredWeight(weight, shape, scheme, expected, experts, transposed=entry.get("transposed") is True)
+
+
+def _entry(scheme: Scheme) -> dict[str, Any]:
+    return {**_spell(scheme.fmt), "activation": str(scheme.activation)}
+
+
+def _read_entry(weight: str, entry: Mapping[str, Any]) -> Scheme:
+    try:
+        return scheme_for(_read_format(entry), Activation(entry.get("activation", "none")))
+    except (FormatError, ValueError) as error:
+        raise CheckpointError(f"config.json describes {weight!r} as {dict(entry)}: {error}") from None
+
+
+def _spell(fmt: Format) -> dict[str, Any]:
+    """A format as config keys: its name, and what differs from the format of that name. FormatError if it has none."""
+    named = get_format(fmt.name)
+    spelled: dict[str, Any] = {"format": fmt.name}
+    if fmt.scale != named.scale:
+        spelled["scale"] = fmt.scale.name
+    if fmt.block != named.block:
+        spelled["block"] = list(fmt.block)
+    if _read_format(spelled) != fmt:
+        raise FormatError(f"format {fmt.name} differs from the one of that name; give it the name of a known format")
+    return spelled
+
+
+def _read_format(entry: Mapping[str, Any]) -> Format:
+    fmt = get_format(str(entry.get("format")))
+    if "scale" in entry:
+        fmt = replace(fmt, scale=get_codec(str(entry["scale"])))
+    if "block" in entry:
+        rows, cols = (int(extent) for extent in entry["block"])
+        fmt = replace(fmt, block=(rows, cols))
+    return fmt
+
+
+def _frozen(entry: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(entry.items()))
