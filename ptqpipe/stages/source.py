@@ -92,6 +92,12 @@ class Source:
     def _load(self, name: str, start: int | None, stop: int | None) -> torch.Tensor:
         return self.reader.read(name, start=start or 0, stop=stop)
 
+    def __enter__(self) -> "Source":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Closes the files."""
         self.reader.close()

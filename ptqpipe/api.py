@@ -1,0 +1,144 @@
+"""The Python API: what the commands do, as three functions."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from ptqpipe.algorithms import rtn
+from ptqpipe.errors import FormatError
+from ptqpipe.formats import Format, get_format
+from ptqpipe.qtensor import QTensor
+from ptqpipe.recipe import RecipeOptions
+from ptqpipe.stages import convert as stage
+from ptqpipe.stages.machine import Machine, default_workers
+from ptqpipe.stages.source import Source
+
+
+def convert(
+    model: str | Path,
+    *,
+    format: str | None = None,
+    out: str | Path | None = None,
+    recipe: str | Path | None = None,
+    container: str | None = None,
+    search: str | None = None,
+    global_scale: str | None = None,
+    ignore: Iterable[str] = (),
+    shard_bytes: int | None = None,
+    workers: int | None = None,
+    device: str = "cpu",
+    max_memory_bytes: int = 2 << 30,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> stage.Converted:
+    """Converts a checkpoint; the arguments mean what the options of ``ptqpipe convert`` mean.
+
+    Returns where the checkpoint lies and its record (the content of ptqpipe.json). Raises a kind of PtqError.
+    """
+    options = RecipeOptions(
+        scheme=format,
+        container=container,
+        search=search,
+        global_scale=global_scale,
+        ignore=tuple(ignore),
+        shard_bytes=shard_bytes,
+    )
+    prepared = stage.prepare(
+        model,
+        options=options,
+        recipe_path=Path(recipe) if recipe is not None else None,
+        out=Path(out) if out is not None else None,
+    )
+    machine = Machine(
+        workers=workers or default_workers(), device=torch.device(device), memory_bytes=max_memory_bytes, progress=progress
+    )
+    with prepared.source:
+        done = stage.convert(prepared, mode="resume" if resume else "overwrite" if overwrite else "new", machine=machine)
+    if done is None:
+        raise AssertionError("rank 0 always has a result")
+    return done
+
+
+class _Held:
+    """A tensor in memory as the algorithms want it."""
+
+    def __init__(self, w: torch.Tensor) -> None:
+        self.shape = (w.shape[0], w.shape[1])
+        self._w = w
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._w[start:stop]
+
+
+def quantize(
+    w: torch.Tensor, format: str | Format = "nvfp4", *, search: str = "exact", search_global_scale: bool = True
+) -> QTensor:
+    """Quantizes one ``[N, K]`` float matrix exactly as ``convert`` would quantize it in a unit of its own.
+
+    Raises FormatError for shapes that do not divide, NumericsError for NaN and inf.
+    """
+    fmt = get_format(format) if isinstance(format, str) else format
+    if w.dim() != 2 or not w.is_floating_point():
+        raise FormatError(f"quantize takes a float matrix [N, K], got {w.dtype} {list(w.shape)}")
+    fmt.scale_shape((w.shape[0], w.shape[1]))
+    pieces: dict[int, QTensor] = {}
+    rtn.quantize(
+        [_Held(w)],
+        fmt,
+        names=["the tensor"],
+        search=search,
+        search_global=search_global_scale,
+        sink=lambda _, row, q: pieces.__setitem__(row, q),
+        device=w.device,
+    )
+    runs = [pieces[row] for row in sorted(pieces)]
+    if len(runs) == 1:
+        return runs[0]
+    data, scales = torch.cat([q.data for q in runs]), torch.cat([q.scales for q in runs])
+    return QTensor(fmt, (w.shape[0], w.shape[1]), data, scales, runs[0].global_scale)
+
+
+class LoadedTensors(Mapping[str, QTensor | torch.Tensor]):
+    """A checkpoint's weights by logical name, read when asked for: QTensors where stored quantized, tensors elsewhere.
+
+    A stack of experts appears as one entry per expert, ``name[e]``. A context manager; or call ``close``.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._source = Source.open(Path(path))
+        self._names: dict[str, tuple[str, int | None]] = {}
+        for name in self._source.tensors:
+            stored = self._source.stored.get(name)
+            if stored is None or stored.experts is None:
+                self._names[name] = (name, None)
+            else:
+                self._names.update({f"{name}[{e}]": (name, e) for e in range(stored.experts)})
+
+    def __getitem__(self, name: str) -> QTensor | torch.Tensor:
+        weight, expert = self._names[name]
+        if weight in self._source.stored:
+            return self._source.quantized(weight, expert=expert)
+        return self._source.reader.read(weight)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __enter__(self) -> "LoadedTensors":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._source.close()
+
+
+def load_tensors(ckpt: str | Path) -> LoadedTensors:
+    """The weights of a checkpoint in any layout that ptqpipe reads. CheckpointError for anything damaged."""
+    return LoadedTensors(ckpt)
