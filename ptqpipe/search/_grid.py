@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.errors import FormatError
+from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Codec, Format
 from ptqpipe.qtensor import scale_values
 from ptqpipe.search.brute_force import all_scales
@@ -58,7 +58,9 @@ def element_grid(codec: Codec) -> ElementGrid:
     known = set(mags)
     reach = next(i for i, m in enumerate(mags) if 2 * m not in known) - 1
     last_step = mags[-1] - mags[-2]
-    grid = ElementGrid(low, high, magic, mags[-1], mags[-1] + last_step / 2, step / 2, (mags[reach] + mags[reach + 1]) / 2)
+    grid = ElementGrid(
+        low, high, magic, mags[-1], mags[-1] + last_step / 2, step / 2, (mags[reach] + mags[reach + 1]) / 2
+    )
     if any(_rounded(m, grid) != m for m in mags):
         raise FormatError(f"{codec.name} is no minifloat; the exact search cannot round to it")
     return grid
@@ -76,33 +78,54 @@ def _rounded(y: float, grid: ElementGrid) -> float:
 class Ladder:
     """Every legal scale of a format at one global scale, ascending.
 
-    codes       what a QTensor stores: uint8 codes, or numbers of the scale's dtype
-    inv         float32 1 / (value * global_scale)
-    weight      value^2: float32, or float64 where ``exact_weights`` says so
-    threshold   float32: a block whose amax is at most this rounds to codes that half of the scale reaches too
-    lone        the last index whose half is not a legal scale: all above it fall under the halving proof
+    codes   what a QTensor stores: uint8 codes, or numbers of the scale's dtype
+    inv     float32 1 / (value * global_scale)
+    weight  value^2: float32, or float64 where ``exact_weights`` says so
+    starts  int64: by the upper bits of a float32 amax, an index above which no scale can be the one chosen
     """
 
     codes: torch.Tensor
     inv: torch.Tensor
     weight: torch.Tensor
-    threshold: torch.Tensor
-    lone: int
+    starts: torch.Tensor
 
     def start(self, amax: torch.Tensor) -> torch.Tensor:
-        """int64 ``[blocks]``: an index above which no scale can be the one chosen, for blocks of this ``amax``."""
-        return (torch.bucketize(amax, self.threshold) - 1).clamp_(min=self.lone)
+        """int64, the shape of ``amax`` (non-negative float32): an index above which no scale can be chosen."""
+        keys = amax.view(torch.int32).bitwise_right_shift(_KEY_SHIFT)
+        return self.starts.index_select(0, keys.flatten()).view(amax.shape)
+
+
+_KEY_SHIFT = 18  # exponent and five mantissa bits: a bucket is a quarter of a step of E4M3
 
 
 def ladder(fmt: Format, *, global_scale: torch.Tensor | None, grid: ElementGrid, device: torch.device) -> Ladder:
-    """The ladder of ``fmt``; FormatError for scales that cannot be enumerated."""
+    """The ladder of ``fmt``.
+
+    Raises FormatError for scales that cannot be enumerated, NumericsError for a global scale that leaves float32.
+    """
     codes = all_scales(fmt.scale).to(device)
     value = scale_values(codes, fmt.scale)
     s = value if global_scale is None else value * global_scale.to(device)
+    if not bool(((s > 0) & torch.isfinite(1.0 / s)).all()):
+        given = 1.0 if global_scale is None else float(global_scale)
+        raise NumericsError(
+            f"{fmt.name} scales times the global scale {given:g} leave the range of float32; rescale the weight"
+        )
     square = value.double().square() if exact_weights(fmt.scale) else value * value
-    exact = value.double()
-    has_half = torch.isin(exact / 2, exact)
-    lone = int((~has_half).nonzero()[-1])
+    return Ladder(codes, 1.0 / s, square, _starts(fmt, s, grid=grid))
+
+
+def _starts(fmt: Format, s: torch.Tensor, *, grid: ElementGrid) -> torch.Tensor:
+    """``Ladder.starts``: the larger of two indices.
+
+    One is the largest scale at which a block of this amax may have a code that cannot be doubled: amax above
+    ``grid.half`` scales, less a margin for the rounding of the quotient. The other is the largest scale whose half
+    is not a legal scale.
+    """
+    value = scale_values(all_scales(fmt.scale), fmt.scale).double()
+    lone = int((~torch.isin(value / 2, value)).nonzero()[-1])
     if fmt.element.min_positive < 2.0**-18:  # the halving proof needs products that do not underflow
-        lone = len(codes) - 1
-    return Ladder(codes, 1.0 / s, square, s * (grid.half * (1.0 - MARGIN)), lone)
+        lone = len(value) - 1
+    keys = torch.arange(0x7F800000 >> _KEY_SHIFT, device=s.device)
+    upper = (((keys + 1) << _KEY_SHIFT) - 1).to(torch.int32).view(torch.float32)
+    return (torch.bucketize(upper, s * (grid.half * (1.0 - MARGIN))) - 1).clamp_(min=lone)

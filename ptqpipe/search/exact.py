@@ -15,6 +15,7 @@ and blocks along the columns, so that the sum in element order is a sequence of 
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ from ptqpipe.errors import FormatError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import check_finite, to_blocks
 from ptqpipe.search._grid import MARGIN, ElementGrid, Ladder, element_grid, ladder
-from ptqpipe.search.objective import LANES, flush, fold, normalize_importance
+from ptqpipe.search.objective import FLUSH, LANES, fold, normalize_importance
 
 PROVEN = True
 
@@ -48,7 +49,9 @@ def search(
     anything over: see ``refit``) and for shapes that do not divide.
     """
     if not fmt.scale.enumerable and fmt.scale.dtype == torch.float32:
-        raise FormatError(f"{fmt.name} has {fmt.scale.name} scales, over which nothing can be proven; use the refit search")
+        raise FormatError(
+            f"{fmt.name} has {fmt.scale.name} scales, over which nothing can be proven; use the refit search"
+        )
     grid = element_grid(fmt.element)
     steps = ladder(fmt, global_scale=global_scale, grid=grid, device=w.device)
     h = None if importance is None else normalize_importance(importance)
@@ -56,7 +59,7 @@ def search(
     rows, cols = fmt.block_extent(shape)
     if rows * cols > SCAN_MAX:
         raise FormatError(f"{fmt.name}: blocks of {rows * cols} elements have no exact search yet")
-    elif rows == 1:
+    if rows == 1:
         index = _scan_rows(w, cols, h=h, grid=grid, steps=steps)
     else:
         spread = None if h is None else to_blocks(h.expand(shape), fmt)
@@ -75,21 +78,92 @@ def _scan_rows(
 def _scan(blocks: torch.Tensor, h: torch.Tensor | None, *, grid: ElementGrid, steps: Ladder) -> torch.Tensor:
     """int64 ``[blocks]``: the index of each block's scale. ``h`` repeats every ``len(h)`` blocks."""
     count, block = blocks.shape
-    out = torch.empty(count, dtype=torch.int64, device=blocks.device)
+    chosen = torch.zeros(count, dtype=torch.int64, device=blocks.device)
     size = max(1, CHUNK // block)
     work = _Work.make(block, min(size, count), blocks.device)
+    scan = partial(_descend, chosen=chosen, grid=grid, steps=steps, work=work)
+    h_columns = None if h is None else h.t().contiguous()
+    rest: list[_Lanes] = []
     for first in range(0, count, size):
-        x = blocks[first : first + size].float().abs()
-        amax = x.amax(dim=1)
-        if not bool(torch.isfinite(amax).all()):
-            check_finite(blocks)
-        x = flush(x, amax.unsqueeze(1)).t().contiguous()
-        weights = None
-        if h is not None:
-            lanes = torch.arange(first, first + x.shape[1], device=blocks.device) % len(h)
-            weights = h[lanes].t().contiguous()
-        out[first : first + size] = _scan_chunk(x, amax, weights, grid=grid, steps=steps, work=work)
-    return out
+        lanes = _load(blocks[first : first + size], h_columns, first=first, grid=grid, steps=steps)
+        rest.append(scan(lanes, until=size // 16))
+        if sum(len(lanes) for lanes in rest) > size - size // 16:  # together they fill a chunk again
+            rest = [scan(_Lanes.join(rest), until=size // 16)]
+    scan(_Lanes.join(rest), until=0)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """The blocks that are still scanned, one column each.
+
+    x, h             float32 ``[elements, lanes]``: flushed magnitudes, weights
+    anchor, anchor_h float32 ``[anchors, lanes]``: magnitudes (the first row: the largest) and weights of the elements
+                     whose clipping bounds the scan
+    best, best_index the least score so far and its index; index: the next one to score
+    position         int64: which block of the tensor
+    """
+
+    x: torch.Tensor
+    h: torch.Tensor | None
+    anchor: torch.Tensor
+    anchor_h: torch.Tensor | None
+    best: torch.Tensor
+    best_index: torch.Tensor
+    index: torch.Tensor
+    position: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def keep(self, lanes: torch.Tensor) -> "_Lanes":
+        """These lanes alone."""
+        return _Lanes(*(None if t is None else t.index_select(-1, lanes) for t in self._tensors()))
+
+    @classmethod
+    def join(cls, parts: list["_Lanes"]) -> "_Lanes":
+        """The lanes of all parts (at least one)."""
+        columns = zip(*(part._tensors() for part in parts), strict=True)
+        return cls(*(None if ts[0] is None else torch.cat(ts, dim=-1) for ts in columns))
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+
+def _load(
+    blocks: torch.Tensor, h_columns: torch.Tensor | None, *, first: int, grid: ElementGrid, steps: Ladder
+) -> _Lanes:
+    """The blocks of a chunk as lanes, without those that round to zero at every scale (they keep index 0)."""
+    x = torch.empty(blocks.shape[1], len(blocks), device=blocks.device)
+    x.copy_(blocks.t()).abs_()
+    amax = x.amax(dim=0)
+    if not bool(torch.isfinite(amax).all()):
+        check_finite(blocks)
+    # x < amax * FLUSH, as a mask of all ones made from the sign of the difference: see objective.flush.
+    below = (x - amax * FLUSH).view(torch.int32).bitwise_right_shift_(31)
+    x.view(torch.int32).bitwise_and_(below.bitwise_not_())
+    position = torch.arange(first, first + len(blocks), device=blocks.device)
+    h, anchor, anchor_h = None, amax.unsqueeze(0), None
+    if h_columns is not None:
+        h = h_columns.index_select(1, position % h_columns.shape[1])
+        anchor, anchor_h = _anchors(x, h)
+    best = torch.full_like(amax, float("inf"), dtype=steps.weight.dtype)
+    lanes = _Lanes(x, h, anchor, anchor_h, best, torch.zeros_like(position), steps.start(amax), position)
+    live = amax * steps.inv[0] > grid.zero
+    return lanes if bool(live.all()) else lanes.keep(live.nonzero()[:, 0])
+
+
+def _anchors(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The elements with the largest x and the largest h x^2 of each lane: their x and their h, both ``[2, lanes]``."""
+    anchor, anchor_h = torch.zeros(2, x.shape[1], device=x.device), torch.zeros(2, x.shape[1], device=x.device)
+    most = torch.full_like(anchor, -1.0)
+    for k in range(len(x)):
+        rank = torch.stack((x[k], x[k] * x[k] * h[k]))
+        more = rank > most
+        most = torch.where(more, rank, most)
+        anchor = torch.where(more, x[k], anchor)
+        anchor_h = torch.where(more, h[k], anchor_h)
+    return anchor, anchor_h
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,86 +180,54 @@ class _Work:
         return cls(y, q, shift)
 
 
-def _scan_chunk(
-    x: torch.Tensor, amax: torch.Tensor, h: torch.Tensor | None, *, grid: ElementGrid, steps: Ladder, work: _Work
-) -> torch.Tensor:
-    """int64 ``[blocks]``: the scan of one chunk of magnitudes ``x`` ``[elements, blocks]``."""
-    chosen = torch.zeros(x.shape[1], dtype=torch.int64, device=x.device)
-    top_weight = None if h is None else h.gather(0, x.argmax(dim=0, keepdim=True))[0]
-    # Blocks that round to zero at every scale keep index 0.
-    lanes = (amax * steps.inv[0] > grid.zero).nonzero()[:, 0]
-    state = _State(x, h, amax, top_weight, steps.start(amax), torch.full_like(amax, float("inf"), dtype=steps.weight.dtype))
-    if len(lanes) < len(chosen):
-        state = state.keep(lanes)
-    best_index = torch.zeros_like(lanes)
-    while len(lanes):
-        inv = steps.inv[state.index]
-        score = _score(state, inv, grid=grid, steps=steps, work=work)
-        better = score <= state.best  # the scan goes down, so a tie goes to the smaller scale
-        torch.where(better, score, state.best, out=state.best)
-        torch.where(better, state.index, best_index, out=best_index)
-        alive = _alive(state, grid=grid, steps=steps)
-        left = int(alive.sum())
-        if left == 0:
-            break
-        state.index.sub_(1).clamp_(min=0)
+def _descend(
+    lanes: _Lanes, *, until: int, chosen: torch.Tensor, grid: ElementGrid, steps: Ladder, work: _Work
+) -> _Lanes:
+    """Scans until at most ``until`` lanes are left, and returns those; writes ``chosen`` of the others."""
+    inv = steps.inv.index_select(0, lanes.index)
+    weight = steps.weight.index_select(0, lanes.index)
+    while len(lanes) > until:
+        score = _score(lanes, inv, weight, grid=grid, steps=steps, work=work)
+        better = score <= lanes.best  # the scan goes down, so a tie goes to the smaller scale
+        torch.minimum(score, lanes.best, out=lanes.best)
+        torch.where(better, lanes.index, lanes.best_index, out=lanes.best_index)
+        alive = lanes.index > 0
+        lanes.index.sub_(1).clamp_(min=0)
+        inv = steps.inv.index_select(0, lanes.index)
+        weight = steps.weight.index_select(0, lanes.index)
+        alive &= _clipping(lanes, inv, grid=grid) * weight <= lanes.best
+        left = int(torch.count_nonzero(alive))
         if left < 0.7 * len(lanes):
-            chosen[lanes] = best_index
+            chosen[lanes.position] = lanes.best_index
             keep = alive.nonzero()[:, 0]
-            state, lanes, best_index = state.keep(keep), lanes[keep], best_index[keep]
-    chosen[lanes] = best_index
-    return chosen
+            lanes, inv, weight = lanes.keep(keep), inv[keep], weight[keep]
+    return lanes
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """The blocks that are still scanned, one column each."""
+def _clipping(lanes: _Lanes, inv: torch.Tensor, *, grid: ElementGrid) -> torch.Tensor:
+    """float32 ``[lanes]``: times value^2, below the score at the scale 1/inv and at every smaller one.
 
-    x: torch.Tensor
-    h: torch.Tensor | None
-    amax: torch.Tensor
-    top_weight: torch.Tensor | None
-    index: torch.Tensor
-    best: torch.Tensor
-
-    def keep(self, lanes: torch.Tensor) -> "_State":
-        """The state of these columns alone."""
-        return _State(
-            self.x.index_select(1, lanes),
-            None if self.h is None else self.h.index_select(1, lanes),
-            self.amax[lanes],
-            None if self.top_weight is None else self.top_weight[lanes],
-            self.index[lanes],
-            self.best[lanes],
-        )
-
-
-def _alive(state: _State, *, grid: ElementGrid, steps: Ladder) -> torch.Tensor:
-    """bool ``[blocks]``: whether the next smaller scale (and so any smaller one) could still be chosen.
-
-    With y the float32 quotient of the largest element, ((1 - m) y - max)^2 value^2 (1 - m) h is below the float32
-    score of that scale and of every smaller one: m = 2^-18 covers the roundings of y (three, 2^-22 together), of
-    the difference, the products and the sum, which is never below its largest term.
+    With y the float32 quotient of an anchor, ((1 - m) y - max)^2 h (1 - m): m = 2^-18 covers the roundings of y
+    (three, 2^-22 together), of the difference, the products and the sum, which is never below its largest term.
     """
-    below = (state.index - 1).clamp_(min=0)
-    clipped = (state.amax * steps.inv[below]).mul_(1.0 - MARGIN).sub_(grid.top).clamp_(min=0.0)
+    clipped = (lanes.anchor * inv).mul_(1.0 - MARGIN).sub_(grid.top).clamp_(min=0.0)
     bound = clipped.square_().mul_(1.0 - MARGIN)
-    if state.top_weight is not None:
-        bound *= state.top_weight
-    return (bound * steps.weight[below] <= state.best) & (state.index > 0)
+    return bound[0] if lanes.anchor_h is None else bound.mul_(lanes.anchor_h).amax(dim=0)
 
 
-def _score(state: _State, inv: torch.Tensor, *, grid: ElementGrid, steps: Ladder, work: _Work) -> torch.Tensor:
-    """``[blocks]``: the scores at ``state.index``, in the dtype of ``steps.weight``."""
-    x = state.x
+def _score(
+    lanes: _Lanes, inv: torch.Tensor, weight: torch.Tensor, *, grid: ElementGrid, steps: Ladder, work: _Work
+) -> torch.Tensor:
+    """``[lanes]``: the scores at the scales 1/inv, in the dtype of ``weight`` (value^2)."""
+    x = lanes.x
     y, q, shift = (flat[: x.numel()].view(x.shape) for flat in (work.y, work.q, work.shift))
     torch.mul(x, inv, out=y)
-    largest = state.amax * inv
-    deviations(y, q, shift, grid=grid, saturates=bool((largest > grid.wrap).any()))
+    largest = lanes.anchor[0] * inv
+    deviations(y, q, shift, grid=grid, saturates=float(largest.max()) > grid.wrap)
     y.mul_(y)
-    if state.h is not None:
-        y.mul_(state.h)
-    score = _accumulate(y, steps).mul_(steps.weight[state.index])
+    if lanes.h is not None:
+        y.mul_(lanes.h)
+    score = _accumulate(y, steps).mul_(weight)
     return score.masked_fill_(largest <= grid.zero, float("inf"))
 
 
@@ -206,9 +248,10 @@ def _accumulate(t: torch.Tensor, steps: Ladder) -> torch.Tensor:
         lanes = torch.zeros(1 << (len(t) - 1).bit_length(), t.shape[1], dtype=torch.float64, device=t.device)
         lanes[: len(t)] = t  # at most SCAN_MAX < LANES elements: one to a lane, the empty lanes add nothing
         return fold(lanes.t())
-    acc = t[0] + t[1] if len(t) > 1 else t[0].clone()
-    for k in range(2, len(t)):
-        acc += t[k]
+    rows = t.unbind(0)
+    acc = rows[0] + rows[1]
+    for row in rows[2:]:
+        acc.add_(row)
     return acc.to(steps.weight.dtype)
 
 
