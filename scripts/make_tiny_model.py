@@ -11,10 +11,12 @@ one at the end. OUT gets a standard checkpoint and ``heldout.txt``: modules that
 import argparse
 import ast
 import hashlib
+import io
 import json
 import math
 import sysconfig
 import time
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +27,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 BOS, EOS = "<s>", "</s>"
-SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "lib2to3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,22 @@ def docstrings(source: bytes) -> Iterator[str]:
                 yield doc
 
 
+def comments(source: bytes) -> Iterator[str]:
+    """The comments of one Python file that stand on lines of their own, adjacent lines joined."""
+    lines: list[str] = []
+    last = 0
+    for token in tokenize.tokenize(io.BytesIO(source).readline):
+        if token.type != tokenize.COMMENT or not token.line.lstrip().startswith("#"):
+            continue
+        text = token.string.lstrip("#").strip()
+        if not text or token.start[0] != last + 1:
+            yield " ".join(lines)
+            lines = []
+        lines.append(text)
+        last = token.start[0]
+    yield " ".join(lines)
+
+
 def help_topics(source: bytes) -> Iterator[str]:
     """The texts of ``pydoc_data/topics.py``: long string constants."""
     for node in ast.walk(ast.parse(source)):
@@ -105,7 +122,7 @@ def documents() -> dict[str, str]:
 
     for path in sorted(library.rglob("*.py")):
         relative = path.relative_to(library)
-        if SKIPPED_FOLDERS.intersection(relative.parts):
+        if "site-packages" in relative.parts:
             continue
         try:
             if relative.as_posix() == "pydoc_data/topics.py":
@@ -113,23 +130,23 @@ def documents() -> dict[str, str]:
                     add(f"topic {index}", [topic])
             else:
                 add(relative.as_posix(), docstrings(path.read_bytes()))
+                add(f"{relative.as_posix()} comments", comments(path.read_bytes()))
         except (SyntaxError, ValueError):
             continue  # a file that is broken on purpose, for the tests of some tool
     return found
 
 
 def split(corpus: dict[str, str], config: Config) -> tuple[list[str], str]:
-    """Training documents and the held-out text, whole modules picked by the hash of their name."""
-    train: list[str] = []
+    """Training documents and the held-out text: the docstrings of whole modules, picked by the hash of their name."""
+    names = sorted(corpus, key=lambda name: hashlib.sha256(name.encode()).digest())
     heldout: list[str] = []
-    for name in sorted(corpus, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        text = corpus[name]
-        small = 1_000 <= len(text) <= config.heldout_document_chars
-        if small and sum(map(len, heldout)) < config.heldout_chars:
-            heldout.append(text)
-        else:
-            train.append(text)
-    return train, "\n\n".join(heldout) + "\n"
+    for name in names:
+        if name.endswith(".py") and "test" not in name and 1_000 <= len(corpus[name]) <= config.heldout_document_chars:
+            heldout.append(name)
+            if sum(len(corpus[name]) for name in heldout) >= config.heldout_chars:
+                break
+    train = [corpus[name] for name in names if name.removesuffix(" comments") not in heldout]
+    return train, "\n\n".join(corpus[name] for name in heldout) + "\n"
 
 
 def train_tokenizer(texts: list[str], config: Config) -> PreTrainedTokenizerFast:
