@@ -63,7 +63,9 @@ def test_a_header_is_pinned_to_the_byte() -> None:
         b'"\xc3\xa9":{"dtype":"U8","shape":[],"data_offsets":[4,5]}}'
     )
     text += b" " * (-len(text) % 8)
-    assert header_bytes([("a", "BF16", (2, 1)), ("é", "U8", ())], {"format": "pt"}) == struct.pack("<Q", len(text)) + text
+    assert (
+        header_bytes([("a", "BF16", (2, 1)), ("é", "U8", ())], {"format": "pt"}) == struct.pack("<Q", len(text)) + text
+    )
 
 
 def test_entries_come_in_the_order_of_their_bytes_with_absolute_offsets(tmp_path: Path) -> None:
@@ -88,7 +90,11 @@ MALFORMED = {
     "duplicate field": (b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', b"1", "duplicate"),
     "NaN": (b'{"a":NaN}', b"", "NaN is not JSON"),
     "nested": (b'{"a":' + b"[" * 200_000, b"", "nested too deeply"),
-    "nested shape": (b'{"a":{"dtype":"U8","data_offsets":[0,1],"shape":' + b"[" * 900 + b"]" * 900 + b"}}", b"1", "shape"),
+    "nested shape": (
+        b'{"a":{"dtype":"U8","data_offsets":[0,1],"shape":' + b"[" * 900 + b"]" * 900 + b"}}",
+        b"1",
+        "shape",
+    ),
     "long integer": (b'{"a":{"dtype":"U8","data_offsets":[0,1],"shape":[' + b"9" * 5000 + b"]}}", b"1", "parse"),
     "trailing NUL": (b"{}\0", b"", "does not parse"),
     "entry not an object": ({"a": [1]}, b"", "fields 'list'"),
