@@ -1,0 +1,185 @@
+"""Claims about recipes: what they accept, what they refuse and with which words, and which rule wins."""
+
+from pathlib import Path
+
+import pytest
+
+from ptqpipe.errors import FormatError, RecipeError
+from ptqpipe.recipe import DEFAULT_FUSE, Recipe, RecipeOptions, Rule, build_recipe, load_recipe, matches, parse_recipe
+from ptqpipe.schemes import SCHEMES, get_scheme
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+def rules(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"match": match, "format": name} for match, name in pairs]
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_file_loads_and_names_its_schemes(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.description
+    if path.stem in SCHEMES:
+        assert [scheme.name for scheme in recipe.schemes()] == [path.stem]
+    else:
+        assert len(recipe.schemes()) == 2
+
+
+def test_there_is_a_recipe_for_every_scheme_of_the_readers() -> None:
+    assert {path.stem for path in RECIPES.glob("*.yaml")} >= set(SCHEMES) - {"mxfp8a16", "mxfp6_e3m2"}
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    recipe = parse_recipe({"version": 1, "rules": rules(("re:.*mlp", "mxfp4"), ("*", "nvfp4"))})
+    rule, _ = recipe.rule_for("model.layers.0.mlp.up_proj")
+    assert rule is not None
+    assert rule.scheme is get_scheme("mxfp4")
+    rule, _ = recipe.rule_for("model.layers.0.self_attn.q_proj")
+    assert rule is not None
+    assert rule.scheme is get_scheme("nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("lm_head", "language-model head"),
+        ("model.embed_tokens", "embedding"),
+        ("transformer.wte", "embedding"),
+        ("model.layers.0.input_layernorm", "norm"),
+        ("model.layers.0.mlp.gate", "router"),
+        ("model.layers.0.block_sparse_moe.gate", "router"),
+        ("model.layers.0.mlp.shared_expert_gate", "router"),
+        ("model.layers.0.mlp.router", "router"),
+        ("visual.blocks.0.attn.qkv", "vision tower"),
+        ("model.vision_tower.encoder.layers.0.mlp.fc1", "vision tower"),
+        ("audio_tower.layers.0.fc1", "audio tower"),
+        ("multi_modal_projector.linear_1", "multimodal projector"),
+        ("mtp.layers.0.mlp.down_proj", "multi-token-prediction head"),
+    ],
+)
+def test_heads_embeddings_routers_and_towers_are_kept_with_a_reason(module: str, reason: str) -> None:
+    assert Recipe((Rule("*", get_scheme("nvfp4")),)).rule_for(module) == (None, reason)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.0.mlp.gate_up_proj",
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.experts.3.down_proj",
+        "model.layers.0.mlp.shared_expert.up_proj",
+        "model.layers.0.block_sparse_moe.experts.0.w1",
+        "model.layers.0.linear_attn.in_proj_qkv",
+        "transformer.h.0.mlp.c_fc",
+    ],
+)
+def test_linear_layers_are_not_mistaken_for_routers_or_embeddings(module: str) -> None:
+    assert Recipe((Rule("*", get_scheme("nvfp4")),)).rule_for(module)[0] is not None
+
+
+def test_a_rule_that_names_a_kept_module_exactly_overrides_the_keep_list() -> None:
+    recipe = parse_recipe({"version": 1, "rules": rules(("lm_head", "fp8"), ("*", "nvfp4"))})
+    rule, _ = recipe.rule_for("lm_head")
+    assert rule is not None
+    assert rule.scheme is get_scheme("fp8_dynamic")
+
+
+def test_ignore_wins_over_rules() -> None:
+    recipe = build_recipe(RecipeOptions(scheme="nvfp4", ignore=("re:.*o_proj$",)))
+    assert recipe.rule_for("model.layers.0.self_attn.o_proj") == (None, "ignored on request")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "expected"),
+    [
+        ("a.b", "a.b", True),
+        ("a.b", "a.b.c", False),
+        ("*.b", "x.y.b", True),
+        ("re:.*\\.b$", "x.b", True),
+        ("re:b$", "x.b", False),
+        ("re:x", "x.b", True),
+        ("a.[b]", "a.b", False),
+    ],
+)
+def test_patterns_match_names_globs_and_anchored_expressions(pattern: str, module: str, expected: bool) -> None:
+    assert matches(pattern, module) is expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (None, "must be a mapping"),
+        ({"version": 2, "rules": rules(("*", "nvfp4"))}, "version is 2, expected 1"),
+        ({"version": 1}, "rules must be a non-empty list"),
+        ({"version": 1, "rules": []}, "rules must be a non-empty list"),
+        ({"version": 1, "rules": rules(("*", "nvfp4")), "ruels": 1}, "unknown key 'ruels'"),
+        ({"version": 1, "rules": [{"match": "*", "format": "nvfp4", "serch": "x"}]}, "unknown key 'serch'"),
+        ({"version": 1, "rules": [{"match": "*"}]}, "needs both match and format"),
+        ({"version": 1, "rules": rules(("re:(", "nvfp4"))}, "not a regular expression"),
+        ({"version": 1, "rules": rules(("*", "nvfp5"))}, "unknown format 'nvfp5'"),
+        ({"version": 1, "rules": [{"match": "*", "format": "nvfp4", "global_scale": "x"}]}, "global_scale 'x'"),
+        ({"version": 1, "rules": rules(("*", "nvfp4")), "input_amax": -1}, "must be a positive number"),
+        ({"version": 1, "rules": rules(("*", "nvfp4")), "input_amax": True}, "must be a number"),
+        ({"version": 1, "rules": rules(("*", "nvfp4")), "shard_bytes": "x"}, "must be of type int"),
+        ({"version": 1, "rules": rules(("*", "nvfp4")), "fuse": [["a", "b"], ["b", "c"]]}, "'b' in two groups"),
+        ({"version": 1, "rules": rules(("*", "nvfp4")), "keep": [""]}, "keep must be text"),
+    ],
+)
+def test_malformed_recipes_are_refused_with_the_key(raw: object, words: str) -> None:
+    with pytest.raises((RecipeError, FormatError), match=words.replace("(", "\\(")):
+        parse_recipe(raw)
+
+
+@pytest.mark.parametrize("text", ["{", "a: [1, 2", "\x00", "- - - :", "!!python/object:os.system {}"])
+def test_files_that_are_not_yaml_are_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path)
+    assert "\n" not in str(error.value)
+    assert "r.yaml" in str(error.value)
+
+
+def test_a_missing_recipe_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+def test_format_and_recipe_together_contradict() -> None:
+    with pytest.raises(RecipeError, match="contradict each other"):
+        build_recipe(RecipeOptions(scheme="nvfp4"), path=RECIPES / "mxfp4.yaml")
+
+
+def test_options_override_the_recipe_file() -> None:
+    options = RecipeOptions(container="modelopt", search="absmax", global_scale="absmax", shard_bytes=5)
+    recipe = build_recipe(options, path=RECIPES / "nvfp4.yaml")
+    assert (recipe.container, recipe.shard_bytes) == ("modelopt", 5)
+    assert (recipe.rules[0].search, recipe.rules[0].global_scale) == ("absmax", "absmax")
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("NVFP4A16", "nvfp4"),
+        ("nvfp4", "nvfp4"),
+        ("NVFP4-W4A4", "nvfp4_w4a4"),
+        ("FP8_DYNAMIC", "fp8_dynamic"),
+        ("Fp8_Block", "fp8_block"),
+        ("MXFP4", "mxfp4"),
+        ("MXFP8A16", "mxfp8a16"),
+        ("mxfp6a16", "mxfp6"),
+    ],
+)
+def test_names_of_the_vllm_world_are_understood(name: str, scheme: str) -> None:
+    assert get_scheme(name).name == scheme
+
+
+def test_no_name_means_two_schemes() -> None:
+    names = [name for scheme in SCHEMES.values() for name in (scheme.name, *scheme.aliases)]
+    assert len(names) == len(set(names))
+
+
+def test_the_default_fuse_table_holds_what_runtimes_fuse() -> None:
+    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")):
+        assert group in DEFAULT_FUSE
