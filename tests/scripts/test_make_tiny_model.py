@@ -112,7 +112,7 @@ def test_the_same_seed_gives_the_same_bytes_and_learns(
     monkeypatch.setattr(tiny, "documents", corpus)
     config = tiny.Config(
         vocab_size=300, hidden_size=32, intermediate_size=32, layers=1, heads=2, kv_heads=1, head_dim=16,
-        context=32, batch=4, steps=12, warmup_steps=2, heldout_chars=3_000,
+        context=32, batch=4, steps=12, warmup_steps=2, heldout_chars=3_000, threads=1,
     )  # fmt: skip
     losses = [tiny.make(tmp_path / name, config) for name in ("a", "b")]
     assert losses[0] == losses[1] < math.log(300)
