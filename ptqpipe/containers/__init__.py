@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from ptqpipe.containers._codec import decode, decode_input_global, encode_part, part_bytes, part_offset
 from ptqpipe.containers._config import merged_config, quantization_config
+from ptqpipe.containers._kv import kv_scale
 from ptqpipe.containers._types import Container, Load, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, UsageError
 
@@ -30,6 +31,7 @@ __all__ = [
     "detect_container",
     "encode_part",
     "get_container",
+    "kv_scale",
     "merged_config",
     "part_bytes",
     "part_offset",

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ptqpipe.containers._types import Names, Part, Target
+from ptqpipe.containers._codec import FLOAT_SCALES
+from ptqpipe.containers._types import Names, Part, Role, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import Format
 from ptqpipe.schemes import SCHEMES, Activation, Scheme
@@ -92,9 +93,37 @@ def refuse(weight: str, *, container: str, scheme_reason: str | None, experts: i
         raise FormatError(f"{weight}: {container} has no [in, out] weights (Conv1D); use ptqpipe for it")
 
 
-def scalar_like(found: tuple[str, tuple[int, ...]] | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a stored scalar: [] and [1] are both accepted where one number is meant."""
-    return found[1] if found is not None and found[1] in ((), (1,)) else default
+def as_found(expected: Sequence[Part], names: Names) -> tuple[Part, ...]:
+    """Parts with the variations that readers accept: one number as [] or [1], static input scales in any float."""
+    changed = []
+    for part in expected:
+        dtype, shape = names.get(part.name, (part.dtype, part.shape))
+        if part.shape not in ((), (1,)) or shape not in ((), (1,)):
+            shape = part.shape
+        if part.role is not Role.INPUT_GLOBAL or dtype not in FLOAT_SCALES:
+            dtype = part.dtype
+        changed.append(replace(part, dtype=dtype, shape=shape))
+    return tuple(changed)
+
+
+def strings(value: Any, key: str) -> list[str]:
+    """``value`` as a list of strings; CheckpointError naming ``key`` otherwise."""
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(f"{key} in config.json must be a list of strings")
+    return value
+
+
+def kv_cache_scheme(base: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The FP8 kv-cache scheme of a source that has one: its scales are kept as they are, so it stays described.
+
+    In compressed-tensors' words; ModelOpt's are the same without a strategy.
+    """
+    found = quantization_config(base).get("kv_cache_scheme")
+    if found == "FP8":
+        found = {"num_bits": 8, "type": "float"}
+    if not isinstance(found, Mapping) or found.get("num_bits") != 8 or found.get("type") != "float":
+        return None
+    return {"num_bits": 8, "type": "float", "strategy": found.get("strategy") or "tensor", "dynamic": False}
 
 
 def module_list(kept_modules: Iterable[str], targets: Sequence[Target]) -> list[str]:

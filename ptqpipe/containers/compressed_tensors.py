@@ -12,12 +12,14 @@ from typing import Any
 
 from ptqpipe.containers._codec import scale_dtype, with_scale_dtype
 from ptqpipe.containers._config import (
+    as_found,
     check_parts,
+    kv_cache_scheme,
     module_list,
     quantization_config,
     refuse,
-    scalar_like,
     scheme_for,
+    strings,
     structure,
     without_quantization,
 )
@@ -155,6 +157,9 @@ def configs(
         "ignore": ignore,
         "ptqpipe": dict(provenance),
     }
+    kv_cache = kv_cache_scheme(base)
+    if kv_cache is not None:
+        quantization["kv_cache_scheme"] = {"symmetric": True, **kv_cache}
     return {"config.json": {**without_quantization(base), "quantization_config": quantization}}
 
 
@@ -245,7 +250,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
     groups = _read_groups(described)
-    ignore = _strings(described.get("ignore") or [], "ignore")
+    ignore = strings(described.get("ignore") or [], "ignore")
     found = {}
     for module in dict.fromkeys(
         name.rpartition(".")[0] for name in names if name.endswith((".weight_packed", ".weight_scale"))
@@ -277,7 +282,7 @@ def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
         fmt = with_scale_dtype(fmt, scale[0])
     scheme = scheme_for(fmt, scheme.activation)
     try:
-        expected = _as_found(parts_for_reading(weight, shape, scheme), names)
+        expected = as_found(parts_for_reading(weight, shape, scheme), names)
     except FormatError as error:
         raise CheckpointError(str(error)) from None
     check_parts(expected, names, weight=weight)
@@ -294,20 +299,6 @@ def parts_for_reading(weight: str, shape: tuple[int, int], scheme: Scheme) -> tu
     return parts(weight, shape, scheme)
 
 
-def _as_found(expected: Sequence[Part], names: Names) -> tuple[Part, ...]:
-    """Parts with the variations that readers accept: one number as [] or [1], static input scales in any float."""
-    changed = []
-    for part in expected:
-        found = names.get(part.name)
-        dtype, shape = part.dtype, part.shape
-        if shape == (1,):
-            shape = scalar_like(found, shape)
-        if part.role is Role.INPUT_GLOBAL and found is not None and found[0] in ("F32", "BF16", "F16"):
-            dtype = found[0]
-        changed.append(Part(part.name, dtype, shape, part.role))
-    return tuple(changed)
-
-
 def _read_groups(described: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
     """(targets, scheme) of every config group that quantizes weights."""
     groups = described.get("config_groups")
@@ -321,7 +312,7 @@ def _read_groups(described: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]
         if weights is None:
             continue
         scheme = scheme_for(_read_format(weights, key), _read_activation(group.get("input_activations")))
-        found.append((_strings(group.get("targets"), f"{key}.targets"), scheme))
+        found.append((strings(group.get("targets"), f"{key}.targets"), scheme))
     return found
 
 
@@ -367,9 +358,3 @@ def _matches(module: str, target: str) -> bool:
         return re.match(target.removeprefix("re:"), module) is not None
     except re.error as error:
         raise CheckpointError(f"{target!r} in config.json is no regular expression: {error}") from None
-
-
-def _strings(value: Any, key: str) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise CheckpointError(f"{key} in config.json must be a list of strings")
-    return value

@@ -1,0 +1,114 @@
+"""What the two layouts with ``weight_scale_inv`` share: DeepSeek's FP8 blocks and the mxfp8 method.
+
+The scale multiplies despite its name. Knows spelling only.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ptqpipe.containers._codec import FLOAT_SCALES
+from ptqpipe.containers._config import (
+    as_found,
+    check_parts,
+    module_list,
+    quantization_config,
+    refuse,
+    scheme_for,
+    without_quantization,
+)
+from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
+from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.formats import CODECS, Format
+from ptqpipe.schemes import Activation, Scheme
+
+SUFFIXES = (".weight_scale_inv", ".weight_scale")
+
+
+def parts(
+    weight: str,
+    shape: tuple[int, int],
+    scheme: Scheme,
+    *,
+    container: str,
+    reason: str | None,
+    experts: int | None,
+    transposed: bool,
+    scale_dtype: str,
+) -> tuple[Part, ...]:
+    """The two tensors of a weight."""
+    refuse(weight, container=container, scheme_reason=reason, experts=experts, transposed=transposed)
+    return (
+        Part(weight, "F8_E4M3", shape, Role.DATA),
+        Part(f"{weight}_scale_inv", scale_dtype, scheme.fmt.scale_shape(shape), Role.SCALES),
+    )
+
+
+def configs(
+    base: Mapping[str, Any],
+    targets: Sequence[Target],
+    *,
+    kept_modules: Sequence[str],
+    provenance: Mapping[str, Any],
+    quantization: Mapping[str, Any],
+    ignore_keys: Sequence[str],
+) -> dict[str, dict[str, Any]]:
+    """config.json with everything kept listed by its exact name: transformers' default skip list is replaced by it."""
+    kept = module_list(kept_modules, targets)
+    # Readers ask for the module of the experts, not for the tensors of a kept stack.
+    kept += [n.rpartition(".")[0] for n in kept if ".experts." in n and not n.split(".experts.")[1][0].isdigit()]
+    described = {**quantization, **{key: list(dict.fromkeys(kept)) for key in ignore_keys}, "ptqpipe": dict(provenance)}
+    return {"config.json": {**without_quantization(base), "quantization_config": described}}
+
+
+def method(config: Mapping[str, Any]) -> str:
+    """The ``quant_method`` of a config, lower case."""
+    return str(quantization_config(config).get("quant_method", "")).lower()
+
+
+def stored_weights(names: Names, fmt: Format, activation: Activation) -> dict[str, StoredWeight]:
+    """Every F8_E4M3 weight with a scale. ``fmt`` is what the config says; the scale's dtype decides its codec."""
+    found = {}
+    for name, (dtype, shape) in names.items():
+        if not name.endswith(".weight") or dtype != "F8_E4M3":
+            continue
+        module = name.removesuffix(".weight")
+        scale = next((module + suffix for suffix in SUFFIXES if module + suffix in names), None)
+        if scale is None:
+            raise CheckpointError(f"{name!r} is F8_E4M3 without a '{name}_scale_inv'; the checkpoint is damaged")
+        if len(shape) != 2:
+            raise CheckpointError(f"{name!r} has shape {list(shape)}, expected two dimensions")
+        found[name] = _stored(name, (shape[0], shape[1]), scale, fmt_of_scale(fmt, names[scale][0]), activation, names)
+    for name in names:
+        for suffix in SUFFIXES:
+            if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in found:
+                raise CheckpointError(f"{name!r} belongs to no F8_E4M3 weight; the checkpoint is damaged")
+    return found
+
+
+def fmt_of_scale(fmt: Format, dtype: str) -> Format:
+    """``fmt`` with the codec that scales of this dtype hold: floats as such, one byte as E8M0."""
+    codec = "e8m0" if dtype in ("U8", "F8_E8M0") else FLOAT_SCALES.get(dtype)
+    if codec is None:
+        raise CheckpointError(f"scales of dtype {dtype} are not read; expected F32, BF16, F16, U8 or F8_E8M0")
+    return fmt if fmt.scale.name == codec else replace(fmt, scale=CODECS[codec])
+
+
+def _stored(
+    weight: str, shape: tuple[int, int], scale: str, fmt: Format, activation: Activation, names: Names
+) -> StoredWeight:
+    try:
+        grid: tuple[int, ...] = fmt.scale_shape(shape)
+    except FormatError as error:
+        raise CheckpointError(f"{weight}: {error}") from None
+    if fmt.block == (0, 0):
+        grid = (1,)
+    module = weight.removesuffix(".weight")
+    expected = [Part(weight, "F8_E4M3", shape, Role.DATA), Part(scale, names[scale][0], grid, Role.SCALES)]
+    static = next((f"{module}.{s}" for s in ("input_scale", "activation_scale") if f"{module}.{s}" in names), None)
+    if static is not None:
+        expected.append(Part(static, names[static][0], (1,), Role.INPUT_GLOBAL))
+        activation = Activation.FP8_TENSOR_STATIC
+    checked = as_found(expected, names)
+    check_parts(checked, names, weight=weight)
+    return StoredWeight(weight, shape, scheme_for(fmt, activation), checked)

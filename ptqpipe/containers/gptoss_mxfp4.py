@@ -1,0 +1,95 @@
+"""gpt-oss' MXFP4 layout: ``quant_method: mxfp4``, stacks of experts only.
+
+``...experts.gate_up_proj`` becomes ``_blocks`` U8 [E, N, K/32, 16] and ``_scales`` U8 [E, N, K/32]; the float model has
+it as [E, K, N]. Rows of gate and up alternate, as the columns of the float model do. Readers know this method for
+gpt-oss alone: in any other model they leave the weights out.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ptqpipe.containers._config import (
+    check_parts,
+    module_list,
+    quantization_config,
+    scheme_for,
+    structure,
+    without_quantization,
+)
+from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
+from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.formats import FORMATS
+from ptqpipe.schemes import Activation, Scheme
+
+QUANT_METHOD = "mxfp4"
+_FMT = FORMATS["mxfp4"]
+_BLOCK_BYTES = 16
+
+
+def supports(scheme: Scheme) -> str | None:
+    """None for MXFP4 (the layout says nothing of activations), else what to use."""
+    if structure(scheme.fmt) == structure(_FMT) and scheme.activation in (Activation.NONE, Activation.MXFP4):
+        return None
+    return f"gptoss_mxfp4 stores mxfp4 only, not {scheme.name}; use the {scheme.container} container"
+
+
+def parts(
+    weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None, transposed: bool = False
+) -> tuple[Part, ...]:
+    """The tensors that store this stack. FormatError for what the layout cannot spell."""
+    reason = supports(scheme)
+    if reason is not None:
+        raise FormatError(f"{weight}: {reason}")
+    if experts is None:
+        raise FormatError(f"{weight}: gptoss_mxfp4 stores stacks of experts only; keep it, or use compressed_tensors")
+    n, groups = scheme.fmt.scale_shape(shape)
+    return (
+        Part(f"{weight}_blocks", "U8", (experts, n, groups, _BLOCK_BYTES), Role.DATA, stacked=True),
+        Part(f"{weight}_scales", "U8", (experts, n, groups), Role.SCALES, stacked=True),
+    )
+
+
+def configs(
+    base: Mapping[str, Any],
+    targets: Sequence[Target],
+    *,
+    kept_modules: Sequence[str],
+    provenance: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """config.json with ``quantization_config``."""
+    kept = [name for name in module_list(kept_modules, targets) if not name.endswith("_bias")]
+    quantization = {"quant_method": QUANT_METHOD, "modules_to_not_convert": kept, "ptqpipe": dict(provenance)}
+    return {"config.json": {**without_quantization(base), "quantization_config": quantization}}
+
+
+def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
+    """What readers are known to get wrong about this output: one line each, with the remedy."""
+    if config.get("model_type") != "gpt_oss":
+        return [f"readers know this layout for gpt_oss, not {config.get('model_type')!r}; use compressed_tensors"]
+    return []
+
+
+def detect(config: Mapping[str, Any], names: Names) -> bool:
+    """Whether a checkpoint with this config has this layout."""
+    return quantization_config(config).get("quant_method") == QUANT_METHOD
+
+
+def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
+    """Every stack of experts, by the name of the float model's tensor. CheckpointError where shapes disagree."""
+    found = {}
+    for name, (_, shape) in names.items():
+        weight = name.removesuffix("_blocks")
+        if weight == name:
+            continue
+        if len(shape) != 4:
+            raise CheckpointError(f"{name!r} has shape {list(shape)}, expected [experts, rows, groups, {_BLOCK_BYTES}]")
+        experts, n, groups, _ = shape
+        matrix = (n, groups * _FMT.block[1])
+        scheme = scheme_for(_FMT, Activation.NONE)
+        expected = parts(weight, matrix, scheme, experts=experts)
+        check_parts(expected, names, weight=weight)
+        found[weight] = StoredWeight(weight, matrix, scheme, expected, experts, transposed=True)
+    for name in names:
+        if name.endswith("_scales") and name.removesuffix("_scales") not in found:
+            raise CheckpointError(f"{name!r} has no '{name.removesuffix('_scales')}_blocks'; the checkpoint is damaged")
+    return found

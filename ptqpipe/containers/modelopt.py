@@ -1,0 +1,256 @@
+"""NVIDIA ModelOpt's layout: config.json and hf_quant_config.json, read by TensorRT-LLM, vLLM and SGLang.
+
+Names, dtypes and shapes are those of modelopt 0.47: 0-d F32 for one number, global scales multiply, per-channel scales
+are 1-D, block scales 4-D. The NVFP4 payload is that of compressed-tensors under other names. Both config files say the
+same: vLLM and SGLang prefer the first, TensorRT-LLM the second. Knows spelling only.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ptqpipe.containers._codec import with_scale_dtype
+from ptqpipe.containers._config import (
+    as_found,
+    check_parts,
+    kv_cache_scheme,
+    module_list,
+    quantization_config,
+    refuse,
+    scheme_for,
+    strings,
+    structure,
+    without_quantization,
+)
+from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
+from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.formats import FORMATS, Format, get_format
+from ptqpipe.schemes import Activation, Scheme
+
+QUANT_METHOD = "modelopt"
+PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # the layout's version; some readers test the name
+
+# algorithm -> format name, activations. The first rows are written, the others read only.
+_WRITTEN: dict[str, tuple[str, Activation]] = {
+    "NVFP4": ("nvfp4", Activation.NVFP4_STATIC_GLOBAL),
+    "W4A16_NVFP4": ("nvfp4", Activation.NONE),
+    "FP8": ("fp8_tensor", Activation.FP8_TENSOR_STATIC),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_channel", Activation.FP8_TOKEN),
+    "FP8_PB_WO": ("fp8_block", Activation.FP8_GROUP),
+    "MXFP8": ("mxfp8", Activation.MXFP8),
+}
+_READ: dict[str, tuple[str, Activation]] = {
+    **_WRITTEN,
+    "FP8_BLOCK_SCALES": ("fp8_block", Activation.FP8_GROUP),
+    "MXFP4": ("mxfp4", Activation.MXFP4),
+    "W4A16_MXFP4": ("mxfp4", Activation.NONE),
+    "W4A8_MXFP4_FP8": ("mxfp4", Activation.UNKNOWN),
+    "W4A8_NVFP4_FP8": ("e2m1/32/e4m3/global", Activation.FP8_TENSOR_STATIC),
+}
+_ALGORITHMS = {(structure(FORMATS[name]), activation): algo for algo, (name, activation) in _WRITTEN.items()}
+_GROUP_SIZES = {"nvfp4": 16, "mxfp8": 32, "fp8_block": 128}
+_MIXED = "MIXED_PRECISION"
+
+
+def supports(scheme: Scheme) -> str | None:
+    """None if the layout can spell this scheme and a reader takes it, else one line that says why not and what can."""
+    if (structure(scheme.fmt), scheme.activation) in _ALGORITHMS:
+        return None
+    return (
+        f"no reader takes {scheme.name} in ModelOpt's layout (it has {', '.join(a.lower() for a in _WRITTEN)}); "
+        f"use the {'ptqpipe' if '/' in scheme.name else scheme.container} container"
+    )
+
+
+def parts(
+    weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None, transposed: bool = False
+) -> tuple[Part, ...]:
+    """The tensors that store this weight. FormatError for what the layout cannot spell."""
+    refuse(weight, container="modelopt", scheme_reason=supports(scheme), experts=experts, transposed=transposed)
+    return _parts(weight, shape, scheme, "F32")
+
+
+def _parts(weight: str, shape: tuple[int, int], scheme: Scheme, float_dtype: str) -> tuple[Part, ...]:
+    fmt, (n, k), module = scheme.fmt, shape, weight.removesuffix(".weight")
+    rows, cols = fmt.scale_shape(shape)
+    bits = fmt.element.bits
+    found = [Part(weight, "U8" if bits < 8 else "F8_E4M3", (n, k * bits // 8), Role.DATA)]
+    if fmt.scale.dtype is None:
+        scale = Part(
+            f"{module}.weight_scale", "F8_E4M3" if fmt.scale.name == "e4m3" else "U8", (rows, cols), Role.SCALES
+        )
+    else:
+        forms: dict[tuple[int, int], tuple[int, ...]] = {(0, 0): (), (1, 0): (n,)}
+        scale = Part(f"{module}.weight_scale", float_dtype, forms.get(fmt.block, (rows, 1, cols, 1)), Role.SCALES)
+    found.append(scale)
+    if fmt.has_global:
+        found.append(Part(f"{module}.weight_scale_2", "F32", (), Role.GLOBAL))
+    if scheme.needs_input_global_scale:
+        found.append(Part(f"{module}.input_scale", "F32", (), Role.INPUT_GLOBAL))
+    return tuple(found)
+
+
+# --- Writing the config
+
+
+def configs(
+    base: Mapping[str, Any],
+    targets: Sequence[Target],
+    *,
+    kept_modules: Sequence[str],
+    provenance: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """config.json and hf_quant_config.json, saying the same."""
+    algorithms = {target.module: _algorithm(target) for target in targets}
+    distinct = list(dict.fromkeys(algorithms.values()))
+    exclude = [_exclusion(name, list(algorithms)) for name in module_list(kept_modules, targets)]
+    nested: dict[str, Any] = {
+        "quant_algo": distinct[0] if len(distinct) == 1 else _MIXED,
+        "kv_cache_quant_algo": None if kv_cache_scheme(base) is None else "FP8",
+        "exclude_modules": exclude,
+    }
+    flat: dict[str, Any] = {"quant_method": QUANT_METHOD, "quant_algo": nested["quant_algo"], "ignore": exclude}
+    if len(distinct) == 1:
+        group_size = _layer(distinct[0]).get("group_size")
+        if group_size is not None:
+            nested["group_size"] = group_size
+        groups = {"group_0": {**_arguments(distinct[0]), "targets": ["Linear"]}}
+    else:
+        nested["quantized_layers"] = {name: _layer(algo) for name, algo in algorithms.items()}
+        flat["quantized_layers"] = nested["quantized_layers"]
+        groups = {
+            f"group_{number}": {**_arguments(algo), "targets": [m for m, a in algorithms.items() if a == algo]}
+            for number, algo in enumerate(distinct)
+        }
+    flat["config_groups"] = groups
+    if nested["kv_cache_quant_algo"]:
+        flat["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    flat["producer"] = dict(PRODUCER)
+    flat["ptqpipe"] = dict(provenance)
+    return {
+        "config.json": {**without_quantization(base), "quantization_config": flat},
+        "hf_quant_config.json": {"producer": dict(PRODUCER), "quantization": nested},
+    }
+
+
+def _algorithm(target: Target) -> str:
+    reason = supports(target.scheme)
+    if reason is not None:
+        raise FormatError(f"{target.weight}: {reason}")
+    return _ALGORITHMS[(structure(target.scheme.fmt), target.scheme.activation)]
+
+
+def _layer(algorithm: str) -> dict[str, Any]:
+    """An entry of ``quantized_layers``."""
+    size = _GROUP_SIZES.get(_WRITTEN[algorithm][0])
+    return {"quant_algo": algorithm} if size is None else {"quant_algo": algorithm, "group_size": size}
+
+
+def _arguments(algorithm: str) -> dict[str, Any]:
+    """A config group as modelopt writes it. vLLM takes "NVFP4" without ``input_activations`` for weight-only."""
+    name, activation = _WRITTEN[algorithm]
+    sized = {} if name not in _GROUP_SIZES else {"group_size": _GROUP_SIZES[name]}
+    arguments = {"dynamic": False, "num_bits": FORMATS[name].element.bits, "type": "float", **sized}
+    weights = {**arguments, "strategy": "channel"} if name == "fp8_channel" else arguments
+    return (
+        {"weights": weights} if activation is Activation.NONE else {"input_activations": arguments, "weights": weights}
+    )
+
+
+def _exclusion(module: str, quantized: Sequence[str]) -> str:
+    """A kept module as the readers' wildcards spell it.
+
+    vLLM also takes an entry for a substring: "model.layers.0.mlp.gate" would leave model.layers.0.mlp.gate_up_proj
+    unquantized. Where that could happen the last letter goes into brackets: as a wildcard that is the same name, as a
+    substring it matches nothing.
+    """
+    if any(module in name for name in quantized):
+        return f"{module[:-1]}[{module[-1]}]"
+    return module
+
+
+def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
+    """What readers are known to get wrong about this output: one line each, with the remedy."""
+    found = [
+        "transformers does not read ModelOpt's layout: FP8 weights load as garbage without an error; "
+        "use --container compressed-tensors for transformers"
+    ]
+    experts = {
+        _ALGORITHMS.get((structure(t.scheme.fmt), t.scheme.activation)) for t in targets if ".experts." in t.weight
+    }
+    mixed = len({(structure(t.scheme.fmt), t.scheme.activation) for t in targets}) > 1
+    if "FP8_PER_CHANNEL_PER_TOKEN" in experts or ("FP8_PB_WO" in experts and not mixed):
+        found.append(
+            "vLLM 0.32 reads no experts with FP8 per channel (or, as the only scheme, per block) in ModelOpt's layout; "
+            "use --container compressed-tensors or deepseek_fp8 for it"
+        )
+    return found
+
+
+# --- Reading
+
+
+def detect(config: Mapping[str, Any], names: Names) -> bool:
+    """Whether a checkpoint with this config has this layout."""
+    return str(quantization_config(config).get("quant_method", "")).lower().startswith(QUANT_METHOD)
+
+
+def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
+    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
+    described = quantization_config(config)
+    nested = described.get("quantization")
+    if isinstance(nested, Mapping):  # a hf_quant_config.json that was copied into config.json
+        described = {**nested, "ignore": nested.get("exclude_modules", [])}
+    ignore = set(strings(described.get("ignore") or [], "ignore"))
+    found = {}
+    for name in names:
+        module = name.removesuffix(".weight_scale")
+        if module == name:
+            continue
+        if module in ignore:
+            raise CheckpointError(f"{module} is quantized, but config.json lists it under 'ignore'; readers drop it")
+        found[f"{module}.weight"] = _stored(module, _read_algorithm(module, described), names)
+    for name, (dtype, shape) in names.items():
+        if name.endswith(".weight") and len(shape) == 2 and dtype in ("F8_E4M3", "U8") and name not in found:
+            raise CheckpointError(f"{name!r} is {dtype} without a {name + '_scale'!r}; the checkpoint is damaged")
+    return found
+
+
+def _read_algorithm(module: str, described: Mapping[str, Any]) -> str:
+    algorithm = str(described.get("quant_algo") or "").upper()
+    if algorithm != _MIXED:
+        return algorithm
+    layers = described.get("quantized_layers")
+    if not isinstance(layers, Mapping):
+        raise CheckpointError("quant_algo MIXED_PRECISION needs 'quantized_layers' in config.json; there is none")
+    owner = module
+    while owner:  # an entry of a parent speaks for its children
+        entry = layers.get(owner)
+        if isinstance(entry, Mapping):
+            return str(entry.get("quant_algo") or "").upper()
+        owner = owner.rpartition(".")[0]
+    raise CheckpointError(f"{module} is quantized, but 'quantized_layers' does not list it; readers drop it")
+
+
+def _stored(module: str, algorithm: str, names: Names) -> StoredWeight:
+    weight = f"{module}.weight"
+    if algorithm not in _READ:
+        known = ", ".join(_READ)
+        raise CheckpointError(f"{module} has quant_algo {algorithm!r}, which ptqpipe does not read (it reads {known})")
+    if f"{module}.pre_quant_scale" in names:
+        raise CheckpointError(
+            f"{module} has a pre_quant_scale (AWQ), which is not folded into the weight; not readable"
+        )
+    if weight not in names or len(names[weight][1]) != 2:
+        raise CheckpointError(f"{module} has a weight_scale, but no two-dimensional {weight!r}")
+    name, activation = _READ[algorithm]
+    scale_dtype = names[f"{module}.weight_scale"][0]
+    fmt: Format = with_scale_dtype(get_format(name), scale_dtype)
+    n, packed = names[weight][1]
+    shape = (n, packed * 8 // fmt.element.bits)
+    scheme = scheme_for(fmt, activation)
+    try:
+        expected = as_found(_parts(weight, shape, scheme, scale_dtype), names)
+    except FormatError as error:
+        raise CheckpointError(f"{weight}: {error}") from None
+    check_parts(expected, names, weight=weight)
+    return StoredWeight(weight, shape, scheme, expected)

@@ -1,0 +1,126 @@
+"""AMD Quark's layout, read only: ``quant_method: quark`` with MXFP4 or FP8 weights called ``weight``.
+
+As amd-quark 0.13 exports it (``pack_method: reorder``, real quantized). Nothing is written: compressed-tensors holds
+the same numbers and more readers take it.
+"""
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ptqpipe.containers._codec import with_scale_dtype
+from ptqpipe.containers._config import as_found, check_parts, quantization_config, scheme_for
+from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
+from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.formats import FORMATS
+from ptqpipe.schemes import Activation, Scheme
+
+QUANT_METHOD = "quark"
+
+# (dtype, qscheme) of the weight's spec -> format name
+_WEIGHTS = {
+    ("fp4", "per_group"): "mxfp4",
+    ("fp8_e4m3", "per_tensor"): "fp8_tensor",
+    ("fp8_e4m3", "per_channel"): "fp8_channel",
+}
+
+
+def supports(scheme: Scheme) -> str | None:
+    """Never: the layout is read only."""
+    return f"quark is read only; write {scheme.name} with the {scheme.container} container"
+
+
+def parts(
+    weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None, transposed: bool = False
+) -> tuple[Part, ...]:
+    """FormatError: the layout is read only."""
+    raise FormatError(f"{weight}: {supports(scheme)}")
+
+
+def configs(
+    base: Mapping[str, Any],
+    targets: Sequence[Target],
+    *,
+    kept_modules: Sequence[str],
+    provenance: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """FormatError: the layout is read only."""
+    raise FormatError("quark is read only; choose another container")
+
+
+def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
+    """Nothing is written, nothing is to be warned of."""
+    return []
+
+
+def detect(config: Mapping[str, Any], names: Names) -> bool:
+    """Whether a checkpoint with this config has this layout."""
+    return quantization_config(config).get("quant_method") == QUANT_METHOD
+
+
+def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
+    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
+    described = quantization_config(config)
+    found = {}
+    for name in names:
+        module = name.removesuffix(".weight_scale")
+        if module != name:
+            found[f"{module}.weight"] = _stored(module, _spec(module, described), names)
+    return found
+
+
+def _spec(module: str, described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The quantization spec of a module: the first matching wildcard of ``layer_quant_config``, else the global one."""
+    layers = described.get("layer_quant_config") or {}
+    for pattern, spec in layers.items() if isinstance(layers, Mapping) else ():
+        if fnmatchcase(module, pattern) and isinstance(spec, Mapping):
+            return spec
+    spec = described.get("global_quant_config")
+    if not isinstance(spec, Mapping):
+        raise CheckpointError("quantization_config of a quark checkpoint has no 'global_quant_config'")
+    return spec
+
+
+def _stored(module: str, spec: Mapping[str, Any], names: Names) -> StoredWeight:
+    weight, described = f"{module}.weight", spec.get("weight")
+    if not isinstance(described, Mapping):
+        raise CheckpointError(f"{module} is quantized, but its quark config has no weight spec")
+    key = (str(described.get("dtype")), str(described.get("qscheme")))
+    if key not in _WEIGHTS or (key[0] == "fp4" and described.get("group_size") != 32):
+        raise CheckpointError(f"{module} has quark weights {key}, which ptqpipe does not read")
+    if weight not in names or len(names[weight][1]) != 2:
+        raise CheckpointError(f"{module} has a weight_scale, but no two-dimensional {weight!r}")
+    scale = names[f"{module}.weight_scale"]
+    fmt = with_scale_dtype(FORMATS[_WEIGHTS[key]], scale[0])
+    n, packed = names[weight][1]
+    shape = (n, packed * 8 // fmt.element.bits)
+    try:
+        grid: tuple[int, ...] = fmt.scale_shape(shape)
+    except FormatError as error:
+        raise CheckpointError(f"{weight}: {error}") from None
+    if fmt.block == (0, 0):
+        grid = (1,)
+    if fmt.block == (1, 0) and len(scale[1]) == 1:
+        grid = (n,)
+    expected = [
+        Part(weight, "U8" if fmt.element.bits < 8 else "F8_E4M3", (n, packed), Role.DATA),
+        Part(f"{module}.weight_scale", "U8" if fmt.scale.dtype is None else scale[0], grid, Role.SCALES),
+    ]
+    activation = _activation(spec.get("input_tensors"))
+    if f"{module}.input_scale" in names:
+        expected.append(Part(f"{module}.input_scale", names[f"{module}.input_scale"][0], (1,), Role.INPUT_GLOBAL))
+    checked = as_found(expected, names)
+    check_parts(checked, names, weight=weight)
+    return StoredWeight(weight, shape, scheme_for(fmt, activation), checked)
+
+
+def _activation(spec: Any) -> Activation:
+    if spec is None:
+        return Activation.NONE
+    if not isinstance(spec, Mapping):
+        return Activation.UNKNOWN
+    if spec.get("dtype") == "fp4" and spec.get("is_dynamic") is True:
+        return Activation.MXFP4
+    if spec.get("dtype") == "fp8_e4m3" and spec.get("is_dynamic") is False and spec.get("qscheme") == "per_tensor":
+        return Activation.FP8_TENSOR_STATIC
+    return Activation.UNKNOWN
