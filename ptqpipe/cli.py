@@ -145,18 +145,66 @@ def convert(
 
 
 @main.command()
+@click.argument("ckpt", type=click.Path(path_type=Path))
+@click.option("--source", type=click.Path(path_type=Path), help="The checkpoint that it was made from.")
+@click.option("--optimal", is_flag=True, help="Prove the block scales optimal again by brute force (a sample of blocks).")
+@click.option("--all", "all_blocks", is_flag=True, help="With --optimal: every block instead of a sample.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@one_line_errors
+def verify(ckpt: Path, source: Path | None, optimal: bool, all_blocks: bool, as_json: bool) -> None:
+    """Recompute every claim of CKPT from its bytes; exit 1 on any fault."""
+    from ptqpipe.stages import verify as stage
+
+    if all_blocks and not optimal:
+        raise UsageError("--all says how many blocks --optimal proves; add --optimal")
+    report = stage.verify(ckpt, source=source, optimal=optimal, all_blocks=all_blocks)
+    click.echo(json.dumps(stage.to_json(report)) if as_json else stage.render(report))
+    sys.exit(1 if report.faults else 0)
+
+
+@main.command()
+@click.argument("ckpt", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@one_line_errors
+def inspect(ckpt: Path, as_json: bool) -> None:
+    """Show what is in CKPT: formats by role, sizes, bits per weight, suspicious scales."""
+    from ptqpipe.stages import inspect as stage
+
+    report = stage.inspect(ckpt)
+    click.echo(json.dumps(stage.to_json(report)) if as_json else stage.render(report))
+
+
+@main.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@one_line_errors
+def diff(a: Path, b: Path, as_json: bool) -> None:
+    """Compare two checkpoints, in one layout or two; exit 1 if they differ."""
+    from ptqpipe.stages import diff as stage
+
+    report = stage.diff(a, b)
+    click.echo(json.dumps(stage.to_json(report)) if as_json else stage.render(report))
+    sys.exit(0 if report.equal else 1)
+
+
+@main.command()
+@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("ptqpipe-demo"), show_default=True, help="Folder for the checkpoints.")
+@one_line_errors
+def demo(out: Path) -> None:
+    """Convert the embedded model to three formats, verify them, and show what each costs."""
+    from ptqpipe.stages import demo as stage
+
+    machine = _machine(None, "cpu", 2 << 30, progress=False)
+    click.echo(stage.demo_text(stage.run_demo(out, machine=machine)))
+
+
+@main.command()
 def formats() -> None:
     """List formats, containers and searches."""
-    from ptqpipe.containers import container_names
-    from ptqpipe.schemes import SCHEMES
-    from ptqpipe.search import search_names
+    from ptqpipe.stages import tables
 
-    click.echo("formats (any case; also element/block/scale[/global], such as e2m1/8/ue5m3):")
-    for scheme in SCHEMES.values():
-        names = ", ".join((scheme.name, *scheme.aliases))
-        click.echo(f"  {names:<42} {scheme.describe()} [{scheme.container}]")
-    click.echo(f"containers: {', '.join(container_names())}")
-    click.echo(f"searches:   {', '.join(search_names())}")
+    click.echo(tables.formats_text())
 
 
 def _machine(workers: int | None, device: str, max_memory: int, *, progress: bool) -> "Machine":

@@ -5,6 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ptqpipe.containers import container_names
+from ptqpipe.schemes import SCHEMES
+from ptqpipe.search import search_names
 from ptqpipe.stages.convert import Converted, Prepared, sqnr_db
 from ptqpipe.stages.estimate import estimate_seconds
 from ptqpipe.stages.machine import Machine
@@ -152,6 +155,15 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def formats_text() -> str:
+    """Every format, container and search by name."""
+    lines = ["formats (any case; also element/block/scale[/global], such as e2m1/8/ue5m3):"]
+    for scheme in SCHEMES.values():
+        names = ", ".join((scheme.name, *scheme.aliases))
+        lines.append(f"  {names:<38} {scheme.describe()} [{scheme.container}]")
+    return "\n".join([*lines, f"containers: {', '.join(container_names())}", f"searches:   {', '.join(search_names())}"])
 
 
 def converted_json(done: Converted) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""demo: the main job end to end on the embedded model. Convert, verify, perplexity before and after, a sentence.
+
+The model is a real one, trained by scripts/make_tiny_model.py on the documentation of Python's standard library;
+``heldout.txt`` beside it is text that it has not seen. Only here (and in evaluate) does a stage run a model.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.errors import UsageError, VerifyError
+from ptqpipe.qtensor import QTensor
+from ptqpipe.recipe import RecipeOptions
+from ptqpipe.stages.convert import Converted, convert, prepare
+from ptqpipe.stages.machine import Machine
+from ptqpipe.stages.source import Source
+from ptqpipe.stages.tables import by_role, size_text, table
+from ptqpipe.stages.verify import verify
+
+MODEL = Path(__file__).resolve().parent.parent / "demo_model"
+SCHEMES = ("nvfp4", "mxfp4a16", "fp8")
+PROMPT = "Return a list of the"
+WINDOW, STRIDE = 256, 128
+NEW_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRow:
+    """One format of the demo: what it costs in bytes and in perplexity (weights quantized, activations as they are)."""
+
+    name: str
+    bytes: int
+    sqnr_db: float | None
+    perplexity: float
+    sentence: str
+    checks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """What the demo shows: the float model first, then each format."""
+
+    rows: tuple[DemoRow, ...]
+    tokens: int
+    out: Path
+
+
+def run_demo(out: Path, *, machine: Machine) -> Demo:
+    """Converts the embedded model to each format below ``out``, verifies each, and measures it.
+
+    Raises UsageError without transformers, VerifyError if a conversion does not hold what it claims.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError:
+        raise UsageError('the demo runs a model, which needs transformers; pip install "ptqpipe[hf]"') from None
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    ids = tokenizer((MODEL / "heldout.txt").read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
+    size = (MODEL / "model.safetensors").stat().st_size
+
+    def measured(name: str, nbytes: int, sqnr: float | None, checks: int) -> DemoRow:
+        return DemoRow(name, nbytes, sqnr, perplexity(model, ids), _sentence(model, tokenizer, prompt), checks)
+
+    rows = [measured("bf16", size, None, 0)]
+    for scheme in SCHEMES:
+        done = _convert(scheme, out / scheme, machine)
+        report = verify(done.out, source=MODEL)
+        if report.faults:
+            raise VerifyError(f"{done.out} does not verify: {report.faults[0].message}")
+        roles = by_role(done.record["weights"])
+        noise = sum(r["relative_mse"] * r["elements"] for r in roles) / sum(r["elements"] for r in roles)
+        load_decoded(model, done.out)
+        rows.append(measured(scheme, done.written_bytes, -10 * math.log10(noise), report.checks))
+    return Demo(tuple(rows), int(ids.shape[1]), out)
+
+
+def _convert(scheme: str, out: Path, machine: Machine) -> Converted:
+    prepared = prepare(MODEL, options=RecipeOptions(scheme=scheme), out=out)
+    with prepared.source:
+        done = convert(prepared, mode="overwrite", machine=machine)
+    if done is None:
+        raise AssertionError("rank 0 always has a result")
+    return done
+
+
+def load_decoded(model: Any, ckpt: Path) -> None:
+    """Puts the decoded weights of a checkpoint into a model of the same architecture."""
+    state = model.state_dict()
+    with Source.open(ckpt) as source:
+        for name in source.stored:
+            q: QTensor = source.quantized(name)
+            state[name].copy_(q.dequantize())
+
+
+@torch.no_grad()
+def perplexity(model: Any, ids: torch.Tensor) -> float:
+    """exp of the mean negative log-likelihood of ids ``[1, T]``, in windows of 256 tokens that advance by 128."""
+    total, count = 0.0, 0
+    for start in range(0, ids.shape[1] - 1, STRIDE):
+        window = ids[:, start : start + WINDOW]
+        fresh = window.shape[1] - 1 if start == 0 else max(0, window.shape[1] - (WINDOW - STRIDE))
+        if fresh == 0:
+            break
+        logits = model(window).logits[0, :-1].float()
+        losses = torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none")
+        total += float(losses[-fresh:].double().sum())
+        count += fresh
+    return math.exp(total / max(count, 1))
+
+
+@torch.no_grad()
+def _sentence(model: Any, tokenizer: Any, prompt: torch.Tensor) -> str:
+    """A greedy continuation of the prompt, on one line."""
+    ids = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    return " ".join(str(tokenizer.decode(ids[0], skip_special_tokens=True)).split())
+
+
+def demo_text(demo: Demo) -> str:
+    """The demo's table and sentences for a terminal."""
+    first = demo.rows[0]
+    body = [
+        [
+            row.name,
+            size_text(row.bytes),
+            f"{row.bytes / first.bytes:.3f}",
+            "-" if row.sqnr_db is None else f"{row.sqnr_db:.2f}",
+            f"{row.perplexity:.3f}",
+            f"{100 * (row.perplexity / first.perplexity - 1):+.2f} %",
+            "the source" if row.sqnr_db is None else f"verified, {row.checks} checks",
+        ]
+        for row in demo.rows
+    ]
+    head = ["weights", "bytes", "ratio", "SQNR dB", "perplexity", "change", "state"]
+    lines = [table(head, body), f"perplexity on {demo.tokens} held-out tokens; heads, embeddings and norms stay bf16", ""]
+    lines += [f"{row.name:>9}: {row.sentence}" for row in demo.rows]
+    lines += ["", f"The checkpoints are in {demo.out}/; try: ptqpipe inspect {demo.out}/{SCHEMES[0]}"]
+    return "\n".join(lines)
