@@ -8,10 +8,8 @@ few chunks per worker, whatever the size of the model; the bytes depend on sourc
 import hashlib
 import json
 import math
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +21,23 @@ from ptqpipe.algorithms import rtn
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.containers import Container, Part, Role, encode_part, get_container, part_offset
-from ptqpipe.errors import OutputError
 from ptqpipe.plan import Plan, make_plan
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
 from ptqpipe.search import get_search
+from ptqpipe.stages.jobs import (
+    RECORD_FILE,
+    carried_files,
+    copy_tensor,
+    json_bytes,
+    prefetch_tensors,
+    records_of,
+    run_id_of,
+    write_checkpoint,
+)
 from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
 from ptqpipe.stages.outputs import STACKING, Job, Outputs, check_supported, choose_container, config_files, make_outputs
-from ptqpipe.stages.progress import Progress
 from ptqpipe.stages.source import Source, SourceRows
-
-RECORD_FILE = "ptqpipe.json"
-COPY_BYTES = 8 << 20
-PREFETCH_LIMIT = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Prepared:
     @property
     def run_id(self) -> str:
         """Identifies source, recipe, layout and version: a run resumes only itself."""
-        return hashlib.sha256(json.dumps(dict(self.run_parts), sort_keys=True).encode()).hexdigest()
+        return run_id_of(self.run_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,75 +117,40 @@ def convert(
     """
     machine, ranks = machine or Machine(), ranks or Ranks()
     begun = time.monotonic()
-    layout = prepared.outputs.layout
-    ranks.barrier_unless_first()
-    writer = CheckpointWriter.open(
-        prepared.out, layout, run_id=prepared.run_id, run_parts=prepared.run_parts, mode=mode, rank=ranks.rank, world=ranks.world
+
+    def work(job: Job, writer: CheckpointWriter, cache_bytes: int) -> Mapping[str, Any]:
+        if job.unit is not None:
+            return _quantize(job, prepared, writer, machine, cache_bytes)
+        return _keep(job, prepared.source, writer)
+
+    record = write_checkpoint(
+        prepared.out,
+        prepared.outputs.layout,
+        jobs=prepared.outputs.jobs,
+        run_parts=prepared.run_parts,
+        mode=mode,
+        machine=machine,
+        ranks=ranks,
+        work=work,
+        prefetch=lambda job: _prefetch(job, prepared.source),
+        finish=lambda writer: _finish(prepared, writer),
     )
-    with writer:
-        ranks.barrier_if_first()
-        done = writer.done()
-        owners = layout.group_ranks(ranks.world)
-        mine = [job for job in prepared.outputs.jobs if owners[job.group] == ranks.rank and job.id not in done]
-        with machine.threads(), Progress(mine, shown=machine.progress and ranks.rank == 0) as progress:
-            _run(mine, prepared, writer, machine, progress)
-        writer.flush()
-        if ranks.rank != 0:
-            writer.close()
-        ranks.barrier()
-        if ranks.rank != 0:
-            return None
-        record = make_record(prepared, writer.done())
-        _finish(prepared, writer, record)
+    if record is None:
+        return None
     return Converted(
         prepared.out,
         record,
         source_bytes=sum(entry.nbytes for entry in prepared.source.reader.entries.values()),
-        written_bytes=layout.file_bytes,
+        written_bytes=prepared.outputs.layout.file_bytes,
         seconds=time.monotonic() - begun,
         peak_rss_bytes=resident_bytes().peak,
     )
 
 
-def _run(jobs: Sequence[Job], prepared: Prepared, writer: CheckpointWriter, machine: Machine, progress: Progress) -> None:
-    """All jobs on ``machine.workers`` threads, in order; the first error ends the run after the jobs in flight."""
-    stop = threading.Event()
-    largest = max((job.source_bytes for job in jobs if job.unit is not None), default=0)
-    workers, cache_bytes = machine.divide_memory(largest, len(jobs))
-
-    def work(job: Job) -> None:
-        if stop.is_set():
-            return
-        record = _quantize(job, prepared, writer, machine, cache_bytes) if job.unit else _keep(job, prepared.source, writer)
-        writer.commit(job.id, record)
-        progress.advance(job, record)
-
-    pending: set[Future[None]] = set()
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="ptqpipe") as pool:
-        try:
-            for index, job in enumerate(jobs):
-                if index + workers < len(jobs):
-                    _prefetch(jobs[index + workers], prepared.source)
-                pending.add(pool.submit(work, job))
-                while len(pending) >= workers + 1:
-                    finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in finished:
-                        future.result()
-            for future in pending:
-                future.result()
-        except BaseException:
-            stop.set()
-            raise
-
-
 def _prefetch(job: Job, source: Source) -> None:
     """Lets the system read ahead what the next free worker will need."""
-    if job.unit is None:
-        return
-    for name in {member.source.tensor for member in job.unit.members}:
-        entry = source.reader.entries.get(name)
-        if entry is not None and entry.nbytes <= PREFETCH_LIMIT:
-            source.reader.prefetch(name)
+    if job.unit is not None:
+        prefetch_tensors(source.reader, {member.source.tensor for member in job.unit.members})
 
 
 def _quantize(job: Job, prepared: Prepared, writer: CheckpointWriter, machine: Machine, cache_bytes: int) -> dict[str, Any]:
@@ -274,27 +241,24 @@ def _keep(job: Job, source: Source, writer: CheckpointWriter) -> dict[str, Any]:
     """Copies a kept tensor byte for byte; one that the source stores quantized is written decoded, as bfloat16."""
     assert job.kept is not None
     name = job.kept.name
-    digest = hashlib.sha256()
-    offset = 0
-    for chunk in _kept_bytes(source, name):
-        writer.write(name, chunk, byte_offset=offset)
-        digest.update(chunk)
-        offset += len(chunk)
-    return {"kept": {name: {"reason": job.kept.reason, "sha256": digest.hexdigest(), "bytes": offset}}}
+    if name in source.stored:
+        sha256, nbytes = _write_decoded(source, name, writer)
+    else:
+        sha256, nbytes = copy_tensor(source.reader, name, writer, name)
+    return {"kept": {name: {"reason": job.kept.reason, "sha256": sha256, "bytes": nbytes}}}
 
 
-def _kept_bytes(source: Source, name: str) -> Iterable[bytes | bytearray | memoryview]:
-    stored = source.stored.get(name)
-    if stored is not None:
-        for expert in range(stored.experts or 1):
-            q = source.quantized(name, expert=None if stored.experts is None else expert)
-            yield memoryview(q.dequantize().bfloat16().view(torch.uint8).numpy()).cast("B")
-        return
-    total = source.reader.entries[name].nbytes
-    if total == 0:
-        yield b""
-    for start in range(0, total, COPY_BYTES):
-        yield source.reader.read_bytes(name, start_byte=start, stop_byte=min(start + COPY_BYTES, total))
+def _write_decoded(source: Source, name: str, writer: CheckpointWriter) -> tuple[str, int]:
+    """Writes a stored quantized weight as bfloat16; (sha256, bytes)."""
+    stored = source.stored[name]
+    digest, offset = hashlib.sha256(), 0
+    for expert in range(stored.experts or 1):
+        q = source.quantized(name, expert=None if stored.experts is None else expert)
+        raw = q.dequantize().bfloat16().reshape(-1).view(torch.uint8)
+        writer.write(name, raw, byte_offset=offset)
+        digest.update(raw.numpy().data)
+        offset += raw.nbytes
+    return digest.hexdigest(), offset
 
 
 def describe_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -310,11 +274,9 @@ def make_record(prepared: Prepared, done: Mapping[str, Mapping[str, Any]]) -> di
     """The content of ptqpipe.json: recipe, versions, fate, error and hash of every tensor, in the plan's order."""
     weights: dict[str, Any] = {}
     kept: dict[str, Any] = {}
-    for job in prepared.outputs.jobs:
-        if job.id not in done:
-            raise OutputError(f"unit '{job.id}' is missing from the journal; run again with --resume")
-        weights.update(done[job.id].get("members", {}))
-        kept.update(done[job.id].get("kept", {}))
+    for entry in records_of(prepared.outputs.jobs, done):
+        weights.update(entry.get("members", {}))
+        kept.update(entry.get("kept", {}))
     return {
         "ptqpipe": __version__,
         "torch": torch.__version__,
@@ -325,27 +287,21 @@ def make_record(prepared: Prepared, done: Mapping[str, Mapping[str, Any]]) -> di
         "weights": weights,
         "kept": kept,
         "consumed": sorted(prepared.source.consumed),
-        "carried_files": sorted(relative for _, relative in _carried(prepared)),
+        "carried_files": sorted(name for _, name in carried_files(prepared.source.reader)),
     }
 
 
-def _carried(prepared: Prepared) -> list[tuple[Path, str]]:
-    root = prepared.source.reader.path
-    return [(path, path.relative_to(root).as_posix()) for path in prepared.source.reader.extra_files]
-
-
-def _finish(prepared: Prepared, writer: CheckpointWriter, record: Mapping[str, Any]) -> None:
+def _finish(prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
+    """The config files, the record and what is carried along; then the output has its name. The record."""
+    record = make_record(prepared, writer.done())
     prepared.source.reader.check_unchanged()
     provenance = {"producer": "ptqpipe", "version": __version__}
     files = config_files(prepared.outputs, prepared.plan, prepared.source, prepared.container, provenance=provenance)
-    extra = {name: _json_bytes(content) for name, content in files.items()}
-    extra[RECORD_FILE] = _json_bytes(record)
-    carried = [(path, name) for path, name in _carried(prepared) if name not in extra]
+    extra = {name: json_bytes(content) for name, content in files.items()}
+    extra[RECORD_FILE] = json_bytes(record)
+    carried = [(path, name) for path, name in carried_files(prepared.source.reader) if name not in extra]
     writer.finish(expected_units=[job.id for job in prepared.outputs.jobs], extra=extra, copy=carried)
-
-
-def _json_bytes(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    return record
 
 
 def sqnr_db(relative_mse: float) -> float:

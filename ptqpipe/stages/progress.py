@@ -2,20 +2,32 @@
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
 from ptqpipe.stages.machine import resident_bytes
-from ptqpipe.stages.outputs import Job
+
+
+class AnyJob(Protocol):
+    """What one worker does in one go. ``group`` is its place among the layout's groups."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def source_bytes(self) -> int: ...
 
 
 class Progress:
     """A tqdm bar over source bytes, advanced by any thread. Draws nothing when not ``shown``."""
 
-    def __init__(self, jobs: Sequence[Job], *, shown: bool) -> None:
+    def __init__(self, jobs: Sequence[AnyJob], *, shown: bool) -> None:
         self._lock = threading.Lock()
         self._bar: Any = tqdm(
             total=sum(job.source_bytes for job in jobs),
@@ -33,7 +45,7 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.close()
 
-    def advance(self, job: Job, record: Mapping[str, Any]) -> None:
+    def advance(self, job: AnyJob) -> None:
         """One job is done."""
         with self._lock:
             if not self._bar.disable:

@@ -1,0 +1,146 @@
+"""Running the jobs of a stage and finishing its output: what convert, relayout and dequantize have in common.
+
+A job writes its tensors at their places and returns its record. Knows the writer, the workers and the ranks; it must
+not know what a job computes.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ptqpipe.checkpoint.layout import ShardLayout
+from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
+from ptqpipe.errors import OutputError
+from ptqpipe.stages.machine import Machine, Ranks
+from ptqpipe.stages.progress import AnyJob, Progress
+
+RECORD_FILE = "ptqpipe.json"
+COPY_BYTES = 8 << 20
+PREFETCH_LIMIT = 512 << 20
+
+
+J = TypeVar("J", bound=AnyJob)
+R = TypeVar("R")
+
+
+def run_id_of(run_parts: Mapping[str, str]) -> str:
+    """Identifies what decides the bytes of a run: a run resumes only itself."""
+    return hashlib.sha256(json.dumps(dict(run_parts), sort_keys=True).encode()).hexdigest()
+
+
+def write_checkpoint(
+    out: Path,
+    layout: ShardLayout,
+    *,
+    jobs: Sequence[J],
+    run_parts: Mapping[str, str],
+    mode: Mode,
+    machine: Machine,
+    ranks: Ranks,
+    work: Callable[[J, CheckpointWriter, int], Mapping[str, Any]],
+    prefetch: Callable[[J], None],
+    finish: Callable[[CheckpointWriter], R],
+) -> R | None:
+    """Does the jobs that this rank owns and that are not done yet; rank 0 then finishes and has the result.
+
+    work      (job, writer, bytes that it may cache) -> its record; called on ``machine.workers`` threads
+    prefetch  lets the system read ahead for a job that will come up soon
+    finish    called once, on rank 0, when every job of every rank is on disk
+
+    None on the other ranks. Raises what the jobs raise, and OutputError; what is done stays resumable.
+    """
+    ranks.barrier_unless_first()
+    writer = CheckpointWriter.open(
+        out, layout, run_id=run_id_of(run_parts), run_parts=run_parts, mode=mode, rank=ranks.rank, world=ranks.world
+    )
+    with writer:
+        ranks.barrier_if_first()
+        done = writer.done()
+        owners = layout.group_ranks(ranks.world)
+        mine = [job for job in jobs if owners[job.group] == ranks.rank and job.id not in done]
+        workers, cache_bytes = machine.divide_memory(max((job.source_bytes for job in mine), default=0), len(mine))
+        with machine.threads(), Progress(mine, shown=machine.progress and ranks.rank == 0) as progress:
+
+            def do(job: J) -> None:
+                record = work(job, writer, cache_bytes)
+                writer.commit(job.id, record)
+                progress.advance(job)
+
+            run_jobs(mine, do, prefetch=prefetch, workers=workers)
+        writer.flush()
+        if ranks.rank != 0:
+            writer.close()
+        ranks.barrier()
+        return finish(writer) if ranks.rank == 0 else None
+
+
+def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, prefetch: Callable[[J], None], workers: int) -> None:
+    """All jobs on ``workers`` threads, in order; the first error ends the run after the jobs in flight."""
+    stop = threading.Event()
+
+    def unless_stopped(job: J) -> None:
+        if not stop.is_set():
+            do(job)
+
+    pending: set[Future[None]] = set()
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="ptqpipe") as pool:
+        try:
+            for index, job in enumerate(jobs):
+                if index + workers < len(jobs):
+                    prefetch(jobs[index + workers])
+                pending.add(pool.submit(unless_stopped, job))
+                while len(pending) >= workers + 1:
+                    finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        future.result()
+            for future in pending:
+                future.result()
+        except BaseException:
+            stop.set()
+            raise
+
+
+def records_of(jobs: Iterable[AnyJob], done: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The record of every job, in the order of the jobs. OutputError where one is missing."""
+    found = []
+    for job in jobs:
+        if job.id not in done:
+            raise OutputError(f"unit '{job.id}' is missing from the journal; run again with --resume")
+        found.append(done[job.id])
+    return found
+
+
+def copy_tensor(reader: CheckpointReader, source: str, writer: CheckpointWriter, name: str) -> tuple[str, int]:
+    """Copies a tensor byte for byte to ``name``; (sha256, bytes) of what was copied."""
+    total = reader.entries[source].nbytes
+    digest = hashlib.sha256()
+    if total == 0:
+        writer.write(name, b"")
+    for start in range(0, total, COPY_BYTES):
+        chunk = reader.read_bytes(source, start_byte=start, stop_byte=min(start + COPY_BYTES, total))
+        writer.write(name, chunk, byte_offset=start)
+        digest.update(chunk)
+    return digest.hexdigest(), total
+
+
+def prefetch_tensors(reader: CheckpointReader, names: Iterable[str]) -> None:
+    """Lets the system read tensors ahead, huge ones aside."""
+    for name in names:
+        entry = reader.entries.get(name)
+        if entry is not None and entry.nbytes <= PREFETCH_LIMIT:
+            reader.prefetch(name)
+
+
+def carried_files(reader: CheckpointReader) -> list[tuple[Path, str]]:
+    """The files beside the weights that go along (tokenizer, templates, code): path and name."""
+    return [(path, path.relative_to(reader.path).as_posix()) for path in reader.extra_files]
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """A JSON file's bytes."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
