@@ -68,7 +68,7 @@ def _limits(codec: Codec, block: int) -> tuple[float, float]:
 @triton.jit
 def load_columns(start: tl.tensor, live: tl.tensor, B: tl.constexpr) -> tl.tuple:
     """B float32 tensors: element k of every lane's block. After the first one they come from the cache."""
-    columns = ()
+    columns: tl.tuple = ()
     for k in tl.static_range(B):
         columns = columns + (tl.load(start + k, mask=live, other=0.0).to(tl.float32),)  # noqa: RUF005 - see magnitudes
     return columns
@@ -136,9 +136,7 @@ def block_quantize_kernel(
         weights = load_columns(h + block % blocks_per_row * B, live, B)
     global_scale = tl.load(g + tl.zeros([LANES], tl.int32))
     amax, x = magnitudes(columns, B)
-    code = search(
-        x, weights, amax, global_scale, EMIN, MANT, MAX, B, E8M0, SMIN, STOP, OCTAVE, ABOVE, BELOW, WEIGHTED
-    )
+    code = search(x, weights, amax, global_scale, EMIN, MANT, MAX, B, E8M0, SMIN, STOP, OCTAVE, ABOVE, BELOW, WEIGHTED)
     tl.store(scales + block, code.to(tl.uint8), mask=live)
     r, _ = candidate(code, global_scale, E8M0, SMIN)
     store_packed(words + block * (B * BITS // 32), columns, r, live, EMIN, MANT, MAX, BITS, B)
@@ -169,7 +167,7 @@ def launch(
     block_quantize_kernel[(triton.cdiv(rows * per_row, lanes),)](
         w,
         one if importance is None else importance,
-        one if global_scale is None else global_scale.float().reshape(1).to(w.device),
+        one if global_scale is None else global_scale.to(w.device, torch.float32).reshape(1),
         data.view(torch.int32),
         scales,
         damaged,

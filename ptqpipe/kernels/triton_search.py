@@ -30,7 +30,7 @@ def magnitudes(w: tl.tuple, B: tl.constexpr) -> tl.tuple:
     amax = tl.abs(w[0])
     for k in tl.static_range(1, B):
         amax = tl.maximum(amax, tl.abs(w[k]))
-    x = ()
+    x: tl.tuple = ()
     for k in tl.static_range(B):
         magnitude = tl.abs(w[k])
         x = x + (tl.where(magnitude < amax * 2.0**-32, 0.0, magnitude),)  # noqa: RUF005 - Triton has no starred tuples

@@ -1,0 +1,227 @@
+"""Triton kernels for CUDA tensors: block scales searched, codes packed, decoded and measured, bit-equal to torch.
+
+The same functions as ``cpu.py``: they mirror ``search/brute_force.py`` (the exact search), ``qtensor.encode``,
+``packing.pack``, ``QTensor.dequantize`` and ``qtensor.squared_error``, and return None for what has no kernel. Under
+Triton's interpreter they take CPU tensors instead, which is how they are tested without a GPU. Triton is optional and
+imported on first use only. Knows formats; must not know searches' names, files or containers.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from ptqpipe.errors import FormatError, UsageError
+from ptqpipe.formats import Format
+from ptqpipe.packing import packed_columns
+from ptqpipe.qtensor import check_finite
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_BLOCK_LANES = 128  # blocks a program: one to a thread of four warps, so that 32 magnitudes stay in registers
+_ROW_LANES = 1024  # elements a program
+_INTERPRETER_LANES = 1 << 14  # the interpreter pays by the operation, not by the lane
+
+
+@cache
+def interpreting() -> bool:
+    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1 when Triton was imported)."""
+    if find_spec("triton") is None:
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def available() -> bool:
+    """Whether kernels can run here: Triton is installed, and there is a CUDA device or the interpreter."""
+    return find_spec("triton") is not None and (torch.cuda.is_available() or interpreting())
+
+
+def require() -> None:
+    """UsageError saying what is missing, unless :func:`available`."""
+    if find_spec("triton") is None:
+        raise UsageError("device 'cuda' needs Triton, which is not installed; pip install triton, or use device 'cpu'")
+    if not available():
+        raise UsageError("device 'cuda' was asked for, but torch finds no CUDA device; use device 'cpu'")
+
+
+def block_quantize(
+    w: torch.Tensor,
+    fmt: Format,
+    *,
+    rule: str = "exact",
+    global_scale: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Searches block scales and encodes: (data uint8 ``[N, K*bits/8]``, scale codes uint8 ``[N, K/B]``).
+
+    w            ``[N, K]`` bfloat16, float16 or float32
+    rule         "exact": the scales of ``search/brute_force.py``, bit for bit
+    global_scale float32 0-d, where the format has one
+    importance   float32 ``[K]`` weights of ``objective.normalize_importance``, or None
+
+    E2M1 with E4M3 or UE5M3 scales, with or without a global one, and E2M1, E2M3, E3M2, E4M3 with E8M0 scales, in
+    blocks of 8, 16 or 32; None for the rest. NumericsError for NaN and inf.
+    """
+    if rule != "exact" or not _runs(w):
+        return None
+    from ptqpipe.kernels import triton_block
+
+    plan = triton_block.plan_of(fmt)
+    if plan is None:
+        return None
+    _check_global(fmt, global_scale)
+    fmt.scale_shape((w.shape[0], w.shape[1]))  # FormatError where blocks do not divide
+    if importance is not None:
+        importance = importance.to(w.device, torch.float32).contiguous()
+    data, scales, damaged = triton_block.launch(
+        w.contiguous(),
+        plan,
+        lanes=_lanes(_BLOCK_LANES, w.numel() // plan.block),
+        global_scale=global_scale,
+        importance=importance,
+    )
+    if int(damaged):
+        check_finite(w)
+    return data, scales
+
+
+def score_total(
+    w: torch.Tensor, fmt: Format, *, rule: str = "exact", global_scale: torch.Tensor | None = None
+) -> float | None:
+    """sum (decode - w)^2 that :func:`block_quantize` leaves, or None where that has no kernel."""
+    done = block_quantize(w, fmt, rule=rule, global_scale=global_scale)
+    if done is None:
+        return None
+    error = decode_error(*done, fmt, w, global_scale)
+    return None if error is None else error[0]
+
+
+def dequantize(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    fmt: Format,
+    global_scale: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor | None:
+    """``[N, K]`` of ``dtype``: the float32 decode of ``QTensor.dequantize``, rounded to ``dtype``.
+
+    ``data`` and ``scales`` as in a QTensor; ``global_scale`` multiplies. None for formats without a kernel.
+    """
+    from ptqpipe.kernels import triton_rows
+
+    plan = triton_rows.plan_of(fmt) if _runs_on(data.device) and dtype in _DTYPES else None
+    if plan is None or data.numel() == 0:
+        return None
+    _check_global(fmt, global_scale)
+    shape = (data.shape[0], data.shape[1] * 8 // fmt.element.bits)
+    out = torch.empty(shape, dtype=dtype, device=data.device)
+    triton_rows.dequantize(
+        out,
+        data.contiguous(),
+        scales.contiguous(),
+        _global_or_one(global_scale, data.device),
+        plan=plan,
+        geometry=triton_rows.Geometry.of(fmt, shape),
+        lanes=_lanes(_ROW_LANES, out.numel()),
+    )
+    return out
+
+
+def decode_error(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    fmt: Format,
+    w: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+) -> tuple[float, float] | None:
+    """(sum (decode - w)^2, sum w^2) in float64; the same for the same inputs, in an order of its own.
+
+    ``data`` and ``scales`` as in a QTensor of ``w`` ``[N, K]``. None for formats without a kernel.
+    """
+    if not _runs(w):
+        return None
+    from ptqpipe.kernels import triton_rows
+
+    plan = triton_rows.plan_of(fmt)
+    if plan is None:
+        return None
+    _check_global(fmt, global_scale)
+    shape = (w.shape[0], w.shape[1])
+    if tuple(data.shape) != (shape[0], packed_columns(shape[1], fmt.element.bits)):
+        raise FormatError(f"{fmt.name} data {list(data.shape)} is not that of a {shape[0]}x{shape[1]} weight")
+    return triton_rows.decode_error(
+        w.contiguous(),
+        data.contiguous(),
+        scales.contiguous(),
+        _global_or_one(global_scale, w.device),
+        plan=plan,
+        geometry=triton_rows.Geometry.of(fmt, shape),
+        lanes=_lanes(_ROW_LANES, w.numel()),
+    )
+
+
+def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tensor | None:
+    """uint8 ``[N, K]``: the codes of ``qtensor.encode`` for an 8-bit element and scales that are numbers.
+
+    w       ``[N, K]`` bfloat16, float16 or float32
+    scales  ``[N/bn, K/bk]`` of the dtype of ``fmt.scale``: one per row, tile or tensor
+
+    None for formats without a kernel. NumericsError for NaN and inf.
+    """
+    if not _runs(w) or fmt.element.bits != 8 or fmt.scale.enumerable or fmt.has_global:
+        return None
+    from ptqpipe.kernels import triton_codecs, triton_rows
+
+    element = triton_codecs.minifloat_of(fmt.element)
+    if element is None:
+        return None
+    data, damaged = triton_rows.fp8_encode(
+        w.contiguous(),
+        scales.contiguous(),
+        element=element,
+        geometry=triton_rows.Geometry.of(fmt, (w.shape[0], w.shape[1])),
+        lanes=_lanes(_ROW_LANES, w.numel()),
+    )
+    if int(damaged):
+        check_finite(w)
+    return data
+
+
+def amax(w: torch.Tensor) -> torch.Tensor | None:
+    """float32 0-d on ``w``'s device: max |w|, NaN where ``w`` has one; None where there is no kernel."""
+    if not _runs(w):
+        return None
+    from ptqpipe.kernels import triton_rows
+
+    return triton_rows.amax(w.contiguous(), lanes=_lanes(_ROW_LANES, w.numel()))
+
+
+def _runs(w: torch.Tensor) -> bool:
+    """Whether the kernels take this tensor."""
+    return w.dtype in _DTYPES and w.numel() > 0 and _runs_on(w.device)
+
+
+def _runs_on(device: torch.device) -> bool:
+    """Whether the kernels take tensors of this device."""
+    return available() and (device.type == "cuda") != interpreting()
+
+
+def _lanes(lanes: int, count: int) -> int:
+    """Lanes a program for ``count`` of them: ``lanes`` on a GPU, few large programs under the interpreter."""
+    if not interpreting():
+        return lanes
+    return min(_INTERPRETER_LANES, max(16, 1 << (count - 1).bit_length()))
+
+
+def _check_global(fmt: Format, global_scale: torch.Tensor | None) -> None:
+    """FormatError unless there is a global scale exactly where the format has one."""
+    if fmt.has_global != (global_scale is not None):
+        raise FormatError(f"{fmt.name} {'needs a' if fmt.has_global else 'has no'} global scale")
+
+
+def _global_or_one(global_scale: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """float32 ``[1]`` on ``device``."""
+    if global_scale is None:
+        return torch.ones(1, dtype=torch.float32, device=device)
+    return global_scale.to(device, torch.float32).reshape(1)
