@@ -28,6 +28,20 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a layout can store, beside the number formats.
+
+    matrices    weights of linear layers, one tensor each
+    stacks      3-D stacks of experts as one tensor; without it each expert becomes ``...experts.<e>.<projection>.weight``
+    transposed  weights that the model holds as [in, out] (Conv1D), marked as such
+    """
+
+    matrices: bool = True
+    stacks: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Slice:
     """Where the rows of a weight lie in a source tensor: rows start, start+step, ... of [out, in].
 
@@ -118,17 +132,16 @@ class _Candidate:
     order: int
 
 
-def make_plan(tensors: Shapes, config: Mapping[str, Any], *, recipe: Recipe, stacks: bool = False) -> Plan:
+def make_plan(tensors: Shapes, config: Mapping[str, Any], *, recipe: Recipe, abilities: Abilities | None = None) -> Plan:
     """Decides the fate of every tensor.
 
-    tensors  the source's logical tensors (a quantized source: decoded names and shapes)
-    config   the source's config.json
-    stacks   whether the container keeps 3-D stacks of experts as one tensor; otherwise each expert becomes a weight
-             ``...experts.<e>.<projection>.weight``
+    tensors    the source's logical tensors (a quantized source: decoded names and shapes)
+    config     the source's config.json
+    abilities  what the layout can store; by default matrices only
 
     Raises RecipeError where rules contradict each other, UsageError where nothing would be quantized.
     """
-    candidates, reasons = _candidates(tensors, config, stacks=stacks)
+    candidates, reasons = _candidates(tensors, config, abilities=abilities or Abilities())
     rules: dict[str, Rule] = {}
     for name, candidate in candidates.items():
         reason = _decide(candidate.member, recipe, rules, name)
@@ -159,7 +172,7 @@ def _decide(member: Member, recipe: Recipe, rules: dict[str, Rule], name: str) -
 
 
 def _candidates(
-    tensors: Shapes, config: Mapping[str, Any], *, stacks: bool
+    tensors: Shapes, config: Mapping[str, Any], *, abilities: Abilities
 ) -> tuple[dict[str, _Candidate], dict[str, str]]:
     """Candidates by key (weight name, with the expert where stacks stay whole), and reasons of those that cannot be."""
     conv1d = conv1d_leaves(tensors)
@@ -167,7 +180,7 @@ def _candidates(
     reasons: dict[str, str] = {}
     for order, (name, (dtype, shape)) in enumerate(tensors.items()):
         if len(shape) == 3 and "experts" in name.split("."):
-            members, reason = _expert_members(name, tensors, config, stacks=stacks)
+            members, reason = _expert_members(name, tensors, config, stacks=abilities.stacks)
             for member in members:
                 found[_key(member)] = _Candidate(member, order)
             reasons.update({name: reason} if reason else {})
@@ -175,12 +188,16 @@ def _candidates(
             reasons[name] = f"{dtype} numbers, not weights"
         elif len(shape) != 2 or not name.endswith(".weight"):
             reasons[name] = "not a matrix" if len(shape) != 2 else "not a weight of a linear layer"
-        elif name.split(".")[-2] in conv1d:
-            reasons[name] = "Conv1D keeps its weight as [in, out]; no reader quantizes it"
         elif 0 in shape:
             reasons[name] = "empty"
-        else:
+        elif not abilities.matrices:
+            reasons[name] = "this container stores stacks of experts only"
+        elif name.removesuffix(".weight").rpartition(".")[2] not in conv1d:
             found[name] = _Candidate(Member(name, (shape[0], shape[1]), Slice(name)), order)
+        elif abilities.transposed:
+            found[name] = _Candidate(Member(name, (shape[1], shape[0]), Slice(name, transposed=True)), order)
+        else:
+            reasons[name] = "Conv1D keeps its weight as [in, out], which no reader of this layout expects; --container ptqpipe"
     return found, reasons
 
 
@@ -196,7 +213,7 @@ def conv1d_leaves(tensors: Shapes) -> frozenset[str]:
         if name.endswith(".weight") and len(shape) == 2 and bias is not None and len(bias[1]) == 1:
             size = bias[1][0]
             if size == shape[1] and size != shape[0]:
-                proven.add(name.split(".")[-2])
+                proven.add(name.removesuffix(".weight").rpartition(".")[2])
     return frozenset(proven)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ptqpipe.errors import RecipeError, UsageError
-from ptqpipe.plan import Plan, conv1d_leaves, make_plan
+from ptqpipe.plan import Abilities, Plan, conv1d_leaves, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, parse_recipe
 from tests import tiny
 
@@ -19,10 +19,10 @@ def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[in
 
 
 def plan_of(
-    tensors: Mapping[str, torch.Tensor], *, recipe: Recipe | None = None, config: dict[str, Any] | None = None, stacks: bool = False
+    tensors: Mapping[str, torch.Tensor], *, recipe: Recipe | None = None, config: dict[str, Any] | None = None, abilities: Abilities | None = None
 ) -> Plan:
     return make_plan(
-        shapes(tensors), tiny.LLAMA_CONFIG if config is None else config, recipe=recipe or build_recipe(RecipeOptions()), stacks=stacks
+        shapes(tensors), tiny.LLAMA_CONFIG if config is None else config, recipe=recipe or build_recipe(RecipeOptions()), abilities=abilities
     )
 
 
@@ -114,7 +114,7 @@ def test_an_orientation_that_shapes_leave_open_is_kept_not_guessed() -> None:
 
 
 def test_a_container_of_stacks_gets_one_unit_an_expert_under_the_stacks_name() -> None:
-    plan = plan_of(tiny.fused_moe(), stacks=True)
+    plan = plan_of(tiny.fused_moe(), abilities=Abilities(stacks=True))
     stack = [m for u in plan.units for m in u.members if m.stack is not None]
     assert {m.weight for m in stack} == {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"}
     assert sorted(m.source.expert for m in stack if m.weight.endswith("down_proj")) == [0, 1, 2]
@@ -149,6 +149,16 @@ def test_conv1d_is_recognised_by_its_bias_and_kept() -> None:
     assert conv1d_leaves(shapes(tensors)) == {"c_attn", "c_proj"}
     plan = plan_of(tensors)
     assert [m.weight for u in plan.units for m in u.members] == ["h.0.mlp.fc.weight"]
+    own = {m.weight: m for u in plan_of(tensors, abilities=Abilities(transposed=True)).units for m in u.members}
+    assert own["h.0.attn.c_attn.weight"].shape == (192, 64)
+    assert own["h.0.attn.c_attn.weight"].source.transposed
+    assert not own["h.0.mlp.fc.weight"].source.transposed
+
+
+def test_a_layout_of_experts_alone_keeps_every_matrix() -> None:
+    plan = plan_of(tiny.fused_moe(), abilities=Abilities(matrices=False, stacks=True))
+    assert {m.weight.rsplit(".", 1)[1] for u in plan.units for m in u.members} == {"gate_up_proj", "down_proj"}
+    assert "stacks of experts only" in {k.name: k.reason for k in plan.kept}["model.layers.0.self_attn.q_proj.weight"]
 
 
 def test_nothing_to_quantize_is_an_error_that_says_why() -> None:

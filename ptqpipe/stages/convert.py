@@ -36,7 +36,7 @@ from ptqpipe.stages.jobs import (
     write_checkpoint,
 )
 from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
-from ptqpipe.stages.outputs import STACKING, Job, Outputs, check_supported, choose_container, config_files, make_outputs
+from ptqpipe.stages.outputs import Job, Outputs, abilities_of, check_supported, choose_container, config_files, make_outputs
 from ptqpipe.stages.source import Source, SourceRows
 
 
@@ -85,7 +85,7 @@ def prepare(
     source = Source.open(path)
     try:
         source.check_requantizable()
-        plan = make_plan(source.tensors, source.reader.config, recipe=recipe, stacks=container_name in STACKING)
+        plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))
         outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
         target = out if out is not None else default_out(str(model), path, recipe)
         check_disjoint(path, target)

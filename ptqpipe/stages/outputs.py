@@ -7,12 +7,15 @@ from typing import Any
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.containers import Container, Part, Target
 from ptqpipe.errors import FormatError, UsageError
-from ptqpipe.plan import Kept, Member, Plan, Unit
+from ptqpipe.plan import Abilities, Kept, Member, Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.stages.source import Source
 
-# Containers that keep 3-D stacks of experts as one tensor each.
-STACKING = frozenset({"gptoss_mxfp4", "ptqpipe"})
+# What each container can store beside plain matrices.
+ABILITIES = {
+    "gptoss_mxfp4": Abilities(matrices=False, stacks=True),
+    "ptqpipe": Abilities(stacks=True, transposed=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,11 @@ class Outputs:
     layout: ShardLayout
     jobs: tuple[Job, ...]
     targets: tuple[Target, ...]
+
+
+def abilities_of(container_name: str) -> Abilities:
+    """What the container can store."""
+    return ABILITIES.get(container_name, Abilities())
 
 
 def choose_container(recipe: Recipe) -> str:
@@ -82,7 +90,8 @@ def make_outputs(plan: Plan, source: Source, container: Container, *, container_
             groups.append([TensorSpec(part.name, part.dtype, part.shape) for of_member in parts for part in of_member])
             group_of[first] = len(groups) - 1
         for member in item.members:
-            targets.setdefault(member.weight, Target(member.weight, item.scheme, member.stack))
+            target = Target(member.weight, item.scheme, member.stack, transposed=_stored_transposed(member))
+            targets.setdefault(member.weight, target)
         read = sum(member.elements * _element_bytes(source, member) for member in item.members)
         jobs.append(Job(item.id, group_of[first], int(read), unit=item, parts=parts))
     layout = ShardLayout.plan(groups, shard_bytes=recipe.shard_bytes)
@@ -99,7 +108,14 @@ def config_files(
 
 
 def _parts(container: Container, member: Member, unit: Unit) -> tuple[Part, ...]:
-    return container.parts(member.weight, member.shape, unit.scheme, experts=member.stack)
+    return container.parts(
+        member.weight, member.shape, unit.scheme, experts=member.stack, transposed=_stored_transposed(member)
+    )
+
+
+def _stored_transposed(member: Member) -> bool:
+    """Whether the stored weight stands for an [in, out] tensor; an expert cut out of a stack never does."""
+    return member.source.transposed and (member.stack is not None or member.source.expert is None)
 
 
 def _stored_bytes(source: Source, name: str) -> int:

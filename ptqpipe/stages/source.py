@@ -64,7 +64,7 @@ class Source:
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Logical tensors: name -> (dtype, shape), stored weights as the BF16 weights that they stand for."""
+        """Logical tensors: name -> (dtype, shape), stored weights as the BF16 tensors that they stand for."""
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
         owner = {part.name: weight for weight in self.stored.values() for part in weight.parts}
         for name, entry in self.reader.entries.items():
@@ -73,7 +73,8 @@ class Source:
                 found[name] = (entry.dtype, entry.shape)
             elif stored.weight not in found:
                 stack = () if stored.experts is None else (stored.experts,)
-                found[stored.weight] = ("BF16", (*stack, *stored.shape))
+                matrix = stored.shape[::-1] if stored.transposed else stored.shape
+                found[stored.weight] = ("BF16", (*stack, *matrix))
         return found
 
     def check_requantizable(self) -> None:
