@@ -254,7 +254,8 @@ def _write_decoded(source: Source, name: str, writer: CheckpointWriter) -> tuple
     digest, offset = hashlib.sha256(), 0
     for expert in range(stored.experts or 1):
         q = source.quantized(name, expert=None if stored.experts is None else expert)
-        raw = q.dequantize().bfloat16().reshape(-1).view(torch.uint8)
+        w = q.dequantize().bfloat16()
+        raw = (w.t() if stored.transposed else w).contiguous().reshape(-1).view(torch.uint8)
         writer.write(name, raw, byte_offset=offset)
         digest.update(raw.numpy().data)
         offset += raw.nbytes

@@ -134,7 +134,7 @@ class SourceRows:
     def _read(self, start: int, stop: int) -> torch.Tensor:
         where = self._where
         if where.tensor in self._source.stored:
-            return self._source.quantized(where.tensor, expert=where.expert, rows=(start, stop)).dequantize()
+            return self._decode(start, stop)
         reader = self._source.reader
         if where.expert is None:
             if where.transposed:
@@ -147,6 +147,18 @@ class SourceRows:
         first = where.start + start * where.step
         span = (stop - start - 1) * where.step + 1
         return self._read_plane_rows(where.tensor, where.expert * shape[1] + first, span, shape[2])[:: where.step].contiguous()
+
+    def _decode(self, start: int, stop: int) -> torch.Tensor:
+        """Rows of a stored weight, decoded. Its codes are [out, in] whatever the orientation of the float tensor."""
+        where = self._where
+        stored = self._source.stored[where.tensor]
+        block_rows = stored.scheme.fmt.block_extent(stored.shape)[0]
+        first = where.start + start * where.step
+        last = where.start + (stop - 1) * where.step + 1
+        begin = first // block_rows * block_rows  # whole blocks only
+        end = min(-(-last // block_rows) * block_rows, stored.shape[0])
+        q = self._source.quantized(where.tensor, expert=where.expert, rows=(begin, end))
+        return q.dequantize()[first - begin : last - begin : where.step].contiguous()
 
     def _read_plane_rows(self, name: str, first: int, count: int, columns: int) -> torch.Tensor:
         """``count`` rows from row ``first`` of the stack seen as one tall matrix."""
