@@ -1,0 +1,15 @@
+// The kernels of one instruction set. isa_*.cpp set the target, PTQ_NAME and PTQ_OPS, then include this.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#endif
+
+namespace {
+#include "simd.h"
+#include "tile.h"
+#include "codecs.h"
+#include "search.h"
+#include "encode.h"
+#include "blocks.h"
+}  // namespace
+
+extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks};

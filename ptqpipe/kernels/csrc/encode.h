@@ -1,0 +1,104 @@
+// Codes of a tile, packed: bit stream of each block as ptqpipe/packing.py defines it, little-endian.
+//
+// A 32-bit word per lane holds 8 codes of 4 bits, 4 of 8 bits, or 4 of 6 bits (24 bits used).
+
+template <class E> INLINE constexpr int codes_per_word() { return E::code_bits == 4 ? 8 : 4; }
+enum { MAX_WORDS = MAX_BLOCK / 4 };
+
+// Signs of raw values x into the words, x replaced by |x|; largest magnitude and smallest non-zero one.
+template <class E> INLINE void split_signs(vf *x, int block, vi *words, vf *largest, vf *smallest) {
+    enum { PER = codes_per_word<E>() };
+    vi top = splat(0);
+    vf low = splat(FLT_MAX);
+    for (int first = 0; first < block; first += PER) {
+        vi word = splat(0);
+#pragma GCC unroll 8
+        for (int j = 0; j < PER; ++j) {
+            if (first + j >= block) break;
+            const int bit = j * E::code_bits + E::code_bits - 1;
+            const vi raw = bits(x[first + j]);
+            word |= shift_right(raw, 31 - bit) & (int32_t)(1u << bit);
+            const vf a = abs_of(x[first + j]);
+            x[first + j] = a;
+            top = max_of(top, bits(a));
+            low = select(less(splat(0.0f), a), min_of(a, low), low);
+        }
+        words[first / PER] = word;
+    }
+    *largest = from_bits(top);
+    *smallest = low;
+}
+
+// x: magnitudes; r: unit / scale. Adds the magnitude codes to the words.
+template <class E> INLINE void add_codes(const vf *x, int block, vf r, vi *words) {
+    enum { PER = codes_per_word<E>() };
+    for (int first = 0; first < block; first += PER) {
+        vi word = words[first / PER];
+#pragma GCC unroll 8
+        for (int j = 0; j < PER; ++j) {
+            if (first + j >= block) break;
+            word |= E::code(x[first + j] * r) << (j * E::code_bits);
+        }
+        words[first / PER] = word;
+    }
+}
+
+// The words of W lanes, as W adjacent runs of block*code_bits/8 bytes.
+template <class E> INLINE void store_words(const vi *words, int block, uint8_t *out) {
+    const int bytes = block * E::code_bits / 8, count = (block + codes_per_word<E>() - 1) / codes_per_word<E>();
+#if defined(PTQ_AVX512)
+    if (E::code_bits != 6 && count == 2) {
+        __m512i a = _mm512_unpacklo_epi32((__m512i)words[0], (__m512i)words[1]);
+        __m512i b = _mm512_unpackhi_epi32((__m512i)words[0], (__m512i)words[1]);
+        const __m512i lo = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), hi = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+        _mm512_storeu_si512(out, _mm512_permutex2var_epi64(a, lo, b));
+        _mm512_storeu_si512(out + 64, _mm512_permutex2var_epi64(a, hi, b));
+        return;
+    }
+    if (E::code_bits != 6 && count % 4 == 0) {
+        for (int i = 0; i < count; i += 4) {
+            __m512i a = _mm512_unpacklo_epi32((__m512i)words[i], (__m512i)words[i + 1]);
+            __m512i b = _mm512_unpackhi_epi32((__m512i)words[i], (__m512i)words[i + 1]);
+            __m512i c = _mm512_unpacklo_epi32((__m512i)words[i + 2], (__m512i)words[i + 3]);
+            __m512i d = _mm512_unpackhi_epi32((__m512i)words[i + 2], (__m512i)words[i + 3]);
+            const __m512i four[4] = {_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c),
+                                     _mm512_unpacklo_epi64(b, d), _mm512_unpackhi_epi64(b, d)};
+            for (int j = 0; j < 4; ++j) {  // lane 4*q + j in quarter q
+                uint8_t *p = out + j * bytes + i * 4;
+                _mm_storeu_si128((__m128i *)p, _mm512_castsi512_si128(four[j]));
+                _mm_storeu_si128((__m128i *)(p + 4 * bytes), _mm512_extracti32x4_epi32(four[j], 1));
+                _mm_storeu_si128((__m128i *)(p + 8 * bytes), _mm512_extracti32x4_epi32(four[j], 2));
+                _mm_storeu_si128((__m128i *)(p + 12 * bytes), _mm512_extracti32x4_epi32(four[j], 3));
+            }
+        }
+        return;
+    }
+#endif
+    enum { WORD_BYTES = E::code_bits == 6 ? 3 : 4 };
+    for (int i = 0; i < count; ++i) {
+        const int left = bytes - i * WORD_BYTES;
+        for (int lane = 0; lane < W; ++lane) {
+            const uint32_t word = (uint32_t)words[i][lane];
+            uint8_t *p = out + (int64_t)lane * bytes + i * WORD_BYTES;
+            if (WORD_BYTES == 4 && left >= 4) {
+                const uint8_t four[4] = {(uint8_t)word, (uint8_t)(word >> 8), (uint8_t)(word >> 16), (uint8_t)(word >> 24)};
+                memcpy(p, four, 4);
+            } else {
+                for (int b = 0; b < (left < WORD_BYTES ? left : WORD_BYTES); ++b) p[b] = (uint8_t)(word >> (8 * b));
+            }
+        }
+    }
+}
+
+INLINE void store_scales(vi codes, uint8_t *out) {
+#if defined(PTQ_AVX512)
+    _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8((__m512i)codes));
+#else
+    for (int lane = 0; lane < W; ++lane) out[lane] = (uint8_t)codes[lane];
+#endif
+}
+INLINE vi load_scales(const uint8_t *in) {
+    vi codes;
+    for (int lane = 0; lane < W; ++lane) codes[lane] = in[lane];
+    return codes;
+}

@@ -1,0 +1,8 @@
+// The kernels for any CPU: 4 lanes, which the compiler maps to SSE2, NEON or scalars.
+#include "system.h"
+#if !defined(__clang__)
+#pragma GCC optimize("fp-contract=off")
+#endif
+#define PTQ_NAME "baseline"
+#define PTQ_OPS ptq_ops_baseline
+#include "body.h"

@@ -1,0 +1,35 @@
+// What cpu.py calls through ctypes, and an importable name. Chooses the kernels of the best instruction set at run time.
+//
+// The exported functions are plain C: no Python object is touched, so ctypes runs them without the interpreter lock.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "api.h"
+
+#include <string.h>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+static const struct ptq_ops *ops_called(const char *name) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return &ptq_ops_avx512;
+    if (!strcmp(name, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return &ptq_ops_avx2;
+#endif
+    return strcmp(name, "baseline") ? nullptr : &ptq_ops_baseline;
+}
+
+// Whether this machine runs the kernels called `name` (avx512, avx2, baseline).
+EXPORT int32_t ptq_has(const char *name) { return ops_called(name) != nullptr; }
+EXPORT int32_t ptq_abi(void) { return PTQ_ABI; }
+
+EXPORT int32_t ptq_quantize_blocks(const char *name, const struct ptq_blocks *job) {
+    const struct ptq_ops *ops = ops_called(name);
+    return ops ? ops->quantize_blocks(job) : PTQ_UNSUPPORTED;
+}
+
+// An empty module, so that `import ptqpipe.kernels._cpu` says whether the kernels were built.
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+PyMODINIT_FUNC PyInit__cpu(void) { return PyModule_Create(&definition); }
