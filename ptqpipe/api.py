@@ -52,10 +52,15 @@ def convert(
         out=Path(out) if out is not None else None,
     )
     machine = Machine(
-        workers=workers or default_workers(), device=torch.device(device), memory_bytes=max_memory_bytes, progress=progress
+        workers=workers or default_workers(),
+        device=torch.device(device),
+        memory_bytes=max_memory_bytes,
+        progress=progress,
     )
     with prepared.source:
-        done = stage.convert(prepared, mode="resume" if resume else "overwrite" if overwrite else "new", machine=machine)
+        done = stage.convert(
+            prepared, mode="resume" if resume else "overwrite" if overwrite else "new", machine=machine
+        )
     if done is None:
         raise AssertionError("rank 0 always has a result")
     return done
@@ -103,7 +108,8 @@ def quantize(
 class LoadedTensors(Mapping[str, QTensor | torch.Tensor]):
     """A checkpoint's weights by logical name, read when asked for: QTensors where stored quantized, tensors elsewhere.
 
-    A stack of experts appears as one entry per expert, ``name[e]``. A context manager; or call ``close``.
+    A stack of experts appears as one entry per expert, ``name[e]``. A QTensor is always [out, in]; ``transposed`` names
+    the entries that the float model holds as [in, out]. A context manager; or call ``close``.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -115,6 +121,15 @@ class LoadedTensors(Mapping[str, QTensor | torch.Tensor]):
                 self._names[name] = (name, None)
             else:
                 self._names.update({f"{name}[{e}]": (name, e) for e in range(stored.experts)})
+
+    @property
+    def transposed(self) -> frozenset[str]:
+        """Entries whose float tensor is [in, out] (GPT-2's Conv1D, some stacks of experts)."""
+        return frozenset(
+            name
+            for name, (w, _) in self._names.items()
+            if w in self._source.stored and self._source.stored[w].transposed
+        )
 
     def __getitem__(self, name: str) -> QTensor | torch.Tensor:
         weight, expert = self._names[name]

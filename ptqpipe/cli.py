@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import click
 
@@ -24,10 +24,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.IGNORECASE)
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 
 
-class Size(click.ParamType):
+class Size(click.ParamType[int]):
     """A number of bytes: ``800MB`` (10^6), ``2GiB`` (2^30), ``1500000000``."""
 
     name = "size"
@@ -44,7 +55,7 @@ class Size(click.ParamType):
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """PtqError and a failing disk become one line on stderr and an exit code; anything else is a bug and keeps its trace."""
+    """PtqError and a failing disk become one line on stderr and an exit code; anything else is a bug: its trace stays."""
 
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -60,7 +71,7 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def _fail(message: str, code: int) -> Any:
+def _fail(message: str, code: int) -> NoReturn:
     rank = os.environ.get("RANK")
     where = f" (rank {rank})" if rank not in (None, "0") else ""
     click.echo(f"Error{where}: {message}", err=True)
@@ -75,15 +86,31 @@ def main() -> None:
 
 @main.command()
 @click.argument("model")
-@click.option("--format", "scheme", metavar="NAME", help="nvfp4 (default), nvfp4_w4a4, mxfp4, mxfp8, fp8, fp8_block, ...; see `ptqpipe formats`.")
+@click.option(
+    "--format",
+    "scheme",
+    metavar="NAME",
+    help="nvfp4 (default), nvfp4_w4a4, mxfp4, mxfp8, fp8, fp8_block, ...; see `ptqpipe formats`.",
+)
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder [default: <model>-<FORMAT>].")
 @click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="A YAML recipe instead of --format.")
 @click.option("--container", metavar="NAME", help="compressed_tensors, modelopt, deepseek_fp8, gptoss_mxfp4, ptqpipe.")
 @click.option("--search", metavar="NAME", help="exact (default), absmax, four_over_six, ...; see `ptqpipe formats`.")
-@click.option("--global-scale", type=click.Choice(["search", "absmax"]), help="Search the global scale (default) or take amax.")
-@click.option("--ignore", multiple=True, metavar="PATTERN", help="Keep these modules: a name, a glob, or re:<regex>. Repeatable.")
-@click.option("--input-amax", type=float, metavar="A", help="W4A4 without calibration: the largest activation that must not clip [336].")
-@click.option("--shard-size", type=Size(), metavar="SIZE", help="Largest weight file [about 1/32 of all, 256MiB to 4GiB].")
+@click.option(
+    "--global-scale", type=click.Choice(["search", "absmax"]), help="Search the global scale (default) or take amax."
+)
+@click.option(
+    "--ignore", multiple=True, metavar="PATTERN", help="Keep these modules: a name, a glob, or re:<regex>. Repeatable."
+)
+@click.option(
+    "--input-amax",
+    type=float,
+    metavar="A",
+    help="W4A4 without calibration: the largest activation that must not clip [336].",
+)
+@click.option(
+    "--shard-size", type=Size(), metavar="SIZE", help="Largest weight file [about 1/32 of all, 256MiB to 4GiB]."
+)
 @click.option("--workers", type=int, metavar="N", help="Units in flight [processors, at most 16].")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory.")
@@ -128,13 +155,15 @@ def convert(
     prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out)
     with prepared.source:
         if dry_run:
-            click.echo(json.dumps(tables.plan_json(prepared, machine)) if as_json else tables.plan_text(prepared, machine))
+            click.echo(
+                json.dumps(tables.plan_json(prepared, machine)) if as_json else tables.plan_text(prepared, machine)
+            )
             return
         ranks = _ranks()
         if ranks.rank == 0 and not as_json:
             click.echo(tables.header_text(prepared))
         try:
-            mode = "resume" if resume else "overwrite" if overwrite else "new"
+            mode: Literal["new", "resume", "overwrite"] = "resume" if resume else "overwrite" if overwrite else "new"
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
         except KeyboardInterrupt:
             again = f"ptqpipe convert {model} ... -o {prepared.out} --resume"
@@ -147,7 +176,9 @@ def convert(
 @main.command()
 @click.argument("ckpt", type=click.Path(path_type=Path))
 @click.option("--source", type=click.Path(path_type=Path), help="The checkpoint that it was made from.")
-@click.option("--optimal", is_flag=True, help="Prove the block scales optimal again by brute force (a sample of blocks).")
+@click.option(
+    "--optimal", is_flag=True, help="Prove the block scales optimal again by brute force (a sample of blocks)."
+)
 @click.option("--all", "all_blocks", is_flag=True, help="With --optimal: every block instead of a sample.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @one_line_errors
@@ -189,7 +220,14 @@ def diff(a: Path, b: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("ptqpipe-demo"), show_default=True, help="Folder for the checkpoints.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("ptqpipe-demo"),
+    show_default=True,
+    help="Folder for the checkpoints.",
+)
 @one_line_errors
 def demo(out: Path) -> None:
     """Convert the embedded model to three formats, verify them, and show what each costs."""

@@ -204,7 +204,8 @@ def get_format(name: str) -> Format:
     match = _RESEARCH.fullmatch(name.lower())
     if match is None:
         raise FormatError(
-            f"unknown format {name!r}; known are {', '.join(FORMATS)}, or element/block/scale[/global] such as e2m1/8/ue5m3"
+            f"unknown format {name!r}; known are {', '.join(FORMATS)}, "
+            "or element/block/scale[/global] such as e2m1/8/ue5m3"
         )
     block = int(match[2])
     if not 4 <= block <= 256:

@@ -32,7 +32,7 @@ class Abilities:
     """What a layout can store, beside the number formats.
 
     matrices    weights of linear layers, one tensor each
-    stacks      3-D stacks of experts as one tensor; without it each expert becomes ``...experts.<e>.<projection>.weight``
+    stacks      3-D stacks of experts as one tensor; without it each expert is ``...experts.<e>.<projection>.weight``
     transposed  weights that the model holds as [in, out] (Conv1D), marked as such
     """
 
@@ -132,7 +132,9 @@ class _Candidate:
     order: int
 
 
-def make_plan(tensors: Shapes, config: Mapping[str, Any], *, recipe: Recipe, abilities: Abilities | None = None) -> Plan:
+def make_plan(
+    tensors: Shapes, config: Mapping[str, Any], *, recipe: Recipe, abilities: Abilities | None = None
+) -> Plan:
     """Decides the fate of every tensor.
 
     tensors    the source's logical tensors (a quantized source: decoded names and shapes)
@@ -197,7 +199,9 @@ def _candidates(
         elif abilities.transposed:
             found[name] = _Candidate(Member(name, (shape[1], shape[0]), Slice(name, transposed=True)), order)
         else:
-            reasons[name] = "Conv1D keeps its weight as [in, out], which no reader of this layout expects; --container ptqpipe"
+            reasons[name] = (
+                "Conv1D keeps its weight as [in, out], which no reader of this layout expects; --container ptqpipe"
+            )
     return found, reasons
 
 
@@ -217,9 +221,7 @@ def conv1d_leaves(tensors: Shapes) -> frozenset[str]:
     return frozenset(proven)
 
 
-def _expert_members(
-    name: str, tensors: Shapes, config: Mapping[str, Any], *, stacks: bool
-) -> tuple[list[Member], str]:
+def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], *, stacks: bool) -> tuple[list[Member], str]:
     """The per-expert weights of one 3-D tensor, or why it is kept."""
     dtype, shape = tensors[name]
     base = name.removesuffix(".weight")
@@ -236,7 +238,8 @@ def _expert_members(
         return [Member(name, (rows, cols), part, stack=shape[0]) for part in slices], ""
     if leaf != "gate_up_proj":
         return [
-            Member(f"{parent}.{e}.{leaf}.weight", (rows, cols), Slice(name, expert=e, transposed=transposed)) for e in experts
+            Member(f"{parent}.{e}.{leaf}.weight", (rows, cols), Slice(name, expert=e, transposed=transposed))
+            for e in experts
         ], ""
     if base + "_bias" in tensors:
         return [], "experts with biases have no per-expert spelling that readers know; use --container gptoss_mxfp4"
@@ -324,7 +327,9 @@ def _reject_split_stacks(
             rules.pop(key, None)
 
 
-def _units(candidates: Mapping[str, _Candidate], groups: Iterable[list[str]], rules: Mapping[str, Rule]) -> tuple[Unit, ...]:
+def _units(
+    candidates: Mapping[str, _Candidate], groups: Iterable[list[str]], rules: Mapping[str, Rule]
+) -> tuple[Unit, ...]:
     units = []
     for group in groups:
         if group[0] not in rules:
@@ -339,14 +344,15 @@ def _units(candidates: Mapping[str, _Candidate], groups: Iterable[list[str]], ru
 
 
 def _kept(name: str, entry: tuple[str, tuple[int, ...]], reasons: Mapping[str, str]) -> Kept:
-    dtype, shape = entry
-    matrix = len(shape) >= 2 and dtype in FLOAT_DTYPES and (name.endswith(".weight") or "experts" in name.split("."))
-    return Kept(name, reasons[name], matrix)
+    return Kept(name, reasons[name], is_matrix(name, *entry))
+
+
+def is_matrix(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether readers could look for a tensor among the linear layers: a float matrix, or a stack of experts."""
+    return len(shape) >= 2 and dtype in FLOAT_DTYPES and (name.endswith(".weight") or "experts" in name.split("."))
 
 
 def _nothing_to_do(kept: Sequence[Kept]) -> str:
     reasons = [k.reason for k in kept if k.matrix] or [k.reason for k in kept]
     common = max(set(reasons), key=reasons.count) if reasons else "there are no tensors"
     return f"nothing would be quantized: {len(kept)} tensors are kept, mostly because: {common}"
-
-

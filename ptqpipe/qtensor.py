@@ -93,11 +93,19 @@ class QTensor:
         end = start + length
         whole = self.fmt.block[dim] == 0
         if whole and (start, length) != (0, self.shape[dim]):
-            raise FormatError(f"{self.fmt.name} shares a scale over the whole of dim {dim}; it cannot be narrowed there")
-        if start < 0 or length <= 0 or end > self.shape[dim] or start % extent or (end % extent and end != self.shape[dim]):
             raise FormatError(
-                f"narrow({dim}, {start}, {length}) of a {self.fmt.name} {self.shape[0]}x{self.shape[1]} does not lie on "
-                f"block edges; use multiples of {extent}"
+                f"{self.fmt.name} shares a scale over the whole of dim {dim}; it cannot be narrowed there"
+            )
+        if (
+            start < 0
+            or length <= 0
+            or end > self.shape[dim]
+            or start % extent
+            or (end % extent and end != self.shape[dim])
+        ):
+            raise FormatError(
+                f"narrow({dim}, {start}, {length}) of a {self.fmt.name} {self.shape[0]}x{self.shape[1]} does not lie "
+                f"on block edges; use multiples of {extent}"
             )
         scales = self.scales.narrow(dim, start // extent, -(-end // extent) - start // extent)
         if dim == 0:
@@ -175,9 +183,7 @@ def scale_values(scales: torch.Tensor, codec: Codec) -> torch.Tensor:
     return code_values(scales, codec) if codec.enumerable else scales.float()
 
 
-def encode(
-    w: torch.Tensor, scales: torch.Tensor, *, fmt: Format, global_scale: torch.Tensor | None = None
-) -> QTensor:
+def encode(w: torch.Tensor, scales: torch.Tensor, *, fmt: Format, global_scale: torch.Tensor | None = None) -> QTensor:
     """Encodes ``w`` ``[N, K]`` (any float dtype) with the given block scales: the only rounding that is written.
 
     y = |w| * (1 / (value(scale) * global_scale)) in float32, then the nearest magnitude, ties to the even code,
@@ -208,7 +214,9 @@ def check_finite(w: torch.Tensor, name: str = "the tensor") -> None:
     count = int(bad.sum())
     first = bad.nonzero()[0].tolist()
     nan = int(torch.isnan(w).sum())
-    raise NumericsError(f"{name} has {nan} NaN and {count - nan} inf, the first at {first}; the source checkpoint is damaged")
+    raise NumericsError(
+        f"{name} has {nan} NaN and {count - nan} inf, the first at {first}; the source checkpoint is damaged"
+    )
 
 
 def squared_error(q: QTensor, w: torch.Tensor) -> float:

@@ -27,9 +27,18 @@ DEFAULT_KEEP: tuple[tuple[str, str], ...] = (
     (r"re:.*norm\d*$", "norm"),
     (r"re:.*(\.|_)(gate|router|shared_expert_gate|e_score_correction)$", "router"),
     (r"re:.*router(\.|$)", "router"),
-    (r"re:(.*\.)?(visual|vision_tower|vision_model|vision_encoder|image_newline|vision_embed_tokens)(\.|$)", "vision tower"),
-    (r"re:(.*\.)?(audio_tower|audio_model|audio_encoder|speech_encoder|talker|token2wav|code2wav)(\.|$)", "audio tower"),
-    (r"re:(.*\.)?(multi_modal_projector|mm_projector|connector|aligner|merger|projector)(\.|$)", "multimodal projector"),
+    (
+        r"re:(.*\.)?(visual|vision_tower|vision_model|vision_encoder|image_newline|vision_embed_tokens)(\.|$)",
+        "vision tower",
+    ),
+    (
+        r"re:(.*\.)?(audio_tower|audio_model|audio_encoder|speech_encoder|talker|token2wav|code2wav)(\.|$)",
+        "audio tower",
+    ),
+    (
+        r"re:(.*\.)?(multi_modal_projector|mm_projector|connector|aligner|merger|projector)(\.|$)",
+        "multimodal projector",
+    ),
     (r"re:(.*\.)?mtp(\.|_|$)", "multi-token-prediction head"),
     (r"re:.*conv1d$", "short convolution"),
 )
@@ -179,7 +188,9 @@ def load_recipe(path: Path) -> Recipe:
 
 def parse_recipe(raw: Any) -> Recipe:
     """A recipe from parsed YAML; RecipeError for unknown keys, wrong types and contradictions."""
-    top = _mapping(raw, "the recipe", {"version", "description", "rules", "keep", "fuse", "container", "input_amax", "shard_bytes"})
+    top = _mapping(
+        raw, "the recipe", {"version", "description", "rules", "keep", "fuse", "container", "input_amax", "shard_bytes"}
+    )
     if top.get("version") != 1:
         raise RecipeError(f"version is {top.get('version')!r}, expected 1")
     rules = tuple(_rule(item, index) for index, item in enumerate(_list(top.get("rules"), "rules")))

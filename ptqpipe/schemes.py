@@ -92,4 +92,6 @@ def get_scheme(name: str) -> Scheme:
         fmt = get_format(name)
         return Scheme(fmt.name, fmt, Activation.NONE, fmt.name.upper().replace("/", "-"), container="ptqpipe")
     known = ", ".join(SCHEMES)
-    raise FormatError(f"unknown format {name!r}; known are {known}, or element/block/scale[/global] such as e2m1/8/ue5m3")
+    raise FormatError(
+        f"unknown format {name!r}; known are {known}, or element/block/scale[/global] such as e2m1/8/ue5m3"
+    )

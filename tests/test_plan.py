@@ -19,10 +19,17 @@ def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[in
 
 
 def plan_of(
-    tensors: Mapping[str, torch.Tensor], *, recipe: Recipe | None = None, config: dict[str, Any] | None = None, abilities: Abilities | None = None
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    recipe: Recipe | None = None,
+    config: dict[str, Any] | None = None,
+    abilities: Abilities | None = None,
 ) -> Plan:
     return make_plan(
-        shapes(tensors), tiny.LLAMA_CONFIG if config is None else config, recipe=recipe or build_recipe(RecipeOptions()), abilities=abilities
+        shapes(tensors),
+        tiny.LLAMA_CONFIG if config is None else config,
+        recipe=recipe or build_recipe(RecipeOptions()),
+        abilities=abilities,
     )
 
 
@@ -47,7 +54,9 @@ def test_every_tensor_has_exactly_one_fate() -> None:
 
 def test_fused_weights_share_a_unit_in_the_order_of_the_table() -> None:
     members = [[m.module.rsplit(".")[-1] for m in u.members] for u in plan_of(tiny.llama(layers=1)).units]
-    assert sorted(members) == sorted([["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]])
+    assert sorted(members) == sorted(
+        [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+    )
 
 
 def test_a_dimension_that_does_not_divide_keeps_the_weight_and_its_fused_siblings() -> None:
@@ -87,7 +96,13 @@ def test_stacks_of_experts_become_weights_of_each_expert_in_either_orientation(t
     plan = plan_of(tiny.fused_moe(transposed=transposed))
     experts = {m.weight: m for u in plan.units for m in u.members if ".experts." in m.weight}
     up = experts["model.layers.0.mlp.experts.2.up_proj.weight"]
-    assert (up.shape, up.source.start, up.source.step, up.source.expert, up.source.transposed) == ((64, 128), 64, 1, 2, transposed)
+    assert (up.shape, up.source.start, up.source.step, up.source.expert, up.source.transposed) == (
+        (64, 128),
+        64,
+        1,
+        2,
+        transposed,
+    )
     assert experts["model.layers.0.mlp.experts.0.down_proj.weight"].shape == (128, 64)
     units = [[m.weight for m in u.members] for u in plan.units]
     assert ["model.layers.0.mlp.experts.1.gate_proj.weight", "model.layers.0.mlp.experts.1.up_proj.weight"] in units
@@ -116,7 +131,10 @@ def test_an_orientation_that_shapes_leave_open_is_kept_not_guessed() -> None:
 def test_a_container_of_stacks_gets_one_unit_an_expert_under_the_stacks_name() -> None:
     plan = plan_of(tiny.fused_moe(), abilities=Abilities(stacks=True))
     stack = [m for u in plan.units for m in u.members if m.stack is not None]
-    assert {m.weight for m in stack} == {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"}
+    assert {m.weight for m in stack} == {
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.down_proj",
+    }
     assert sorted(m.source.expert for m in stack if m.weight.endswith("down_proj")) == [0, 1, 2]
     assert all(m.stack == 3 for m in stack)
 

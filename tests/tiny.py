@@ -52,14 +52,20 @@ def attention(t: Tensors, prefix: str, *, hidden: int, kv: int) -> None:
     t.add(f"{prefix}.o_proj.weight", hidden, hidden)
 
 
-def llama(*, seed: int = 0, layers: int = 2, hidden: int = 128, inner: int = 256, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def llama(
+    *, seed: int = 0, layers: int = 2, hidden: int = 128, inner: int = 256, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
     """The tensors of a dense Llama."""
     t = Tensors(seed, dtype)
     t.add("model.embed_tokens.weight", 96, hidden)
     for layer in range(layers):
         base = f"model.layers.{layer}"
         attention(t, f"{base}.self_attn", hidden=hidden, kv=hidden // 2)
-        for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
+        for name, shape in (
+            ("gate_proj", (inner, hidden)),
+            ("up_proj", (inner, hidden)),
+            ("down_proj", (hidden, inner)),
+        ):
             t.add(f"{base}.mlp.{name}.weight", *shape)
         t.ones(f"{base}.input_layernorm.weight", hidden)
         t.ones(f"{base}.post_attention_layernorm.weight", hidden)
@@ -68,7 +74,9 @@ def llama(*, seed: int = 0, layers: int = 2, hidden: int = 128, inner: int = 256
     return t.made
 
 
-def fused_moe(*, experts: int = 3, hidden: int = 128, inner: int = 64, transposed: bool = False) -> dict[str, torch.Tensor]:
+def fused_moe(
+    *, experts: int = 3, hidden: int = 128, inner: int = 64, transposed: bool = False
+) -> dict[str, torch.Tensor]:
     """One layer whose experts are 3-D stacks: [E, 2I, H] and [E, H, I], or both transposed."""
     t = Tensors(1)
     t.add("model.embed_tokens.weight", 96, hidden)

@@ -91,7 +91,9 @@ def quantize(
     if fmt.has_global:
         plain = g = absmax_global(amax, fmt)
         if search_global and amax > 0:
-            g = pick(plain, fmt, total=lambda c: sum(total_error(s, fmt, search=search, global_scale=c) for s in samples))
+            g = pick(
+                plain, fmt, total=lambda c: sum(total_error(s, fmt, search=search, global_scale=c) for s in samples)
+            )
     compare = None if plain is None or g is None or torch.equal(plain, g) else plain
     sums, plain_error = _pass(weights, fmt, search=search, g=g, compare=compare, sink=sink, device=device)
     error = sum(squared for squared, _ in sums)

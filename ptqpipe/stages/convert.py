@@ -36,7 +36,15 @@ from ptqpipe.stages.jobs import (
     write_checkpoint,
 )
 from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
-from ptqpipe.stages.outputs import Job, Outputs, abilities_of, check_supported, choose_container, config_files, make_outputs
+from ptqpipe.stages.outputs import (
+    Job,
+    Outputs,
+    abilities_of,
+    check_supported,
+    choose_container,
+    config_files,
+    make_outputs,
+)
 from ptqpipe.stages.source import Source, SourceRows
 
 
@@ -153,7 +161,9 @@ def _prefetch(job: Job, source: Source) -> None:
         prefetch_tensors(source.reader, {member.source.tensor for member in job.unit.members})
 
 
-def _quantize(job: Job, prepared: Prepared, writer: CheckpointWriter, machine: Machine, cache_bytes: int) -> dict[str, Any]:
+def _quantize(
+    job: Job, prepared: Prepared, writer: CheckpointWriter, machine: Machine, cache_bytes: int
+) -> dict[str, Any]:
     """Quantizes a unit, writes its parts, and returns its record."""
     unit = job.unit
     assert unit is not None
@@ -308,4 +318,3 @@ def _finish(prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
 def sqnr_db(relative_mse: float) -> float:
     """Signal to quantization noise ratio in decibels; inf for an exact weight."""
     return -10.0 * math.log10(relative_mse) if relative_mse > 0 else math.inf
-

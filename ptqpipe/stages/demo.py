@@ -136,7 +136,11 @@ def demo_text(demo: Demo) -> str:
         for row in demo.rows
     ]
     head = ["weights", "bytes", "ratio", "SQNR dB", "perplexity", "change", "state"]
-    lines = [table(head, body), f"perplexity on {demo.tokens} held-out tokens; heads, embeddings and norms stay bf16", ""]
+    lines = [
+        table(head, body),
+        f"perplexity on {demo.tokens} held-out tokens; heads, embeddings and norms stay bf16",
+        "",
+    ]
     lines += [f"{row.name:>9}: {row.sentence}" for row in demo.rows]
     lines += ["", f"The checkpoints are in {demo.out}/; try: ptqpipe inspect {demo.out}/{SCHEMES[0]}"]
     return "\n".join(lines)

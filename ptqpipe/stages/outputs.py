@@ -1,5 +1,6 @@
-"""From a plan to files: which tensors are written, where, and which job writes them. Decided before a weight is read."""
+"""From a plan to files: which tensors are written, where, and by which job. Decided before a weight is read."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -126,8 +127,4 @@ def _stored_bytes(source: Source, name: str) -> int:
 
 def _element_bytes(source: Source, member: Member) -> float:
     name = member.source.tensor
-    dtype, shape = source.tensors[name]
-    count = 1
-    for extent in shape:
-        count *= extent
-    return _stored_bytes(source, name) / max(1, count)
+    return _stored_bytes(source, name) / max(1, math.prod(source.tensors[name][1]))

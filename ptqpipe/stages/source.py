@@ -82,8 +82,8 @@ class Source:
         low = next((weight for weight in self.stored.values() if weight.scheme.fmt.element.bits < 8), None)
         if low is not None:
             raise UsageError(
-                f"{self.reader.path} is already quantized ({low.scheme.fmt.name}, {self.container_name}); converting it "
-                "again would only add error: use `ptqpipe relayout` to change its layout, or convert the original"
+                f"{self.reader.path} is already quantized ({low.scheme.fmt.name}, {self.container_name}); converting "
+                "it again would only add error: use `ptqpipe relayout` to change its layout, or convert the original"
             )
 
     def quantized(self, weight: str, *, expert: int | None = None, rows: tuple[int, int] | None = None) -> QTensor:
@@ -146,7 +146,9 @@ class SourceRows:
             return plane[where.start :: where.step][start:stop].contiguous()
         first = where.start + start * where.step
         span = (stop - start - 1) * where.step + 1
-        return self._read_plane_rows(where.tensor, where.expert * shape[1] + first, span, shape[2])[:: where.step].contiguous()
+        return self._read_plane_rows(where.tensor, where.expert * shape[1] + first, span, shape[2])[
+            :: where.step
+        ].contiguous()
 
     def _decode(self, start: int, stop: int) -> torch.Tensor:
         """Rows of a stored weight, decoded. Its codes are [out, in] whatever the orientation of the float tensor."""

@@ -19,7 +19,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     widths = [max(len(row[i]) for row in body) for i in range(len(header))]
     lines = []
     for row in body:
-        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
@@ -58,8 +60,8 @@ def _what(prepared: Prepared) -> list[str]:
     if any(scheme.needs_input_global_scale for scheme in prepared.recipe.schemes()):
         amax = prepared.recipe.input_amax
         lines.append(
-            f"  input_global_scale: no calibration, so one constant for every layer: activations up to {amax:g} do not clip, "
-            f"blocks below {amax / 28672:.2g} lose precision (--input-amax)"
+            f"  input_global_scale: no calibration, so one constant for every layer: activations up to {amax:g} do not "
+            f"clip, blocks below {amax / 28672:.2g} lose precision (--input-amax)"
         )
     count = sum(len(unit.members) for unit in prepared.plan.units)
     shards = f"{len(layout.shards)} files" if len(layout.shards) > 1 else "1 file"
@@ -100,8 +102,8 @@ def plan_text(prepared: Prepared, machine: Machine) -> str:
     estimate = estimate_seconds(prepared, machine)
     fates = table(["unit", "format", "search", "first shape", "count"], body, left=3)
     tail = (
-        f"writes {prepared.outputs.layout.file_bytes} bytes of weights and index; at most {size_text(machine.memory_bytes)} "
-        f"of memory with {machine.workers} workers; about {estimate:.0f} s on this machine"
+        f"writes {prepared.outputs.layout.file_bytes} bytes of weights and index; at most "
+        f"{size_text(machine.memory_bytes)} of memory with {machine.workers} workers; about {estimate:.0f} s on this machine"
     )
     return "\n".join([*_what(prepared), fates, *_kept(prepared), tail])
 
@@ -150,7 +152,8 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "relative_mse": squared / energy if energy else 0.0,
                 "sqnr_db": sqnr_db(squared / energy if energy else 0.0),
                 "versus_absmax": squared / baseline if baseline else 1.0,
-                "bits_per_weight": sum(m["bits_per_weight"] * m["shape"][0] * m["shape"][1] for m in members) / elements,
+                "bits_per_weight": sum(m["bits_per_weight"] * m["shape"][0] * m["shape"][1] for m in members)
+                / elements,
                 "proven": all(m["proven"] for m in members),
             }
         )
@@ -163,7 +166,9 @@ def formats_text() -> str:
     for scheme in SCHEMES.values():
         names = ", ".join((scheme.name, *scheme.aliases))
         lines.append(f"  {names:<38} {scheme.describe()} [{scheme.container}]")
-    return "\n".join([*lines, f"containers: {', '.join(container_names())}", f"searches:   {', '.join(search_names())}"])
+    return "\n".join(
+        [*lines, f"containers: {', '.join(container_names())}", f"searches:   {', '.join(search_names())}"]
+    )
 
 
 def converted_json(done: Converted) -> dict[str, Any]:
