@@ -14,6 +14,7 @@ and one or two for MX formats. The scan runs on chunks that stay in the second-l
 and blocks along the columns, so that the sum in element order is a sequence of contiguous additions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -118,16 +119,35 @@ class _Lanes:
 
     def keep(self, lanes: torch.Tensor) -> "_Lanes":
         """These lanes alone."""
-        return _Lanes(*(None if t is None else t.index_select(-1, lanes) for t in self._tensors()))
+        return self._map(lambda column: column.index_select(-1, lanes))
 
     @classmethod
     def join(cls, parts: list["_Lanes"]) -> "_Lanes":
-        """The lanes of all parts (at least one)."""
-        columns = zip(*(part._tensors() for part in parts), strict=True)
-        return cls(*(None if ts[0] is None else torch.cat(ts, dim=-1) for ts in columns))
+        """The lanes of all parts (at least one), in order."""
+        return _Lanes(
+            torch.cat([part.x for part in parts], dim=1),
+            None if parts[0].h is None else torch.cat([part.h for part in parts if part.h is not None], dim=1),
+            torch.cat([part.anchor for part in parts], dim=1),
+            None
+            if parts[0].anchor_h is None
+            else torch.cat([part.anchor_h for part in parts if part.anchor_h is not None], dim=1),
+            torch.cat([part.best for part in parts]),
+            torch.cat([part.best_index for part in parts]),
+            torch.cat([part.index for part in parts]),
+            torch.cat([part.position for part in parts]),
+        )
 
-    def _tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(getattr(self, name) for name in self.__slots__)
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "_Lanes":
+        return _Lanes(
+            change(self.x),
+            None if self.h is None else change(self.h),
+            change(self.anchor),
+            None if self.anchor_h is None else change(self.anchor_h),
+            change(self.best),
+            change(self.best_index),
+            change(self.index),
+            change(self.position),
+        )
 
 
 def _load(
