@@ -55,7 +55,7 @@ class Size(click.ParamType[int]):
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """PtqError and a failing disk become one line on stderr and an exit code; anything else is a bug: its trace stays."""
+    """PtqError and disk errors become one line on stderr and an exit code; anything else is a bug, with its trace."""
 
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.containers import Container, StoredWeight, container_names, decode, get_container
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.containers import Container, StoredWeight, decode, detect_container, get_container, merged_config
+from ptqpipe.errors import UsageError
 from ptqpipe.plan import Slice
 from ptqpipe.qtensor import QTensor
 
@@ -23,6 +23,7 @@ class Source:
 
     stored    logical name -> where its parts lie; empty for a plain checkpoint
     consumed  names of tensors that are parts of a stored weight
+    tensors   logical tensors: name -> (dtype, shape), stored weights as the BF16 tensors that they stand for
     """
 
     reader: CheckpointReader
@@ -30,6 +31,7 @@ class Source:
     container_name: str
     stored: Mapping[str, StoredWeight]
     consumed: frozenset[str]
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 
     @classmethod
     def open(cls, path: Path) -> "Source":
@@ -44,38 +46,14 @@ class Source:
     @classmethod
     def _detect(cls, reader: CheckpointReader) -> "Source":
         tensors = {name: (entry.dtype, entry.shape) for name, entry in reader.entries.items()}
-        config = dict(reader.config)
-        extra = reader.read_json("hf_quant_config.json")
-        if extra is not None:
-            config["hf_quant_config"] = extra
-        for name in container_names():
-            container = get_container(name)
-            if container.detect(config, tensors):
-                stored = container.stored_weights(config, tensors)
-                consumed = frozenset(part.name for weight in stored.values() for part in weight.parts)
-                return cls(reader, container, name, stored, consumed)
-        method = (config.get("quantization_config") or {}).get("quant_method")
-        if method is not None:
-            raise CheckpointError(
-                f"{reader.path} is quantized with quant_method {method!r}, which ptqpipe does not read; "
-                f"known layouts are {', '.join(container_names())}"
-            )
-        return cls(reader, None, "plain", {}, frozenset())
-
-    @property
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Logical tensors: name -> (dtype, shape), stored weights as the BF16 tensors that they stand for."""
-        found: dict[str, tuple[str, tuple[int, ...]]] = {}
-        owner = {part.name: weight for weight in self.stored.values() for part in weight.parts}
-        for name, entry in self.reader.entries.items():
-            stored = owner.get(name)
-            if stored is None:
-                found[name] = (entry.dtype, entry.shape)
-            elif stored.weight not in found:
-                stack = () if stored.experts is None else (stored.experts,)
-                matrix = stored.shape[::-1] if stored.transposed else stored.shape
-                found[stored.weight] = ("BF16", (*stack, *matrix))
-        return found
+        config = merged_config(reader.config, reader.read_json("hf_quant_config.json"))
+        name = detect_container(config, tensors)
+        if name is None:
+            return cls(reader, None, "plain", {}, frozenset(), tensors)
+        container = get_container(name)
+        stored = container.stored_weights(config, tensors)
+        consumed = frozenset(part.name for weight in stored.values() for part in weight.parts)
+        return cls(reader, container, name, stored, consumed, _logical(reader, stored))
 
     def check_requantizable(self) -> None:
         """UsageError when the stored weights are already below 8 bits: quantizing them again only adds error."""
@@ -102,6 +80,22 @@ class Source:
     def close(self) -> None:
         """Closes the files."""
         self.reader.close()
+
+
+def _logical(
+    reader: CheckpointReader, stored: Mapping[str, StoredWeight]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    owner = {part.name: weight for weight in stored.values() for part in weight.parts}
+    for name, entry in reader.entries.items():
+        weight = owner.get(name)
+        if weight is None:
+            found[name] = (entry.dtype, entry.shape)
+        elif weight.weight not in found:
+            stack = () if weight.experts is None else (weight.experts,)
+            matrix = weight.shape[::-1] if weight.transposed else weight.shape
+            found[weight.weight] = ("BF16", (*stack, *matrix))
+    return found
 
 
 class SourceRows:

@@ -103,7 +103,7 @@ def plan_text(prepared: Prepared, machine: Machine) -> str:
     fates = table(["unit", "format", "search", "first shape", "count"], body, left=3)
     tail = (
         f"writes {prepared.outputs.layout.file_bytes} bytes of weights and index; at most "
-        f"{size_text(machine.memory_bytes)} of memory with {machine.workers} workers; about {estimate:.0f} s on this machine"
+        f"{size_text(machine.memory_bytes)} of memory with {machine.workers} workers; about {estimate:.0f} s here"
     )
     return "\n".join([*_what(prepared), fates, *_kept(prepared), tail])
 
