@@ -82,6 +82,24 @@ class ShardLayout:
         if limit < 1:
             raise OutputError(f"shards of {limit} bytes cannot hold anything; ask for at least 1 byte")
         contents, group_shards = _fill(groups, sizes, limit)
+        return cls._of(contents, group_shards, sizes)
+
+    @classmethod
+    def with_borders(cls, groups: Sequence[Sequence[TensorSpec]], *, shard_of: Sequence[int]) -> ShardLayout:
+        """Group i goes to shard ``shard_of[i]`` (ascending from 0, without gaps), whatever their sizes.
+
+        Raises OutputError as `plan` does.
+        """
+        sizes = _checked_sizes(groups)
+        contents: list[list[TensorSpec]] = [[] for _ in range(max(shard_of) + 1)]
+        for group, shard in zip(groups, shard_of, strict=True):
+            contents[shard].extend(group)
+        return cls._of(contents, tuple((shard,) for shard in shard_of), sizes)
+
+    @classmethod
+    def _of(
+        cls, contents: Sequence[Sequence[TensorSpec]], group_shards: tuple[tuple[int, ...], ...], sizes: Mapping[str, int]
+    ) -> ShardLayout:
         count = len(contents)
         shards = []
         for i, tensors in enumerate(contents):
@@ -93,7 +111,7 @@ class ShardLayout:
             for spec in shard.tensors:
                 placements[spec.name] = Placement(shard.file, offset, sizes[spec.name])
                 offset += sizes[spec.name]
-        return cls(tuple(shards), MappingProxyType(placements), group_shards, total)
+        return cls(tuple(shards), MappingProxyType(placements), group_shards, sum(sizes.values()))
 
     @property
     def file_bytes(self) -> int:

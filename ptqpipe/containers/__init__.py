@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ptqpipe.containers._codec import decode, decode_input_global, encode_part, part_bytes, part_offset
-from ptqpipe.containers._config import merged_config, quantization_config
+from ptqpipe.containers._config import merged_config, quantization_config, without_quantization
 from ptqpipe.containers._kv import kv_scale
 from ptqpipe.containers._types import Container, Load, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, UsageError
@@ -35,6 +35,8 @@ __all__ = [
     "merged_config",
     "part_bytes",
     "part_offset",
+    "quantization_config",
+    "without_quantization",
 ]
 
 

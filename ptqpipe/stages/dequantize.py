@@ -1,0 +1,224 @@
+"""dequantize: a packed checkpoint in, a plain float one out, which every tool loads.
+
+The numbers are the decode that every reported error is measured on, rounded once to the asked dtype. Names, kept
+tensors and files are those of the checkpoint; scales of activations and of the kv cache have no place in a float model
+and are left out, and listed. Weights stream through in runs of rows; a stack that the model holds as [in, out] needs
+memory for one expert.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe._version import __version__
+from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
+from ptqpipe.checkpoint.source import check_disjoint
+from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
+from ptqpipe.containers import Role, StoredWeight, kv_scale, without_quantization
+from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.stages.jobs import (
+    RECORD_FILE,
+    carried_files,
+    copy_tensor,
+    json_bytes,
+    prefetch_tensors,
+    records_of,
+    run_id_of,
+    write_checkpoint,
+)
+from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
+from ptqpipe.stages.pieces import Piece, decoded_rows
+from ptqpipe.stages.source import Source
+
+DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
+_DECODED = frozenset({Role.DATA, Role.SCALES, Role.GLOBAL, Role.GLOBAL_DIVISOR})
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """What a finished decoding was. ``dropped`` lists the tensors that a float model has no place for."""
+
+    out: Path
+    record: Mapping[str, Any]
+    weights: int
+    kept: int
+    dropped: tuple[str, ...]
+    written_bytes: int
+    seconds: float
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A stored weight to decode, or the name of a tensor to copy."""
+
+    id: str
+    group: int
+    source_bytes: int
+    spec: TensorSpec
+    reads: tuple[str, ...]
+    stored: StoredWeight | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    source: Source
+    dtype: str
+    layout: ShardLayout
+    jobs: tuple[Job, ...]
+    dropped: tuple[str, ...]
+
+    @property
+    def run_parts(self) -> dict[str, str]:
+        return {
+            "stage": "dequantize",
+            "source": self.source.reader.fingerprint(),
+            "dtype": self.dtype,
+            "layout": self.layout.digest,
+            "version": __version__,
+        }
+
+
+def dequantize(
+    ckpt: Path,
+    out: Path,
+    *,
+    dtype: str = "bf16",
+    mode: Mode = "new",
+    machine: Machine | None = None,
+    ranks: Ranks | None = None,
+) -> Dequantized | None:
+    """Writes a packed checkpoint as floats (bf16, fp16 or fp32). The result on rank 0, None on the others.
+
+    Raises UsageError for a plain checkpoint or an unknown dtype, NumericsError where fp16 would overflow.
+    """
+    begun = time.monotonic()
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype!r} is unknown; use {', '.join(DTYPES)}")
+    with Source.open(Path(ckpt)) as source:
+        check_disjoint(source.reader.path, Path(out))
+        prepared = _prepare(source, dtype)
+        record = write_checkpoint(
+            Path(out),
+            prepared.layout,
+            jobs=prepared.jobs,
+            run_parts=prepared.run_parts,
+            mode=mode,
+            machine=machine or Machine(),
+            ranks=ranks or Ranks(),
+            work=lambda job, writer, _: _do(job, prepared, writer),
+            prefetch=lambda job: prefetch_tensors(source.reader, job.reads),
+            finish=lambda writer: _finish(prepared, writer),
+        )
+    if record is None:
+        return None
+    return Dequantized(
+        Path(out),
+        record,
+        weights=len(record["weights"]),
+        kept=len(record["kept"]),
+        dropped=prepared.dropped,
+        written_bytes=prepared.layout.file_bytes,
+        seconds=time.monotonic() - begun,
+        peak_rss_bytes=resident_bytes().peak,
+    )
+
+
+def _prepare(source: Source, dtype: str) -> _Prepared:
+    if source.container is None:
+        raise UsageError(f"{source.reader.path} is not quantized; there is nothing to decode")
+    jobs: list[Job] = []
+    dropped: list[str] = []
+    for name, (stored_dtype, shape) in source.tensors.items():
+        stored = source.stored.get(name)
+        if stored is not None:
+            n, k = stored.shape
+            matrix = (k, n) if stored.transposed else (n, k)
+            shape = matrix if stored.experts is None else (stored.experts, *matrix)
+            parts = tuple(part.name for part in stored.parts if part.role in _DECODED)
+            dropped += [part.name for part in stored.parts if part.role not in _DECODED]
+            size = sum(source.reader.entries[part].nbytes for part in parts)
+            jobs.append(Job(name, len(jobs), size, TensorSpec(name, DTYPES[dtype][0], shape), parts, stored))
+        elif kv_scale(name, stored_dtype, shape, container="plain") is not None:
+            dropped.append(name)
+        else:
+            size = source.reader.entries[name].nbytes
+            jobs.append(Job(f"keep:{name}", len(jobs), size, TensorSpec(name, stored_dtype, shape), (name,)))
+    layout = ShardLayout.plan([[job.spec] for job in jobs])
+    return _Prepared(source, dtype, layout, tuple(jobs), tuple(dropped))
+
+
+def _do(job: Job, prepared: _Prepared, writer: CheckpointWriter) -> dict[str, Any]:
+    name = job.spec.name
+    if job.stored is None:
+        sha256, nbytes = copy_tensor(prepared.source.reader, name, writer, name)
+        return {"kept": {name: {"sha256": sha256, "bytes": nbytes}}}
+    digest = hashlib.sha256()
+    offset = 0
+    for expert in range(job.stored.experts or 1):
+        where = None if job.stored.experts is None else expert
+        piece = Piece(name, job.stored.shape, job.stored.scheme, (), job.stored, expert=where)
+        for rows in _rows(piece, prepared):
+            raw = rows.reshape(-1).view(torch.uint8)
+            writer.write(name, raw, byte_offset=offset)
+            digest.update(raw.numpy().data)
+            offset += raw.nbytes
+    facts = {"shape": list(job.spec.shape), "format": job.stored.scheme.fmt.name, "sha256": digest.hexdigest()}
+    return {"members": {name: facts}}
+
+
+def _rows(piece: Piece, prepared: _Prepared) -> Iterable[torch.Tensor]:
+    """The piece in the output's dtype and orientation, in runs that follow each other."""
+    dtype = DTYPES[prepared.dtype][1]
+    reader = prepared.source.reader
+    if not piece.source.transposed:
+        return (_rounded(rows, dtype, piece) for _, rows in decoded_rows(piece, reader))
+    whole = torch.empty(piece.shape[1], piece.shape[0], dtype=dtype)
+    for first, rows in decoded_rows(piece, reader):
+        whole[:, first : first + rows.shape[0]] = _rounded(rows, dtype, piece).t()
+    return [whole]
+
+
+def _rounded(rows: torch.Tensor, dtype: torch.dtype, piece: Piece) -> torch.Tensor:
+    rounded = rows.to(dtype)
+    if dtype is torch.float16 and not bool(torch.isfinite(rounded).all()):
+        raise NumericsError(f"{piece.weight} has numbers beyond 65504, which fp16 cannot hold; use --dtype bf16")
+    return rounded
+
+
+def _finish(prepared: _Prepared, writer: CheckpointWriter) -> dict[str, Any]:
+    source = prepared.source
+    source.reader.check_unchanged()
+    records = records_of(prepared.jobs, writer.done())
+    old = source.reader.read_json(RECORD_FILE) or {}
+    record = {
+        "ptqpipe": __version__,
+        "run_id": run_id_of(prepared.run_parts),
+        "dequantized_from": old.get("run_id"),
+        "container": "plain",
+        "dtype": prepared.dtype,
+        "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},
+        "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
+        "carried_files": sorted(name for _, name in carried_files(source.reader)),
+        "dropped": list(prepared.dropped),
+    }
+    config = _with_dtype(without_quantization(source.reader.config), prepared.dtype)
+    extra = {"config.json": json_bytes(config), RECORD_FILE: json_bytes(record)}
+    carried = [(path, name) for path, name in carried_files(source.reader) if name not in extra]
+    writer.finish(expected_units=[job.id for job in prepared.jobs], extra=extra, copy=carried)
+    return record
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config with the dtype wherever it states one, as transformers spells it."""
+    name = str(DTYPES[dtype][1]).removeprefix("torch.")
+    changed = {key: name if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
+    text = changed.get("text_config")
+    if isinstance(text, Mapping):
+        changed["text_config"] = {k: name if k in ("dtype", "torch_dtype") else v for k, v in text.items()}
+    return changed

@@ -1,0 +1,434 @@
+"""relayout: one packed checkpoint in, the same numbers in another container out. Nothing is quantized again.
+
+Codes and block scales keep their bytes; what changes is names, shapes of the same bytes, the width of float scales
+(only where no number changes), and the spelling of global scales: a container that divides stores the reciprocal.
+1/(1/x) is not always x, and v/x may differ from v*(1/x) in the last place; both are looked for in every scale that is
+inverted, and told. Shards keep their borders (the parts of one weight are brought together), so there and back again
+gives the same files, the record aside.
+
+Knows containers and files; must not know how scales were chosen. Bytes move in ``pieces.py``.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ptqpipe._version import __version__
+from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
+from ptqpipe.checkpoint.source import check_disjoint
+from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
+from ptqpipe.containers import (
+    Container,
+    Role,
+    StoredWeight,
+    Target,
+    get_container,
+    kv_scale,
+    quantization_config,
+)
+from ptqpipe.errors import CheckpointError, FormatError, UsageError
+from ptqpipe.formats import CODECS
+from ptqpipe.plan import INTERLEAVED_GATE_UP, is_matrix
+from ptqpipe.schemes import Scheme
+from ptqpipe.stages.jobs import (
+    RECORD_FILE,
+    carried_files,
+    copy_tensor,
+    json_bytes,
+    prefetch_tensors,
+    records_of,
+    run_id_of,
+    write_checkpoint,
+)
+from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
+from ptqpipe.stages.outputs import abilities_of
+from ptqpipe.stages.pieces import Piece, move, rows_of
+from ptqpipe.stages.source import Source
+
+# Layouts that know float scales as F32 alone: a bfloat16 scale that passed through one comes back as itself.
+_WIDENING = frozenset({"modelopt", "deepseek_fp8"})
+# Layouts whose config says that the kv cache is quantized.
+_KV_CACHE = frozenset({"compressed_tensors", "modelopt", "ptqpipe"})
+_KEPT = "not quantized in the checkpoint whose layout was changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one worker does in one go: a stored weight (one expert of a stack), or a kept tensor under its new name."""
+
+    id: str
+    group: int
+    source_bytes: int
+    reads: tuple[str, ...]
+    pieces: tuple[Piece, ...] = ()
+    kept: TensorSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A change of layout that is decided to the byte."""
+
+    out: Path
+    source: Source
+    container: Container
+    container_name: str
+    layout: ShardLayout
+    jobs: tuple[Job, ...]
+    dropped: tuple[str, ...]
+    warnings: tuple[str, ...]
+    old_record: Mapping[str, Any]
+
+    @property
+    def run_parts(self) -> dict[str, str]:
+        """What decides the bytes of this run."""
+        return {
+            "stage": "relayout",
+            "source": self.source.reader.fingerprint(),
+            "container": self.container_name,
+            "layout": self.layout.digest,
+            "version": __version__,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Relayouted:
+    """What a finished change of layout was.
+
+    changed       weights whose float32 decode may differ in the last place, since their global scale was inverted
+    irreversible  scales whose reciprocal's reciprocal is another float32: back again gives its neighbour
+    dropped       tensors of the source that the layout has no place for; none of them is part of a weight's decode
+    """
+
+    out: Path
+    record: Mapping[str, Any]
+    source_container: str
+    container: str
+    weights: int
+    kept: int
+    changed: tuple[str, ...]
+    irreversible: tuple[str, ...]
+    dropped: tuple[str, ...]
+    warnings: tuple[str, ...]
+    written_bytes: int
+    seconds: float
+    peak_rss_bytes: int
+
+
+def relayout(
+    ckpt: Path,
+    out: Path,
+    *,
+    container: str,
+    mode: Mode = "new",
+    machine: Machine | None = None,
+    ranks: Ranks | None = None,
+) -> Relayouted | None:
+    """Rewrites a packed checkpoint in another container. The result on rank 0, None on the others.
+
+    Raises UsageError for a plain checkpoint or the same container, FormatError for what the container cannot spell,
+    CheckpointError for damage, among it a payload that is not the one that the checkpoint's record describes.
+    """
+    begun = time.monotonic()
+    with Source.open(Path(ckpt)) as source:
+        prepared = prepare(source, Path(out), container=container)
+        done = write_checkpoint(
+            prepared.out,
+            prepared.layout,
+            jobs=prepared.jobs,
+            run_parts=prepared.run_parts,
+            mode=mode,
+            machine=machine or Machine(),
+            ranks=ranks or Ranks(),
+            work=lambda job, writer, _: _do(job, prepared, writer),
+            prefetch=lambda job: prefetch_tensors(source.reader, job.reads),
+            finish=lambda writer: _finish(prepared, writer),
+        )
+    if done is None:
+        return None
+    record, changed, irreversible = done
+    return Relayouted(
+        prepared.out,
+        record,
+        source.container_name,
+        prepared.container_name,
+        weights=len(record["weights"]),
+        kept=len(record["kept"]),
+        changed=changed,
+        irreversible=irreversible,
+        dropped=prepared.dropped,
+        warnings=prepared.warnings,
+        written_bytes=prepared.layout.file_bytes,
+        seconds=time.monotonic() - begun,
+        peak_rss_bytes=resident_bytes().peak,
+    )
+
+
+# --- Deciding, from headers (and from float scales, where their width must be chosen)
+
+
+def prepare(source: Source, out: Path, *, container: str) -> Prepared:
+    """Everything that will be written, except the numbers. Writes nothing; ``source`` must stay open."""
+    name = container.lower().replace("-", "_")
+    target = get_container(name)
+    if source.container is None:
+        raise UsageError(f"{source.reader.path} is not quantized; `ptqpipe convert --container {name}` quantizes it")
+    if source.container_name == name:
+        raise UsageError(f"{source.reader.path} has the {name} layout already; choose another --container")
+    check_disjoint(source.reader.path, out)
+    jobs: list[Job] = []
+    groups: list[list[TensorSpec]] = []
+    shard_of: list[int] = []
+    shards: dict[Path, int] = {}
+    owners = {part.name: stored for stored in source.stored.values() for part in stored.parts}
+    seen: set[str] = set()
+    for tensor, entry in source.reader.entries.items():
+        stored = owners.get(tensor)
+        if stored is not None and stored.weight in seen:
+            continue
+        made = [_kept_job(tensor, source, name)] if stored is None else _weight_jobs(stored, source, target, name)
+        seen.update([] if stored is None else [stored.weight])
+        jobs += [replace(job, group=len(groups)) for job in made]
+        specs = {spec.name: spec for job in made for spec in _specs(job)}
+        groups.append(list(specs.values()))
+        shard_of.append(shards.setdefault(entry.file, len(shards)))
+    layout = ShardLayout.with_borders(groups, shard_of=shard_of)
+    dropped = tuple(_dropped(source, jobs))
+    warnings = tuple(_warnings(source, target, name, jobs))
+    record = source.reader.read_json(RECORD_FILE) or {}
+    return Prepared(out, source, target, name, layout, tuple(jobs), dropped, warnings, record)
+
+
+def _weight_jobs(stored: StoredWeight, source: Source, target: Container, name: str) -> list[Job]:
+    """One job a weight, or an expert of a stack; FormatError naming the weight where the layout cannot spell it."""
+    scheme = _scheme_in(stored, source, name)
+    reason = target.supports(scheme)
+    if reason is not None:
+        raise FormatError(f"{stored.weight}: {reason}")
+    if stored.experts is None:
+        pieces = [[_piece(stored.weight, stored.shape, scheme, target, stored)]]
+    elif abilities_of(name).stacks:
+        parts = target.parts(stored.weight, stored.shape, scheme, experts=stored.experts, transposed=stored.transposed)
+        pieces = [
+            [Piece(stored.weight, stored.shape, scheme, parts, stored, expert=e, into=e)] for e in range(stored.experts)
+        ]
+    else:
+        pieces = [list(_split(stored, e, scheme, source, target)) for e in range(stored.experts)]
+    total = sum(source.reader.entries[part.name].nbytes for part in stored.parts)
+    reads = tuple(part.name for part in stored.parts)
+    for piece in pieces[0]:
+        for part in piece.parts:
+            origin = piece.origin(part)
+            if part.role in (Role.DATA, Role.SCALES):
+                rows_of(piece, origin)  # raises where it cuts blocks
+    return [
+        Job(
+            stored.weight if stored.experts is None else f"{stored.weight}[{e}]",
+            group=0,
+            source_bytes=total // len(pieces),
+            reads=reads,
+            pieces=tuple(group),
+        )
+        for e, group in enumerate(pieces)
+    ]
+
+
+def _piece(
+    weight: str,
+    shape: tuple[int, int],
+    scheme: Scheme,
+    target: Container,
+    stored: StoredWeight,
+    *,
+    expert: int | None = None,
+    start: int = 0,
+    step: int = 1,
+) -> Piece:
+    transposed = stored.transposed and stored.experts is None
+    parts = target.parts(weight, shape, scheme, transposed=transposed)
+    return Piece(weight, shape, scheme, parts, stored, expert=expert, start=start, step=step)
+
+
+def _split(stored: StoredWeight, expert: int, scheme: Scheme, source: Source, target: Container) -> Iterator[Piece]:
+    """One expert of a stack as weights of their own: gate and up of a fused one apart, as the plan of convert does."""
+    base = stored.weight.removesuffix(".weight")
+    parent, _, leaf = base.rpartition(".")
+    if f"{base}_bias" in source.reader.entries:
+        raise FormatError(
+            f"{stored.weight}: experts with biases have no per-expert spelling that readers know; "
+            "use --container ptqpipe or gptoss_mxfp4"
+        )
+    rows, cols = stored.shape
+    if leaf != "gate_up_proj":
+        yield _piece(f"{parent}.{expert}.{leaf}.weight", stored.shape, scheme, target, stored, expert=expert)
+        return
+    interleaved = source.reader.config.get("model_type") in INTERLEAVED_GATE_UP
+    for index, part in enumerate(("gate_proj", "up_proj")):
+        start, step = (index, 2) if interleaved else (index * rows // 2, 1)
+        shape = (rows // 2, cols)
+        weight = f"{parent}.{expert}.{part}.weight"
+        yield _piece(weight, shape, scheme, target, stored, expert=expert, start=start, step=step)
+
+
+def _scheme_in(stored: StoredWeight, source: Source, name: str) -> Scheme:
+    """The scheme as the target stores it: float scales that only a wider layout made float32 become bfloat16 again."""
+    scheme, fmt = stored.scheme, stored.scheme.fmt
+    if name in _WIDENING or source.container_name not in _WIDENING or fmt.scale.name != "fp32":
+        return scheme
+    numbers = [
+        source.reader.read(part.name)
+        for part in stored.parts
+        if part.role in (Role.SCALES, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
+    ]
+    if all(bool((x.float() == x.bfloat16().float()).all()) for x in numbers):
+        return replace(scheme, fmt=replace(fmt, scale=CODECS["bf16"]))
+    return scheme
+
+
+def _kept_job(tensor: str, source: Source, name: str) -> Job:
+    """A tensor that is part of no quantized weight; scales of the kv cache get the layout's name."""
+    entry = source.reader.entries[tensor]
+    spelled = kv_scale(tensor, entry.dtype, entry.shape, container=name)
+    if spelled is not None and name == "modelopt" and spelled.shape != ():
+        raise FormatError(f"{tensor} is {list(entry.shape)}, ModelOpt has one kv-cache scale a layer; keep the layout")
+    spec = TensorSpec(tensor, entry.dtype, entry.shape)
+    if spelled is not None:
+        spec = TensorSpec(spelled.name, spelled.dtype, spelled.shape)
+    return Job(f"keep:{tensor}", 0, entry.nbytes, (tensor,), kept=spec)
+
+
+def _specs(job: Job) -> list[TensorSpec]:
+    kept = [job.kept] if job.kept is not None else []
+    return kept + [TensorSpec(part.name, part.dtype, part.shape) for piece in job.pieces for part in piece.parts]
+
+
+def _dropped(source: Source, jobs: list[Job]) -> Iterator[str]:
+    """Stored parts that nothing in the output is made of."""
+    used = {piece.origin(part).name for job in jobs for piece in job.pieces for part in piece.parts}
+    for stored in source.stored.values():
+        for part in stored.parts:
+            if part.name not in used:
+                yield part.name
+
+
+def _warnings(source: Source, target: Container, name: str, jobs: list[Job]) -> Iterator[str]:
+    yield from target.warnings(_targets(jobs), source.reader.config)
+    names = [job.kept.name for job in jobs if job.kept is not None]
+    scales = [n for n in names if kv_scale(n, "F32", (1,), container=name) is not None]
+    if scales and name not in _KV_CACHE:
+        yield f"{name} has no word for a quantized kv cache; {scales[0]} and its like are kept, readers drop them"
+
+
+def _targets(jobs: list[Job] | tuple[Job, ...]) -> list[Target]:
+    found: dict[str, Target] = {}
+    for job in jobs:
+        for piece in job.pieces:
+            stack = piece.source.experts if piece.into is not None else None
+            transposed = piece.source.transposed and (piece.into is not None or piece.expert is None)
+            found.setdefault(piece.weight, Target(piece.weight, piece.scheme, stack, transposed))
+    return list(found.values())
+
+
+# --- Writing
+
+
+def _do(job: Job, prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
+    """Moves a job's pieces, or copies its tensor; its record."""
+    reader = prepared.source.reader
+    if job.kept is not None:
+        source = job.id.removeprefix("keep:")
+        sha256, nbytes = copy_tensor(reader, source, writer, job.kept.name)
+        old = prepared.old_record.get("kept", {}).get(source, {})
+        _check_same(source, sha256, old.get("sha256"), prepared)
+        return {"kept": {job.kept.name: {"reason": old.get("reason", _KEPT), "sha256": sha256, "bytes": nbytes}}}
+    members: dict[str, Any] = {}
+    changed, irreversible = [], []
+    for piece in job.pieces:
+        moved = move(piece, reader, writer)
+        changed += [piece.name] if moved.changed else []
+        irreversible += moved.irreversible
+        members[piece.name] = _member(piece, moved.hashes, prepared)
+    return {"members": members, "changed": changed, "irreversible": irreversible}
+
+
+def _member(piece: Piece, hashes: Mapping[str, str], prepared: Prepared) -> dict[str, Any]:
+    """The record of a weight: that of the source where it is the same weight, with the new hashes. A part of a stack
+    that was split has no measured errors of its own."""
+    stored = piece.source
+    name = stored.weight if piece.expert is None else f"{stored.weight}[{piece.expert}]"
+    old = prepared.old_record.get("weights", {}).get(name, {})
+    facts = {
+        "shape": list(piece.shape),
+        "format": stored.scheme.fmt.name,
+        "scheme": stored.scheme.name,
+        "bits_per_weight": stored.scheme.fmt.bits_per_weight(piece.shape),
+    }
+    if piece.whole:
+        _check_same(name, hashes[Role.DATA.value], old.get("sha256", {}).get(Role.DATA.value), prepared)
+        facts = {**old, **({} if old else facts)}
+    else:
+        facts |= {key: old[key] for key in ("search", "proven", "global_scale") if key in old}
+    return {**facts, "sha256": dict(hashes)}
+
+
+def _check_same(name: str, sha256: str, recorded: str | None, prepared: Prepared) -> None:
+    if recorded is not None and recorded != sha256:
+        raise CheckpointError(
+            f"{name} does not have the bytes that {RECORD_FILE} of {prepared.source.reader.path} records; "
+            "it was changed or damaged after it was written, convert the model again"
+        )
+
+
+def _finish(prepared: Prepared, writer: CheckpointWriter) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
+    """Config files, record and carried files; then the output has its name. (record, changed, irreversible)."""
+    source = prepared.source
+    source.reader.check_unchanged()
+    records = records_of(prepared.jobs, writer.done())
+    changed = tuple(name for entry in records for name in entry.get("changed", ()))
+    irreversible = tuple(name for entry in records for name in entry.get("irreversible", ()))
+    record = _record(prepared, records, changed, irreversible)
+    kept = [job.kept for job in prepared.jobs if job.kept is not None]
+    modules = [spec.name.removesuffix(".weight") for spec in kept if is_matrix(spec.name, spec.dtype, spec.shape)]
+    tied = "lm_head.weight" not in source.tensors
+    files = prepared.container.configs(
+        source.reader.config,
+        _targets(prepared.jobs),
+        kept_modules=tuple(dict.fromkeys(modules + ["lm_head"] * tied)),
+        provenance={"producer": "ptqpipe", "version": __version__},
+    )
+    kv_cache = quantization_config(source.reader.config).get("kv_cache_scheme")
+    if prepared.container_name == "ptqpipe" and kv_cache is not None:
+        files["config.json"]["quantization_config"]["kv_cache_scheme"] = kv_cache
+    extra = {name: json_bytes(content) for name, content in files.items()}
+    extra[RECORD_FILE] = json_bytes(record)
+    carried = [(path, name) for path, name in carried_files(source.reader) if name not in extra]
+    writer.finish(expected_units=[job.id for job in prepared.jobs], extra=extra, copy=carried)
+    return record, changed, irreversible
+
+
+def _record(
+    prepared: Prepared,
+    records: list[Mapping[str, Any]],
+    changed: tuple[str, ...],
+    irreversible: tuple[str, ...],
+) -> dict[str, Any]:
+    """ptqpipe.json: what the source's says, with this layout, the new hashes, and the run that it came from."""
+    old = prepared.old_record
+    source = prepared.source.reader
+    recipe = {"recipe": {**old["recipe"], "container": prepared.container_name}} if "recipe" in old else {}
+    return {
+        **old,
+        **recipe,
+        "ptqpipe": __version__,
+        "run_id": run_id_of(prepared.run_parts),
+        "relayout_of": old.get("run_id"),
+        "container": prepared.container_name,
+        "source": old.get("source", {"name": source.path.resolve().name, "fingerprint": prepared.run_parts["source"]}),
+        "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},
+        "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
+        "carried_files": sorted(name for _, name in carried_files(source)),
+        "decode_may_differ_by_one_ulp": list(changed),
+        "reciprocal_is_not_exact": list(irreversible),
+        "dropped": list(prepared.dropped),
+    }
