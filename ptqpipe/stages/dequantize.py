@@ -222,3 +222,27 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     if isinstance(text, Mapping):
         changed["text_config"] = {k: name if k in ("dtype", "torch_dtype") else v for k, v in text.items()}
     return changed
+
+
+def render(done: Dequantized) -> str:
+    """What was done, for a terminal."""
+    lines = [
+        f"{done.out}: {done.weights} weights decoded, {done.kept} tensors kept; {done.written_bytes} bytes "
+        f"in {done.seconds:.1f} s, peak memory {done.peak_rss_bytes >> 20} MiB"
+    ]
+    if done.dropped:
+        lines.append(f"{len(done.dropped)} scales of activations or kv cache left out, the first: {done.dropped[0]}")
+    return "\n".join(lines)
+
+
+def to_json(done: Dequantized) -> dict[str, Any]:
+    """The outcome as data."""
+    return {
+        "out": str(done.out),
+        "weights": done.weights,
+        "kept": done.kept,
+        "dropped": list(done.dropped),
+        "written_bytes": done.written_bytes,
+        "seconds": done.seconds,
+        "peak_rss_bytes": done.peak_rss_bytes,
+    }

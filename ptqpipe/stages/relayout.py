@@ -432,3 +432,40 @@ def _record(
         "reciprocal_is_not_exact": list(irreversible),
         "dropped": list(prepared.dropped),
     }
+
+
+def render(done: Relayouted) -> str:
+    """What was done, for a terminal."""
+    lines = [
+        f"{done.out}: {done.weights} weights from {done.source_container} to {done.container}, {done.kept} tensors kept; "
+        f"{done.written_bytes} bytes in {done.seconds:.1f} s, peak memory {done.peak_rss_bytes >> 20} MiB",
+        "codes and block scales have the same bytes",
+    ]
+    if done.changed:
+        lines.append(
+            f"the global scales of {len(done.changed)} weights were inverted: their decode may differ in the last place "
+            f"of float32 ({done.changed[0]} is the first)"
+        )
+    if done.irreversible:
+        lines.append(f"{len(done.irreversible)} reciprocals are not exact: the way back gives their float32 neighbours")
+    if done.dropped:
+        lines.append(f"{len(done.dropped)} tensors have no place in this layout, the first: {done.dropped[0]}")
+    return "\n".join([*lines, *(f"note: {warning}" for warning in done.warnings)])
+
+
+def to_json(done: Relayouted) -> dict[str, Any]:
+    """The outcome as data."""
+    return {
+        "out": str(done.out),
+        "source_container": done.source_container,
+        "container": done.container,
+        "weights": done.weights,
+        "kept": done.kept,
+        "decode_may_differ_by_one_ulp": list(done.changed),
+        "reciprocal_is_not_exact": list(done.irreversible),
+        "dropped": list(done.dropped),
+        "warnings": list(done.warnings),
+        "written_bytes": done.written_bytes,
+        "seconds": done.seconds,
+        "peak_rss_bytes": done.peak_rss_bytes,
+    }
