@@ -3,7 +3,9 @@
 The two give the same bits, so nothing above this file knows which one ran.
 """
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -15,15 +17,14 @@ from ptqpipe.search import get_search
 CHUNK_ELEMENTS = 1 << 22
 
 
-def kernels_for(device: torch.device) -> ModuleType | None:
-    """The kernel module of a device, or None where only the torch reference runs."""
+def kernel_for(device: torch.device, name: str) -> Callable[..., Any] | None:
+    """The kernel of this name for a device; None where only the torch reference runs."""
+    module: ModuleType
     if device.type == "cuda":
-        from ptqpipe.kernels import triton
-
-        return triton if triton.available() else None
-    from ptqpipe.kernels import cpu
-
-    return cpu if cpu.available() else None
+        from ptqpipe.kernels import triton as module
+    else:
+        from ptqpipe.kernels import cpu as module
+    return getattr(module, name, None) if module.available() else None
 
 
 def chunks(shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
@@ -42,9 +43,9 @@ def quantize_rows(
     importance: torch.Tensor | None = None,
 ) -> QTensor:
     """Scales by ``search`` and codes by ``encode`` for rows ``[n, K]`` that hold whole blocks."""
-    module = kernels_for(w.device)
-    if module is not None:
-        done = module.block_quantize(w, fmt, rule=search, global_scale=global_scale, importance=importance)
+    kernel = kernel_for(w.device, "block_quantize")
+    if kernel is not None:
+        done = kernel(w, fmt, rule=search, global_scale=global_scale, importance=importance)
         if done is not None:
             return QTensor(fmt, (w.shape[0], w.shape[1]), done[0], done[1], global_scale)
     scales = get_search(search).search(w, fmt, global_scale=global_scale, importance=importance)
@@ -53,9 +54,9 @@ def quantize_rows(
 
 def measure(q: QTensor, w: torch.Tensor) -> tuple[float, float]:
     """(sum (decode - w)^2, sum w^2) in float64."""
-    module = kernels_for(w.device)
-    if module is not None:
-        done = module.decode_error(q.data, q.scales, q.fmt, w, q.global_scale)
+    kernel = kernel_for(w.device, "decode_error")
+    if kernel is not None:
+        done = kernel(q.data, q.scales, q.fmt, w, q.global_scale)
         if done is not None:
             return float(done[0]), float(done[1])
     return squared_error(q, w), float(w.double().square().sum())
@@ -63,9 +64,9 @@ def measure(q: QTensor, w: torch.Tensor) -> tuple[float, float]:
 
 def total_error(w: torch.Tensor, fmt: Format, *, search: str, global_scale: torch.Tensor | None = None) -> float:
     """The squared error that ``search`` leaves on ``w``, without keeping the codes where a kernel can do without."""
-    module = kernels_for(w.device)
-    if module is not None:
-        done = module.score_total(w, fmt, rule=search, global_scale=global_scale)
+    kernel = kernel_for(w.device, "score_total")
+    if kernel is not None:
+        done = kernel(w, fmt, rule=search, global_scale=global_scale)
         if done is not None:
             return float(done)
     return measure(quantize_rows(w, fmt, search=search, global_scale=global_scale), w)[0]
