@@ -1,0 +1,61 @@
+"""What a verification finds: faults and notes, each naming the check, the tensor or file, and what was expected."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ptqpipe.errors import PtqError
+
+# What a damaged file can make Python raise before anyone has looked at it. Anything else is a bug and keeps its trace.
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError, OSError)
+
+
+class Severity(StrEnum):
+    """A fault makes the checkpoint wrong or unreadable; a note says what a reader or a better search would do."""
+
+    FAULT = "fault"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One deviation. ``check`` is a short identifier, ``where`` a tensor, file or config key."""
+
+    severity: Severity
+    check: str
+    where: str
+    message: str
+
+
+@dataclass(slots=True)
+class Findings:
+    """Collects findings. ``own``: the checkpoint says that ptqpipe wrote it, so that every deviation is a fault."""
+
+    own: bool
+    items: list[Finding] = field(default_factory=list)
+
+    def fault(self, check: str, where: str, message: str) -> None:
+        """Adds a fault."""
+        self.items.append(Finding(Severity.FAULT, check, where, " ".join(message.split())))
+
+    def note(self, check: str, where: str, message: str) -> None:
+        """Adds a note."""
+        self.items.append(Finding(Severity.NOTE, check, where, " ".join(message.split())))
+
+    def deviation(self, check: str, where: str, message: str) -> None:
+        """A fault of our own output, a note about another tool's."""
+        (self.fault if self.own else self.note)(check, where, message)
+
+    def extend(self, others: Iterable[Finding]) -> None:
+        """Adds what another collection found."""
+        self.items.extend(others)
+
+    def guard(self, check: str, where: str, action: Callable[[], None]) -> None:
+        """Runs a check; an error that the damaged input causes becomes a fault, since what cannot be checked fails."""
+        try:
+            action()
+        except PtqError as error:
+            self.fault(check, where, str(error))
+        except _DAMAGE as error:
+            first = (str(error).strip().splitlines() or [""])[0][:200]
+            self.fault(check, where, f"cannot be checked: {type(error).__name__} {first}")

@@ -1,0 +1,139 @@
+"""Judges the numbers of one stored weight: its legality, its error, its codes, its record, its block scales."""
+
+from dataclasses import dataclass
+
+from ptqpipe.containers import StoredWeight
+from ptqpipe.plan import Slice
+from ptqpipe.stages.jobs import RECORD_FILE
+from ptqpipe.stages.source import Source
+from ptqpipe.stages.verify_findings import Findings
+from ptqpipe.stages.verify_optimal import Optimality, prove_weight
+from ptqpipe.stages.verify_origin import Origins
+from ptqpipe.stages.verify_record import Claim, Record, check_hashes, check_numbers
+from ptqpipe.stages.verify_report import WeightReport
+from ptqpipe.stages.verify_weights import Illegal, Measured, illegal_numbers, measure_weight, scalar_fault, stored_runs
+
+TOTAL_RATIO = 4.0  # error of a weight beside that of abs-max scales: error feedback stays below it
+ROW_RATIO = 16.0  # the same of its worst row; other tools' checkpoints reach 3
+NEAREST_SHARE = 0.1  # a checkpoint rounds to nearest if fewer of its codes are unlike ours (bfloat16 division: 0.035)
+SAVING_NOTE = 0.001  # what the exact search would save of the squared error, below which no line is worth it
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``sample_blocks`` None: all of them. ``optimal``: prove block scales by brute force."""
+
+    optimal: bool
+    sample_blocks: int | None
+
+
+def check_weight(
+    ckpt: Source,
+    stored: StoredWeight,
+    expert: int | None,
+    *,
+    origins: Origins | None,
+    where: Slice | None,
+    record: Record | None,
+    options: Options,
+    found: Findings,
+) -> WeightReport:
+    """The numbers of one weight, or of one expert of a stack; faults go to ``found``."""
+    name = stored.weight if expert is None else f"{stored.weight}[{expert}]"
+    fmt = stored.scheme.fmt
+    report = WeightReport(name, fmt.name, stored.shape)
+    claim = record.weights.get(name) if record is not None else None
+    if claim is not None:
+        check_hashes(ckpt, stored.weight, expert, claim, found)
+        _check_claim(stored, name, claim, found)
+    if not _legal(ckpt, stored, name, expert, found) or where is None or origins is None:
+        return report
+    rows = origins.rows(where, stored.shape)
+    measured = measure_weight(ckpt, stored.weight, rows, expert=expert)
+    _judge(name, measured, stored.shape[0] * stored.shape[1], found)
+    if claim is not None:
+        keys = ("squared_error", "energy", "relative_mse")
+        check_numbers(name, claim, {key: getattr(measured, key) for key in keys}, found)
+    proof = None
+    if options.optimal:
+        proof = prove_weight(ckpt, stored.weight, rows, expert=expert, sample_blocks=options.sample_blocks)
+        _judge_proof(name, proof, claim, found)
+    absmax = measured.absmax_relative_mse
+    versus = measured.relative_mse / absmax if absmax else None
+    return WeightReport(name, fmt.name, stored.shape, measured.relative_mse, versus, proof)
+
+
+def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings) -> None:
+    """What the record says that needs no source."""
+    fmt = stored.scheme.fmt
+    if claim.shape != stored.shape or claim.format != fmt.name:
+        claimed = f"{claim.format} {list(claim.shape)}"
+        found.fault("record", name, f"is {claimed} in {RECORD_FILE}, stored is {fmt.name} {list(stored.shape)}")
+    if (claim.global_scale is not None) != fmt.has_global:
+        found.fault("record", name, f"has global scale {claim.global_scale} in {RECORD_FILE}; {fmt.name} differs")
+    check_numbers(name, claim, {"bits_per_weight": fmt.bits_per_weight(stored.shape)}, found)
+
+
+def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, found: Findings) -> bool:
+    """Whether all codes and scales are such as a quantizer may write; faults where they are not."""
+    counts, legal = Illegal(), True
+    for _, q in stored_runs(ckpt, stored.weight, expert=expert):
+        counts += illegal_numbers(q)
+        legal = legal and (
+            q.global_scale is None or scalar_fault(q.global_scale) is None
+        )  # reported by the group check
+    fmt = stored.scheme.fmt
+    if counts.bad_scales:
+        found.fault(
+            "scales", name, f"{counts.bad_scales} block scales are NaN, infinite or negative, expected positive ones"
+        )
+    if counts.zero_scales:
+        found.fault("scales", name, f"{counts.zero_scales} block scales are zero over codes that are not")
+    if counts.empty_scales:
+        message = f"{counts.empty_scales} block scales are zero, over codes that are zero too; a positive one is safe in every reader"
+        found.deviation("scales", name, message)
+    if counts.bad_codes:
+        found.fault("codes", name, f"{counts.bad_codes} codes are NaN or infinite in {fmt.element.name}")
+    return legal and counts == Illegal()
+
+
+def _judge(name: str, measured: Measured, elements: int, found: Findings) -> None:
+    """Errors and codes that no quantizer leaves on the weight of this name."""
+    absmax = max(measured.absmax_relative_mse, 1e-12)
+    if measured.relative_mse > TOTAL_RATIO * absmax:
+        beside = f"abs-max scales give {absmax:.3g}"
+        message = f"relative MSE is {measured.relative_mse:.3g} where {beside}: these are not the numbers of the source's weight"
+        found.fault("error", name, message)
+    elif measured.worst_ratio > ROW_RATIO:
+        message = f"row {measured.worst_row} has {measured.worst_ratio:.3g} times the error of abs-max scales: damaged or misplaced"
+        found.fault("error", name, message)
+    if found.own and measured.first_other is not None:
+        found.fault(
+            "codes", name, f"row {measured.first_other} has codes that are not the nearest to the source's weights"
+        )
+    elif measured.far_codes and measured.other_codes <= NEAREST_SHARE * elements:
+        message = f"{measured.far_codes} codes are two or more steps from the source's weight, the others are its nearest: damaged"
+        found.fault("codes", name, message)
+
+
+def _judge_proof(name: str, proof: Optimality, claim: Claim | None, found: Findings) -> None:
+    """A fault where a claim of optimality does not hold."""
+    if claim is not None and claim.proven and (proof.worse or proof.tied):
+        bad = f"{proof.worse + proof.tied} of {proof.blocks} block scales"
+        where = "" if proof.first is None else f", the first at {list(proof.first)} of the scale grid"
+        found.fault("optimal", name, f"{bad} are not the proven optimum that {RECORD_FILE} claims{where}")
+
+
+def note_savings(reports: list[WeightReport], found: Findings) -> None:
+    """One note for what the exact search would save, and one for blocks that were not proven."""
+    proofs = [report.optimality for report in reports if report.optimality is not None]
+    error, best = sum(p.error for p in proofs), sum(p.best for p in proofs)
+    worse, blocks = sum(p.worse for p in proofs), sum(p.blocks for p in proofs)
+    if worse and error > 0 and 1 - best / error > SAVING_NOTE:
+        saved = f"the exact search would save {1 - best / error:.1%} of their squared error"
+        found.note("optimal", "block scales", f"{worse} of {blocks} blocks are not optimal: {saved}")
+    untouched = [r.name for r in reports if r.optimality is not None and r.optimality.blocks == 0]
+    if untouched:
+        found.note(
+            "optimal", untouched[0], f"{len(untouched)} weights have blocks too large to sample; --all proves them"
+        )

@@ -1,0 +1,159 @@
+"""Block scales proven optimal again, from the definition of the objective and every code that the format has.
+
+Independent of the searches: each candidate is scored by ``objective.scores``. Scales that are plain floats have too
+many codes, so those that two obvious bounds exclude are left out: a scale at which the whole block rounds to zero, and
+one so small that the largest element's clipping alone costs more than the stored scale's whole score.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ptqpipe.formats import CODECS, WHOLE, Format
+from ptqpipe.qtensor import QTensor, encode, scale_values, to_blocks
+from ptqpipe.search.brute_force import all_scales, search
+from ptqpipe.search.objective import flush, scores
+from ptqpipe.stages.source import Source, SourceRows
+from ptqpipe.stages.verify_weights import multiplying, row_runs, stored_runs
+
+SCORE_BUDGET = 1 << 25  # scored elements a weight, when sampling
+SCORE_LIMIT = 1 << 28  # a single block that needs more is left alone, when sampling
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Optimality:
+    """What brute force says about the blocks that it saw.
+
+    blocks, total   blocks checked, blocks that the weight has
+    worse           stored codes with a score above the least one
+    tied            stored codes with the least score that are not the smallest such code
+    error, best     squared error of those blocks as stored, and at the best scales
+    first           (row, column) in the scale grid of the first block that is worse or tied
+    """
+
+    blocks: int
+    total: int
+    worse: int
+    tied: int
+    error: float
+    best: float
+    first: tuple[int, int] | None
+
+    @property
+    def saved(self) -> float:
+        """The part of the stored squared error that the best scales would save."""
+        return 1.0 - self.best / self.error if self.error > 0 else 0.0
+
+
+def prove_weight(
+    ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None, sample_blocks: int | None
+) -> Optimality:
+    """Scores every code for ``sample_blocks`` blocks of a stored weight; all of them for None.
+
+    Whole rows of blocks, spread evenly from top to bottom.
+    """
+    stored = ckpt.stored[weight]
+    fmt = stored.scheme.fmt
+    grid = fmt.scale_shape(stored.shape)
+    height, width = fmt.block_extent(stored.shape)
+    lines = _sampled_lines(grid, height * width * _candidates(fmt), sample_blocks)
+    result = Optimality(0, grid[0] * grid[1], 0, 0, 0.0, 0.0, None)
+    for first, q in _lines(ckpt, weight, expert, lines, stored.shape, fmt):
+        w = rows.rows(first, first + q.shape[0])
+        result = _add(result, _prove(multiplying(q), w, first // height))
+    return result
+
+
+def _candidates(fmt: Format) -> int:
+    """About how many codes are scored for a block."""
+    if fmt.scale.enumerable:
+        return len(fmt.scale.magnitudes)
+    return 128 * int(math.log2(fmt.element.max / fmt.element.min_positive) + 3)  # bfloat16 numbers between two bounds
+
+
+def _sampled_lines(grid: tuple[int, int], cost: int, sample_blocks: int | None) -> list[int]:
+    """Rows of the scale grid to check, spread evenly; none where a single block is too much."""
+    if sample_blocks is None:
+        return list(range(grid[0]))
+    if cost > SCORE_LIMIT:
+        return []
+    blocks = min(sample_blocks, max(1, SCORE_BUDGET // cost))
+    count = min(grid[0], max(1, blocks // grid[1]))
+    return sorted({(2 * i + 1) * grid[0] // (2 * count) for i in range(count)})
+
+
+def _lines(
+    ckpt: Source, weight: str, expert: int | None, lines: list[int], shape: tuple[int, int], fmt: Format
+) -> Iterator[tuple[int, QTensor]]:
+    """(first row, rows) of the wanted rows of blocks; neighbours are read together."""
+    height = fmt.block_extent(shape)[0]
+    if fmt.block[0] == WHOLE:
+        runs = [(0, shape[0])] if lines else []
+    elif len(lines) == fmt.scale_shape(shape)[0]:
+        runs = row_runs(shape, fmt)
+    else:
+        runs = [(line * height, min((line + 1) * height, shape[0])) for line in lines]
+    yield from stored_runs(ckpt, weight, expert=expert, runs=runs)
+
+
+def _add(a: Optimality, b: Optimality) -> Optimality:
+    return replace(
+        a,
+        blocks=a.blocks + b.blocks,
+        worse=a.worse + b.worse,
+        tied=a.tied + b.tied,
+        error=a.error + b.error,
+        best=a.best + b.best,
+        first=a.first if a.first is not None else b.first,
+    )
+
+
+def _prove(q: QTensor, w: torch.Tensor, line: int) -> Optimality:
+    """All blocks of a run of rows; ``line`` is the row of the scale grid where it begins."""
+    fmt, codes = q.fmt, q.scales.reshape(-1)
+    x = to_blocks(w.float(), fmt).abs()
+    x = flush(x, x.amax(dim=1, keepdim=True))
+    if fmt.scale.enumerable:
+        best = search(w, fmt, global_scale=q.global_scale).reshape(-1)
+    else:
+        best = torch.cat([_best_float(x[i : i + 1], codes[i : i + 1], fmt, q.global_scale) for i in range(len(x))])
+    stored_score = scores(x, codes, fmt=fmt, global_scale=q.global_scale)
+    best_score = scores(x, best, fmt=fmt, global_scale=q.global_scale)
+    worse = stored_score > best_score
+    tied = ~worse & (scale_values(codes, fmt.scale) != scale_values(best, fmt.scale))
+    unlike = (worse | tied).nonzero()
+    columns = q.scales.shape[1]
+    first = None if not len(unlike) else (line + int(unlike[0]) // columns, int(unlike[0]) % columns)
+    at_best = encode(w, best.reshape(q.scales.shape), fmt=fmt, global_scale=q.global_scale)
+    exact = w.double()
+    error = float((q.dequantize().double() - exact).square_().sum())
+    least = float((at_best.dequantize().double() - exact).square_().sum())
+    return Optimality(len(codes), 0, int(worse.sum()), int(tied.sum()), error, least, first)
+
+
+def _best_float(x: torch.Tensor, stored: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None) -> torch.Tensor:
+    """The best scale of one block ``[1, elements]`` among all numbers of the scale's dtype; ``[1]``.
+
+    Scales that a layout stores as float32 are chosen among the bfloat16 numbers, as readers round them to that.
+    """
+    codes = all_scales(CODECS["bf16"] if fmt.scale.dtype is torch.float32 else fmt.scale).to(stored.dtype)
+    g = 1.0 if global_scale is None else float(global_scale)
+    limit = float(scores(x, stored, fmt=fmt, global_scale=global_scale)[0])
+    amax = float(x.amax())
+    value = codes.double() * g
+    zeroes = value * fmt.element.min_positive / 2 > amax * (1 + 2.0**-20)
+    clipped = (amax * (1 - 2.0**-20) - fmt.element.max * value).clamp(min=0).square() / g**2
+    open_ = codes[~zeroes & ~(clipped > limit * (1 + 2.0**-20))]
+    if not len(open_):
+        return codes[:1]
+    found = []
+    step = max(1, _CHUNK // x.shape[1])
+    for start in range(0, len(open_), step):
+        part = open_[start : start + step]
+        found.append(scores(x.expand(len(part), -1), part, fmt=fmt, global_scale=global_scale))
+    result = torch.cat(found)
+    least = int((result == result.min()).int().argmax())  # the first: candidates ascend
+    return open_[least : least + 1] if bool(torch.isfinite(result[least])) else codes[:1]

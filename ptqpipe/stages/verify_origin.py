@@ -1,0 +1,78 @@
+"""Where the weights of a checkpoint come from: the rows of which source tensor a stored weight stands for.
+
+Decided from names and shapes of the source alone, for every weight that could be quantized, so that a stored weight
+with any other name or shape has no origin.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ptqpipe.containers import StoredWeight
+from ptqpipe.errors import UsageError
+from ptqpipe.plan import Abilities, Member, Slice, make_plan
+from ptqpipe.recipe import Recipe, Rule
+from ptqpipe.schemes import get_scheme
+from ptqpipe.stages.source import Source, SourceRows
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """A source, and by weight name the members that could be made of it: ``experts`` one weight an expert, ``stacks``
+    one weight a stack (expert number -> member). ``divided`` counts the weights that one source tensor becomes."""
+
+    source: Source
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    weights: Mapping[str, Member]
+    stacks: Mapping[str, Mapping[int, Member]]
+    divided: Mapping[str, int]
+
+    @classmethod
+    def of(cls, source: Source) -> "Origins":
+        """All weights that a source could give."""
+        single = {member.weight: member for member in _members(source, stacks=False)}
+        stacks: dict[str, dict[int, Member]] = {}
+        for member in _members(source, stacks=True):
+            if member.stack is not None and member.source.expert is not None:
+                stacks.setdefault(member.weight, {})[member.source.expert] = member
+        divided = Counter(member.source.tensor for member in single.values())
+        return cls(source, source.tensors, single, stacks, divided)
+
+    def find(self, stored: StoredWeight) -> tuple[Slice, ...] | None:
+        """The origin of each expert of a stored weight (one entry where it is no stack), None if there is none."""
+        found = self._origins(stored)
+        if not found or any(shape != stored.shape for _, shape in found):
+            return None
+        return tuple(part for part, _ in found)
+
+    def rows(self, part: Slice, shape: tuple[int, int], *, cache: bool = False) -> SourceRows:
+        """The rows of one origin."""
+        return SourceRows(self.source, part, shape=shape, cache=cache)
+
+    def _origins(self, stored: StoredWeight) -> list[tuple[Slice, tuple[int, int]]]:
+        """(origin, its shape as [out, in]) of every expert; empty where the source has none."""
+        shape = self.tensors.get(stored.weight, ("", ()))[1]
+        if stored.experts is not None:
+            stack = self.stacks.get(stored.weight, {})
+            members = [stack[e] for e in range(stored.experts) if e in stack]
+            whole = len(shape) == 3 and shape[0] == stored.experts == len(members)
+            oriented = all(member.source.transposed is stored.transposed for member in members)
+            return [(member.source, member.shape) for member in members] if whole and oriented else []
+        member = self.weights.get(stored.weight)
+        if len(shape) == 2:
+            if member is not None and member.source.transposed is not stored.transposed:
+                return []
+            rows, columns = (shape[1], shape[0]) if stored.transposed else (shape[0], shape[1])
+            return [(Slice(stored.weight, transposed=stored.transposed), (rows, columns))]
+        return [(member.source, member.shape)] if member is not None else []
+
+
+def _members(source: Source, *, stacks: bool) -> list[Member]:
+    """Every weight that a rule without exceptions would quantize."""
+    everything = Recipe((Rule("*", get_scheme("fp8_dynamic")),), keep=())
+    try:
+        abilities = Abilities(stacks=stacks, transposed=True)
+        plan = make_plan(source.tensors, source.reader.config, recipe=everything, abilities=abilities)
+    except UsageError:  # nothing in it could be quantized
+        return []
+    return [member for unit in plan.units for member in unit.members]

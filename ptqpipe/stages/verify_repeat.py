@@ -1,0 +1,97 @@
+"""Our own output quantized once more from its record and its source: every code, scale and reported number again.
+
+The searches and kernels that wrote the checkpoint run again, so this finds any change of the bytes but no error of the
+search itself; that is what ``verify_weights.py`` (torch reference) and ``verify_optimal.py`` (brute force) are for.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ptqpipe.algorithms import rtn
+from ptqpipe.containers import Role
+from ptqpipe.formats import WHOLE
+from ptqpipe.plan import Member, Unit
+from ptqpipe.qtensor import QTensor
+from ptqpipe.stages.source import Source, SourceRows
+from ptqpipe.stages.verify_findings import Findings
+from ptqpipe.stages.verify_record import Claim, Replanned, check_numbers
+from ptqpipe.stages.verify_weights import multiplying
+
+
+def claim_name(member: Member) -> str:
+    """The name of a member in the record."""
+    return member.weight if member.stack is None else f"{member.weight}[{member.source.expert}]"
+
+
+def repeat_unit(
+    ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings, *, cache_bytes: int
+) -> None:
+    """Quantizes a unit again and compares its rows with the stored ones, its numbers with the claimed ones."""
+    if any(member.weight not in ckpt.stored or claim_name(member) not in claims for member in unit.members):
+        return  # missing weights are reported by name elsewhere
+    cache = sum(member.elements for member in unit.members) * 2 <= cache_bytes
+    rows = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
+    differing: dict[tuple[int, int], str] = {}
+
+    def compare(member: int, row: int, q: QTensor) -> None:  # a second pass over a row replaces what the first found
+        differing.pop((member, row), None)
+        problem = _unlike(ckpt, unit.members[member], row, q)
+        if problem:
+            differing[(member, row)] = problem
+
+    result = rtn.quantize(
+        rows,
+        unit.scheme.fmt,
+        names=[member.weight for member in unit.members],
+        search=unit.rule.search,
+        search_global=unit.rule.global_scale == "search",
+        sink=compare,
+    )
+    for (index, row), problem in sorted(differing.items()):
+        findings.fault(
+            "repeat", claim_name(unit.members[index]), f"rows from {row} on: {problem} of the recorded recipe"
+        )
+    for member, error in zip(unit.members, result.errors, strict=True):
+        name = claim_name(member)
+        claim = claims[name]
+        actual = {"versus_absmax": error.versus_absmax, "versus_plain_global": result.versus_plain_global}
+        check_numbers(name, claim, actual, findings)
+        wanted = (unit.scheme.fmt.name, unit.scheme.name, unit.rule.search, result.proven, result.global_scale)
+        if (claim.format, claim.scheme, claim.search, claim.proven, claim.global_scale) != wanted:
+            findings.fault("record", name, f"claims format, scheme, search, proven, global scale that are not {wanted}")
+
+
+def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:
+    """What of a run of rows is not as stored; empty when nothing is."""
+    expert = member.source.expert if member.stack is not None else None
+    whole = q.fmt.block[0] == WHOLE
+    found = ckpt.quantized(member.weight, expert=expert, rows=None if whole else (row, row + q.shape[0]))
+    data = found.data[row : row + q.shape[0]] if whole else found.data
+    if data.shape != q.data.shape or found.scales.shape != q.scales.shape:
+        return "the shapes are not those"
+    g, wanted = multiplying(found).global_scale, q.global_scale
+    if (g is None) != (wanted is None) or (g is not None and wanted is not None and not torch.equal(g, wanted)):
+        return "the global scale is not that"
+    if not torch.equal(found.scales.float(), q.scales.float()):
+        return f"{int((found.scales.float() != q.scales.float()).sum())} block scales are not those"
+    if not torch.equal(data, q.data):
+        return f"{int((data != q.data).sum())} bytes of codes are not those"
+    return ""
+
+
+def check_input_scales(ckpt: Source, planned: Replanned, findings: Findings) -> None:
+    """Without calibration every static input scale is the constant that the recipe gives."""
+    constant = torch.tensor(planned.recipe.input_amax, dtype=torch.float32) / 2688.0
+    roles: Sequence[Role] = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
+    for stored in ckpt.stored.values():
+        for part in stored.parts:
+            if part.role in roles:
+                wanted = 1.0 / constant if part.role is Role.INPUT_GLOBAL_DIVISOR else constant
+                values = ckpt.reader.read(part.name).float()
+                if not bool((values == wanted).all()):
+                    findings.fault(
+                        "scales",
+                        part.name,
+                        f"is {values.flatten()[0].item():.9g}, the recipe gives {wanted.item():.9g}",
+                    )
