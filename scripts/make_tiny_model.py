@@ -34,16 +34,16 @@ BOS, EOS = "<s>", "</s>"
 class Config:
     """Everything that decides the result. The defaults give about 1.4 million weights: below 3 MB in bf16."""
 
-    vocab_size: int = 1536
-    hidden_size: int = 128
-    intermediate_size: int = 384
-    layers: int = 5
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
+    vocab_size: int = 1024
+    hidden_size: int = 256
+    intermediate_size: int = 256
+    layers: int = 3
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 128
     context: int = 256
     batch: int = 16
-    steps: int = 700
+    steps: int = 900
     warmup_steps: int = 30
     decay_fraction: float = 0.6
     muon_lr: float = 0.02
@@ -170,7 +170,6 @@ def train_tokenizer(texts: list[str], config: Config) -> PreTrainedTokenizerFast
         tokenizer_object=core,
         bos_token=BOS,
         eos_token=EOS,
-        model_max_length=config.context,
         clean_up_tokenization_spaces=False,
     )
 
@@ -292,8 +291,8 @@ def make(out: Path, config: Config) -> float:
     torch.set_num_threads(config.threads)
     texts, heldout_text = split(documents(), config)
     tokenizer = train_tokenizer(texts, config)
-    tokens = torch.tensor([token for ids in tokenizer(texts, verbose=False)["input_ids"] for token in [*ids, 1]])
-    heldout = torch.tensor(tokenizer(heldout_text, verbose=False)["input_ids"])
+    tokens = torch.tensor([token for ids in tokenizer(texts)["input_ids"] for token in [*ids, 1]])
+    heldout = torch.tensor(tokenizer(heldout_text)["input_ids"])
     model = new_model(config)
     report(
         documents=len(texts),
