@@ -135,8 +135,10 @@ class Journal:
         fdatasync(self._fd)
 
     def close(self) -> None:
-        """Closes the file."""
-        os.close(self._fd)
+        """Closes the file. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _append(self, payload: Mapping[str, Any]) -> None:
         text = json.dumps(payload, ensure_ascii=True, separators=(",", ":"))

@@ -115,8 +115,12 @@ class RankLock:
         if not same:  # its holder finished, and removed the folder, between our open and our lock
             os.close(self._fd)
             raise OutputError(f"{shown(str(folder))} was finished by another process just now; start again")
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode("ascii", "replace"), 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode("ascii", "replace"), 0)
+        except OSError:
+            os.close(self._fd)
+            raise
 
     @property
     def name(self) -> str:
