@@ -5,7 +5,7 @@ import re
 from ptqpipe.containers._types import Part, Role
 
 _STYLES = {"compressed_tensors": (r"\1.\2_scale", (1,)), "modelopt": (r"\1.\2_proj.\2_scale", ())}
-_NAME = re.compile(r"(.*)\.(?:[kv]_proj\.)?([kv])_scale")
+_NAME = re.compile(r"(.*?)\.(?:[kv]_proj\.)?([kv])_scale")
 
 
 def kv_scale(name: str, dtype: str, shape: tuple[int, ...], *, container: str) -> Part | None:

@@ -71,19 +71,22 @@ class Moved:
     """What moving a piece gave.
 
     hashes        role -> sha256 of the part's bytes
-    changed       the float32 decode may differ in the last place, since the global scale was inverted
+    changed       the float32 decode is rounded differently, since the global scale was inverted
     irreversible  parts whose reciprocal's reciprocal is another float32
+    global_scale  what multiplies the block scales, None for formats without one
     """
 
     hashes: dict[str, str]
     changed: bool
     irreversible: list[str]
+    global_scale: float | None
 
 
 def move(piece: Piece, reader: CheckpointReader, writer: CheckpointWriter) -> Moved:
     """Writes every part of a piece at its place. NumericsError for a scale that the new dtype cannot hold."""
     hashes: dict[str, str] = {}
     changed, irreversible = False, []
+    global_scale: float | None = None
     for part in piece.parts:
         origin = piece.origin(part)
         if part.role in (Role.DATA, Role.SCALES):
@@ -97,10 +100,12 @@ def move(piece: Piece, reader: CheckpointReader, writer: CheckpointWriter) -> Mo
             if part.role in (Role.GLOBAL, Role.GLOBAL_DIVISOR):
                 changed = changed or not decodes_alike(divisor, factor, piece.scheme.fmt.scale)
             value = inverse
+        if part.role in (Role.GLOBAL, Role.GLOBAL_DIVISOR):
+            global_scale = float(value if part.role is Role.GLOBAL else 1.0 / value)
         raw = _exactly(value.reshape(1), part).view(torch.uint8)
         writer.write(part.name, raw, byte_offset=(piece.into or 0) * raw.nbytes)
         hashes[part.role.value] = hashlib.sha256(raw.numpy().data).hexdigest()
-    return Moved(hashes, changed, irreversible)
+    return Moved(hashes, changed, irreversible, global_scale)
 
 
 def decodes_alike(divisor: torch.Tensor, factor: torch.Tensor, codec: Codec) -> bool:

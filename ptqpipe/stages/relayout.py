@@ -2,9 +2,9 @@
 
 Codes and block scales keep their bytes; what changes is names, shapes of the same bytes, the width of float scales
 (only where no number changes), and the spelling of global scales: a container that divides stores the reciprocal.
-1/(1/x) is not always x, and v/x may differ from v*(1/x) in the last place; both are looked for in every scale that is
-inverted, and told. Shards keep their borders (the parts of one weight are brought together), so there and back again
-gives the same files, the record aside.
+1/(1/x) is not always x, and code * (v/x) may differ from code * (v*(1/x)) by its roundings, at most 5 x 2^-24 of the
+number; both are looked for in every scale that is inverted, and told. Shards keep their borders (the parts of one
+weight are brought together), so there and back again gives the same files, the record aside.
 
 Knows containers and files; must not know how scales were chosen. Bytes move in ``pieces.py``.
 """
@@ -44,7 +44,7 @@ from ptqpipe.stages.jobs import (
 )
 from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
 from ptqpipe.stages.outputs import abilities_of
-from ptqpipe.stages.pieces import Piece, move, rows_of
+from ptqpipe.stages.pieces import Moved, Piece, move, rows_of
 from ptqpipe.stages.source import Source
 
 # Layouts that know float scales as F32 alone: a bfloat16 scale that passed through one comes back as itself.
@@ -96,7 +96,7 @@ class Prepared:
 class Relayouted:
     """What a finished change of layout was.
 
-    changed       weights whose float32 decode may differ in the last place, since their global scale was inverted
+    changed       weights whose float32 decode is rounded differently, since their global scale was inverted
     irreversible  scales whose reciprocal's reciprocal is another float32: back again gives its neighbour
     dropped       tensors of the source that the layout has no place for; none of them is part of a weight's decode
     """
@@ -348,11 +348,11 @@ def _do(job: Job, prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any
         moved = move(piece, reader, writer)
         changed += [piece.name] if moved.changed else []
         irreversible += moved.irreversible
-        members[piece.name] = _member(piece, moved.hashes, prepared)
+        members[piece.name] = _member(piece, moved, prepared)
     return {"members": members, "changed": changed, "irreversible": irreversible}
 
 
-def _member(piece: Piece, hashes: Mapping[str, str], prepared: Prepared) -> dict[str, Any]:
+def _member(piece: Piece, moved: Moved, prepared: Prepared) -> dict[str, Any]:
     """The record of a weight: that of the source where it is the same weight, with the new hashes. A part of a stack
     that was split has no measured errors of its own."""
     stored = piece.source
@@ -362,14 +362,17 @@ def _member(piece: Piece, hashes: Mapping[str, str], prepared: Prepared) -> dict
         "shape": list(piece.shape),
         "format": stored.scheme.fmt.name,
         "scheme": stored.scheme.name,
+        "search": "unknown",
+        "proven": False,
+        "global_scale": moved.global_scale,
         "bits_per_weight": stored.scheme.fmt.bits_per_weight(piece.shape),
     }
     if piece.whole:
-        _check_same(name, hashes[Role.DATA.value], old.get("sha256", {}).get(Role.DATA.value), prepared)
+        _check_same(name, moved.hashes[Role.DATA.value], old.get("sha256", {}).get(Role.DATA.value), prepared)
         facts = {**old, **({} if old else facts)}
     else:
-        facts |= {key: old[key] for key in ("search", "proven", "global_scale") if key in old}
-    return {**facts, "sha256": dict(hashes)}
+        facts |= {key: old[key] for key in ("search", "proven") if key in old}
+    return {**facts, "sha256": moved.hashes}
 
 
 def _check_same(name: str, sha256: str, recorded: str | None, prepared: Prepared) -> None:
@@ -416,10 +419,11 @@ def _record(
     """ptqpipe.json: what the source's says, with this layout, the new hashes, and the run that it came from."""
     old = prepared.old_record
     source = prepared.source.reader
-    recipe = {"recipe": {**old["recipe"], "container": prepared.container_name}} if "recipe" in old else {}
+    # The plan does not follow from the recipe any more, so "recipe" is not at the top, where verify would replan it.
+    converted = old.get("converted_as") or {key: old[key] for key in ("recipe", "container", "run_id") if key in old}
     return {
-        **old,
-        **recipe,
+        **{key: value for key, value in old.items() if key != "recipe"},
+        **({"converted_as": converted} if converted else {}),
         "ptqpipe": __version__,
         "run_id": run_id_of(prepared.run_parts),
         "relayout_of": old.get("run_id"),
@@ -428,7 +432,7 @@ def _record(
         "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},
         "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
         "carried_files": sorted(name for _, name in carried_files(source)),
-        "decode_may_differ_by_one_ulp": list(changed),
+        "decode_rounds_differently": list(changed),
         "reciprocal_is_not_exact": list(irreversible),
         "dropped": list(prepared.dropped),
     }
@@ -437,14 +441,14 @@ def _record(
 def render(done: Relayouted) -> str:
     """What was done, for a terminal."""
     lines = [
-        f"{done.out}: {done.weights} weights from {done.source_container} to {done.container}, {done.kept} tensors kept; "
-        f"{done.written_bytes} bytes in {done.seconds:.1f} s, peak memory {done.peak_rss_bytes >> 20} MiB",
+        f"{done.out}: {done.weights} weights from {done.source_container} to {done.container}, {done.kept} tensors "
+        f"kept; {done.written_bytes} bytes in {done.seconds:.1f} s, peak memory {done.peak_rss_bytes >> 20} MiB",
         "codes and block scales have the same bytes",
     ]
     if done.changed:
         lines.append(
-            f"the global scales of {len(done.changed)} weights were inverted: their decode may differ in the last place "
-            f"of float32 ({done.changed[0]} is the first)"
+            f"the global scales of {len(done.changed)} weights were inverted: their float32 decode is rounded "
+            f"differently, by at most 5 x 2^-24 of a number ({done.changed[0]} is the first)"
         )
     if done.irreversible:
         lines.append(f"{len(done.irreversible)} reciprocals are not exact: the way back gives their float32 neighbours")
@@ -461,7 +465,7 @@ def to_json(done: Relayouted) -> dict[str, Any]:
         "container": done.container,
         "weights": done.weights,
         "kept": done.kept,
-        "decode_may_differ_by_one_ulp": list(done.changed),
+        "decode_rounds_differently": list(done.changed),
         "reciprocal_is_not_exact": list(done.irreversible),
         "dropped": list(done.dropped),
         "warnings": list(done.warnings),
