@@ -8,13 +8,18 @@ imported on first use only. Knows formats; must not know searches' names, files 
 
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
-from ptqpipe.errors import FormatError, UsageError
+from ptqpipe.errors import FormatError, NumericsError, UsageError
 from ptqpipe.formats import Format
+from ptqpipe.kernels.reference import sum_blocks
 from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import check_finite
+
+if TYPE_CHECKING:
+    from ptqpipe.kernels import triton_block
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BLOCK_LANES = 128  # blocks a program: one to a thread of four warps, so that 32 magnitudes stay in registers
@@ -56,30 +61,27 @@ def block_quantize(
     """Searches block scales and encodes: (data uint8 ``[N, K*bits/8]``, scale codes uint8 ``[N, K/B]``).
 
     w            ``[N, K]`` bfloat16, float16 or float32
-    rule         "exact": the scales of ``search/brute_force.py``, bit for bit
+    rule         "exact": the scales of ``search/brute_force.py``, bit for bit; "absmax": those of ``search/absmax.py``
     global_scale float32 0-d, where the format has one
-    importance   float32 ``[K]`` weights of ``objective.normalize_importance``, or None
+    importance   ``[K]`` non-negative weights of the columns, or None
 
     E2M1 with E4M3 or UE5M3 scales, with or without a global one, and E2M1, E2M3, E3M2, E4M3 with E8M0 scales, in
     blocks of 8, 16 or 32; None for the rest. NumericsError for NaN and inf.
     """
-    if rule != "exact" or not _runs(w):
+    plan = _block_plan(w, fmt, global_scale=global_scale) if rule in ("exact", "absmax") else None
+    if plan is None:
         return None
     from ptqpipe.kernels import triton_block
 
-    plan = triton_block.plan_of(fmt)
-    if plan is None:
-        return None
-    _check_global(fmt, global_scale)
-    fmt.scale_shape((w.shape[0], w.shape[1]))  # FormatError where blocks do not divide
-    if importance is not None:
-        importance = importance.to(w.device, torch.float32).contiguous()
-    data, scales, damaged = triton_block.launch(
+    if rule == "absmax":
+        importance = None
+    data, scales, damaged = triton_block.quantize(
         w.contiguous(),
         plan,
+        absmax=rule == "absmax",
         lanes=_lanes(_BLOCK_LANES, w.numel() // plan.block),
         global_scale=global_scale,
-        importance=importance,
+        importance=None if importance is None else _normalized(importance.to(w.device), w.shape[1]),
     )
     if int(damaged):
         check_finite(w)
@@ -87,14 +89,52 @@ def block_quantize(
 
 
 def score_total(
-    w: torch.Tensor, fmt: Format, *, rule: str = "exact", global_scale: torch.Tensor | None = None
+    w: torch.Tensor,
+    fmt: Format,
+    *,
+    rule: str = "exact",
+    global_scale: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
 ) -> float | None:
-    """sum (decode - w)^2 that :func:`block_quantize` leaves, or None where that has no kernel."""
-    done = block_quantize(w, fmt, rule=rule, global_scale=global_scale)
-    if done is None:
+    """The least score of every block (``objective.py``), summed in float64, times global_scale^2.
+
+    The terms are those of ``cpu.score_total``, and so is the order of the sum (``reference.sum_blocks``, on the CPU):
+    a choice among global scales does not depend on the device. None where ``block_quantize`` has no kernel.
+    """
+    plan = _block_plan(w, fmt, global_scale=global_scale) if rule == "exact" else None
+    if plan is None:
         return None
-    error = decode_error(*done, fmt, w, global_scale)
-    return None if error is None else error[0]
+    from ptqpipe.kernels import triton_block
+
+    scores, damaged = triton_block.scores(
+        w.contiguous(),
+        plan,
+        lanes=_lanes(_BLOCK_LANES, w.numel() // plan.block),
+        global_scale=global_scale,
+        importance=None if importance is None else _normalized(importance.to(w.device), w.shape[1]),
+    )
+    if int(damaged):
+        check_finite(w)
+    total = sum_blocks(scores.cpu())
+    return total if global_scale is None else total * float(global_scale.double().square())
+
+
+def score_totals(
+    w: torch.Tensor,
+    fmt: Format,
+    *,
+    rule: str = "exact",
+    global_scales: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
+) -> list[float] | None:
+    """:func:`score_total` for each of ``global_scales`` (float32 ``[n]``)."""
+    totals: list[float] = []
+    for g in (None,) if global_scales is None else global_scales.reshape(-1).unbind():
+        total = score_total(w, fmt, rule=rule, global_scale=g, importance=importance)
+        if total is None:
+            return None
+        totals.append(total)
+    return totals
 
 
 def dequantize(
@@ -103,14 +143,18 @@ def dequantize(
     fmt: Format,
     global_scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    *,
+    global_divides: bool = False,
 ) -> torch.Tensor | None:
-    """``[N, K]`` of ``dtype``: the float32 decode of ``QTensor.dequantize``, rounded to ``dtype``.
+    """``[N, K]`` float32, bfloat16 or float16: the float32 decode of ``QTensor.dequantize``, rounded to ``dtype``.
 
-    ``data`` and ``scales`` as in a QTensor; ``global_scale`` multiplies. None for formats without a kernel.
+    ``data``, ``scales``, ``global_scale`` and ``global_divides`` as in a QTensor. None for what has no kernel.
     """
+    if not _runs_on(data.device) or dtype not in _DTYPES:
+        return None
     from ptqpipe.kernels import triton_rows
 
-    plan = triton_rows.plan_of(fmt) if _runs_on(data.device) and dtype in _DTYPES else None
+    plan = triton_rows.plan_of(fmt, global_divides=global_divides)
     if plan is None or data.numel() == 0:
         return None
     _check_global(fmt, global_scale)
@@ -134,16 +178,20 @@ def decode_error(
     fmt: Format,
     w: torch.Tensor,
     global_scale: torch.Tensor | None = None,
+    *,
+    global_divides: bool = False,
 ) -> tuple[float, float] | None:
-    """(sum (decode - w)^2, sum w^2) in float64; the same for the same inputs, in an order of its own.
+    """(sum (decode - w)^2, sum w^2) in float64, the same for the same inputs.
 
-    ``data`` and ``scales`` as in a QTensor of ``w`` ``[N, K]``. None for formats without a kernel.
+    The terms are those of ``reference.decode_error``, the order of their sum is not: its 16 lanes would leave a GPU
+    idle. ``data``, ``scales``, ``global_scale`` and ``global_divides`` as in a QTensor of ``w`` ``[N, K]``. None for
+    what has no kernel.
     """
     if not _runs(w):
         return None
     from ptqpipe.kernels import triton_rows
 
-    plan = triton_rows.plan_of(fmt)
+    plan = triton_rows.plan_of(fmt, global_divides=global_divides)
     if plan is None:
         return None
     _check_global(fmt, global_scale)
@@ -188,13 +236,41 @@ def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tens
     return data
 
 
-def amax(w: torch.Tensor) -> torch.Tensor | None:
-    """float32 0-d on ``w``'s device: max |w|, NaN where ``w`` has one; None where there is no kernel."""
+def amax(w: torch.Tensor) -> tuple[float, int] | None:
+    """(max |w|, row-major index of the first NaN or inf or -1 without one) of a matrix.
+
+    The maximum is inf or NaN when there is such an index. None where there is no kernel.
+    """
     if not _runs(w):
         return None
     from ptqpipe.kernels import triton_rows
 
-    return triton_rows.amax(w.contiguous(), lanes=_lanes(_ROW_LANES, w.numel()))
+    largest = float(triton_rows.amax(w.contiguous(), lanes=_lanes(_ROW_LANES, w.numel())))
+    if largest < float("inf"):
+        return largest, -1
+    return largest, int((~torch.isfinite(w)).reshape(-1).int().argmax())
+
+
+def _block_plan(w: torch.Tensor, fmt: Format, *, global_scale: torch.Tensor | None) -> "triton_block.BlockPlan | None":
+    """The constants of a block search, or None where there is no kernel. FormatError for what does not fit."""
+    _check_global(fmt, global_scale)
+    if not _runs(w):
+        return None
+    from ptqpipe.kernels import triton_block
+
+    fmt.scale_shape((w.shape[0], w.shape[1]))  # raises where blocks do not divide
+    return triton_block.plan_of(fmt)
+
+
+def _normalized(importance: torch.Tensor, columns: int) -> torch.Tensor:
+    """What ``objective.normalize_importance`` returns, which this layer cannot import: float32 ``[K]``."""
+    h = importance.detach().float().contiguous()
+    if h.shape != (columns,):
+        raise FormatError(f"importance must have one weight for each of {columns} columns, got {list(h.shape)}")
+    top = h.amax()
+    if not bool(torch.isfinite(h).all()) or bool((h < 0).any()) or not bool(top > 0):
+        raise NumericsError("importance must be finite, non-negative and not all zero; check the statistics")
+    return torch.ldexp(h, 1 - torch.frexp(top).exponent).clamp(min=2.0**-24)
 
 
 def _runs(w: torch.Tensor) -> bool:

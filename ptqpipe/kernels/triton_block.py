@@ -1,8 +1,8 @@
 """Block formats in Triton: scale codes and packed codes of a weight in one pass over it.
 
-The scales are those of ``search/brute_force.py``, the codes those of ``qtensor.encode``, the bytes those of
-``packing.pack``. Knows formats; must not know searches, files or containers. Imports Triton: import it from inside
-functions.
+The scales are those of ``search/brute_force.py`` or ``search/absmax.py``, the codes those of
+``qtensor.encode``, the bytes those of ``packing.pack``. Knows formats; must not know searches, files or containers.
+Imports Triton: import it from inside functions.
 """
 
 import math
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ptqpipe.formats import Codec, Format
 from ptqpipe.kernels.triton_codecs import Minifloat, encode_signed, minifloat_of
-from ptqpipe.kernels.triton_search import candidate, magnitudes, search
+from ptqpipe.kernels.triton_search import absmax_code, candidate, deviation, magnitudes, search
 
 BLOCKS = (8, 16, 32)
 ELEMENTS = ("e2m1", "e2m3", "e3m2", "e4m3")
@@ -106,6 +106,7 @@ def block_quantize_kernel(
     g: tl.tensor,
     words: tl.tensor,
     scales: tl.tensor,
+    totals: tl.tensor,
     damaged: tl.tensor,
     blocks: tl.tensor,
     blocks_per_row: tl.tensor,
@@ -121,12 +122,14 @@ def block_quantize_kernel(
     ABOVE: tl.constexpr,
     BELOW: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    ABSMAX: tl.constexpr,
+    TOTALS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """LANES blocks of ``w`` ``[blocks * B]``.
+    """LANES blocks of ``w`` ``[blocks * B]``: scales and words, or with TOTALS the least scores alone.
 
     h ``[blocks_per_row * B]`` float32 weights (WEIGHTED), g float32 ``[1]``, words int32 ``[blocks * B*BITS/32]``,
-    scales uint8 ``[blocks]``, damaged int32 ``[1]``: set to 1 where ``w`` has NaN or inf.
+    scales uint8 ``[blocks]``, totals float64 ``[blocks]``, damaged int32 ``[1]``: set to 1 where ``w`` has NaN or inf.
     """
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     live = block < blocks
@@ -136,57 +139,102 @@ def block_quantize_kernel(
         weights = load_columns(h + block % blocks_per_row * B, live, B)
     global_scale = tl.load(g + tl.zeros([LANES], tl.int32))
     amax, x = magnitudes(columns, B)
-    code = search(x, weights, amax, global_scale, EMIN, MANT, MAX, B, E8M0, SMIN, STOP, OCTAVE, ABOVE, BELOW, WEIGHTED)
-    tl.store(scales + block, code.to(tl.uint8), mask=live)
-    r, _ = candidate(code, global_scale, E8M0, SMIN)
-    store_packed(words + block * (B * BITS // 32), columns, r, live, EMIN, MANT, MAX, BITS, B)
-    highest = tl.zeros([LANES], tl.int32)
-    for k in tl.static_range(B):
-        highest = tl.maximum(highest, columns[k].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.store(damaged + tl.zeros([LANES], tl.int32), tl.full([LANES], 1, tl.int32), mask=highest >= 0x7F800000)
+    if ABSMAX:
+        code = absmax_code(amax, global_scale, MAX, E8M0, SMIN, STOP)
+    else:
+        code = search(
+            x, weights, amax, global_scale, EMIN, MANT, MAX, B, E8M0, SMIN, STOP, OCTAVE, ABOVE, BELOW, WEIGHTED
+        )
+        r, square = candidate(code, global_scale, E8M0, SMIN)
+        if TOTALS:
+            acc, _ = deviation(x, weights, r, EMIN, MANT, MAX, B, WEIGHTED)
+            tl.store(totals + block, (acc.to(square.dtype) * square).to(tl.float64), mask=live)
+        else:
+            tl.store(scales + block, code.to(tl.uint8), mask=live)
+            store_packed(words + block * (B * BITS // 32), columns, r, live, EMIN, MANT, MAX, BITS, B)
+        highest = tl.zeros([LANES], tl.int32)
+        for k in tl.static_range(B):
+            highest = tl.maximum(highest, columns[k].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        tl.store(damaged + tl.zeros([LANES], tl.int32), tl.full([LANES], 1, tl.int32), mask=highest >= 0x7F800000)
 
+    def quantize(
+        w: torch.Tensor,
+        plan: BlockPlan,
+        *,
+        absmax: bool,
+        lanes: int,
+        global_scale: torch.Tensor | None,
+        importance: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(data uint8 ``[N, K*bits/8]``, scales uint8 ``[N, K/block]``, damaged int32 ``[1]``) of contiguous ``w``.
 
-def launch(
-    w: torch.Tensor,
-    plan: BlockPlan,
-    *,
-    lanes: int,
-    global_scale: torch.Tensor | None,
-    importance: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(data uint8 ``[N, K*bits/8]``, scales uint8 ``[N, K/block]``, damaged int32 ``[1]``) of contiguous ``w``.
+        ``importance`` is normalized as ``objective.normalize_importance`` does. ``damaged`` is 1 where ``w`` is not finite.
+        """
+        data = torch.empty(w.shape[0], w.shape[1] * plan.element.bits // 8, dtype=torch.uint8, device=w.device)
+        scales = torch.empty(w.shape[0], w.shape[1] // plan.block, dtype=torch.uint8, device=w.device)
+        nothing = torch.empty(0, dtype=torch.float64, device=w.device)
+        damaged = _launch(
+            w, data.view(torch.int32), scales, nothing, plan, lanes, global_scale, importance, absmax=absmax
+        )
+        return data, scales, damaged
 
-    ``importance`` is normalized as ``objective.normalize_importance`` does. ``damaged`` is 1 where ``w`` is not finite.
-    """
-    rows, columns = w.shape
-    per_row = columns // plan.block
-    data = torch.empty(rows, columns * plan.element.bits // 8, dtype=torch.uint8, device=w.device)
-    scales = torch.empty(rows, per_row, dtype=torch.uint8, device=w.device)
-    damaged = torch.zeros(1, dtype=torch.int32, device=w.device)
-    one = torch.ones(1, dtype=torch.float32, device=w.device)
-    block_quantize_kernel[(triton.cdiv(rows * per_row, lanes),)](
-        w,
-        one if importance is None else importance,
-        one if global_scale is None else global_scale.to(w.device, torch.float32).reshape(1),
-        data.view(torch.int32),
-        scales,
-        damaged,
-        rows * per_row,
-        per_row,
-        EMIN=plan.element.emin,
-        MANT=plan.element.mant,
-        MAX=plan.element.max,
-        BITS=plan.element.bits,
-        B=plan.block,
-        E8M0=plan.e8m0,
-        SMIN=plan.smin,
-        STOP=plan.stop,
-        OCTAVE=plan.octave,
-        ABOVE=plan.above,
-        BELOW=plan.below,
-        WEIGHTED=importance is not None,
-        LANES=lanes,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    return data, scales, damaged
+    def scores(
+        w: torch.Tensor,
+        plan: BlockPlan,
+        *,
+        lanes: int,
+        global_scale: torch.Tensor | None,
+        importance: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the least score of every block, float64 ``[blocks]``, damaged int32 ``[1]``) of contiguous ``w``."""
+        totals = torch.empty(w.numel() // plan.block, dtype=torch.float64, device=w.device)
+        nothing = torch.empty(0, dtype=torch.int32, device=w.device)
+        damaged = _launch(w, nothing, nothing.view(torch.uint8), totals, plan, lanes, global_scale, importance)
+        return totals, damaged
+
+    def _launch(
+        w: torch.Tensor,
+        words: torch.Tensor,
+        scales: torch.Tensor,
+        totals: torch.Tensor,
+        plan: BlockPlan,
+        lanes: int,
+        global_scale: torch.Tensor | None,
+        importance: torch.Tensor | None,
+        *,
+        absmax: bool = False,
+    ) -> torch.Tensor:
+        """Runs the kernel over all blocks; totals instead of words and scales where ``totals`` is not empty."""
+        blocks = w.numel() // plan.block
+        damaged = torch.zeros(1, dtype=torch.int32, device=w.device)
+        one = torch.ones(1, dtype=torch.float32, device=w.device)
+        block_quantize_kernel[(triton.cdiv(blocks, lanes),)](
+            w,
+            one if importance is None else importance,
+            one if global_scale is None else global_scale.to(w.device, torch.float32).reshape(1),
+            words,
+            scales,
+            totals,
+            damaged,
+            blocks,
+            w.shape[1] // plan.block,
+            EMIN=plan.element.emin,
+            MANT=plan.element.mant,
+            MAX=plan.element.max,
+            BITS=plan.element.bits,
+            B=plan.block,
+            E8M0=plan.e8m0,
+            SMIN=plan.smin,
+            STOP=plan.stop,
+            OCTAVE=plan.octave,
+            ABOVE=plan.above,
+            BELOW=plan.below,
+            WEIGHTED=importance is not None,
+            ABSMAX=absmax,
+            TOTALS=totals.numel() > 0,
+            LANES=lanes,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+    return damaged

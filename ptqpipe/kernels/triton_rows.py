@@ -22,19 +22,20 @@ _NO_MINIFLOAT = Minifloat(0, 0, 0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """What the kernels know of a format: its elements, and what a scale's bytes mean."""
+    """What the kernels know of a format: its elements, what a scale's bytes mean, whether the global scale divides."""
 
     element: Minifloat
     scale_kind: int
     scale: Minifloat
+    divides: bool
 
 
-def plan_of(fmt: Format) -> RowPlan | None:
+def plan_of(fmt: Format, *, global_divides: bool) -> RowPlan | None:
     """The constants of a format that the kernels cover, or None."""
     element, scale = minifloat_of(fmt.element), _scale_of(fmt.scale)
     if element is None or scale is None or fmt.element.bits not in (4, 6, 8):
         return None
-    return RowPlan(element, *scale)
+    return RowPlan(element, *scale, global_divides)
 
 
 def _scale_of(codec: Codec) -> tuple[int, Minifloat] | None:
@@ -60,8 +61,9 @@ def block_scale(
     SMANT: tl.constexpr,
     SMAX: tl.constexpr,
     SBITS: tl.constexpr,
+    DIVIDES: tl.constexpr,
 ) -> tl.tensor:
-    """float32 ``value(scale) * global_scale``."""
+    """float32 ``value(scale) * global_scale``, or with DIVIDES ``value(scale) / global_scale``."""
     code = tl.load(scales + at, mask=live, other=0)
     if KIND == 0:
         value = code.to(tl.float32)
@@ -69,7 +71,8 @@ def block_scale(
         value = decode_e8m0(code.to(tl.int32))
     else:
         value = decode_signed(code.to(tl.int32), SMIN, SMANT, SMAX, SBITS)
-    return value * tl.load(g)
+    global_scale = tl.load(g + at * 0)
+    return tl.div_rn(value, global_scale) if DIVIDES else value * global_scale
 
 
 @triton.jit
@@ -92,6 +95,7 @@ def decoded(
     SMANT: tl.constexpr,
     SMAX: tl.constexpr,
     SBITS: tl.constexpr,
+    DIVIDES: tl.constexpr,
 ) -> tl.tensor:
     """float32 values of the elements ``at``: ``value(code) * (value(scale) * global_scale)``."""
     bit = (at & 7) * BITS
@@ -102,7 +106,7 @@ def decoded(
     code = (code >> (bit & 7)) & ((1 << BITS) - 1)
     row = at // columns
     block = row // block_rows * grid_columns + (at - row * columns) // block_columns
-    scale = block_scale(scales, block, live, g, KIND, SMIN, SMANT, SMAX, SBITS)
+    scale = block_scale(scales, block, live, g, KIND, SMIN, SMANT, SMAX, SBITS, DIVIDES)
     return decode_signed(code, EMIN, MANT, MAX, BITS) * scale
 
 
@@ -126,6 +130,7 @@ def dequantize_kernel(
     SMANT: tl.constexpr,
     SMAX: tl.constexpr,
     SBITS: tl.constexpr,
+    DIVIDES: tl.constexpr,
     BFLOAT16: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
@@ -134,7 +139,7 @@ def dequantize_kernel(
     live = at < count
     value = decoded(
         data, scales, g, at, live, columns, block_rows, block_columns, grid_columns,
-        EMIN, MANT, MAX, BITS, KIND, SMIN, SMANT, SMAX, SBITS,
+        EMIN, MANT, MAX, BITS, KIND, SMIN, SMANT, SMAX, SBITS, DIVIDES,
     )  # fmt: skip
     if BFLOAT16:
         # To nearest even by hand: the interpreter's own conversion cuts off.
@@ -166,6 +171,7 @@ def decode_error_kernel(
     SMANT: tl.constexpr,
     SMAX: tl.constexpr,
     SBITS: tl.constexpr,
+    DIVIDES: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """``sums`` float64 ``[2, programs]``: sum (decode - w)^2 and sum w^2 of a program's elements."""
@@ -173,7 +179,7 @@ def decode_error_kernel(
     live = at < count
     value = decoded(
         data, scales, g, at, live, columns, block_rows, block_columns, grid_columns,
-        EMIN, MANT, MAX, BITS, KIND, SMIN, SMANT, SMAX, SBITS,
+        EMIN, MANT, MAX, BITS, KIND, SMIN, SMANT, SMAX, SBITS, DIVIDES,
     )  # fmt: skip
     x = tl.load(w + at, mask=live, other=0.0).to(tl.float64)
     d = tl.where(live, value.to(tl.float64) - x, 0.0)
@@ -261,7 +267,7 @@ def dequantize(
             geometry.columns, geometry.block_rows, geometry.block_columns, geometry.grid_columns,
             EMIN=plan.element.emin, MANT=plan.element.mant, MAX=plan.element.max, BITS=plan.element.bits,
             KIND=plan.scale_kind, SMIN=plan.scale.emin, SMANT=plan.scale.mant, SMAX=plan.scale.max,
-            SBITS=plan.scale.bits, BFLOAT16=bfloat16, LANES=lanes, enable_fp_fusion=False,
+            SBITS=plan.scale.bits, DIVIDES=plan.divides, BFLOAT16=bfloat16, LANES=lanes, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -286,7 +292,7 @@ def decode_error(
             geometry.columns, geometry.block_rows, geometry.block_columns, geometry.grid_columns,
             EMIN=plan.element.emin, MANT=plan.element.mant, MAX=plan.element.max, BITS=plan.element.bits,
             KIND=plan.scale_kind, SMIN=plan.scale.emin, SMANT=plan.scale.mant, SMAX=plan.scale.max,
-            SBITS=plan.scale.bits, LANES=lanes, enable_fp_fusion=False,
+            SBITS=plan.scale.bits, DIVIDES=plan.divides, LANES=lanes, enable_fp_fusion=False,
         )  # fmt: skip
         total += sums.sum(dim=1)
     squared, energy = total.tolist()

@@ -1,4 +1,4 @@
-"""The exact search of block scales in Triton: what ``search/brute_force.py`` chooses, one block to a lane.
+"""Block scales in Triton, one block to a lane: ``search/brute_force.py``'s, and ``search/absmax.py``'s.
 
 A block's float32 sum runs in element order inside its lane. The scores are those of ``search/objective.py``, to the
 bit; only codes that cannot win are left out. With y = amax * (1 / s):
@@ -21,7 +21,13 @@ launch must say ``enable_fp_fusion=False``. Imports Triton: import it from insid
 import triton
 import triton.language as tl
 
-from ptqpipe.kernels.triton_codecs import decode_e8m0, decode_magnitude, floor_minifloat3, round_magnitude
+from ptqpipe.kernels.triton_codecs import (
+    decode_e8m0,
+    decode_magnitude,
+    encode_signed,
+    floor_minifloat3,
+    round_magnitude,
+)
 
 
 @triton.jit
@@ -52,6 +58,33 @@ def candidate(code: tl.tensor, global_scale: tl.tensor, E8M0: tl.constexpr, SMIN
 
 
 @triton.jit
+def deviation(
+    x: tl.tuple,
+    h: tl.tuple,
+    r: tl.tensor,
+    EMIN: tl.constexpr,
+    MANT: tl.constexpr,
+    MAX: tl.constexpr,
+    B: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+) -> tl.tuple:
+    """(sum of d^2 h in element order, what clipped elements contribute to it; zero without weights), per lane."""
+    acc = tl.zeros(r.shape, tl.float32)
+    clipped = tl.zeros(r.shape, tl.float32)
+    for k in tl.static_range(B):
+        y = x[k] * r
+        inside = tl.minimum(y, MAX)
+        d = y - round_magnitude(inside, EMIN, MANT)
+        t = d * d
+        if WEIGHTED:
+            t = t * h[k]
+            over = y - inside
+            clipped += over * over * h[k]
+        acc += t
+    return acc, clipped
+
+
+@triton.jit
 def score(
     x: tl.tuple,
     h: tl.tuple,
@@ -66,23 +99,12 @@ def score(
     SMIN: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ) -> tl.tuple:
-    """(score, what the clipped elements alone contribute to it; zero without weights) of one scale code per lane."""
+    """(score of one scale code per lane, a lower bound of it and of those of all smaller codes)."""
     r, square = candidate(code, global_scale, E8M0, SMIN)
-    acc = tl.zeros(code.shape, tl.float32)
-    clipped = tl.zeros(code.shape, tl.float32)
-    for k in tl.static_range(B):
-        y = x[k] * r
-        inside = tl.minimum(y, MAX)
-        d = y - round_magnitude(inside, EMIN, MANT)
-        t = d * d
-        if WEIGHTED:
-            t = t * h[k]
-            over = y - inside
-            clipped += over * over * h[k]
-        acc += t
-    total = acc.to(square.dtype) * square
+    acc, clipped = deviation(x, h, r, EMIN, MANT, MAX, B, WEIGHTED)
     rounds_to_zero = amax * r <= 2.0 ** (EMIN - MANT - 1)
-    return tl.where(rounds_to_zero, float("inf"), total), clipped.to(square.dtype) * square
+    total = tl.where(rounds_to_zero, float("inf"), acc.to(square.dtype) * square)
+    return total, clipped.to(square.dtype) * square
 
 
 @triton.jit
@@ -162,12 +184,38 @@ def search(
             steps = tl.minimum(left, 4)
         for _ in range(steps):
             at = tl.maximum(code, first)
-            now, clipped = score(x, h, amax, at, global_scale, EMIN, MANT, MAX, B, E8M0, SMIN, WEIGHTED)
+            now, bound = score(x, h, amax, at, global_scale, EMIN, MANT, MAX, B, E8M0, SMIN, WEIGHTED)
             better = now <= best
             best = tl.where(better, now, best)
             chosen = tl.where(better, at, chosen)
             code = at - 1
             if WEIGHTED:
-                code = tl.where(clipped > best * (1 + 2.0**-16), first - 1, code)
+                code = tl.where(bound > best * (1 + 2.0**-16), first - 1, code)
         left = tl.max(code - first, axis=0) + 1
     return chosen
+
+
+@triton.jit
+def absmax_code(
+    amax: tl.tensor,
+    global_scale: tl.tensor,
+    MAX: tl.constexpr,
+    E8M0: tl.constexpr,
+    SMIN: tl.constexpr,
+    STOP: tl.constexpr,
+) -> tl.tensor:
+    """int32 code nearest to amax / MAX / global_scale, ties to the even one, at least the smallest scale."""
+    wanted = tl.div_rn(tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32)), global_scale)
+    if E8M0:
+        # The middle of 2^(c-127) and its double has c in the exponent field and half of the fraction; below 2^-126
+        # the field is 0 and the middle of codes 0 and 1 is three quarters.
+        bits = wanted.to(tl.int32, bitcast=True)
+        below = bits >> 23
+        fraction = bits & 0x007FFFFF
+        middle = tl.where(below == 0, 0x00600000, 0x00400000)
+        code = below + ((fraction > middle) | ((fraction == middle) & (below % 2 == 1))).to(tl.int32)
+    else:
+        SMAX: tl.constexpr = (8 + STOP % 8) * 2.0 ** (STOP // 8 - 1 + SMIN - 3)
+        one = tl.full(amax.shape, 1.0, tl.float32)
+        code = tl.maximum(encode_signed(wanted, one, SMIN, 3, SMAX, 9), 1)
+    return tl.minimum(code, STOP)
