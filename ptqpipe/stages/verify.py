@@ -5,16 +5,19 @@ Another tool's checkpoint is checked for what makes it wrong or unreadable; matt
 notes. Never raises for a damaged checkpoint: that is a fault. Memory is a few runs of rows per worker.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from ptqpipe.containers import StoredWeight
 from ptqpipe.plan import Slice
 from ptqpipe.stages.jobs import RECORD_FILE
-from ptqpipe.stages.machine import Machine, default_workers
+from ptqpipe.stages.machine import default_workers
 from ptqpipe.stages.source import Source
 from ptqpipe.stages.verify_config import check_config, check_readers
 from ptqpipe.stages.verify_findings import Finding, Findings, Severity
@@ -93,9 +96,8 @@ def verify(
         if opened is not None and (source is None or original is not None):
             options = Options(optimal or all_blocks, None if all_blocks else sample_blocks)
             run = _Run(opened, original, findings, options)
-            machine = Machine(workers=workers if workers is not None else default_workers())
-            with machine.threads():
-                _verify(run, machine.workers)
+            with one_thread_each():
+                _verify(run, workers if workers is not None else default_workers())
             container, weights = opened.container_name, run.weights
             kept = [opened.reader.entries[name].nbytes for name in plain_tensors(opened)]
     finally:
@@ -114,6 +116,17 @@ def verify(
         sum(kept),
         time.monotonic() - begun,
     )
+
+
+@contextlib.contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Torch's own threads only get in each other's way on runs of rows; the workers are the threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _open(path: Path | None, what: str, findings: Findings) -> Source | None:

@@ -77,11 +77,10 @@ def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings)
 def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, found: Findings) -> bool:
     """Whether all codes and scales are such as a quantizer may write; faults where they are not."""
     counts, legal = Illegal(), True
-    for _, q in stored_runs(ckpt, stored.weight, expert=expert):
+    for _, q in stored_runs(ckpt, stored.weight, expert):
         counts += illegal_numbers(q)
-        legal = legal and (
-            q.global_scale is None or scalar_fault(q.global_scale) is None
-        )  # reported by the group check
+        if q.global_scale is not None and scalar_fault(q.global_scale) is not None:
+            legal = False  # reported with the other global scales
     fmt = stored.scheme.fmt
     if counts.bad_scales:
         found.fault(
@@ -90,7 +89,7 @@ def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, fo
     if counts.zero_scales:
         found.fault("scales", name, f"{counts.zero_scales} block scales are zero over codes that are not")
     if counts.empty_scales:
-        message = f"{counts.empty_scales} block scales are zero, over codes that are zero too; a positive one is safe in every reader"
+        message = f"{counts.empty_scales} block scales are zero, over codes that are zero; write positive ones"
         found.deviation("scales", name, message)
     if counts.bad_codes:
         found.fault("codes", name, f"{counts.bad_codes} codes are NaN or infinite in {fmt.element.name}")
@@ -101,18 +100,19 @@ def _judge(name: str, measured: Measured, elements: int, found: Findings) -> Non
     """Errors and codes that no quantizer leaves on the weight of this name."""
     absmax = max(measured.absmax_relative_mse, 1e-12)
     if measured.relative_mse > TOTAL_RATIO * absmax:
-        beside = f"abs-max scales give {absmax:.3g}"
-        message = f"relative MSE is {measured.relative_mse:.3g} where {beside}: these are not the numbers of the source's weight"
+        beside = f"relative MSE is {measured.relative_mse:.3g} where abs-max scales give {absmax:.3g}"
+        message = f"{beside}: these are not the numbers of the source's weight"
         found.fault("error", name, message)
     elif measured.worst_ratio > ROW_RATIO:
-        message = f"row {measured.worst_row} has {measured.worst_ratio:.3g} times the error of abs-max scales: damaged or misplaced"
+        ratio = f"{measured.worst_ratio:.3g} times the error of abs-max scales"
+        message = f"row {measured.worst_row} has {ratio}: it is damaged or misplaced"
         found.fault("error", name, message)
     if found.own and measured.first_other is not None:
         found.fault(
             "codes", name, f"row {measured.first_other} has codes that are not the nearest to the source's weights"
         )
     elif measured.far_codes and measured.other_codes <= NEAREST_SHARE * elements:
-        message = f"{measured.far_codes} codes are two or more steps from the source's weight, the others are its nearest: damaged"
+        message = f"{measured.far_codes} codes are two or more steps from the source, the others are nearest: damaged"
         found.fault("codes", name, message)
 
 

@@ -61,9 +61,8 @@ def prove_weight(
     height, width = fmt.block_extent(stored.shape)
     lines = _sampled_lines(grid, height * width * _candidates(fmt), sample_blocks)
     result = Optimality(0, grid[0] * grid[1], 0, 0, 0.0, 0.0, None)
-    for first, q in _lines(ckpt, weight, expert, lines, stored.shape, fmt):
-        w = rows.rows(first, first + q.shape[0])
-        result = _add(result, _prove(multiplying(q), w, first // height))
+    for where, q, w in _lines(ckpt, weight, expert, lines, rows):
+        result = _add(result, _prove(multiplying(q), w, where))
     return result
 
 
@@ -86,17 +85,32 @@ def _sampled_lines(grid: tuple[int, int], cost: int, sample_blocks: int | None) 
 
 
 def _lines(
-    ckpt: Source, weight: str, expert: int | None, lines: list[int], shape: tuple[int, int], fmt: Format
-) -> Iterator[tuple[int, QTensor]]:
-    """(first row, rows) of the wanted rows of blocks; neighbours are read together."""
-    height = fmt.block_extent(shape)[0]
+    ckpt: Source, weight: str, expert: int | None, lines: list[int], rows: SourceRows
+) -> Iterator[tuple[list[int], QTensor, torch.Tensor]]:
+    """(rows of the scale grid, their QTensor, their weights) of the wanted rows of blocks.
+
+    Single rows are gathered into one matrix: scoring has a cost per call.
+    """
+    stored = ckpt.stored[weight]
+    fmt, shape = stored.scheme.fmt, stored.shape
+    height, grid = fmt.block_extent(shape)[0], fmt.scale_shape(shape)
     if fmt.block[0] == WHOLE:
         runs = [(0, shape[0])] if lines else []
-    elif len(lines) == fmt.scale_shape(shape)[0]:
+    elif len(lines) == grid[0]:
         runs = row_runs(shape, fmt)
     else:
         runs = [(line * height, min((line + 1) * height, shape[0])) for line in lines]
-    yield from stored_runs(ckpt, weight, expert=expert, runs=runs)
+    found = (
+        (start, q, rows.rows(start, start + q.shape[0])) for start, q in stored_runs(ckpt, weight, expert, runs=runs)
+    )
+    if height > 1 or len(lines) == grid[0]:
+        for start, q, w in found:
+            yield list(range(start // height, -(-(start + q.shape[0]) // height))), q, w
+    elif lines:
+        pieces = list(found)
+        data, scales = (torch.cat([getattr(q, name) for _, q, _ in pieces]) for name in ("data", "scales"))
+        q = replace(pieces[0][1], shape=(len(pieces), shape[1]), data=data, scales=scales)
+        yield lines, q, torch.cat([w for _, _, w in pieces])
 
 
 def _add(a: Optimality, b: Optimality) -> Optimality:
@@ -111,8 +125,8 @@ def _add(a: Optimality, b: Optimality) -> Optimality:
     )
 
 
-def _prove(q: QTensor, w: torch.Tensor, line: int) -> Optimality:
-    """All blocks of a run of rows; ``line`` is the row of the scale grid where it begins."""
+def _prove(q: QTensor, w: torch.Tensor, lines: list[int]) -> Optimality:
+    """All blocks of ``q``, which holds these rows of the scale grid."""
     fmt, codes = q.fmt, q.scales.reshape(-1)
     x = to_blocks(w.float(), fmt).abs()
     x = flush(x, x.amax(dim=1, keepdim=True))
@@ -126,7 +140,7 @@ def _prove(q: QTensor, w: torch.Tensor, line: int) -> Optimality:
     tied = ~worse & (scale_values(codes, fmt.scale) != scale_values(best, fmt.scale))
     unlike = (worse | tied).nonzero()
     columns = q.scales.shape[1]
-    first = None if not len(unlike) else (line + int(unlike[0]) // columns, int(unlike[0]) % columns)
+    first = None if not len(unlike) else (lines[int(unlike[0]) // columns], int(unlike[0]) % columns)
     at_best = encode(w, best.reshape(q.scales.shape), fmt=fmt, global_scale=q.global_scale)
     exact = w.double()
     error = float((q.dequantize().double() - exact).square_().sum())

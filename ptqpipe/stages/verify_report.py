@@ -18,7 +18,7 @@ SHOWN = 6  # findings of one kind that the text lists
 class WeightReport:
     """One quantized weight. The errors are None without a source, and where the stored numbers are illegal.
 
-    versus_absmax  squared error beside that of abs-max scales of the same format, on a sample of rows
+    versus_absmax  squared error beside that of scales amax/max (rounded to nearest, powers of two up) on a sample of rows
     """
 
     name: str
@@ -109,7 +109,7 @@ def _weights_table(weights: Iterable[WeightReport]) -> str:
                 _proof_text(proofs),
             ]
         )
-    header = ["role", "format", "weights", "SQNR dB", "rel. MSE", "largest", "vs absmax", "optimal blocks"]
+    header = ["role", "format", "weights", "SQNR dB", "rel. MSE", "largest", "vs amax/max", "optimal blocks"]
     return table(header, rows, left=2)
 
 

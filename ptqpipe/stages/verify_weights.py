@@ -77,7 +77,7 @@ def row_runs(shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
 
 
 def stored_runs(
-    ckpt: Source, weight: str, *, expert: int | None, runs: list[tuple[int, int]] | None = None
+    ckpt: Source, weight: str, expert: int | None, *, runs: list[tuple[int, int]] | None = None
 ) -> Iterator[tuple[int, QTensor]]:
     """(first row, rows as a QTensor) of a stored weight, one run at a time."""
     stored = ckpt.stored[weight]
@@ -147,7 +147,7 @@ def measure_weight(ckpt: Source, weight: str, rows: SourceRows, *, expert: int |
     squared = energy = amax = 0.0
     other = far = 0
     first = None
-    for start, q in stored_runs(ckpt, weight, expert=expert):
+    for start, q in stored_runs(ckpt, weight, expert):
         stop = start + q.shape[0]
         w = rows.rows(start, stop)
         check_finite(w, f"'{weight}' of the source")
