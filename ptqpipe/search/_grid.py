@@ -13,6 +13,7 @@ from ptqpipe.qtensor import scale_values
 from ptqpipe.search.brute_force import all_scales
 from ptqpipe.search.objective import exact_weights
 
+EXPONENT = 0x7F800000  # the exponent field of a float32
 MARGIN = 2.0**-18  # far above the rounding of three float32 operations (2^-22), far below a step of any scale codec
 
 
@@ -25,7 +26,8 @@ class ElementGrid:
     multiples; ``top`` saturates. Equal to ``qtensor.round_to`` but for ties and hence in every |d|.
 
     low, high  powers of two: the codec's smallest normal binade (subnormals share its step) and its top binade
-    magic      2^(23 - mantissa bits)
+    magic      2^(23 - mantissa bits), for the binade of the step (a constant step: the step times 2^23)
+    free_magic the same without regard to low and high: rounding to a float of as many bits and any exponent
     top        largest magnitude
     wrap       y up to here rounds to at most ``top`` without saturation
     zero       y up to here rounds to zero
@@ -36,6 +38,7 @@ class ElementGrid:
     low: float
     high: float
     magic: float
+    free_magic: float
     top: float
     wrap: float
     zero: float
@@ -49,21 +52,34 @@ def element_grid(codec: Codec) -> ElementGrid:
     linear = next((i for i, m in enumerate(mags) if m != i * step), len(mags))
     if linear == len(mags):  # one binade or less: the step is the same everywhere
         low = high = 1.0
+        steps = len(mags)
         magic = step * 2.0**23
     else:
         steps = linear - 1  # 2^(mantissa bits + 1): the subnormals and the first normal binade share a step
         low = steps // 2 * step
         high = 2.0 ** (int(torch.frexp(torch.tensor(mags[-1], dtype=torch.float64)).exponent) - 1)
         magic = 2.0**24 / steps
+    free_magic = 2.0**24 / (1 << (steps - 1).bit_length())  # with `reserved` codes the last binade is not full
     known = set(mags)
     reach = next(i for i, m in enumerate(mags) if 2 * m not in known) - 1
     last_step = mags[-1] - mags[-2]
     grid = ElementGrid(
-        low, high, magic, mags[-1], mags[-1] + last_step / 2, step / 2, (mags[reach] + mags[reach + 1]) / 2
+        low, high, magic, free_magic, mags[-1], mags[-1] + last_step / 2, step / 2, (mags[reach] + mags[reach + 1]) / 2
     )
     if any(_rounded(m, grid) != m for m in mags):
         raise FormatError(f"{codec.name} is no minifloat; the exact search cannot round to it")
     return grid
+
+
+def deviations(y: torch.Tensor, q: torch.Tensor, shift: torch.Tensor, *, grid: ElementGrid, saturates: bool) -> None:
+    """Replaces ``y`` by y - RNE(y), up to the sign at ties; ``q`` and ``shift`` are scratch of its shape."""
+    torch.bitwise_and(y.view(torch.int32), EXPONENT, out=shift.view(torch.int32))
+    shift.clamp_(grid.low, grid.high)
+    torch.add(y, shift, alpha=grid.magic, out=q)
+    q.sub_(shift, alpha=grid.magic)
+    if saturates:
+        q.clamp_(max=grid.top)
+    y.sub_(q)
 
 
 def _rounded(y: float, grid: ElementGrid) -> float:

@@ -12,6 +12,8 @@ Rounding margins make both safe: a superfluous score does no harm, because ties 
 proof cares for the weights, so the search is exact with importance too. About 9 scales per block remain for NVFP4
 and one or two for MX formats. The scan runs on chunks that stay in the second-level cache, elements along the rows
 and blocks along the columns, so that the sum in element order is a sequence of contiguous additions.
+
+Long blocks (FP8 rows, tiles, tensors) with bfloat16 or float16 scales take the way of ``_long.py``.
 """
 
 from collections.abc import Callable
@@ -23,14 +25,14 @@ import torch
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import check_finite, to_blocks
-from ptqpipe.search._grid import MARGIN, ElementGrid, Ladder, element_grid, ladder
+from ptqpipe.search import _long
+from ptqpipe.search._grid import MARGIN, ElementGrid, Ladder, deviations, element_grid, ladder
 from ptqpipe.search.objective import FLUSH, LANES, fold, normalize_importance
 
 PROVEN = True
 
 CHUNK = 1 << 17  # elements scored at a time: three float32 arrays of this size, most of a 2 MiB cache
 SCAN_MAX = 256  # elements of a block up to which every candidate is scored directly
-_EXPONENT = 0x7F800000  # the exponent field of a float32
 
 
 def search(
@@ -59,8 +61,8 @@ def search(
     shape = (w.shape[0], w.shape[1])
     rows, cols = fmt.block_extent(shape)
     if rows * cols > SCAN_MAX:
-        raise FormatError(f"{fmt.name}: blocks of {rows * cols} elements have no exact search yet")
-    if rows == 1:
+        index = _long.search_index(w, fmt, global_scale=global_scale, h=h, grid=grid, steps=steps)
+    elif rows == 1:
         index = _scan_rows(w, cols, h=h, grid=grid, steps=steps)
     else:
         spread = None if h is None else to_blocks(h.expand(shape), fmt)
@@ -249,17 +251,6 @@ def _score(
         y.mul_(lanes.h)
     score = _accumulate(y, steps).mul_(weight)
     return score.masked_fill_(largest <= grid.zero, float("inf"))
-
-
-def deviations(y: torch.Tensor, q: torch.Tensor, shift: torch.Tensor, *, grid: ElementGrid, saturates: bool) -> None:
-    """Replaces ``y`` by y - RNE(y), up to the sign at ties; ``q`` and ``shift`` are scratch of its shape."""
-    torch.bitwise_and(y.view(torch.int32), _EXPONENT, out=shift.view(torch.int32))
-    shift.clamp_(grid.low, grid.high)
-    torch.add(y, shift, alpha=grid.magic, out=q)
-    q.sub_(shift, alpha=grid.magic)
-    if saturates:
-        q.clamp_(max=grid.top)
-    y.sub_(q)
 
 
 def _accumulate(t: torch.Tensor, steps: Ladder) -> torch.Tensor:
