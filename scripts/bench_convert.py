@@ -1,0 +1,300 @@
+"""Measures ``ptqpipe convert`` end to end: wall time against the disk and against the search alone, and peak memory.
+
+Usage: python scripts/bench_convert.py [--cases llama-8b:nvfp4 ...] [--layers N] [--repeat 3] [--scratch DIR]
+
+A case is SHAPE:FORMAT[:absmax] (absmax: the global scale from amax instead of the searched one). For each, alternating,
+``--repeat`` times in one run, every measurement in a process of its own:
+
+convert  ``python -m ptqpipe convert``, from the start of the interpreter to its exit, everything on disk
+copy     reading all bytes of the source and writing as many as the output has, through one loop of 8 MiB pieces, fsync
+search   what convert computes for every unit (scales, codes, errors), weights in memory, on the same number of threads;
+         loading is not timed
+
+The source's pages are dropped from the system's cache before every convert and copy (posix_fadvise), outputs deleted
+after. Memory is sampled every 20 ms over the process and its children, and asked from the kernel at the end (the larger
+counts). One JSON line a case: medians, all runs, ratio = convert / max(copy, search). The disk must hold the source and
+one output (25 GB for llama-8b to fp8); a source is made by make_synthetic_model.py and removed after its cases.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PIECE = 8 << 20
+SAMPLE_SECONDS = 0.02
+HELD_BYTES = 3 << 30  # weights that the search measurement holds at once
+DEFAULT_CASES = (
+    "llama-8b:nvfp4",
+    "llama-8b:nvfp4:absmax",
+    "llama-8b:mxfp4",
+    "llama-8b:fp8",
+    "moe-fused:nvfp4",
+    "moe-fused:mxfp4",
+    "moe-fused:fp8",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is converted to what."""
+
+    shape: str
+    format: str
+    global_scale: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        """From SHAPE:FORMAT[:absmax]."""
+        shape, fmt, *rest = text.split(":")
+        return cls(shape, fmt, rest[0] if rest else "search")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One measured process: seconds from start to exit, CPU seconds, peak resident bytes of it and its children."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+
+
+def measured(command: Sequence[str]) -> tuple[Run, str]:
+    """Runs a command to its end; SystemExit with its last words if it fails."""
+    begun = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    peak = [0]
+    stop = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(process.pid, peak, stop))
+    watcher.start()
+    errors: list[str] = []
+    reader = threading.Thread(target=lambda: errors.append(process.stderr.read() if process.stderr else ""))
+    reader.start()
+    output = process.stdout.read() if process.stdout else ""
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - begun
+    stop.set()
+    watcher.join()
+    reader.join()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with {process.returncode}:\n{errors[0][-2000:]}")
+    return Run(seconds, usage.ru_utime + usage.ru_stime, max(peak[0], usage.ru_maxrss * 1024)), output
+
+
+def _watch(pid: int, peak: list[int], stop: threading.Event) -> None:
+    while not stop.wait(SAMPLE_SECONDS):
+        try:
+            process = psutil.Process(pid)
+            family = [process, *process.children(recursive=True)]
+            peak[0] = max(peak[0], sum(member.memory_info().rss for member in family))
+        except psutil.Error:
+            continue
+
+
+def drop_cache(folder: Path) -> None:
+    """Asks the system to forget the cached pages of every file of a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files of a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def copy_child(source: Path, target: Path, write_bytes: int) -> None:
+    """Reads everything below ``source`` and writes ``write_bytes`` to ``target``, on disk when it returns."""
+    total = folder_bytes(source)
+    read = written = 0
+    with open(target, "wb", buffering=0) as out:
+        for path in sorted(path for path in source.rglob("*") if path.is_file()):
+            with open(path, "rb", buffering=0) as file:
+                buffer = bytearray(PIECE)
+                while count := file.readinto(buffer):
+                    read += count
+                    due = write_bytes * read // total - written
+                    while due > 0:
+                        step = out.write(memoryview(buffer)[: min(due, PIECE)])
+                        written, due = written + step, due - step
+        os.fsync(out.fileno())
+
+
+def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
+    """Seconds of what convert computes, weights in memory, summed over groups of units that fit ``HELD_BYTES``."""
+    import torch
+
+    from ptqpipe.algorithms import rtn
+    from ptqpipe.recipe import RecipeOptions
+    from ptqpipe.stages import convert as stage
+    from ptqpipe.stages.source import SourceRows
+
+    torch.set_num_threads(1)
+    options = RecipeOptions(scheme=case.format, global_scale=case.global_scale)
+    prepared = stage.prepare(source, options=options, out=source.parent / "never-written")
+    seconds = cpu_seconds = elements = 0.0
+
+    def work(item: tuple[Any, list[SourceRows]]) -> None:
+        unit, weights = item
+        rtn.quantize(
+            weights,
+            unit.scheme.fmt,
+            names=[member.weight for member in unit.members],
+            search=unit.rule.search,
+            search_global=unit.rule.global_scale == "search",
+            sink=lambda member, row, q: None,
+        )
+
+    def flush(held: list[tuple[Any, list[SourceRows]]]) -> tuple[float, float]:
+        begun, cpu_begun = time.perf_counter(), time.process_time()
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(work, held))
+        return time.perf_counter() - begun, time.process_time() - cpu_begun
+
+    with prepared.source:
+        held: list[tuple[Any, list[SourceRows]]] = []
+        size = 0
+        for job in prepared.outputs.jobs:
+            if job.unit is None:
+                continue
+            weights = [SourceRows(prepared.source, m.source, shape=m.shape, cache=True) for m in job.unit.members]
+            for weight in weights:
+                weight.rows(0, 1)  # reads all of it
+            held.append((job.unit, weights))
+            size += job.source_bytes
+            elements += job.unit.elements
+            if size >= HELD_BYTES:
+                wall, cpu = flush(held)
+                seconds, cpu_seconds = seconds + wall, cpu_seconds + cpu
+                held, size = [], 0
+        wall, cpu = flush(held)
+    return {"seconds": seconds + wall, "cpu_seconds": cpu_seconds + cpu, "elements": elements}
+
+
+def measure_case(
+    case: Case, source: Path, scratch: Path, *, repeat: int, workers: int, max_memory: str
+) -> dict[str, Any]:
+    """Everything about one case."""
+    out, copied = scratch / "converted", scratch / "copied"
+    converts: list[Run] = []
+    copies: list[Run] = []
+    searches: list[dict[str, float]] = []
+    written = 0
+    load = os.getloadavg()
+    for _ in range(repeat):
+        shutil.rmtree(out, ignore_errors=True)
+        drop_cache(source)
+        command = [sys.executable, "-m", "ptqpipe", "convert", str(source), "--format", case.format, "-o", str(out)]
+        command += ["--global-scale", case.global_scale, "--workers", str(workers), "--max-memory", max_memory, "-q"]
+        run, _ = measured(command)
+        converts.append(run)
+        written = folder_bytes(out)
+        shutil.rmtree(out)
+        drop_cache(source)
+        run, _ = measured([sys.executable, __file__, "--child-copy", str(source), str(copied), str(written)])
+        copies.append(run)
+        copied.unlink()
+        spelled = f"{case.shape}:{case.format}:{case.global_scale}"
+        _, output = measured([sys.executable, __file__, "--child-search", str(source), spelled, str(workers)])
+        searches.append(json.loads(output))
+    wall = statistics.median(run.seconds for run in converts)
+    copy = statistics.median(run.seconds for run in copies)
+    search = statistics.median(run["seconds"] for run in searches)
+    peak = max(run.peak_bytes for run in converts)
+    elements = searches[0]["elements"]
+    return {
+        "case": f"{case.shape}:{case.format}" + (":absmax" if case.global_scale == "absmax" else ""),
+        "source_bytes": folder_bytes(source),
+        "output_bytes": written,
+        "quantized_elements": int(elements),
+        "workers": workers,
+        "max_memory": max_memory,
+        "convert_s": round(wall, 2),
+        "copy_s": round(copy, 2),
+        "search_s": round(search, 2),
+        "ratio": round(wall / max(copy, search), 3),
+        "ratio_goal": 1.25,
+        "peak_rss_mib": round(peak / 2**20, 1),
+        "peak_rss_goal_mib": 2048,
+        "convert_cpu_s": round(statistics.median(run.cpu_seconds for run in converts), 2),
+        "search_cpu_s": round(statistics.median(run["cpu_seconds"] for run in searches), 2),
+        "copy_cpu_s": round(statistics.median(run.cpu_seconds for run in copies), 2),
+        "convert_mparam_per_s": round(elements / wall / 1e6, 1),
+        "all_convert_s": [round(run.seconds, 2) for run in converts],
+        "all_copy_s": [round(run.seconds, 2) for run in copies],
+        "all_search_s": [round(run["seconds"], 2) for run in searches],
+        "load_average_before": round(load[0], 1),
+        "processors": os.cpu_count(),
+    }
+
+
+def make_source(shape: str, target: Path, layers: int | None) -> None:
+    """The synthetic checkpoint, unless it is there already."""
+    if (target / "config.json").exists():
+        return
+    script = Path(__file__).with_name("make_synthetic_model.py")
+    command = [sys.executable, str(script), str(target), "--shape", shape]
+    subprocess.run(command + (["--layers", str(layers)] if layers else []), check=True, stdout=subprocess.DEVNULL)
+
+
+def main() -> None:
+    """Parses the options, measures, prints."""
+    if sys.argv[1:2] == ["--child-copy"]:
+        copy_child(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+        return
+    if sys.argv[1:2] == ["--child-search"]:
+        print(json.dumps(search_child(Path(sys.argv[2]), Case.parse(sys.argv[3]), int(sys.argv[4]))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(DEFAULT_CASES), metavar="SHAPE:FORMAT[:absmax]")
+    parser.add_argument("--layers", type=int, help="layers of every source [the shape's]")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--max-memory", default="2GiB")
+    parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"), help="folder for sources and outputs")
+    parser.add_argument("--keep-sources", action="store_true", help="leave the synthetic sources for the next run")
+    parser.add_argument("--results", type=Path, help="file to which the lines are appended as well")
+    options = parser.parse_args()
+    cases = [Case.parse(text) for text in options.cases]
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    for shape in dict.fromkeys(case.shape for case in cases):
+        source = options.scratch / shape
+        make_source(shape, source, options.layers)
+        for case in (case for case in cases if case.shape == shape):
+            result = measure_case(
+                case,
+                source,
+                options.scratch,
+                repeat=options.repeat,
+                workers=options.workers,
+                max_memory=options.max_memory,
+            )
+            line = json.dumps({**result, "layers": options.layers})
+            print(line, flush=True)
+            if options.results:
+                with open(options.results, "a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+        if not options.keep_sources:
+            shutil.rmtree(source)
+
+
+if __name__ == "__main__":
+    main()
