@@ -250,11 +250,22 @@ def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]
     metadata = tensors.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         _bad(path, f"has {_METADATA} {shown(metadata)}, expected an object of strings", _AGAIN)
+    if not all(map(_is_unicode, (*metadata, *metadata.values()))):
+        _bad(path, f"has {_METADATA} that is not valid Unicode", _AGAIN)
     return tensors, metadata
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_BYTES  # type(), because True is an int to isinstance
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair, which JSON can escape and UTF-8 cannot hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _fields(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...], int, int]:
@@ -271,9 +282,7 @@ def _fields(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...],
         _bad(path, f"{label} of shape {shown(shape)}, expected a list of integers from 0 to 2**63 - 1", _AGAIN)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         _bad(path, f"{label} at data_offsets {shown(offsets)}, expected two integers [begin, end]", _AGAIN)
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
+    if not _is_unicode(name):
         _bad(path, f"{label}, a name that is not valid Unicode", _AGAIN)
     return dtype, tuple(shape), offsets[0], offsets[1]
 

@@ -98,7 +98,10 @@ class ShardLayout:
 
     @classmethod
     def _of(
-        cls, contents: Sequence[Sequence[TensorSpec]], group_shards: tuple[tuple[int, ...], ...], sizes: Mapping[str, int]
+        cls,
+        contents: Sequence[Sequence[TensorSpec]],
+        group_shards: tuple[tuple[int, ...], ...],
+        sizes: Mapping[str, int],
     ) -> ShardLayout:
         count = len(contents)
         shards = []

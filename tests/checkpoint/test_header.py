@@ -86,6 +86,7 @@ MALFORMED = {
     "not JSON": (b"{nonsense}", b"", "does not parse"),
     "not UTF-8": (b'{"\xff":1}', b"", "not UTF-8"),
     "lone surrogate": (b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"1", "not valid Unicode"),
+    "lone surrogate in metadata": (b'{"__metadata__":{"a":"\\udc00"}}', b"", "not valid Unicode"),
     "duplicate name": (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":1}', b"", "duplicate key 'a'"),
     "duplicate field": (b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', b"1", "duplicate"),
     "NaN": (b'{"a":NaN}', b"", "NaN is not JSON"),
