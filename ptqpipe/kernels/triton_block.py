@@ -145,96 +145,97 @@ def block_quantize_kernel(
         code = search(
             x, weights, amax, global_scale, EMIN, MANT, MAX, B, E8M0, SMIN, STOP, OCTAVE, ABOVE, BELOW, WEIGHTED
         )
-        r, square = candidate(code, global_scale, E8M0, SMIN)
-        if TOTALS:
-            acc, _ = deviation(x, weights, r, EMIN, MANT, MAX, B, WEIGHTED)
-            tl.store(totals + block, (acc.to(square.dtype) * square).to(tl.float64), mask=live)
-        else:
-            tl.store(scales + block, code.to(tl.uint8), mask=live)
-            store_packed(words + block * (B * BITS // 32), columns, r, live, EMIN, MANT, MAX, BITS, B)
-        highest = tl.zeros([LANES], tl.int32)
-        for k in tl.static_range(B):
-            highest = tl.maximum(highest, columns[k].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        tl.store(damaged + tl.zeros([LANES], tl.int32), tl.full([LANES], 1, tl.int32), mask=highest >= 0x7F800000)
+    r, square = candidate(code, global_scale, E8M0, SMIN)
+    if TOTALS:
+        acc, _ = deviation(x, weights, r, EMIN, MANT, MAX, B, WEIGHTED)
+        tl.store(totals + block, (acc.to(square.dtype) * square).to(tl.float64), mask=live)
+    else:
+        tl.store(scales + block, code.to(tl.uint8), mask=live)
+        store_packed(words + block * (B * BITS // 32), columns, r, live, EMIN, MANT, MAX, BITS, B)
+    highest = tl.zeros([LANES], tl.int32)
+    for k in tl.static_range(B):
+        highest = tl.maximum(highest, columns[k].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(damaged + tl.zeros([LANES], tl.int32), tl.full([LANES], 1, tl.int32), mask=highest >= 0x7F800000)
 
-    def quantize(
-        w: torch.Tensor,
-        plan: BlockPlan,
-        *,
-        absmax: bool,
-        lanes: int,
-        global_scale: torch.Tensor | None,
-        importance: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(data uint8 ``[N, K*bits/8]``, scales uint8 ``[N, K/block]``, damaged int32 ``[1]``) of contiguous ``w``.
 
-        ``importance`` is normalized as ``objective.normalize_importance`` does. ``damaged`` is 1 where ``w`` is not finite.
-        """
-        data = torch.empty(w.shape[0], w.shape[1] * plan.element.bits // 8, dtype=torch.uint8, device=w.device)
-        scales = torch.empty(w.shape[0], w.shape[1] // plan.block, dtype=torch.uint8, device=w.device)
-        nothing = torch.empty(0, dtype=torch.float64, device=w.device)
-        damaged = _launch(
-            w, data.view(torch.int32), scales, nothing, plan, lanes, global_scale, importance, absmax=absmax
-        )
-        return data, scales, damaged
+def quantize(
+    w: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    absmax: bool,
+    lanes: int,
+    global_scale: torch.Tensor | None,
+    importance: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(data uint8 ``[N, K*bits/8]``, scales uint8 ``[N, K/block]``, damaged int32 ``[1]``) of contiguous ``w``.
 
-    def scores(
-        w: torch.Tensor,
-        plan: BlockPlan,
-        *,
-        lanes: int,
-        global_scale: torch.Tensor | None,
-        importance: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the least score of every block, float64 ``[blocks]``, damaged int32 ``[1]``) of contiguous ``w``."""
-        totals = torch.empty(w.numel() // plan.block, dtype=torch.float64, device=w.device)
-        nothing = torch.empty(0, dtype=torch.int32, device=w.device)
-        damaged = _launch(w, nothing, nothing.view(torch.uint8), totals, plan, lanes, global_scale, importance)
-        return totals, damaged
+    ``importance`` is normalized as ``objective.normalize_importance`` does. ``damaged`` is 1 where ``w`` is not finite.
+    """
+    data = torch.empty(w.shape[0], w.shape[1] * plan.element.bits // 8, dtype=torch.uint8, device=w.device)
+    scales = torch.empty(w.shape[0], w.shape[1] // plan.block, dtype=torch.uint8, device=w.device)
+    nothing = torch.empty(0, dtype=torch.float64, device=w.device)
+    damaged = _launch(w, data.view(torch.int32), scales, nothing, plan, lanes, global_scale, importance, absmax=absmax)
+    return data, scales, damaged
 
-    def _launch(
-        w: torch.Tensor,
-        words: torch.Tensor,
-        scales: torch.Tensor,
-        totals: torch.Tensor,
-        plan: BlockPlan,
-        lanes: int,
-        global_scale: torch.Tensor | None,
-        importance: torch.Tensor | None,
-        *,
-        absmax: bool = False,
-    ) -> torch.Tensor:
-        """Runs the kernel over all blocks; totals instead of words and scales where ``totals`` is not empty."""
-        blocks = w.numel() // plan.block
-        damaged = torch.zeros(1, dtype=torch.int32, device=w.device)
-        one = torch.ones(1, dtype=torch.float32, device=w.device)
-        block_quantize_kernel[(triton.cdiv(blocks, lanes),)](
-            w,
-            one if importance is None else importance,
-            one if global_scale is None else global_scale.to(w.device, torch.float32).reshape(1),
-            words,
-            scales,
-            totals,
-            damaged,
-            blocks,
-            w.shape[1] // plan.block,
-            EMIN=plan.element.emin,
-            MANT=plan.element.mant,
-            MAX=plan.element.max,
-            BITS=plan.element.bits,
-            B=plan.block,
-            E8M0=plan.e8m0,
-            SMIN=plan.smin,
-            STOP=plan.stop,
-            OCTAVE=plan.octave,
-            ABOVE=plan.above,
-            BELOW=plan.below,
-            WEIGHTED=importance is not None,
-            ABSMAX=absmax,
-            TOTALS=totals.numel() > 0,
-            LANES=lanes,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+
+def scores(
+    w: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    lanes: int,
+    global_scale: torch.Tensor | None,
+    importance: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the least score of every block, float64 ``[blocks]``, damaged int32 ``[1]``) of contiguous ``w``."""
+    totals = torch.empty(w.numel() // plan.block, dtype=torch.float64, device=w.device)
+    nothing = torch.empty(0, dtype=torch.int32, device=w.device)
+    damaged = _launch(w, nothing, nothing.view(torch.uint8), totals, plan, lanes, global_scale, importance)
+    return totals, damaged
+
+
+def _launch(
+    w: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    totals: torch.Tensor,
+    plan: BlockPlan,
+    lanes: int,
+    global_scale: torch.Tensor | None,
+    importance: torch.Tensor | None,
+    *,
+    absmax: bool = False,
+) -> torch.Tensor:
+    """Runs the kernel over all blocks; totals instead of words and scales where ``totals`` is not empty."""
+    blocks = w.numel() // plan.block
+    damaged = torch.zeros(1, dtype=torch.int32, device=w.device)
+    one = torch.ones(1, dtype=torch.float32, device=w.device)
+    block_quantize_kernel[(triton.cdiv(blocks, lanes),)](
+        w,
+        one if importance is None else importance,
+        one if global_scale is None else global_scale.to(w.device, torch.float32).reshape(1),
+        words,
+        scales,
+        totals,
+        damaged,
+        blocks,
+        w.shape[1] // plan.block,
+        EMIN=plan.element.emin,
+        MANT=plan.element.mant,
+        MAX=plan.element.max,
+        BITS=plan.element.bits,
+        B=plan.block,
+        E8M0=plan.e8m0,
+        SMIN=plan.smin,
+        STOP=plan.stop,
+        OCTAVE=plan.octave,
+        ABOVE=plan.above,
+        BELOW=plan.below,
+        WEIGHTED=importance is not None,
+        ABSMAX=absmax,
+        TOTALS=totals.numel() > 0,
+        LANES=lanes,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
 
     return damaged
