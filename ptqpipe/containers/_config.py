@@ -64,7 +64,8 @@ def scheme_for(fmt: Format, activation: Activation) -> Scheme:
         if structure(scheme.fmt) == structure(fmt) and scheme.activation is activation:
             return scheme if scheme.fmt == fmt else replace(scheme, fmt=fmt)
     name = fmt.name if activation is Activation.NONE else f"{fmt.name}+{activation}"
-    return Scheme(name, fmt, activation, name.upper().replace("/", "-"))
+    container = "ptqpipe" if "/" in name else "compressed_tensors"
+    return Scheme(name, fmt, activation, name.upper().replace("/", "-"), container=container)
 
 
 def check_parts(parts: Sequence[Part], names: Names, *, weight: str) -> None:
@@ -79,6 +80,16 @@ def check_parts(parts: Sequence[Part], names: Names, *, weight: str) -> None:
             raise CheckpointError(
                 f"{part.name!r} is {found[0]} {list(found[1])}, but its config says {part.dtype} {list(part.shape)}"
             )
+
+
+def matrix_shape(names: Names, name: str, *, bits: int, owner: str) -> tuple[int, int]:
+    """(N, K) of the weight whose codes of ``bits`` bits are the stored tensor ``name``; ``owner`` is who needs it."""
+    found = names.get(name)
+    if found is None:
+        raise CheckpointError(f"{owner} has scales of a quantized weight, but no {name!r}; the checkpoint is damaged")
+    if len(found[1]) != 2 or 0 in found[1]:
+        raise CheckpointError(f"{name!r} has shape {list(found[1])}, expected two dimensions and at least one element")
+    return found[1][0], found[1][1] * 8 // bits
 
 
 def refuse(weight: str, *, container: str, scheme_reason: str | None, experts: int | None, transposed: bool) -> None:
@@ -124,6 +135,37 @@ def kv_cache_scheme(base: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(found, Mapping) or found.get("num_bits") != 8 or found.get("type") != "float":
         return None
     return {"num_bits": 8, "type": "float", "strategy": found.get("strategy") or "tensor", "dynamic": False}
+
+
+# Model types of transformers 5.23 whose experts are one tensor on disk and have no converter from per-expert names.
+_NO_PER_EXPERT_NAMES = frozenset(
+    (
+        *("aria", "dbrx", "gemma4", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+        *("qwen3_vl_moe", "qwen3_vl_moe_text", "zaya"),
+    )
+)
+# Compressed-tensors alone gives Llama 4 one module an expert.
+_ONLY_COMPRESSED_TENSORS = frozenset({"llama4", "llama4_text"})
+
+
+def is_routed_expert(module: str) -> bool:
+    """Whether a module is a projection of one routed expert, or of a stack of them."""
+    return ".experts." in f".{module}"
+
+
+def expert_name_warnings(targets: Sequence[Target], config: Mapping[str, Any], *, container: str) -> list[str]:
+    """A warning where transformers finds no parameter for per-expert names and starts the experts at random."""
+    if not any(is_routed_expert(target.module) and target.experts is None for target in targets):
+        return []
+    kind = config.get("model_type")
+    if kind not in _NO_PER_EXPERT_NAMES and (kind not in _ONLY_COMPRESSED_TENSORS or container == "compressed_tensors"):
+        return []
+    remedy = "serve with vLLM, or keep the experts (--ignore 're:.*experts.*')"
+    if kind == "gpt_oss":
+        remedy = "use --container gptoss_mxfp4"
+    if kind in _ONLY_COMPRESSED_TENSORS:
+        remedy = "use --container compressed_tensors"
+    return [f"transformers 5.23 has no per-expert names for {kind} here and leaves its experts random; {remedy}"]
 
 
 def module_list(kept_modules: Iterable[str], targets: Sequence[Target]) -> list[str]:

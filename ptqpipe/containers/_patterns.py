@@ -14,16 +14,18 @@ Indexes = tuple[str, ...]
 _COUNTED = "{}"
 
 
-def name_patterns(modules: Sequence[str], others: Iterable[str]) -> list[str]:
+def name_patterns(modules: Sequence[str], others: Iterable[str], *, ignored: Iterable[str] = ()) -> list[str]:
     r"""Expressions that match all of ``modules`` and none of ``others``.
 
     Names are grouped by their form (digits aside) and by the sets of their indexes: layers.0.mlp.up_proj and
     layers.1.mlp.up_proj become ``^(.*\.)?layers\.(0|1)\.mlp\.up_proj$``, or ``layers\.\d+`` where that is as exact.
     What stands before the first counted component is left open, since readers rename it (model.language_model. is
     language_model.model. in vLLM, which maps names but not expressions), unless that would match one of ``others``.
+    ``ignored`` are avoided, too, but not at that price: readers look at what a config ignores first.
     """
     inside = set(modules)
     outside = [name for name in dict.fromkeys(others) if name not in inside]
+    avoided = [*outside, *(name for name in dict.fromkeys(ignored) if name not in inside)]
     forms: dict[str, set[Indexes]] = defaultdict(set)
     for name in modules:
         forms[_form(name)].add(_indexes(name))
@@ -35,7 +37,7 @@ def name_patterns(modules: Sequence[str], others: Iterable[str]) -> list[str]:
             parent, dot, leaf = form, "", ""
         shared[(parent + dot, frozenset(indexes))].append(leaf)
     return [
-        _pattern(parent, sorted(leaves), box, outside)
+        _pattern(parent, sorted(leaves), box, outside, avoided)
         for (parent, indexes), leaves in shared.items()
         for box in _boxes(indexes)
     ]
@@ -63,21 +65,20 @@ def _boxes(indexes: frozenset[Indexes]) -> list[list[list[str]]]:
     return [[heads, *box] for tail, heads in tails.items() for box in _boxes(tail)]
 
 
-def _pattern(parent: str, leaves: Sequence[str], box: Sequence[Sequence[str]], others: Sequence[str]) -> str:
-    """The shortest of the candidates that match none of ``others``; the last one, all spelled out, always does."""
-    axes = [_alternatives(axis) for axis in box]
-    any_index = [r"\d+" if len(axis) > 1 else _alternatives(axis) for axis in box]
-    loose_experts = [*axes[:1], *any_index[1:]]
-    candidates = [
-        _expression(parent, leaves, spelled, open_root=open_root)
-        for open_root in (True, False)
-        for spelled in (any_index, loose_experts, axes)
-    ]
-    for candidate in candidates[:-1]:
-        expression = re.compile(candidate)
-        if not any(expression.match(other) for other in others):
-            return f"re:{candidate}"
-    return f"re:{candidates[-1]}"
+def _pattern(
+    parent: str, leaves: Sequence[str], box: Sequence[Sequence[str]], others: Sequence[str], avoided: Sequence[str]
+) -> str:
+    """The first candidate that matches nothing else; the last one, all spelled out, is taken for lack of another."""
+    listed = [_alternatives(axis) for axis in box]
+    counted = [r"\d+" if len(axis) > 1 else _alternatives(axis) for axis in box]
+    spellings = (counted, [*listed[:1], *counted[1:]], listed)
+    for open_root, names in ((True, avoided), (True, others), (False, avoided)):
+        for spelling in spellings:
+            candidate = _expression(parent, leaves, spelling, open_root=open_root)
+            expression = re.compile(candidate)
+            if not any(expression.match(name) for name in names):
+                return f"re:{candidate}"
+    return f"re:{_expression(parent, leaves, listed, open_root=False)}"
 
 
 def _expression(parent: str, leaves: Sequence[str], axes: Sequence[str], *, open_root: bool) -> str:

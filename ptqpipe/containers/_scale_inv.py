@@ -11,6 +11,7 @@ from ptqpipe.containers._codec import FLOAT_SCALES
 from ptqpipe.containers._config import (
     as_found,
     check_parts,
+    matrix_shape,
     module_list,
     quantization_config,
     refuse,
@@ -69,16 +70,15 @@ def method(config: Mapping[str, Any]) -> str:
 def stored_weights(names: Names, fmt: Format, activation: Activation) -> dict[str, StoredWeight]:
     """Every F8_E4M3 weight with a scale. ``fmt`` is what the config says; the scale's dtype decides its codec."""
     found = {}
-    for name, (dtype, shape) in names.items():
+    for name, (dtype, _) in names.items():
         if not name.endswith(".weight") or dtype != "F8_E4M3":
             continue
         module = name.removesuffix(".weight")
         scale = next((module + suffix for suffix in SUFFIXES if module + suffix in names), None)
         if scale is None:
             raise CheckpointError(f"{name!r} is F8_E4M3 without a '{name}_scale_inv'; the checkpoint is damaged")
-        if len(shape) != 2:
-            raise CheckpointError(f"{name!r} has shape {list(shape)}, expected two dimensions")
-        found[name] = _stored(name, (shape[0], shape[1]), scale, fmt_of_scale(fmt, names[scale][0]), activation, names)
+        shape = matrix_shape(names, name, bits=8, owner=module)
+        found[name] = _stored(name, shape, scale, fmt_of_scale(fmt, names[scale][0]), activation, names)
     for name in names:
         for suffix in SUFFIXES:
             if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in found:

@@ -14,7 +14,10 @@ from ptqpipe.containers._codec import scale_dtype, with_scale_dtype
 from ptqpipe.containers._config import (
     as_found,
     check_parts,
+    expert_name_warnings,
+    is_routed_expert,
     kv_cache_scheme,
+    matrix_shape,
     module_list,
     quantization_config,
     refuse,
@@ -137,9 +140,8 @@ def configs(
     """config.json with ``quantization_config``.
 
     One scheme: the class target "Linear" and the exact names of everything kept. Several: one group a scheme with
-    disjoint anchored expressions, since exact names lose to the class-name rule in vLLM's fused layers and overlapping
-    targets are resolved differently by every reader. The group of the routed experts comes first: transformers takes
-    the first group whose expression mentions "experts".
+    disjoint anchored expressions, since readers resolve overlapping targets differently. The group of the routed
+    experts comes first: transformers takes the first group whose expression mentions "experts".
     """
     groups = _grouped(targets)
     ignore = module_list(kept_modules, targets)
@@ -147,8 +149,9 @@ def configs(
     mixed = len(groups) > 1
     described: dict[str, Any] = {}
     for number, (scheme, modules) in enumerate(groups):
-        others = [name for other, names in groups if other is not scheme for name in names] + ignore
-        described[f"group_{number}"] = _group(scheme, name_patterns(modules, others) if mixed else ["Linear"])
+        others = [name for other, names in groups if other is not scheme for name in names]
+        names = name_patterns(modules, others, ignored=ignore) if mixed else ["Linear"]
+        described[f"group_{number}"] = _group(scheme, names)
     quantization = {
         "quant_method": QUANT_METHOD,
         "format": "mixed-precision" if mixed else described["group_0"]["format"],
@@ -172,7 +175,7 @@ def _grouped(targets: Sequence[Target]) -> list[tuple[Scheme, list[str]]]:
             raise FormatError(f"{target.weight}: {reason}")
         key = (structure(target.scheme.fmt), target.scheme.activation)
         found.setdefault(key, (target.scheme, []))[1].append(target.module)
-    return sorted(found.values(), key=lambda group: not any(_is_routed_expert(name) for name in group[1]))
+    return sorted(found.values(), key=lambda group: not any(is_routed_expert(name) for name in group[1]))
 
 
 def _group(scheme: Scheme, names: Sequence[str]) -> dict[str, Any]:
@@ -187,23 +190,21 @@ def _args(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "float", "symmetric": True, "dynamic": False, **row}
 
 
-def _is_routed_expert(module: str) -> bool:
-    return re.search(r"(^|\.)experts\.", module) is not None
-
-
 def _kept_stack_patterns(kept: Sequence[str], targets: Sequence[Target]) -> list[str]:
     """Expressions for kept stacks of experts ("...experts.gate_up_proj"): vLLM looks for their per-expert names."""
-    stacks = [name.rpartition(".")[0] for name in kept if re.search(r"(^|\.)experts\.[^.\d]+$", name)]
+    stacks = {name.rpartition(".")[0] for name in kept if re.search(r"(^|\.)experts\.[^.\d]+$", name)}
+    quantized = {target.module.rpartition(".experts.")[0] + ".experts" for target in targets}
+    stacks -= quantized  # their biases may be kept stacks, too
     if not stacks:
         return []
-    quantized = {target.module.rpartition(".experts.")[0] + ".experts" for target in targets}
-    return [pattern.removesuffix("$") + r"\..*$" for pattern in name_patterns(sorted(set(stacks)), quantized)]
+    return [pattern.removesuffix("$") + r"\..*$" for pattern in name_patterns(sorted(stacks), quantized)]
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers are known to get wrong about this output: one line each, with the remedy."""
     found = []
-    experts = {structure(t.scheme.fmt): t.scheme for t in targets if _is_routed_expert(t.module)}
+    llama4 = str(config.get("model_type")).startswith("llama4")  # its experts become linear layers here
+    experts = {structure(t.scheme.fmt): t.scheme for t in targets if is_routed_expert(t.module) and not llama4}
     for scheme in experts.values():
         name = _BY_STRUCTURE.get(structure(scheme.fmt))
         if name == "nvfp4":
@@ -226,7 +227,10 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     if names & {"mxfp4", "mxfp8"}:
         found.append("SGLang 0.5.23 reads no mxfp4 and mxfp8 linear layers in this layout; use nvfp4 or fp8 for it")
     if any(t.scheme.name in ("mxfp4a16", "mxfp8a16") for t in targets):
-        found.append("vLLM 0.32 quantizes the activations of mxfp4a16 and mxfp8a16 too where it has a kernel for that")
+        found.append(
+            "vLLM 0.32 quantizes the activations of mxfp4a16 and mxfp8a16 where it can; use nvfp4 if it must not"
+        )
+    found += expert_name_warnings(targets, config, container="compressed_tensors")
     return found + _float16_warning(targets, config)
 
 
@@ -268,15 +272,10 @@ def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
     """The weight of ``module``, whose config says ``scheme``; scale dtypes and scalar shapes as they are found."""
     weight, fmt = f"{module}.weight", scheme.fmt
     data = weight if fmt.element.bits == 8 else f"{module}.weight_packed"
-    if data not in names:
-        raise CheckpointError(f"{module} has a weight_scale and {fmt.name} in its config, but no {data!r}")
     for suffix in _UNREADABLE:
         if f"{module}.{suffix}" in names:
             raise CheckpointError(f"{module}.{suffix}: only symmetric formats are read; start from the float model")
-    stored_shape = names[data][1]
-    if len(stored_shape) != 2:
-        raise CheckpointError(f"{data!r} has shape {list(stored_shape)}, expected two dimensions")
-    shape = (stored_shape[0], stored_shape[1] * 8 // fmt.element.bits)
+    shape = matrix_shape(names, data, bits=fmt.element.bits, owner=module)
     scale = names.get(f"{module}.weight_scale")
     if scale is not None:
         fmt = with_scale_dtype(fmt, scale[0])

@@ -81,7 +81,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         weight = name.removesuffix("_blocks")
         if weight == name:
             continue
-        if len(shape) != 4:
+        if len(shape) != 4 or 0 in shape:
             raise CheckpointError(f"{name!r} has shape {list(shape)}, expected [experts, rows, groups, {_BLOCK_BYTES}]")
         experts, n, groups, _ = shape
         matrix = (n, groups * _FMT.block[1])

@@ -12,7 +12,9 @@ from ptqpipe.containers._codec import with_scale_dtype
 from ptqpipe.containers._config import (
     as_found,
     check_parts,
+    is_routed_expert,
     kv_cache_scheme,
+    matrix_shape,
     module_list,
     quantization_config,
     refuse,
@@ -175,7 +177,7 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
         "use --container compressed-tensors for transformers"
     ]
     experts = {
-        _ALGORITHMS.get((structure(t.scheme.fmt), t.scheme.activation)) for t in targets if ".experts." in t.weight
+        _ALGORITHMS.get((structure(t.scheme.fmt), t.scheme.activation)) for t in targets if is_routed_expert(t.module)
     }
     mixed = len({(structure(t.scheme.fmt), t.scheme.activation) for t in targets}) > 1
     if "FP8_PER_CHANNEL_PER_TOKEN" in experts or ("FP8_PB_WO" in experts and not mixed):
@@ -240,13 +242,10 @@ def _stored(module: str, algorithm: str, names: Names) -> StoredWeight:
         raise CheckpointError(
             f"{module} has a pre_quant_scale (AWQ), which is not folded into the weight; not readable"
         )
-    if weight not in names or len(names[weight][1]) != 2:
-        raise CheckpointError(f"{module} has a weight_scale, but no two-dimensional {weight!r}")
     name, activation = _READ[algorithm]
     scale_dtype = names[f"{module}.weight_scale"][0]
     fmt: Format = with_scale_dtype(get_format(name), scale_dtype)
-    n, packed = names[weight][1]
-    shape = (n, packed * 8 // fmt.element.bits)
+    shape = matrix_shape(names, weight, bits=fmt.element.bits, owner=module)
     scheme = scheme_for(fmt, activation)
     try:
         expected = as_found(_parts(weight, shape, scheme, scale_dtype), names)

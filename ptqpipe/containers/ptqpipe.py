@@ -123,7 +123,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
 def _stored(weight: str, entry: Mapping[str, Any], names: Names) -> StoredWeight:
     scheme = _read_entry(weight, entry)
     stored = names[f"{weight}_packed"][1]
-    if len(stored) not in (2, 3):
+    if len(stored) not in (2, 3) or 0 in stored:
         raise CheckpointError(f"'{weight}_packed' has shape {list(stored)}, expected two or three dimensions")
     experts = stored[0] if len(stored) == 3 else None
     shape = (stored[-2], stored[-1] * 8 // scheme.fmt.element.bits)
@@ -164,8 +164,10 @@ def _read_format(entry: Mapping[str, Any]) -> Format:
     if "scale" in entry:
         fmt = replace(fmt, scale=get_codec(str(entry["scale"])))
     if "block" in entry:
-        rows, cols = (int(extent) for extent in entry["block"])
-        fmt = replace(fmt, block=(rows, cols))
+        block = entry["block"]
+        if not (isinstance(block, list) and len(block) == 2 and all(isinstance(x, int) and x >= 0 for x in block)):
+            raise FormatError(f"block {block!r} is not [rows, columns]")
+        fmt = replace(fmt, block=(block[0], block[1]))
     return fmt
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ptqpipe.containers._codec import with_scale_dtype
-from ptqpipe.containers._config import as_found, check_parts, quantization_config, scheme_for
+from ptqpipe.containers._config import as_found, check_parts, matrix_shape, quantization_config, scheme_for
 from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS
@@ -88,12 +88,9 @@ def _stored(module: str, spec: Mapping[str, Any], names: Names) -> StoredWeight:
     key = (str(described.get("dtype")), str(described.get("qscheme")))
     if key not in _WEIGHTS or (key[0] == "fp4" and described.get("group_size") != 32):
         raise CheckpointError(f"{module} has quark weights {key}, which ptqpipe does not read")
-    if weight not in names or len(names[weight][1]) != 2:
-        raise CheckpointError(f"{module} has a weight_scale, but no two-dimensional {weight!r}")
     scale = names[f"{module}.weight_scale"]
     fmt = with_scale_dtype(FORMATS[_WEIGHTS[key]], scale[0])
-    n, packed = names[weight][1]
-    shape = (n, packed * 8 // fmt.element.bits)
+    n, k = shape = matrix_shape(names, weight, bits=fmt.element.bits, owner=module)
     try:
         grid: tuple[int, ...] = fmt.scale_shape(shape)
     except FormatError as error:
@@ -103,7 +100,7 @@ def _stored(module: str, spec: Mapping[str, Any], names: Names) -> StoredWeight:
     if fmt.block == (1, 0) and len(scale[1]) == 1:
         grid = (n,)
     expected = [
-        Part(weight, "U8" if fmt.element.bits < 8 else "F8_E4M3", (n, packed), Role.DATA),
+        Part(weight, "U8" if fmt.element.bits < 8 else "F8_E4M3", (n, k * fmt.element.bits // 8), Role.DATA),
         Part(f"{module}.weight_scale", "U8" if fmt.scale.dtype is None else scale[0], grid, Role.SCALES),
     ]
     activation = _activation(spec.get("input_tensors"))
