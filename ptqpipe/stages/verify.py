@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ptqpipe.containers import StoredWeight
+from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Slice
 from ptqpipe.stages.jobs import RECORD_FILE
 from ptqpipe.stages.machine import default_workers
@@ -34,7 +35,7 @@ from ptqpipe.stages.verify_record import (
     read_record,
     replan,
 )
-from ptqpipe.stages.verify_repeat import check_input_scales, repeat_unit
+from ptqpipe.stages.verify_repeat import check_input_scales, prove_unit, repeat_unit
 from ptqpipe.stages.verify_report import VerifyReport, WeightReport, render, to_json
 from ptqpipe.stages.verify_structure import (
     check_dangling,
@@ -184,14 +185,15 @@ def _check_headers(run: _Run) -> None:
             guard("names", "tensors", lambda: check_fates(ckpt, origins, findings))
         guard("files", "files", lambda: check_files(ckpt, source, findings, own_files=_OWN_FILES))
         guard("config", "config.json", lambda: check_model_config(ckpt, source, findings))
-        if record is not None and record.converted:
+        if record is not None and record.conversion is not None:
             guard("plan", RECORD_FILE, lambda: _check_plan(run, source, record))
     check_readers(ckpt, source, findings)
     note_rounded_globals(ckpt, findings)
 
 
 def _check_groups(run: _Run) -> None:
-    fuse = run.record.raw.get("recipe", {}).get("fuse") if run.record is not None and run.record.converted else None
+    conversion = run.record.conversion if run.record is not None else None
+    fuse = None if conversion is None else conversion["recipe"].get("fuse")
     if fuse:
         check_groups(run.ckpt, run.findings, fuse)
     else:
@@ -200,7 +202,8 @@ def _check_groups(run: _Run) -> None:
 
 def _check_plan(run: _Run, source: Source, record: Record) -> None:
     planned = replan(record, source)
-    check_plan(run.ckpt, source, record, planned, run.findings)
+    if record.converted:
+        check_plan(run.ckpt, source, record, planned, run.findings)
     check_input_scales(run.ckpt, planned, run.findings)
     run.planned = planned
 
@@ -272,6 +275,8 @@ def _unit_job(run: _Run, index: int) -> _Job:
 
         def repeat() -> None:
             repeat_unit(run.ckpt, source, unit, record.weights, found, cache_bytes=CACHE_BYTES)
+            if run.options.optimal and unit.scheme.fmt.block == (WHOLE, WHOLE):
+                prove_unit(run.ckpt, source, unit, record.weights, found)
 
         found.guard("repeat", unit.id, repeat)
         return found, None

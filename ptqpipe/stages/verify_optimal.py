@@ -6,7 +6,7 @@ one so small that the largest element's clipping alone costs more than the store
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +19,9 @@ from ptqpipe.stages.source import Source, SourceRows
 from ptqpipe.stages.verify_weights import multiplying, row_runs, stored_runs
 
 SCORE_BUDGET = 1 << 25  # scored elements a weight, when sampling
-SCORE_LIMIT = 1 << 28  # a single block that needs more is left alone, when sampling
-_CHUNK = 1 << 22
+NEAR = 1e-5  # relative; float32 counts and products round by less
+_CHUNK = 1 << 20
+_MAGNITUDES = 2048  # about how many different magnitudes a large block of bfloat16 weights has
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +60,38 @@ def prove_weight(
     fmt = stored.scheme.fmt
     grid = fmt.scale_shape(stored.shape)
     height, width = fmt.block_extent(stored.shape)
-    lines = _sampled_lines(grid, height * width * _candidates(fmt), sample_blocks)
+    lines = _sampled_lines(grid, _cost(fmt, height * width), sample_blocks)
     result = Optimality(0, grid[0] * grid[1], 0, 0, 0.0, 0.0, None)
     for where, q, w in _lines(ckpt, weight, expert, lines, rows):
         result = _add(result, _prove(multiplying(q), w, where))
     return result
 
 
-def _candidates(fmt: Format) -> int:
-    """About how many codes are scored for a block."""
+def prove_joint(ckpt: Source, members: Sequence[tuple[str, SourceRows]]) -> Optimality:
+    """One scale for several weights (FP8 per tensor over a fused group): scored as the one block that they are."""
+    runs = [(q, rows.rows(0, q.shape[0])) for weight, rows in members for q in [ckpt.quantized(weight)]]
+    first = runs[0][0]
+    if any(not torch.equal(q.scales, first.scales) for q, _ in runs):
+        return Optimality(1, 1, 1, 0, 0.0, 0.0, (0, 0))
+    shape = (sum(q.shape[0] for q, _ in runs), first.shape[1])
+    joint = replace(first, shape=shape, data=torch.cat([q.data for q, _ in runs]))
+    return _add(
+        Optimality(0, 1, 0, 0, 0.0, 0.0, None), _prove(multiplying(joint), torch.cat([w for _, w in runs]), [0])
+    )
+
+
+def _cost(fmt: Format, elements: int) -> int:
+    """About how many numbers are scored for a block."""
     if fmt.scale.enumerable:
-        return len(fmt.scale.magnitudes)
-    return 128 * int(math.log2(fmt.element.max / fmt.element.min_positive) + 3)  # bfloat16 numbers between two bounds
+        return elements * len(fmt.scale.magnitudes)
+    octaves = math.log2(fmt.element.max / fmt.element.min_positive) + 3  # of bfloat16 numbers, between the two bounds
+    return min(elements, _MAGNITUDES) * int(128 * octaves)
 
 
 def _sampled_lines(grid: tuple[int, int], cost: int, sample_blocks: int | None) -> list[int]:
-    """Rows of the scale grid to check, spread evenly; none where a single block is too much."""
+    """Rows of the scale grid to check, spread evenly."""
     if sample_blocks is None:
         return list(range(grid[0]))
-    if cost > SCORE_LIMIT:
-        return []
     blocks = min(sample_blocks, max(1, SCORE_BUDGET // cost))
     count = min(grid[0], max(1, blocks // grid[1]))
     return sorted({(2 * i + 1) * grid[0] // (2 * count) for i in range(count)})
@@ -95,7 +108,7 @@ def _lines(
     fmt, shape = stored.scheme.fmt, stored.shape
     height, grid = fmt.block_extent(shape)[0], fmt.scale_shape(shape)
     if fmt.block[0] == WHOLE:
-        runs = [(0, shape[0])] if lines else []
+        runs = [(0, shape[0])]
     elif len(lines) == grid[0]:
         runs = row_runs(shape, fmt)
     else:
@@ -106,7 +119,7 @@ def _lines(
     if height > 1 or len(lines) == grid[0]:
         for start, q, w in found:
             yield list(range(start // height, -(-(start + q.shape[0]) // height))), q, w
-    elif lines:
+    else:
         pieces = list(found)
         data, scales = (torch.cat([getattr(q, name) for _, q, _ in pieces]) for name in ("data", "scales"))
         q = replace(pieces[0][1], shape=(len(pieces), shape[1]), data=data, scales=scales)
@@ -151,23 +164,35 @@ def _prove(q: QTensor, w: torch.Tensor, lines: list[int]) -> Optimality:
 def _best_float(x: torch.Tensor, stored: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None) -> torch.Tensor:
     """The best scale of one block ``[1, elements]`` among all numbers of the scale's dtype; ``[1]``.
 
-    Scales that a layout stores as float32 are chosen among the bfloat16 numbers, as readers round them to that.
+    Scales that a layout stores as float32 are chosen among the bfloat16 numbers, as readers round them to that. Equal
+    magnitudes are scored once, with their count as the weight; that rounds otherwise than the definition, by less than
+    NEAR, so the candidates that come so near to the least are scored again by the definition.
     """
     codes = all_scales(CODECS["bf16"] if fmt.scale.dtype is torch.float32 else fmt.scale).to(stored.dtype)
     g = 1.0 if global_scale is None else float(global_scale)
     limit = float(scores(x, stored, fmt=fmt, global_scale=global_scale)[0])
-    amax = float(x.amax())
-    value = codes.double() * g
-    zeroes = value * fmt.element.min_positive / 2 > amax * (1 + 2.0**-20)
-    clipped = (amax * (1 - 2.0**-20) - fmt.element.max * value).clamp(min=0).square() / g**2
-    open_ = codes[~zeroes & ~(clipped > limit * (1 + 2.0**-20))]
-    if not len(open_):
+    amax, value = float(x.amax()), codes.double() * g
+    zeroes = value * fmt.element.min_positive / 2 > amax * (1 + NEAR)
+    clipped = (amax * (1 - NEAR) - fmt.element.max * value).clamp(min=0).square() / g**2
+    rest = codes[~zeroes & ~(clipped > limit * (1 + NEAR))]
+    if not len(rest):
         return codes[:1]
+    magnitudes, counts = torch.unique(x, return_counts=True)
+    rough = _scored(magnitudes, rest, fmt, global_scale, counts.float())
+    rest = rest[rough <= rough.min() * (1 + NEAR)]
+    exact = _scored(x[0], rest, fmt, global_scale, None)
+    least = int((exact == exact.min()).int().argmax())  # the first: candidates ascend
+    return rest[least : least + 1] if bool(torch.isfinite(exact[least])) else codes[:1]
+
+
+def _scored(
+    x: torch.Tensor, codes: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None, counts: torch.Tensor | None
+) -> torch.Tensor:
+    """float64 ``[codes]``: the score of one block ``[elements]`` at each of the scales."""
+    step = max(1, _CHUNK // len(x))
     found = []
-    step = max(1, _CHUNK // x.shape[1])
-    for start in range(0, len(open_), step):
-        part = open_[start : start + step]
-        found.append(scores(x.expand(len(part), -1), part, fmt=fmt, global_scale=global_scale))
-    result = torch.cat(found)
-    least = int((result == result.min()).int().argmax())  # the first: candidates ascend
-    return open_[least : least + 1] if bool(torch.isfinite(result[least])) else codes[:1]
+    for start in range(0, len(codes), step):
+        part = codes[start : start + step]
+        h = None if counts is None else counts.expand(len(part), -1)
+        found.append(scores(x.expand(len(part), -1), part, fmt=fmt, global_scale=global_scale, h=h))
+    return torch.cat(found)

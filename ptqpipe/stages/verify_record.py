@@ -52,11 +52,18 @@ class Record:
     weights: Mapping[str, Claim]
     kept: Mapping[str, tuple[str, int]]  # (sha256, bytes)
     carried: tuple[str, ...]
+    rounded: frozenset[str]  # weights whose decode a relayout may have changed in the last place
 
     @property
     def converted(self) -> bool:
-        """Whether it is the record of a conversion, from which the plan follows; a relayout keeps another's numbers."""
+        """Whether it is the record of a conversion, from which every byte follows."""
         return isinstance(self.raw.get("recipe"), Mapping)
+
+    @property
+    def conversion(self) -> Mapping[str, Any] | None:
+        """Recipe and container of the conversion, also where a relayout followed; None where there was none of ours."""
+        found = self.raw if self.converted else self.raw.get("converted_as")
+        return found if isinstance(found, Mapping) and isinstance(found.get("recipe"), Mapping) else None
 
 
 def claims_ownership(reader: CheckpointReader) -> bool:
@@ -77,7 +84,12 @@ def read_record(reader: CheckpointReader) -> Record:
     carried = raw.get("carried_files", [])
     if not isinstance(carried, list) or not all(isinstance(name, str) for name in carried):
         raise CheckpointError(f"{RECORD_FILE}: carried_files must be a list of names")
-    return Record(raw, _text(raw, "container", RECORD_FILE), weights, kept, tuple(carried))
+    rounded = raw.get("decode_rounds_differently", [])
+    if not isinstance(rounded, list):
+        raise CheckpointError(f"{RECORD_FILE}: decode_rounds_differently must be a list of names")
+    return Record(
+        raw, _text(raw, "container", RECORD_FILE), weights, kept, tuple(carried), frozenset(map(str, rounded))
+    )
 
 
 def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -177,13 +189,15 @@ def check_kept_hash(ckpt: Source, name: str, record: Record, findings: Findings)
         findings.fault("record", name, f"is not what {RECORD_FILE} describes: its sha256 differs")
 
 
-def check_numbers(name: str, claim: Claim, actual: Mapping[str, float], findings: Findings) -> None:
+def check_numbers(
+    name: str, claim: Claim, actual: Mapping[str, float], findings: Findings, *, tolerance: float = SUM_TOLERANCE
+) -> None:
     """Recomputed numbers against the claimed ones, equal within the rounding of float64 sums."""
     for key, value in actual.items():
         claimed = claim.numbers.get(key)
         if claimed is None:
             findings.fault("record", name, f"has no {key} in {RECORD_FILE}")
-        elif not math.isclose(claimed, value, rel_tol=SUM_TOLERANCE, abs_tol=0.0) and claimed != value:
+        elif not math.isclose(claimed, value, rel_tol=tolerance, abs_tol=0.0) and claimed != value:
             findings.fault("record", name, f"claims {key} {claimed:.12g}, recomputed {value:.12g}")
 
 
@@ -198,13 +212,14 @@ class Replanned:
 
 def replan(record: Record, source: Source) -> Replanned:
     """The plan again. Raises a PtqError where the recorded recipe is none, or makes nothing of this source."""
-    recipe = _recipe_of(_object(record.raw, "recipe"))
-    container = get_container(record.container)
+    conversion = record.conversion
+    if conversion is None:
+        raise CheckpointError(f"{RECORD_FILE} has no recipe")
+    recipe, name = _recipe_of(_object(conversion, "recipe")), _text(conversion, "container", RECORD_FILE)
+    container = get_container(name)
     check_supported(container, recipe)
-    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(record.container))
-    return Replanned(
-        recipe, plan, make_outputs(plan, source, container, container_name=record.container, recipe=recipe)
-    )
+    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(name))
+    return Replanned(recipe, plan, make_outputs(plan, source, container, container_name=name, recipe=recipe))
 
 
 def _recipe_of(described: Mapping[str, Any]) -> Recipe:

@@ -15,6 +15,8 @@ from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.stages.source import Source, SourceRows
 from ptqpipe.stages.verify_findings import Findings
+from ptqpipe.stages.verify_judge import judge_proof
+from ptqpipe.stages.verify_optimal import prove_joint
 from ptqpipe.stages.verify_record import Claim, Replanned, check_numbers
 from ptqpipe.stages.verify_weights import multiplying
 
@@ -60,6 +62,14 @@ def repeat_unit(
         wanted = (unit.scheme.fmt.name, unit.scheme.name, unit.rule.search, result.proven, result.global_scale)
         if (claim.format, claim.scheme, claim.search, claim.proven, claim.global_scale) != wanted:
             findings.fault("record", name, f"claims format, scheme, search, proven, global scale that are not {wanted}")
+
+
+def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> None:
+    """Proves the one scale of a unit that has one for all of its weights."""
+    if any(member.weight not in ckpt.stored or member.stack is not None for member in unit.members):
+        return
+    members = [(m.weight, SourceRows(source, m.source, shape=m.shape)) for m in unit.members]
+    judge_proof(unit.members[0].weight, prove_joint(ckpt, members), claims.get(claim_name(unit.members[0])), findings)
 
 
 def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:

@@ -18,7 +18,7 @@ SHOWN = 6  # findings of one kind that the text lists
 class WeightReport:
     """One quantized weight. The errors are None without a source, and where the stored numbers are illegal.
 
-    versus_absmax  squared error beside that of scales amax/max (rounded to nearest, powers of two up) on a sample of rows
+    versus_absmax  squared error beside that of scales amax/max (powers of two rounded up), on a sample of rows
     """
 
     name: str
