@@ -141,6 +141,29 @@ def test_odd_subnormal_scale_codes_are_found() -> None:
     assert done[1].tolist() == [[15]]  # 15 * 2^-9 times 2, 1.5 and 0.5: no error at all
 
 
+@pytest.mark.parametrize(("name", "largest", "code"), [("e2m1/16/e4m3", 7.9, 1), ("mxfp4", 8.9, 118)])
+def test_clipping_far_beyond_the_largest_magnitude_can_be_best(name: str, largest: float, code: int) -> None:
+    # At the scale 2^-9 the halves are exact and the largest is clipped to 6; at twice that scale it is nearly exact
+    # and the halves go to zero, which costs a little more: 15/4 + 0.1^2 > 1.9^2, and 31/4 + 0.9^2 > 2.9^2.
+    fmt = get_format(name)
+    w = torch.full((1, fmt.block[1]), 0.5 * 2.0**-9)
+    w[0, 4] = -largest * 2.0**-9
+    done = kernels.block_quantize(w.to(DEVICE), fmt)
+    assert done is not None
+    assert done[1].tolist() == [[code]]
+    assert_exact(w, fmt)
+
+
+def test_elements_too_small_to_square_do_not_break_ties() -> None:
+    # 768 is exact at 128 and at 192. The square of the other element would round to 3 and to 1 float32 quanta of
+    # 2^-149 there, and 3 * 128^2 > 1 * 192^2: 192 would win by underflow alone.
+    w = torch.zeros(1, 16)
+    w[0, 0], w[0, 9] = 768.0, 128.0 * (2.6 * 2.0**-149) ** 0.5
+    done = kernels.block_quantize(w.to(DEVICE), get_format("e2m1/16/e4m3"))
+    assert done is not None
+    assert done[1].tolist() == [[(7 + 7) << 3]]
+
+
 def test_ties_between_scales_go_to_the_smaller_code() -> None:
     w = torch.tensor([[3.0, -1.0] + [0.0] * 30])
     done = kernels.block_quantize(w.to(DEVICE), get_format("mxfp4"))
