@@ -6,6 +6,8 @@ This is the only file that knows click, reads the environment, or turns an error
 import json
 import os
 import re
+import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -160,6 +162,7 @@ def convert(
                 json.dumps(tables.plan_json(prepared, machine)) if as_json else tables.plan_text(prepared, machine)
             )
             return
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's stop ends as cleanly as Ctrl-C
         ranks = _ranks()
         if ranks.rank == 0 and not as_json:
             click.echo(tables.header_text(prepared))
@@ -167,8 +170,7 @@ def convert(
             mode: Literal["new", "resume", "overwrite"] = "resume" if resume else "overwrite" if overwrite else "new"
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
         except KeyboardInterrupt:
-            again = f"ptqpipe convert {model} ... -o {prepared.out} --resume"
-            click.echo(f"\nInterrupted. What is finished is kept; continue with: {again}", err=True)
+            click.echo(f"\nInterrupted. What is finished is kept; continue with: {_resume_command()}", err=True)
             sys.exit(130)
     if done is not None:
         click.echo(json.dumps(tables.converted_json(done)) if as_json else tables.converted_text(done))
@@ -328,6 +330,12 @@ def _says_how_to_resume(command: str) -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo(f"\nInterrupted. What is finished is kept; continue with: {command}", err=True)
         sys.exit(130)
+
+
+def _resume_command() -> str:
+    """This call again, as one that continues."""
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--overwrite", "--resume")]
+    return shlex.join(["ptqpipe", *arguments, "--resume"])
 
 
 def _machine(workers: int | None, device: str, max_memory: int, *, progress: bool) -> "Machine":

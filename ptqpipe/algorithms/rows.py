@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import NumericsError
 from ptqpipe.formats import Format
-from ptqpipe.qtensor import QTensor, check_finite, encode, squared_error
+from ptqpipe.kernels import reference
+from ptqpipe.qtensor import QTensor, check_finite, encode
 from ptqpipe.search import get_search
+from ptqpipe.search.objective import formula, magnitude_blocks
 
 CHUNK_ELEMENTS = 1 << 22
 
@@ -49,35 +50,48 @@ def quantize_rows(
         if done is not None:
             return QTensor(fmt, (w.shape[0], w.shape[1]), done[0], done[1], global_scale)
     scales = get_search(search).search(w, fmt, global_scale=global_scale, importance=importance)
+    return encode_rows(w, scales, fmt, global_scale=global_scale)
+
+
+def encode_rows(
+    w: torch.Tensor, scales: torch.Tensor, fmt: Format, *, global_scale: torch.Tensor | None = None
+) -> QTensor:
+    """``qtensor.encode`` of rows ``[n, K]``, by the device's kernel where the scales are numbers (FP8)."""
+    kernel = None if fmt.scale.enumerable else kernel_for(w.device, "fp8_encode")
+    data = None if kernel is None else kernel(w, scales, fmt)
+    if data is not None:
+        return QTensor(fmt, (w.shape[0], w.shape[1]), data, scales, global_scale)
     return encode(w, scales, fmt=fmt, global_scale=global_scale)
 
 
 def measure(q: QTensor, w: torch.Tensor) -> tuple[float, float]:
-    """(sum (decode - w)^2, sum w^2) in float64."""
+    """(sum (decode - w)^2, sum w^2) in float64, in the order of ``kernels.reference``."""
     kernel = kernel_for(w.device, "decode_error")
-    if kernel is not None:
-        done = kernel(q.data, q.scales, q.fmt, w, q.global_scale)
-        if done is not None:
-            return float(done[0]), float(done[1])
-    return squared_error(q, w), float(w.double().square().sum())
+    done = None if kernel is None else kernel(q.data, q.scales, q.fmt, w, q.global_scale)
+    return done if done is not None else reference.decode_error(q, w)
 
 
 def total_error(w: torch.Tensor, fmt: Format, *, search: str, global_scale: torch.Tensor | None = None) -> float:
-    """The squared error that ``search`` leaves on ``w``, without keeping the codes where a kernel can do without."""
+    """The squared error that ``search`` leaves on ``w``: its scores where scales are codes, else by decoding."""
+    if not fmt.scale.enumerable:
+        return measure(quantize_rows(w, fmt, search=search), w)[0]
     kernel = kernel_for(w.device, "score_total")
-    if kernel is not None:
-        done = kernel(w, fmt, rule=search, global_scale=global_scale)
-        if done is not None:
-            return float(done)
-    return measure(quantize_rows(w, fmt, search=search, global_scale=global_scale), w)[0]
+    done = None if kernel is None else kernel(w, fmt, rule=search, global_scale=global_scale)
+    if done is not None:
+        return float(done)
+    codes = get_search(search).search(w, fmt, global_scale=global_scale).reshape(-1)
+    found, _ = formula(magnitude_blocks(w, fmt), codes, fmt=fmt, global_scale=global_scale)
+    total = reference.sum_blocks(found)
+    return total if global_scale is None else total * float(global_scale) ** 2
 
 
 def checked_amax(w: torch.Tensor, name: str) -> float:
     """max |w|; NumericsError naming the weight and the first NaN or inf."""
     if w.numel() == 0:
         return 0.0
-    amax = float(w.abs().amax())  # NaN propagates
+    kernel = kernel_for(w.device, "amax")
+    done = None if kernel is None else kernel(w)
+    amax = float(w.abs().amax()) if done is None else float(done[0])  # NaN propagates
     if not amax < float("inf"):
         check_finite(w, f"'{name}'")
-        raise NumericsError(f"'{name}' has magnitudes beyond float32; rescale the source")
     return amax

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from ptqpipe.algorithms.rows import checked_amax, chunks, measure, quantize_rows, total_error
+from ptqpipe.algorithms.rows import checked_amax, chunks, encode_rows, measure, quantize_rows, total_error
 from ptqpipe.formats import WHOLE, Format
 from ptqpipe.global_scale import absmax_global, pick, sample_rows
-from ptqpipe.qtensor import QTensor, encode
+from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
 
 
@@ -152,10 +152,10 @@ def _quantize_as_one(
     joint = torch.cat(whole) if len(whole) > 1 else whole[0]
     scales = quantize_rows(joint, fmt, search=search).scales
     baseline = quantize_rows(joint, fmt, search="absmax")
-    versus = measure(encode(joint, scales, fmt=fmt), joint)[0] / (measure(baseline, joint)[0] or 1.0)
+    versus = measure(encode_rows(joint, scales, fmt), joint)[0] / (measure(baseline, joint)[0] or 1.0)
     errors = []
     for index, w in enumerate(whole):
-        q = encode(w, scales, fmt=fmt)
+        q = encode_rows(w, scales, fmt)
         sink(index, 0, q)
         squared, energy = measure(q, w)
         errors.append(WeightError(squared, energy, versus))

@@ -94,6 +94,22 @@ def scores(
     codes  ``[blocks]`` scale codes (uint8), or the scales themselves for a codec that is not enumerable
     h      float32 ``[blocks, elements]`` non-negative weights, or None for all ones
     """
+    score, largest = formula(x, codes, fmt=fmt, global_scale=global_scale, h=h)
+    return torch.where(largest <= fmt.element.min_positive / 2, float("inf"), score)
+
+
+def formula(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    *,
+    fmt: Format,
+    global_scale: torch.Tensor | None = None,
+    h: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what the formula gives for every block, float64; the largest y): scores before scales that zero a block drop out.
+
+    This is what a total adds up: a block that every scale rounds to zero still costs its energy.
+    """
     value = scale_values(codes, fmt.scale)
     s = value if global_scale is None else value * global_scale
     y = x * (1.0 / s).unsqueeze(1)
@@ -107,8 +123,7 @@ def scores(
             acc += t[:, k]
     else:
         acc = lane_sum(t)
-    score = weigh(acc, value, fmt.scale)
-    return torch.where(y.amax(dim=1) <= fmt.element.min_positive / 2, float("inf"), score)
+    return weigh(acc, value, fmt.scale), y.amax(dim=1)
 
 
 def lane_sum(t: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +361,42 @@ def test_a_rank_that_fails_fails_the_run_which_resumes(tmp_path: Path) -> None:
     again = torchrun(*args, "--resume", world=2)
     assert again.returncode == 0, again.stderr[-2000:]
     assert tiny.bytes_of(tmp_path / "many") == want
+
+
+SLOW = """
+import time
+from ptqpipe.algorithms import rtn
+real = rtn.quantize
+def slow(*args, **kwargs):
+    time.sleep(0.2)
+    return real(*args, **kwargs)
+rtn.quantize = slow
+from ptqpipe.cli import main
+main()
+"""
+
+
+def test_an_interrupt_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
+    model = tiny.save(tmp_path / "m", tiny.llama(layers=6))
+    want = tiny.bytes_of(ptqpipe.convert(model, out=tmp_path / "whole", workers=1).out)
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW)
+    args = ["convert", str(model), "-o", str(tmp_path / "out"), "--workers", "1"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        run = subprocess.Popen([sys.executable, str(script), *args], stdout=-1, stderr=-1, text=True)
+        assert run.stdout is not None
+        while "kept as they are" not in run.stdout.readline():
+            assert run.poll() is None
+        time.sleep(1.0)  # some of the units, which take 0.2 s each
+        run.send_signal(number)
+        _, stderr = run.communicate(timeout=120)
+        assert run.returncode == 130, stderr
+        assert "Traceback" not in stderr
+        assert not (tmp_path / "out").exists()
+        args = stderr.strip().splitlines()[-1].split("continue with: ptqpipe ")[1].split()
+        assert args[-1] == "--resume"
+    assert run_cli(*args).returncode == 0
+    assert tiny.bytes_of(tmp_path / "out") == want
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
