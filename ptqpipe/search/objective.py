@@ -106,7 +106,7 @@ def formula(
     global_scale: torch.Tensor | None = None,
     h: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what the formula gives for every block, float64; the largest y): scores before scales that zero a block drop out.
+    """(what the formula gives for every block, float64; the largest y): no scale is ruled out for zeroing a block.
 
     This is what a total adds up: a block that every scale rounds to zero still costs its energy.
     """
