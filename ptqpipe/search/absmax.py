@@ -1,9 +1,16 @@
-"""Abs-max: the largest element of a block lands on the largest magnitude. The baseline of every comparison."""
+"""Abs-max: the largest magnitude of the block goes to the largest element, and the scale is rounded.
+
+A baseline. A block whose scale rounds to zero is lost, as in the plain rule of the literature; zero is no scale
+to write, so such a block gets a scale so large that all its elements round to zero: 64 times the smallest (0.125 for
+E4M3, which is also what compressed-tensors writes). ``absmax_pz`` keeps those blocks. Minifloat scales are rounded to
+nearest; powers of two, bfloat16 and float16 up; float32 not at all.
+"""
 
 import torch
 
 from ptqpipe.formats import Format
-from ptqpipe.qtensor import magnitude_codes, to_blocks
+from ptqpipe.qtensor import magnitude_codes
+from ptqpipe.search._rules import as_grid, block_amax, fitted_scale, rounded_scale
 
 PROVEN = False
 
@@ -15,19 +22,13 @@ def search(
     global_scale: torch.Tensor | None = None,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Scales ``[N/bn, K/bk]``: amax / element max / global_scale, rounded to nearest, at least the smallest scale.
+    """Scales ``[N/bn, K/bk]`` of the abs-max rule; ``importance`` plays no part. NumericsError for NaN and inf."""
+    scales = rounded_scale(fitted_scale(block_amax(w, fmt), fmt, global_scale=global_scale), fmt)
+    if fmt.scale.enumerable and fmt.scale.first_scale_code > 0:
+        scales = torch.where(scales == 0, flush_code(fmt), scales)
+    return as_grid(scales, w, fmt)
 
-    Scales that are numbers (FP8's bfloat16) are rounded up, so that nothing clips. ``importance`` does not matter.
-    """
-    amax = to_blocks(w.float(), fmt).abs().amax(dim=1)
-    wanted = amax / fmt.element.max
-    if global_scale is not None:
-        wanted = wanted / global_scale
-    grid = fmt.scale_shape((w.shape[0], w.shape[1]))
-    if fmt.scale.enumerable:
-        codes = magnitude_codes(wanted, fmt.scale).clamp(min=fmt.scale.first_scale_code)
-        return codes.to(torch.uint8).reshape(grid)
-    dtype = fmt.scale.dtype or torch.float32
-    rounded = wanted.to(dtype)
-    up = torch.where(rounded.float() < wanted, torch.nextafter(rounded, torch.full_like(rounded, torch.inf)), rounded)
-    return up.clamp(min=torch.finfo(dtype).smallest_normal).reshape(grid)
+
+def flush_code(fmt: Format) -> int:
+    """The code of 64 times the smallest scale: a block whose scale rounds to zero has y <= max/128 there."""
+    return int(magnitude_codes(torch.tensor([64 * fmt.scale.min_positive]), fmt.scale))
