@@ -204,18 +204,19 @@ def absmax_code(
     SMIN: tl.constexpr,
     STOP: tl.constexpr,
 ) -> tl.tensor:
-    """int32 code nearest to amax / MAX / global_scale, ties to the even one, at least the smallest scale."""
+    """int32 code for amax / MAX / global_scale: a power of two rounded up, a minifloat rounded to nearest.
+
+    A minifloat that rounds to zero becomes code 32, which is 64 times the smallest scale, as ``absmax.py`` has it.
+    """
     wanted = tl.div_rn(tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32)), global_scale)
     if E8M0:
-        # The middle of 2^(c-127) and its double has c in the exponent field and half of the fraction; below 2^-126
-        # the field is 0 and the middle of codes 0 and 1 is three quarters.
+        # 2^(c-127) has c in the exponent field and no fraction; 2^-127, of code 0, is the fraction one half.
         bits = wanted.to(tl.int32, bitcast=True)
         below = bits >> 23
-        fraction = bits & 0x007FFFFF
-        middle = tl.where(below == 0, 0x00600000, 0x00400000)
-        code = below + ((fraction > middle) | ((fraction == middle) & (below % 2 == 1))).to(tl.int32)
+        code = below + ((bits & 0x007FFFFF) > tl.where(below == 0, 0x00400000, 0)).to(tl.int32)
     else:
         SMAX: tl.constexpr = (8 + STOP % 8) * 2.0 ** (STOP // 8 - 1 + SMIN - 3)
         one = tl.full(amax.shape, 1.0, tl.float32)
-        code = tl.maximum(encode_signed(wanted, one, SMIN, 3, SMAX, 9), 1)
+        code = encode_signed(wanted, one, SMIN, 3, SMAX, 9)
+        code = tl.where(code == 0, 32, code)
     return tl.minimum(code, STOP)
