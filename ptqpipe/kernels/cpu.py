@@ -1,94 +1,42 @@
-"""Compiled kernels for CPU tensors: block scales searched and codes packed at memory speed, bit-equal to torch.
+"""Compiled kernels for CPU tensors: block scales searched, codes packed, decoded and measured, bit-equal to torch.
 
-Mirrors ``search/brute_force.py`` (the exact search), ``qtensor.encode`` and ``packing.pack``. The C++ lies in ``csrc/``
-and is called through ctypes, so every call releases the interpreter lock and runs on the caller's thread alone: the
-caller brings the threads. Functions return None for combinations without a kernel. Knows formats; must not know
-searches' names, files or containers.
+Mirrors ``search/brute_force.py`` (the exact search), ``qtensor.encode``, ``packing.pack``, ``QTensor.dequantize`` and
+``reference.decode_error``. The C++ lies in ``csrc/``; a call releases the interpreter lock and runs on the caller's
+thread alone: the caller brings the threads. Functions return None for combinations without a kernel. Knows formats;
+must not know searches' names, files or containers.
 """
 
 import ctypes
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import Format
+from ptqpipe.formats import Codec, Format
+from ptqpipe.kernels import cpu_library as lib
 from ptqpipe.packing import packed_columns
-from ptqpipe.qtensor import check_finite
+from ptqpipe.qtensor import check_finite, code_values
 
-_ABI = 1
-_ISAS = ("avx512", "avx2", "baseline")  # best first
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ELEMENTS = {"e2m1": 0, "e4m3": 1, "e2m3": 2, "e3m2": 3}
 _MINIFLOAT3, _E8M0 = 0, 1
 _SCALES = {"e4m3": (_MINIFLOAT3, 7), "ue5m3": (_MINIFLOAT3, 15), "e8m0": (_E8M0, 127)}  # kind, exponent bias
-_EXACT, _GIVEN = 0, 1
-_OK, _NOT_FINITE = 0, 1
+_EXACT = 0
 _GLOBAL_RANGE = 2.0**90  # beyond it, or below its inverse, scales or their inverses may leave the float32 range
-
-
-class _Blocks(ctypes.Structure):
-    """``struct ptq_blocks`` of csrc/api.h, field by field."""
-
-    _fields_ = (
-        ("w", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("block", ctypes.c_int32),
-        ("element", ctypes.c_int32),
-        ("scale_kind", ctypes.c_int32),
-        ("scale_bias", ctypes.c_int32),
-        ("scale_top", ctypes.c_int32),
-        ("rule", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-        ("importance", ctypes.c_void_p),
-        ("global_scales", ctypes.c_void_p),
-        ("n_global", ctypes.c_int64),
-        ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("totals", ctypes.c_void_p),
-    )
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled extension, or None when it was not built."""
-    spec = find_spec("ptqpipe.kernels._cpu")
-    if spec is None or spec.origin is None:
-        return None
-    library = ctypes.CDLL(spec.origin)
-    if library.ptq_abi() != _ABI:
-        return None
-    return library
-
-
-@cache
-def _known_isas() -> tuple[str, ...]:
-    """The instruction sets of this machine that have kernels, best first."""
-    library = _library()
-    return () if library is None else tuple(name for name in _ISAS if library.ptq_has(name.encode()))
-
-
-_forced: str | None = None
 
 
 def available() -> bool:
     """Whether the extension was built and this CPU runs it."""
-    return bool(_known_isas())
+    return bool(lib.known_isas())
 
 
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2", "baseline", or "none" without the extension."""
-    known = _known_isas()
-    return _forced or (known[0] if known else "none")
+    return lib.current_isa()
 
 
 def isas() -> tuple[str, ...]:
     """Every instruction set that :func:`force_isa` accepts here, best first."""
-    return _known_isas()
+    return lib.known_isas()
 
 
 def force_isa(name: str | None) -> None:
@@ -96,10 +44,7 @@ def force_isa(name: str | None) -> None:
 
     Raises FormatError for a name that this machine does not run. Results do not depend on it, speed does.
     """
-    global _forced
-    if name is not None and name not in _known_isas():
-        raise FormatError(f"no kernels for {name!r} here; this machine has {', '.join(_known_isas()) or 'none'}")
-    _forced = name
+    lib.force_isa(name)
 
 
 def block_quantize(
@@ -115,14 +60,14 @@ def block_quantize(
     w            ``[N, K]`` bfloat16, float16 or float32, columns adjacent in memory
     rule         "exact": the scales of ``search/brute_force.py``, bit for bit
     global_scale float32 0-d, where the format has one
-    importance   float32 ``[K]`` weights of ``objective.normalize_importance``, or None
+    importance   ``[K]`` non-negative weights of the columns, or None
 
-    None when there is no kernel for the combination. NumericsError for NaN and inf.
+    E2M1, E2M3, E3M2 or E4M3 elements with E4M3 or UE5M3 scales (with or without a global one) or E8M0 scales, in
+    blocks of 2 to 256 columns that fill whole bytes; None for the rest. NumericsError for NaN and inf.
     """
     job = _job(w, fmt, global_scale=global_scale, importance=importance)
     if job is None or rule != "exact":
         return None
-    job.rule = _EXACT
     data = torch.empty(w.shape[0], packed_columns(w.shape[1], fmt.element.bits), dtype=torch.uint8)
     scales = torch.empty(fmt.scale_shape((w.shape[0], w.shape[1])), dtype=torch.uint8)
     job.data, job.scales = data.data_ptr(), scales.data_ptr()
@@ -137,10 +82,11 @@ def score_total(
     global_scale: torch.Tensor | None = None,
     importance: torch.Tensor | None = None,
 ) -> float | None:
-    """The least score of every block, summed in float64 in a fixed order, times global_scale^2.
+    """The least score of every block (``objective.py``), summed in float64, times global_scale^2.
 
-    For the exact rule without weights this is the squared error that ``block_quantize`` leaves, up to float32 rounding
-    of each block's score. None where ``block_quantize`` has no kernel.
+    Without weights this is the squared error that ``block_quantize`` leaves, up to the float32 rounding of each block's
+    score. A block that rounds to zero at every scale counts what the formula gives at the smallest one. The order of
+    the sum is that of ``reference.sum_blocks``. None where ``block_quantize`` has no kernel.
     """
     scales = None if global_scale is None else global_scale.reshape(1)
     totals = score_totals(w, fmt, rule=rule, global_scales=scales, importance=importance)
@@ -159,8 +105,8 @@ def score_totals(
     job = _job(w, fmt, global_scale=global_scales, importance=importance)
     if job is None or rule != "exact":
         return None
-    totals = torch.empty(job.n_global, dtype=torch.float64)
-    job.rule, job.totals = _EXACT, totals.data_ptr()
+    totals = torch.zeros(job.n_global, dtype=torch.float64)
+    job.totals = totals.data_ptr()
     if not _run(job, w):
         return None
     if global_scales is not None:
@@ -168,8 +114,106 @@ def score_totals(
     return [float(total) for total in totals]
 
 
-class _Job(_Blocks):
+def amax(w: torch.Tensor) -> tuple[float, int] | None:
+    """(max |w|, row-major index of the first NaN or inf or -1 without one) of a matrix, in one pass.
+
+    The maximum is inf or NaN when there is such an index; 0 for an empty matrix.
+    """
+    if not _readable(w) or not available():
+        return None
+    job = lib.Amax(
+        w=w.data_ptr(), rows=w.shape[0], cols=w.shape[1], row_stride=w.stride(0), dtype=_DTYPES[w.dtype], unused=0
+    )
+    largest, first_bad = ctypes.c_float(), ctypes.c_int64()
+    lib.call("ptq_amax_of", ctypes.byref(job), ctypes.byref(largest), ctypes.byref(first_bad))
+    return largest.value, first_bad.value
+
+
+def dequantize(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    fmt: Format,
+    global_scale: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    global_divides: bool = False,
+) -> torch.Tensor | None:
+    """``[N, K]`` float32 or bfloat16: the float32 decode of ``QTensor.dequantize``, rounded to ``dtype``.
+
+    ``data``, ``scales``, ``global_scale`` and ``global_divides`` as in a QTensor. None for what has no kernel.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        return None
+    shape = (data.shape[0], data.shape[1] * 8 // fmt.element.bits)
+    job = _decode_job(data, scales, fmt, shape, global_scale, global_divides)
+    if job is None:
+        return None
+    out = torch.empty(shape, dtype=dtype)
+    job.out, job.out_dtype = out.data_ptr(), _DTYPES[dtype]
+    return out if lib.call("ptq_decode_rows", ctypes.byref(job)) == lib.OK else None
+
+
+def decode_error(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    fmt: Format,
+    w: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    *,
+    global_divides: bool = False,
+) -> tuple[float, float] | None:
+    """(sum (decode - w)^2, sum w^2) in float64, bit-equal to ``reference.decode_error``.
+
+    ``data``, ``scales``, ``global_scale`` and ``global_divides`` as in a QTensor of ``w`` ``[N, K]``. None for what has
+    no kernel.
+    """
+    shape = (w.shape[0], w.shape[1])
+    if tuple(data.shape) != (shape[0], packed_columns(shape[1], fmt.element.bits)):
+        raise FormatError(f"{fmt.name} data {list(data.shape)} is not that of a {shape[0]}x{shape[1]} weight")
+    job = _decode_job(data, scales, fmt, shape, global_scale, global_divides)
+    if job is None or not _readable(w):
+        return None
+    sums = torch.zeros(2, dtype=torch.float64)
+    job.w, job.w_dtype, job.w_stride, job.sums = w.data_ptr(), _DTYPES[w.dtype], w.stride(0), sums.data_ptr()
+    if lib.call("ptq_decode_rows", ctypes.byref(job)) != lib.OK:
+        return None
+    return float(sums[0]), float(sums[1])
+
+
+def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tensor | None:
+    """uint8 ``[N, K]``: the codes of ``qtensor.encode`` for E4M3 elements and scales that are numbers.
+
+    w       ``[N, K]`` bfloat16, float16 or float32
+    scales  ``[N/bn, K/bk]`` of the dtype of ``fmt.scale``: one per row, tile or tensor
+
+    None for formats without a kernel. NumericsError for NaN and inf.
+    """
+    if fmt.element.name != "e4m3" or fmt.scale.enumerable or fmt.has_global or not _readable(w) or not available():
+        return None
+    shape = (w.shape[0], w.shape[1])
+    grid = _checked_grid(scales, fmt, shape)
+    block = fmt.block_extent(shape)
+    numbers = scales.float().contiguous()
+    data = torch.empty(shape, dtype=torch.uint8)
+    job = lib.Encode(
+        w=w.data_ptr(), rows=shape[0], cols=shape[1], row_stride=w.stride(0), scales=numbers.data_ptr(),
+        scale_cols=grid[1], block_rows=block[0], block_cols=block[1], dtype=_DTYPES[w.dtype],
+        element=_ELEMENTS["e4m3"], data=data.data_ptr(),
+    )  # fmt: skip
+    status = lib.call("ptq_encode_rows", ctypes.byref(job))
+    if status == lib.NOT_FINITE:
+        check_finite(w)
+    return data if status == lib.OK else None
+
+
+class _Job(lib.Blocks):
     """A struct with the tensors that it points into, which must outlive the call."""
+
+    kept: tuple[torch.Tensor | None, ...]
+
+
+class _DecodeJob(lib.Decode):
+    """The same for decoding."""
 
     kept: tuple[torch.Tensor | None, ...]
 
@@ -177,34 +221,100 @@ class _Job(_Blocks):
 def _job(
     w: torch.Tensor, fmt: Format, *, global_scale: torch.Tensor | None, importance: torch.Tensor | None
 ) -> _Job | None:
-    """The common fields of a call, or None where there is no kernel for it."""
-    if fmt.has_global != (global_scale is not None):
-        raise FormatError(f"{fmt.name} {'needs a' if fmt.has_global else 'has no'} global scale")
+    """The common fields of a search, or None where there is no kernel for it. FormatError for unfit shapes."""
+    _check_global(fmt, global_scale)
     block = fmt.block[1]
-    supported = fmt.block[0] == 1 and 2 <= block <= 256 and block * fmt.element.bits % 8 == 0
     element, scale = _ELEMENTS.get(fmt.element.name), _SCALES.get(fmt.scale.name)
-    if not supported or element is None or scale is None or not _readable(w) or not available():
+    in_rows = fmt.block[0] == 1 and 2 <= block <= 256 and block * fmt.element.bits % 8 == 0
+    if not in_rows or element is None or scale is None or not _readable(w) or not available():
         return None
     fmt.scale_shape((w.shape[0], w.shape[1]))  # raises where blocks do not divide
     kind, bias = scale
-    globals_ = torch.ones(1) if global_scale is None else global_scale.detach().reshape(-1).float().contiguous()
-    if kind == _E8M0 and global_scale is not None:
+    if kind == _E8M0 and fmt.has_global:
         return None
-    if not bool(((globals_ >= 1 / _GLOBAL_RANGE) & (globals_ <= _GLOBAL_RANGE)).all()):
+    factors = torch.ones(1) if global_scale is None else global_scale.detach().reshape(-1).float().contiguous()
+    if not bool(((factors >= 1 / _GLOBAL_RANGE) & (factors <= _GLOBAL_RANGE)).all()):
         return None
     h = None if importance is None else _normalized(importance, w.shape[1])
     job = _Job(
         w=w.data_ptr(), rows=w.shape[0], cols=w.shape[1], row_stride=w.stride(0), dtype=_DTYPES[w.dtype], block=block,
-        element=element, scale_kind=kind, scale_bias=bias, scale_top=len(fmt.scale.magnitudes) - 1,
-        importance=None if h is None else h.data_ptr(), global_scales=globals_.data_ptr(), n_global=len(globals_),
+        element=element, scale_kind=kind, scale_bias=bias, scale_top=len(fmt.scale.magnitudes) - 1, rule=_EXACT,
+        importance=None if h is None else h.data_ptr(), global_scales=factors.data_ptr(), n_global=len(factors),
     )  # fmt: skip
-    job.kept = (w, globals_, h)
+    job.kept = (w, factors, h)
     return job
+
+
+def _run(job: _Job, w: torch.Tensor) -> bool:
+    """Runs a search: False where the kernel declines, NumericsError for NaN and inf."""
+    status = lib.call("ptq_quantize_blocks", ctypes.byref(job))
+    if status == lib.NOT_FINITE:
+        check_finite(w)
+    return status == lib.OK
+
+
+def _decode_job(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    fmt: Format,
+    shape: tuple[int, int],
+    global_scale: torch.Tensor | None,
+    global_divides: bool,
+) -> _DecodeJob | None:
+    """The common fields of a decode, or None where there is no kernel. FormatError for a grid of another shape."""
+    _check_global(fmt, global_scale)
+    grid = _checked_grid(scales, fmt, shape)
+    bytes_in_rows = data.device.type == "cpu" and data.dtype == torch.uint8 and data.numel() > 0 and data.stride(0) >= 0
+    if not available() or not bytes_in_rows or (data.shape[1] > 1 and data.stride(1) != 1):
+        return None
+    if not fmt.element.enumerable or (fmt.has_global and not fmt.scale.enumerable):
+        return None
+    values = _all_values(fmt.element)
+    numbers = scales.contiguous() if fmt.scale.enumerable else scales.float().contiguous()
+    table = None
+    if fmt.scale.enumerable:
+        table = _all_values(fmt.scale)
+        if global_scale is not None:
+            table = table / global_scale.float() if global_divides else table * global_scale.float()
+    block = fmt.block_extent(shape)
+    job = _DecodeJob(
+        data=data.data_ptr(), data_stride=data.stride(0), rows=shape[0], cols=shape[1], scales=numbers.data_ptr(),
+        scale_cols=grid[1], block_rows=block[0], block_cols=block[1], values=values.data_ptr(),
+        scale_values=None if table is None else table.data_ptr(), code_bits=fmt.element.bits,
+        scale_codes=int(fmt.scale.enumerable),
+    )  # fmt: skip
+    job.kept = (data, numbers, values, table)
+    return job
+
+
+def _all_values(codec: Codec) -> torch.Tensor:
+    """float32 ``[256]``: the value of every byte as a code, NaN for bytes that are none."""
+    values = torch.full((256,), float("nan"))
+    values[: 1 << codec.bits] = code_values(torch.arange(1 << codec.bits, dtype=torch.uint8), codec)
+    return values
+
+
+def _checked_grid(scales: torch.Tensor, fmt: Format, shape: tuple[int, int]) -> tuple[int, int]:
+    """The shape of the scale grid; FormatError when ``scales`` are not those of a QTensor of this shape on the CPU."""
+    grid = fmt.scale_shape(shape)
+    dtype = fmt.scale.dtype or torch.uint8
+    if tuple(scales.shape) != grid or scales.device.type != "cpu" or scales.dtype != dtype:
+        raise FormatError(
+            f"{fmt.name} scales of a {shape[0]}x{shape[1]} weight must be {dtype} {list(grid)} on the CPU, "
+            f"got {scales.dtype} {list(scales.shape)} on {scales.device.type}"
+        )
+    return grid
+
+
+def _check_global(fmt: Format, global_scale: torch.Tensor | None) -> None:
+    """FormatError unless there is a global scale exactly where the format has one."""
+    if fmt.has_global != (global_scale is not None):
+        raise FormatError(f"{fmt.name} {'needs a' if fmt.has_global else 'has no'} global scale")
 
 
 def _readable(w: torch.Tensor) -> bool:
     """Whether a kernel can read ``w``: a CPU matrix of a known dtype with adjacent columns."""
-    known = w.device.type == "cpu" and w.dim() == 2 and w.dtype in _DTYPES
+    known = w.device.type == "cpu" and w.dim() == 2 and w.dtype in _DTYPES and w.numel() > 0
     return known and (w.shape[1] == 1 or w.stride(1) == 1) and w.stride(0) >= 0
 
 
@@ -217,15 +327,3 @@ def _normalized(importance: torch.Tensor, columns: int) -> torch.Tensor:
     if not bool(torch.isfinite(h).all()) or bool((h < 0).any()) or not bool(top > 0):
         raise NumericsError("importance must be finite, non-negative and not all zero; check the statistics")
     return torch.ldexp(h, 1 - torch.frexp(top).exponent).clamp(min=2.0**-24)
-
-
-def _run(job: _Job, w: torch.Tensor) -> bool:
-    """Runs a job: False where the kernel declines, NumericsError for NaN and inf."""
-    if w.shape[0] == 0 or w.shape[1] == 0:
-        return False
-    library = _library()
-    assert library is not None
-    status = library.ptq_quantize_blocks(isa().encode(), ctypes.byref(job))
-    if status == _NOT_FINITE:
-        check_finite(w)
-    return bool(status == _OK)

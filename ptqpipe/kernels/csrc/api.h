@@ -29,9 +29,45 @@ struct ptq_blocks {
     double *totals;                 // [n_global] score sums, or null
 };
 
+// Largest magnitude of a matrix, and the row-major index of its first NaN or inf (-1: none).
+struct ptq_amax {
+    const void *w;
+    int64_t rows, cols, row_stride;
+    int32_t dtype, unused;
+};
+
+// value(code) * scale in float32: written to `out`, compared with `w`, or both.
+struct ptq_decode {
+    const uint8_t *data;          // packed codes, rows data_stride bytes apart
+    int64_t data_stride, rows, cols;
+    const void *scales;           // [rows/block_rows, scale_cols] uint8 codes (scale_codes) or float32
+    int64_t scale_cols, block_rows, block_cols;
+    const float *values;          // [256] of element codes; 4-bit: the first 16
+    const float *scale_values;    // [256] of scale codes, global scale included
+    int32_t code_bits, scale_codes;
+    int32_t out_dtype, w_dtype;
+    void *out;                    // [rows, cols] float32 or bfloat16, or null
+    const void *w;                // rows w_stride elements apart, or null
+    int64_t w_stride;
+    double *sums;                 // [2] sum (decode - w)^2, sum w^2, or null
+};
+
+// Codes of 8-bit elements for given float32 scales.
+struct ptq_encode {
+    const void *w;
+    int64_t rows, cols, row_stride;
+    const float *scales;          // [rows/block_rows, scale_cols]
+    int64_t scale_cols, block_rows, block_cols;
+    int32_t dtype, element;
+    uint8_t *data;                // [rows, cols]
+};
+
 struct ptq_ops {
     const char *name;
     int32_t (*quantize_blocks)(const struct ptq_blocks *job);
+    int32_t (*amax)(const struct ptq_amax *job, float *out, int64_t *first_bad);
+    int32_t (*decode)(const struct ptq_decode *job);
+    int32_t (*encode)(const struct ptq_encode *job);
 };
 
 extern "C" const struct ptq_ops ptq_ops_avx512, ptq_ops_avx2, ptq_ops_baseline;

@@ -1,44 +1,57 @@
 // Drivers: a matrix of blocks, tile by tile.
 
-template <class E, bool MX, bool H>
-INLINE vi search_tile(const vf *x, const vf *h, int block, vf largest, const Minifloat3Scale &s, double *scores) {
-    const vm zero = less(largest, splat(0x1p-149f));
-    const vm rare = mask_and(rare_lanes<MX>(s, largest), mask_not(zero));
-    const vm done = mask_or(zero, rare);
-    Found f = {splat(MX ? 0 : 1), splat(FLT_MAX)};
-    if (!all(done)) {
-        if (MX) f = block == 32 ? scan_e8m0<E, H, 32>(x, h, block, largest, done)
-                                : scan_e8m0<E, H, 0>(x, h, block, largest, done);
-        else f = block == 16 ? scan_minifloat3<E, H, 16>(x, h, block, largest, done, s)
-                             : scan_minifloat3<E, H, 0>(x, h, block, largest, done, s);
+// Scale codes of U tiles, x[u * block + k], and their scores where `scores` is not null.
+template <class E, bool MX, bool H, int B, int U>
+INLINE void search_tiles(const vf *x, const vf *h, int any_block, const vf *largest, const Minifloat3Scale &s, vi *code,
+                         double *scores) {
+    const int block = B ? B : any_block;
+    Lanes<U> lanes;
+    Found<U> f;
+    vm zero[U], alone[U];  // lanes of zeros, lanes for scan_all
+    EACH(u) {
+        lanes.largest[u] = largest[u];
+        zero[u] = less(largest[u], splat(0x1p-149f));
+        alone[u] = mask_and(rare_lanes<MX>(s, largest[u]), mask_not(zero[u]));
+        lanes.done[u] = mask_or(zero[u], alone[u]);
+        f.code[u] = splat(MX ? 0 : 1), f.score[u] = splat(FLT_MAX);
     }
-    vm alone = rare;
-    if (scores) {
-        f.score = select(zero, splat(0.0f), f.score);
-        for (int lane = 0; lane < W; ++lane) {
-            const double value = MX ? ldexp(1.0, f.code[lane] - 127) : 1.0;
-            scores[lane] = (double)f.score[lane] * (value * value);
+    if (!all_done<U>(lanes.done)) {
+        if (MX) scan_e8m0<E, H, B, U>(x, h, block, &lanes, &f);
+        else scan_minifloat3<E, H, B, U>(x, h, block, &lanes, s, &f);
+    }
+    EACH(u) {
+        code[u] = f.code[u];
+        if (scores) {
+            alone[u] = mask_or(alone[u], mask_and(less_equal(splat(FLT_MAX), f.score[u]), mask_not(zero[u])));
+            const vf score = select(zero[u], splat(0.0f), f.score[u]);
+            for (int lane = 0; lane < W; ++lane) {
+                const double value = MX ? ldexp(1.0, code[u][lane] - 127) : 1.0;
+                scores[u * W + lane] = (double)score[lane] * (value * value);
+            }
         }
-        alone = mask_or(rare, mask_and(less_equal(splat(FLT_MAX), f.score), mask_not(zero)));
+        if (!any(alone[u])) continue;
+        const unsigned which = lane_bits(alone[u]);
+        for (int lane = 0; lane < W; ++lane) {
+            if (!(which >> lane & 1)) continue;
+            float one[MAX_BLOCK], weights[MAX_BLOCK];
+            double score;
+            for (int k = 0; k < block; ++k)
+                one[k] = x[u * block + k][lane], weights[k] = H ? h[u * block + k][lane] : 1.0f;
+            code[u][lane] = scan_all<E, MX>(one, H ? weights : 0, block, s, &score);
+            if (scores) scores[u * W + lane] = score;
+        }
     }
-    if (!any(alone)) return f.code;
-    const unsigned which = lane_bits(alone);
-    for (int lane = 0; lane < W; ++lane) {
-        if (!(which >> lane & 1)) continue;
-        float one[MAX_BLOCK], weights[MAX_BLOCK];
-        double score;
-        for (int k = 0; k < block; ++k) one[k] = x[k][lane], weights[k] = H ? h[k][lane] : 1.0f;
-        f.code[lane] = scan_all<E, MX>(one, H ? weights : 0, block, s, &score);
-        if (scores) scores[lane] = score;
-    }
-    return f.code;
 }
 
 // Elements below 2^-32 of their block's largest count as zero in the search (not in the codes): x, or a flushed copy.
-INLINE const vf *flush_tile(const vf *x, int block, vf largest, vf smallest, vf *copy) {
-    const vf least = largest * 0x1p-32f;
-    if (!any(less(smallest, least))) return x;
-    for (int k = 0; k < block; ++k) copy[k] = select(less(x[k], least), splat(0.0f), x[k]);
+template <int U>
+INLINE const vf *flush_tiles(const vf *x, int block, const vf *largest, const vf *smallest, vf *copy) {
+    vm tiny = no_lanes();
+    EACH(u) tiny = mask_or(tiny, less(smallest[u], largest[u] * 0x1p-32f));
+    if (!any(tiny)) return x;
+    for (int u = 0; u < U; ++u)
+        for (int k = u * block; k < (u + 1) * block; ++k)
+            copy[k] = select(less(x[k], largest[u] * 0x1p-32f), splat(0.0f), x[k]);
     return copy;
 }
 
@@ -53,19 +66,21 @@ template <bool MX> INLINE vf inverse_scale(vi code, const Minifloat3Scale &s) {
 }
 
 // One run of `blocks` adjacent blocks; `index` is the number of its first block in the whole matrix.
-template <class E, bool MX, bool H>
+template <class E, bool MX, bool H, int B>
 static int32_t run_blocks(const ptq_blocks *j, const Minifloat3Scale *scales, const char *w, int64_t blocks, int64_t index,
                           const vf *h, uint8_t *data, uint8_t *codes, double (*sums)[16]) {
-    vf x[MAX_BLOCK], copy[MAX_BLOCK];
-    vi words[MAX_WORDS];
-    char padded[MAX_BLOCK * W * 4];
-    uint8_t tail_data[MAX_BLOCK * W], tail_codes[W];
-    const int block = j->block, in_bytes = block * dtype_bytes(j->dtype), out_bytes = block * E::code_bits / 8;
-    for (int64_t b = 0; b < blocks; b += W) {
-        const int count = blocks - b < W ? (int)(blocks - b) : W;
+    enum { U = B ? 2 : 1, STEP = U * W, MOST = B ? B : MAX_BLOCK };
+    vf x[U * MOST], copy[U * MOST], largest[U], smallest[U];
+    vi words[U * MOST / 2 + U], chosen[U];
+    char padded[STEP * MOST * 4];
+    uint8_t tail_data[STEP * MOST], tail_codes[STEP];
+    const int block = B ? B : j->block, in_bytes = block * dtype_bytes(j->dtype), out_bytes = block * E::code_bits / 8;
+    const int n_words = (block + codes_per_word<E>() - 1) / codes_per_word<E>();
+    for (int64_t b = 0; b < blocks; b += STEP) {
+        const int count = blocks - b < STEP ? (int)(blocks - b) : STEP;
         const char *p = w + b * in_bytes;
         uint8_t *data_out = data ? data + b * out_bytes : 0, *codes_out = codes ? codes + b : 0;
-        if (count < W) {
+        if (count < STEP) {
             memset(padded, 0, sizeof padded);
             memcpy(padded, p, (size_t)count * in_bytes);
             memset(tail_codes, 1, sizeof tail_codes);
@@ -74,29 +89,31 @@ static int32_t run_blocks(const ptq_blocks *j, const Minifloat3Scale *scales, co
             if (data) data_out = tail_data;
             if (codes) codes_out = tail_codes;
         }
-        if (j->dtype == PTQ_BF16) load_tile<PTQ_BF16>(p, block, x);
-        else if (j->dtype == PTQ_F16) load_tile<PTQ_F16>(p, block, x);
-        else load_tile<PTQ_F32>(p, block, x);
-        vf largest, smallest;
-        split_signs<E>(x, block, words, &largest, &smallest);
-        if (any(mask_not(less(bits(largest), splat(0x7F800000))))) return PTQ_NOT_FINITE;
-        const vf *flushed = flush_tile(x, block, largest, smallest, copy);
+        vm bad = no_lanes();
+        EACH(u) {
+            load_tile<B>(j->dtype, p + u * W * in_bytes, block, x + u * block);
+            split_signs<E, B>(x + u * block, block, words + u * n_words, &largest[u], &smallest[u]);
+            bad = mask_or(bad, mask_not(less(bits(largest[u]), splat(0x7F800000))));
+        }
+        if (any(bad)) return PTQ_NOT_FINITE;
+        const vf *flushed = flush_tiles<U>(x, block, largest, smallest, copy);
         const vf *weights = H ? h + b / W * block : 0;
         if (!data) {
-            double scores[W];
+            double scores[STEP];
             for (int64_t g = 0; g < j->n_global; ++g) {
-                search_tile<E, MX, H>(flushed, weights, block, largest, scales[g], scores);
+                search_tiles<E, MX, H, B, U>(flushed, weights, block, largest, scales[g], chosen, scores);
                 for (int lane = 0; lane < count; ++lane) sums[g][(index + b + lane) & 15] += scores[lane];
             }
             continue;
         }
-        vi chosen;
-        if (j->rule == PTQ_GIVEN) chosen = load_scales(codes_out);
-        else chosen = search_tile<E, MX, H>(flushed, weights, block, largest, scales[0], 0);
-        add_codes<E>(x, block, inverse_scale<MX>(chosen, scales[0]), words);
-        store_words<E>(words, block, data_out);
-        if (j->rule != PTQ_GIVEN) store_scales(chosen, codes_out);
-        if (count < W) {
+        if (j->rule != PTQ_GIVEN) search_tiles<E, MX, H, B, U>(flushed, weights, block, largest, scales[0], chosen, 0);
+        EACH(u) {
+            if (j->rule == PTQ_GIVEN) chosen[u] = load_scales(codes_out + u * W);
+            else store_scales(chosen[u], codes_out + u * W);
+            add_codes<E, B>(x + u * block, block, inverse_scale<MX>(chosen[u], scales[0]), words + u * n_words);
+            store_words<E, B>(words + u * n_words, block, data_out + u * W * out_bytes);
+        }
+        if (count < STEP) {
             memcpy(data + b * out_bytes, tail_data, (size_t)count * out_bytes);
             if (j->rule != PTQ_GIVEN) memcpy(codes + b, tail_codes, (size_t)count);
         }
@@ -122,8 +139,8 @@ static double sum_of(const double *p) {  // the fixed tree that cpu.py repeats
     return (r[0] + r[2]) + (r[1] + r[3]);
 }
 
-template <class E, bool MX, bool H> static int32_t run_rows(const ptq_blocks *j) {
-    const int64_t per_row = j->cols / j->block, tiles = (per_row + W - 1) / W, n = j->n_global;
+template <class E, bool MX, bool H, int B> static int32_t run_rows(const ptq_blocks *j) {
+    const int64_t per_row = j->cols / j->block, tiles = ((per_row + W - 1) / W + 1) & ~(int64_t)1, n = j->n_global;
     const bool flat = !H && j->row_stride == j->cols;
     const int64_t rows = flat ? 1 : j->rows, blocks = flat ? per_row * j->rows : per_row;
     const size_t scale_bytes = (size_t)n * sizeof(Minifloat3Scale), sum_bytes = (size_t)n * 16 * sizeof(double);
@@ -143,7 +160,7 @@ template <class E, bool MX, bool H> static int32_t run_rows(const ptq_blocks *j)
         const char *w = (const char *)j->w + row * j->row_stride * dtype_bytes(j->dtype);
         uint8_t *data = j->data ? j->data + row * (j->cols * E::code_bits / 8) : 0;
         uint8_t *codes = j->scales ? j->scales + row * per_row : 0;
-        status = run_blocks<E, MX, H>(j, scales, w, blocks, row * per_row, (const vf *)h, data, codes, sums);
+        status = run_blocks<E, MX, H, B>(j, scales, w, blocks, row * per_row, (const vf *)h, data, codes, sums);
     }
     if (j->totals)
         for (int64_t g = 0; g < n; ++g) j->totals[g] = sum_of(sums[g]);
@@ -151,18 +168,25 @@ template <class E, bool MX, bool H> static int32_t run_rows(const ptq_blocks *j)
     return status;
 }
 
-template <class E> static int32_t run_element(const ptq_blocks *j) {
-    if (j->scale_kind == PTQ_SCALE_E8M0) return j->importance ? run_rows<E, true, true>(j) : run_rows<E, true, false>(j);
-    return j->importance ? run_rows<E, false, true>(j) : run_rows<E, false, false>(j);
+// The usual block of a kind of scales gets code of its own, where it is worth its size.
+template <class E, bool MX, int USUAL, int USUAL_H> static int32_t run_scales(const ptq_blocks *j) {
+    if (j->importance) return j->block == USUAL_H ? run_rows<E, MX, true, USUAL_H>(j) : run_rows<E, MX, true, 0>(j);
+    return j->block == USUAL ? run_rows<E, MX, false, USUAL>(j) : run_rows<E, MX, false, 0>(j);
+}
+
+template <class E, int USUAL, int USUAL_H, int USUAL_MX, int USUAL_MX_H>
+static int32_t run_element(const ptq_blocks *j) {
+    return j->scale_kind == PTQ_SCALE_E8M0 ? run_scales<E, true, USUAL_MX, USUAL_MX_H>(j)
+                                           : run_scales<E, false, USUAL, USUAL_H>(j);
 }
 
 static int32_t quantize_blocks(const ptq_blocks *j) {
     if (j->block < 2 || j->block > MAX_BLOCK) return PTQ_UNSUPPORTED;
     switch (j->element) {
-        case PTQ_E2M1: return run_element<E2M1>(j);
-        case PTQ_E4M3: return run_element<E4M3>(j);
-        case PTQ_E2M3: return run_element<E2M3>(j);
-        case PTQ_E3M2: return run_element<E3M2>(j);
+        case PTQ_E2M1: return run_element<E2M1, 16, 16, 32, 32>(j);
+        case PTQ_E4M3: return run_element<E4M3, 0, 0, 32, 0>(j);
+        case PTQ_E2M3: return run_element<E2M3, 0, 0, 32, 0>(j);
+        case PTQ_E3M2: return run_element<E3M2, 0, 0, 32, 0>(j);
         default: return PTQ_UNSUPPORTED;
     }
 }

@@ -10,6 +10,7 @@ namespace {
 #include "search.h"
 #include "encode.h"
 #include "blocks.h"
+#include "stream.h"
 }  // namespace
 
-extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks};
+extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode};

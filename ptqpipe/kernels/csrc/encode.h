@@ -6,8 +6,9 @@ template <class E> INLINE constexpr int codes_per_word() { return E::code_bits =
 enum { MAX_WORDS = MAX_BLOCK / 4 };
 
 // Signs of raw values x into the words, x replaced by |x|; largest magnitude and smallest non-zero one.
-template <class E> INLINE void split_signs(vf *x, int block, vi *words, vf *largest, vf *smallest) {
+template <class E, int B> INLINE void split_signs(vf *x, int any_block, vi *words, vf *largest, vf *smallest) {
     enum { PER = codes_per_word<E>() };
+    const int block = B ? B : any_block;
     vi top = splat(0);
     vf low = splat(FLT_MAX);
     for (int first = 0; first < block; first += PER) {
@@ -30,8 +31,9 @@ template <class E> INLINE void split_signs(vf *x, int block, vi *words, vf *larg
 }
 
 // x: magnitudes; r: unit / scale. Adds the magnitude codes to the words.
-template <class E> INLINE void add_codes(const vf *x, int block, vf r, vi *words) {
+template <class E, int B> INLINE void add_codes(const vf *x, int any_block, vf r, vi *words) {
     enum { PER = codes_per_word<E>() };
+    const int block = B ? B : any_block;
     for (int first = 0; first < block; first += PER) {
         vi word = words[first / PER];
 #pragma GCC unroll 8
@@ -44,7 +46,8 @@ template <class E> INLINE void add_codes(const vf *x, int block, vf r, vi *words
 }
 
 // The words of W lanes, as W adjacent runs of block*code_bits/8 bytes.
-template <class E> INLINE void store_words(const vi *words, int block, uint8_t *out) {
+template <class E, int B> INLINE void store_words(const vi *words, int any_block, uint8_t *out) {
+    const int block = B ? B : any_block;
     const int bytes = block * E::code_bits / 8, count = (block + codes_per_word<E>() - 1) / codes_per_word<E>();
 #if defined(PTQ_AVX512)
     if (E::code_bits != 6 && count == 2) {

@@ -30,6 +30,21 @@ EXPORT int32_t ptq_quantize_blocks(const char *name, const struct ptq_blocks *jo
     return ops ? ops->quantize_blocks(job) : PTQ_UNSUPPORTED;
 }
 
+EXPORT int32_t ptq_amax_of(const char *name, const struct ptq_amax *job, float *out, int64_t *first_bad) {
+    const struct ptq_ops *ops = ops_called(name);
+    return ops ? ops->amax(job, out, first_bad) : PTQ_UNSUPPORTED;
+}
+
+EXPORT int32_t ptq_decode_rows(const char *name, const struct ptq_decode *job) {
+    const struct ptq_ops *ops = ops_called(name);
+    return ops ? ops->decode(job) : PTQ_UNSUPPORTED;
+}
+
+EXPORT int32_t ptq_encode_rows(const char *name, const struct ptq_encode *job) {
+    const struct ptq_ops *ops = ops_called(name);
+    return ops ? ops->encode(job) : PTQ_UNSUPPORTED;
+}
+
 // An empty module, so that `import ptqpipe.kernels._cpu` says whether the kernels were built.
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__cpu(void) { return PyModule_Create(&definition); }

@@ -14,100 +14,127 @@
 
 #define SAFE_Y 0x1p16f
 
-struct Found { vi code; vf score; };  // score: FLT_MAX where no code has a finite one
+#define EACH(u) _Pragma("GCC unroll 4") for (int u = 0; u < U; ++u)
 
-// sum of (y - nearest)^2 [* h] in element order; *clipped: the part of elements beyond max (with weights only).
-template <class E, bool CLAMP, bool H, int B>
-INLINE vf block_error(const vf *x, const vf *h, int block, vf r, const typename E::Tables &tables, vf *clipped) {
-    const int n = B ? B : block;
-    vf sum = splat(0.0f), beyond = splat(0.0f);
-#pragma GCC unroll 16
-    for (int k = 0; k < n; ++k) {
-        vf y = x[k] * r;
+// U tiles are scanned side by side: the additions of one hide the latency of the other's, and they leave the loop once.
+template <int U> struct Found { vi code[U]; vf score[U]; };  // score: FLT_MAX where no code has a finite one
+template <int U> struct Lanes { vf largest[U]; vm done[U]; };
+
+template <class E, bool CLAMP, bool H, int U>
+INLINE void add_element(const vf *x, const vf *h, int n, int k, const vf *r, const typename E::Tables &tables, vf *sum,
+                        vf *clipped) {
+    EACH(u) {
+        vf y = x[u * n + k] * r[u];
         vf d = y - E::template nearest<CLAMP>(y, tables);
         vf t = d * d;
         if (H) {
-            t = t * h[k];
-            beyond = beyond + select(less(splat(E::max * E::unit), y), t, splat(0.0f));
+            t = t * h[u * n + k];
+            clipped[u] = clipped[u] + select(less(splat(E::max * E::unit), y), t, splat(0.0f));
         }
-        sum = k ? sum + t : t;
+        sum[u] = k ? sum[u] + t : t;
     }
-    if (H) *clipped = beyond;
-    return sum;
+}
+
+// sum of (y - nearest)^2 [* h] in element order; clipped: the part of elements beyond max (with weights only).
+template <class E, bool CLAMP, bool H, int B, int U>
+INLINE void block_error(const vf *x, const vf *h, int block, const vf *r, const typename E::Tables &tables, vf *sum,
+                        vf *clipped) {
+    EACH(u) clipped[u] = splat(0.0f);
+    add_element<E, CLAMP, H, U>(x, h, B ? B : block, 0, r, tables, sum, clipped);
+    if (B) {
+#pragma GCC unroll 32
+        for (int k = 1; k < B; ++k) add_element<E, CLAMP, H, U>(x, h, B, k, r, tables, sum, clipped);
+    } else {
+        for (int k = 1; k < block; ++k) add_element<E, CLAMP, H, U>(x, h, block, k, r, tables, sum, clipped);
+    }
 }
 
 // block_error, clamped only where a lane that still counts needs it: an index beyond the table wraps to a value that is
 // too small, which makes the error of a lane that is already done larger still.
-template <class E, bool H, int B>
-INLINE vf lanes_error(const vf *x, const vf *h, int block, vf r, vf top, vm done, const typename E::Tables &tables,
-                      vf *clipped) {
-    const bool clamp = E::table_end == 0 || any(mask_and(mask_not(done), less_equal(splat(E::table_end * E::unit), top)));
-    if (clamp) return block_error<E, true, H, B>(x, h, block, r, tables, clipped);
-    return block_error<E, false, H, B>(x, h, block, r, tables, clipped);
+template <class E, bool H, int B, int U>
+INLINE void lanes_error(const vf *x, const vf *h, int block, const vf *r, const vf *top, const vm *done,
+                        const typename E::Tables &tables, vf *sum, vf *clipped) {
+    vm beyond = no_lanes();
+    EACH(u) beyond = mask_or(beyond, mask_and(mask_not(done[u]), less_equal(splat(E::table_end * E::unit), top[u])));
+    if (E::table_end == 0 || any(beyond)) block_error<E, true, H, B, U>(x, h, block, r, tables, sum, clipped);
+    else block_error<E, false, H, B, U>(x, h, block, r, tables, sum, clipped);
 }
 
-template <class E, bool H, int B>
-static Found scan_minifloat3(const vf *x, const vf *h, int block, vf largest, vm done, const Minifloat3Scale &s) {
+template <int U> INLINE bool all_done(const vm *done) {
+    vm every = done[0];
+    EACH(u) every = mask_and(every, done[u]);
+    return all(every);
+}
+
+template <class E, bool H, int B, int U>
+static void scan_minifloat3(const vf *x, const vf *h, int block, const Lanes<U> *lanes, const Minifloat3Scale &s,
+                            Found<U> *best) {
     const typename E::Tables tables = E::tables();
     const float to_edge = 1.0f / (E::half_edge * s.global_scale) * (1.0f + 0x1p-20f);  // a hair high: starts no code late
-    vi code = shift_right(bits(largest * to_edge), 20) - ((127 - s.bias) << 3);
-    code = max_of(min_of(code, splat(s.top)), splat(s.top < 15 ? s.top : 15));
-    Found best = {splat(1), splat(FLT_MAX)};
-    vf r, square, clipped;
-    scale_factors(s, code, &r, &square);
-    vf top = largest * r;
-    for (;;) {
-        vf error = lanes_error<E, H, B>(x, h, block, r, top, done, tables, &clipped);
-        vf score = error * square;
-        vm counts = mask_and(less(splat(E::zero_edge * E::unit), top), less(splat(0), code));
-        vm better = mask_and(less_equal(score, best.score), counts);
-        best.score = select(better, score, best.score);
-        best.code = select(better, code, best.code);
-        if (H) {
-            vf bound = clipped * square * (1.0f - 0x1p-12f);
-            done = mask_or(done, mask_and(less(best.score, bound), less(top, splat(SAFE_Y * E::unit))));
-        }
-        code = code - 1;
-        scale_factors(s, code, &r, &square);
-        top = largest * r;
-        if (!H) {
-            vf d = top - E::max * E::unit;
-            vm clips = mask_and(less(splat(0.0f), d), less(top, splat(SAFE_Y * E::unit)));
-            done = mask_or(done, mask_and(clips, less(best.score, d * d * square)));
-        }
-        done = mask_or(done, less(code, splat(1)));
-        if (all(done)) return best;
+    vf r[U], square[U], top[U], error[U], clipped[U], score[U];
+    vi code[U];
+    vm done[U];
+    EACH(u) {
+        code[u] = shift_right(bits(lanes->largest[u] * to_edge), 20) - ((127 - s.bias) << 3);
+        code[u] = max_of(min_of(code[u], splat(s.top)), splat(s.top < 15 ? s.top : 15));
+        best->score[u] = splat(FLT_MAX), best->code[u] = splat(1), done[u] = lanes->done[u];
+        scale_factors(s, code[u], &r[u], &square[u]);
+        top[u] = lanes->largest[u] * r[u];
     }
+    do {
+        lanes_error<E, H, B, U>(x, h, block, r, top, done, tables, error, clipped);
+        EACH(u) {
+            score[u] = error[u] * square[u];
+            vm counts = mask_and(less(splat(E::zero_edge * E::unit), top[u]), less(splat(0), code[u]));
+            vm better = mask_and(less_equal(score[u], best->score[u]), counts);
+            best->score[u] = select(better, score[u], best->score[u]);
+            best->code[u] = select(better, code[u], best->code[u]);
+            vm ends = no_lanes();
+            if (H) {
+                vf bound = clipped[u] * square[u] * (1.0f - 0x1p-12f);
+                ends = mask_and(less(best->score[u], bound), less(top[u], splat(SAFE_Y * E::unit)));
+            }
+            code[u] = code[u] - 1;
+            scale_factors(s, code[u], &r[u], &square[u]);
+            top[u] = lanes->largest[u] * r[u];
+            if (!H) {
+                vf d = top[u] - E::max * E::unit;
+                vm clips = mask_and(less(splat(0.0f), d), less(top[u], splat(SAFE_Y * E::unit)));
+                ends = mask_and(clips, less(best->score[u], d * d * square[u]));
+            }
+            done[u] = mask_or(done[u], mask_or(ends, less(code[u], splat(1))));
+        }
+    } while (!all_done<U>(done));
 }
 
 // Scores of powers of two are compared in units of the current value^2: the best so far is multiplied by 4 on each step
 // down, which is exact. `score` of the result is in units of value(code)^2.
-template <class E, bool H, int B>
-static Found scan_e8m0(const vf *x, const vf *h, int block, vf largest, vm done) {
+template <class E, bool H, int B, int U>
+static void scan_e8m0(const vf *x, const vf *h, int block, const Lanes<U> *lanes, Found<U> *best) {
     const typename E::Tables tables = E::tables();
-    vi code = min_of(shift_right(bits(largest * (1.0f / E::half_edge * (1.0f + 0x1p-20f))), 23), splat(253));
-    Found best = {splat(0), splat(FLT_MAX)};
-    vf limit = splat(FLT_MAX), clipped;
-    for (;;) {
-        vf r = E::unit * from_bits((254 - code) << 23), top = largest * r;
-        vf error = lanes_error<E, H, B>(x, h, block, r, top, done, tables, &clipped);
-        vm counts = mask_and(less(splat(E::zero_edge * E::unit), top), mask_not(done));
-        vm better = mask_and(less_equal(error, limit), counts);
-        best.score = select(better, error * (1.0f / (E::unit * E::unit)), best.score);
-        best.code = select(better, code, best.code);
-        limit = 4.0f * select(better, error, limit);
-        vf bound;
-        vm clips;
-        if (H) {
-            bound = 4.0f * (clipped * (1.0f - 0x1p-12f)), clips = less(splat(0.0f), bound);
-        } else {
-            vf d = 2.0f * top - E::max * E::unit;
-            bound = d * d, clips = less(splat(0.0f), d);
-        }
-        done = mask_or(done, mask_or(mask_and(clips, less(limit, bound)), less(code, splat(1))));
-        if (all(done)) return best;
-        code = max_of(code - 1, splat(0));
+    vf r[U], top[U], error[U], clipped[U], limit[U];
+    vi code[U];
+    vm done[U];
+    EACH(u) {
+        const vf s = lanes->largest[u] * (1.0f / E::half_edge * (1.0f + 0x1p-20f));
+        code[u] = min_of(shift_right(bits(s), 23), splat(253));
+        best->score[u] = limit[u] = splat(FLT_MAX), best->code[u] = splat(0), done[u] = lanes->done[u];
     }
+    do {
+        EACH(u) r[u] = E::unit * from_bits((254 - code[u]) << 23), top[u] = lanes->largest[u] * r[u];
+        lanes_error<E, H, B, U>(x, h, block, r, top, done, tables, error, clipped);
+        EACH(u) {
+            vm counts = mask_and(less(splat(E::zero_edge * E::unit), top[u]), mask_not(done[u]));
+            vm better = mask_and(less_equal(error[u], limit[u]), counts);
+            best->score[u] = select(better, error[u] * (1.0f / (E::unit * E::unit)), best->score[u]);
+            best->code[u] = select(better, code[u], best->code[u]);
+            limit[u] = 4.0f * select(better, error[u], limit[u]);
+            const vf d = 2.0f * top[u] - E::max * E::unit;
+            const vf bound = H ? 4.0f * (clipped[u] * (1.0f - 0x1p-12f)) : max_of(d, splat(0.0f)) * d;
+            done[u] = mask_or(done[u], mask_or(less(limit[u], bound), less(code[u], splat(1))));
+            code[u] = max_of(code[u] - 1, splat(0));
+        }
+    } while (!all_done<U>(done));
 }
 
 // One block, one operation at a time: for magnitudes that the lanes' arithmetic is not proven for.

@@ -75,6 +75,12 @@ INLINE bool any(vm m) { return lane_bits(m) != 0; }
 INLINE bool all(vm m) { return lane_bits(m) == (1u << W) - 1; }
 #endif
 
-INLINE vm no_lanes() { return less(splat(1), splat(0)); }
+#if defined(PTQ_AVX512)
+INLINE vi max_of(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+INLINE vi min_of(vi a, vi b) { return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+INLINE vm no_lanes() { return 0; }
+#else
 INLINE vi max_of(vi a, vi b) { return select(less(a, b), b, a); }
 INLINE vi min_of(vi a, vi b) { return select(less(a, b), a, b); }
+INLINE vm no_lanes() { return splat(0); }
+#endif

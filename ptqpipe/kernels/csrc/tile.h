@@ -92,7 +92,8 @@ typedef __m256i words;
 
 #endif
 
-template <int DTYPE> static void load_tile(const char *p, int block, vf *x) {
+template <int DTYPE, int B> static void load_tile(const char *p, int any_block, vf *x) {
+    const int block = B ? B : any_block;
     [[maybe_unused]] const int64_t stride = (int64_t)block * dtype_bytes(DTYPE);
     int k = 0;
 #if defined(PTQ_AVX512) || defined(PTQ_AVX2)
@@ -118,4 +119,10 @@ template <int DTYPE> static void load_tile(const char *p, int block, vf *x) {
 #endif
     for (; k < block; ++k)
         for (int lane = 0; lane < W; ++lane) x[k][lane] = load_one<DTYPE>(p, (int64_t)lane * block + k);
+}
+
+template <int B> INLINE void load_tile(int dtype, const char *p, int block, vf *x) {
+    if (dtype == PTQ_BF16) load_tile<PTQ_BF16, B>(p, block, x);
+    else if (dtype == PTQ_F16) load_tile<PTQ_F16, B>(p, block, x);
+    else load_tile<PTQ_F32, B>(p, block, x);
 }

@@ -1,0 +1,105 @@
+"""The compiled CPU kernels as ctypes sees them: structs, loading, and which instruction set runs.
+
+Mirrors ``csrc/api.h`` field by field; knows addresses and integers, no tensors. Every call releases the interpreter
+lock and runs on the caller's thread alone.
+"""
+
+import ctypes
+from functools import cache
+from importlib.util import find_spec
+
+from ptqpipe.errors import FormatError
+
+ABI = 1
+ISAS = ("avx512", "avx2", "baseline")  # best first
+OK, NOT_FINITE = 0, 1
+
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+
+class Blocks(ctypes.Structure):
+    """``struct ptq_blocks``."""
+
+    _fields_ = (
+        ("w", _POINTER), ("rows", _LONG), ("cols", _LONG), ("row_stride", _LONG),
+        ("dtype", _INT), ("block", _INT), ("element", _INT), ("scale_kind", _INT),
+        ("scale_bias", _INT), ("scale_top", _INT), ("rule", _INT), ("unused", _INT),
+        ("importance", _POINTER), ("global_scales", _POINTER), ("n_global", _LONG),
+        ("data", _POINTER), ("scales", _POINTER), ("totals", _POINTER),
+    )  # fmt: skip
+
+
+class Amax(ctypes.Structure):
+    """``struct ptq_amax``."""
+
+    _fields_ = (
+        ("w", _POINTER), ("rows", _LONG), ("cols", _LONG), ("row_stride", _LONG), ("dtype", _INT), ("unused", _INT),
+    )  # fmt: skip
+
+
+class Decode(ctypes.Structure):
+    """``struct ptq_decode``."""
+
+    _fields_ = (
+        ("data", _POINTER), ("data_stride", _LONG), ("rows", _LONG), ("cols", _LONG),
+        ("scales", _POINTER), ("scale_cols", _LONG), ("block_rows", _LONG), ("block_cols", _LONG),
+        ("values", _POINTER), ("scale_values", _POINTER), ("code_bits", _INT), ("scale_codes", _INT),
+        ("out_dtype", _INT), ("w_dtype", _INT), ("out", _POINTER), ("w", _POINTER), ("w_stride", _LONG),
+        ("sums", _POINTER),
+    )  # fmt: skip
+
+
+class Encode(ctypes.Structure):
+    """``struct ptq_encode``."""
+
+    _fields_ = (
+        ("w", _POINTER), ("rows", _LONG), ("cols", _LONG), ("row_stride", _LONG), ("scales", _POINTER),
+        ("scale_cols", _LONG), ("block_rows", _LONG), ("block_cols", _LONG), ("dtype", _INT), ("element", _INT),
+        ("data", _POINTER),
+    )  # fmt: skip
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled extension, or None when it was not built or is of another version of the sources."""
+    spec = find_spec("ptqpipe.kernels._cpu")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        found = ctypes.CDLL(spec.origin)
+        return found if found.ptq_abi() == ABI else None
+    except (OSError, AttributeError):  # built for another platform, or something else of that name
+        return None
+
+
+@cache
+def known_isas() -> tuple[str, ...]:
+    """The instruction sets of this machine that have kernels, best first."""
+    found = library()
+    return () if found is None else tuple(name for name in ISAS if found.ptq_has(name.encode()))
+
+
+_forced: str | None = None
+
+
+def current_isa() -> str:
+    """The instruction set in use, "none" without the extension."""
+    return _forced or (known_isas() or ("none",))[0]
+
+
+def force_isa(name: str | None) -> None:
+    """Uses the kernels of one instruction set from now on (tests, benchmarks); None goes back to the best one.
+
+    Raises FormatError for a name that this machine does not run. Results do not depend on it, speed does.
+    """
+    global _forced
+    if name is not None and name not in known_isas():
+        raise FormatError(f"no kernels for {name!r} here; this machine has {', '.join(known_isas()) or 'none'}")
+    _forced = name
+
+
+def call(function: str, *arguments: object) -> int:
+    """The status of an exported function for the current instruction set."""
+    found = library()
+    assert found is not None, "callers check available()"
+    return int(getattr(found, function)(current_isa().encode(), *arguments))
