@@ -349,6 +349,9 @@ def _machine(workers: int | None, device: str, max_memory: int, *, progress: boo
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise UsageError(f"--device {device} needs a GPU that torch can use; none is visible, use --device cpu")
+        from ptqpipe.stages.machine import require_device_kernels
+
+        require_device_kernels()
         device = device if ":" in device else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return Machine(

@@ -41,6 +41,13 @@ def default_workers() -> int:
     return min(count, MAX_DEFAULT_WORKERS)
 
 
+def require_device_kernels() -> None:
+    """UsageError that names what to install where the GPU kernels cannot run."""
+    from ptqpipe.kernels import triton
+
+    triton.require()
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """How much of the machine a stage may use. ``memory_bytes`` limits resident memory of the process."""
