@@ -186,7 +186,7 @@ def get_codec(name: str) -> Codec:
     match = _MINIFLOAT.fullmatch(name)
     if match is not None:
         signed, exponent, mantissa = not match[1], int(match[2]), int(match[3])
-        if 3 <= exponent + mantissa + signed <= 8 and exponent >= 1:
+        if 3 <= exponent + mantissa + signed <= 8 and 1 <= exponent <= 7:  # 8 leave float32
             return minifloat(name, exponent, mantissa, signed=signed)
     raise FormatError(f"unknown codec {name!r}; known are {', '.join(CODECS)} and minifloats eXmY of 3 to 8 bits")
 

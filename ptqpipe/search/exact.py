@@ -27,7 +27,7 @@ from ptqpipe.formats import Format
 from ptqpipe.qtensor import check_finite, to_blocks
 from ptqpipe.search import _long
 from ptqpipe.search._grid import MARGIN, ElementGrid, Ladder, deviations, element_grid, ladder
-from ptqpipe.search.objective import FLUSH, LANES, fold, normalize_importance
+from ptqpipe.search.objective import FLUSH, LANES, fold, column_weights
 
 PROVEN = True
 
@@ -57,7 +57,7 @@ def search(
         )
     grid = element_grid(fmt.element)
     steps = ladder(fmt, global_scale=global_scale, grid=grid, device=w.device)
-    h = None if importance is None else normalize_importance(importance)
+    h = None if importance is None else column_weights(importance, w)
     shape = (w.shape[0], w.shape[1])
     rows, cols = fmt.block_extent(shape)
     if rows * cols > SCAN_MAX:

@@ -37,7 +37,7 @@ too: ``LANES`` partial sums, lane j over the elements j, j + LANES, ... in order
 
 import torch
 
-from ptqpipe.errors import NumericsError
+from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Codec, Format
 from ptqpipe.qtensor import check_finite, round_to, scale_values, to_blocks
 
@@ -70,14 +70,22 @@ def normalize_importance(importance: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(h).all()) or bool((h < 0).any()) or not bool(top > 0):
         raise NumericsError("importance must be finite, non-negative and not all zero; check the statistics")
     exponent = torch.frexp(top).exponent - 1
-    return torch.ldexp(h, -exponent).clamp(min=2.0**-24)
+    return torch.ldexp(h.double(), -exponent).float().clamp(min=2.0**-24)
+
+
+def column_weights(importance: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """:func:`normalize_importance`; FormatError unless there is one weight for each column of ``w``."""
+    if importance.shape != (w.shape[1],):
+        columns, shape = w.shape[1], list(importance.shape)
+        raise FormatError(f"importance must have one weight for each of {columns} columns, got {shape}")
+    return normalize_importance(importance)
 
 
 def importance_blocks(importance: torch.Tensor | None, w: torch.Tensor, fmt: Format) -> torch.Tensor | None:
     """Per-column weights ``[K]`` spread over the blocks of ``w``: float32 ``[blocks, elements]``, or None."""
     if importance is None:
         return None
-    return to_blocks(normalize_importance(importance).expand(w.shape[0], w.shape[1]), fmt)
+    return to_blocks(column_weights(importance, w).expand(w.shape[0], w.shape[1]), fmt)
 
 
 def scores(

@@ -13,7 +13,7 @@ from ptqpipe.formats import Format
 from ptqpipe.qtensor import check_finite, round_to, to_blocks
 from ptqpipe.search._grid import element_grid
 from ptqpipe.search._rules import as_grid
-from ptqpipe.search.objective import flush, normalize_importance, scores
+from ptqpipe.search.objective import flush, column_weights, scores
 
 PROVEN = False
 
@@ -36,7 +36,7 @@ def search(
     if fmt.scale.dtype != torch.float32:
         raise FormatError(f"refit is for float32 scales, {fmt.name} has {fmt.scale.name} scales; use exact")
     check_finite(w)
-    h = None if importance is None else to_blocks(normalize_importance(importance).expand_as(w), fmt)
+    h = None if importance is None else to_blocks(column_weights(importance, w).expand_as(w), fmt)
     blocks = to_blocks(w, fmt)
     size = max(1, _CHUNK // blocks.shape[1])
     parts = [
