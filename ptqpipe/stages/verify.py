@@ -185,7 +185,7 @@ def _check_headers(run: _Run) -> None:
             guard("names", "tensors", lambda: check_fates(ckpt, origins, findings))
         guard("files", "files", lambda: check_files(ckpt, source, findings, own_files=_OWN_FILES))
         guard("config", "config.json", lambda: check_model_config(ckpt, source, findings))
-        if record is not None and record.conversion is not None:
+        if record is not None and record.conversion is not None and ckpt.container is not None:
             guard("plan", RECORD_FILE, lambda: _check_plan(run, source, record))
     check_readers(ckpt, source, findings)
     note_rounded_globals(ckpt, findings)

@@ -175,6 +175,9 @@ def _row_runs(entry: tuple[str, tuple[int, ...]]) -> Iterator[tuple[int, int | N
 def check_sizes(ckpt: Source, findings: Findings) -> None:
     """What the index and the headers say beside the tensors: the reader has checked the rest."""
     reader = ckpt.reader
+    if reader.index is None and len(reader.files) > 1:
+        message = f"is missing, though there are {len(reader.files)} weight files; loaders find them by it"
+        findings.fault("index", "model.safetensors.index.json", message)
     if reader.index is not None:
         metadata = (reader.read_json(reader.index.name) or {}).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
@@ -191,7 +194,7 @@ def check_sizes(ckpt: Source, findings: Findings) -> None:
     if not reader.has_config:
         findings.fault("config", "config.json", "is missing; no reader can load the checkpoint")
     for path, why in reader.left_out.items():
-        if why.startswith("weights or index"):
+        if why.startswith("weights or index") and path != reader.index:
             findings.deviation("files", path.name, "is another set of weights beside this one; remove it")
 
 

@@ -1,0 +1,471 @@
+"""Claims about verify: what convert writes is sound, and nothing that is damaged passes for sound."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ptqpipe
+from ptqpipe.stages.verify import VerifyReport, render, to_json, verify
+from tests import tiny
+from tests.stages import damage
+
+MOE_CONFIG = {**tiny.LLAMA_CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+GATE, UP, DOWN = (f"model.layers.1.mlp.{leaf}_proj" for leaf in ("gate", "up", "down"))
+NORM = "model.layers.0.input_layernorm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def moe(experts: int = 3, hidden: int = 128, inner: int = 64) -> dict[str, torch.Tensor]:
+    """One layer with a weight for each projection of each expert."""
+    t = tiny.Tensors(3)
+    t.add(EMBEDDING, 96, hidden)
+    tiny.attention(t, "model.layers.0.self_attn", hidden=hidden, kv=hidden // 2)
+    t.add("model.layers.0.mlp.gate.weight", experts, hidden)
+    for expert in range(experts):
+        base = f"model.layers.0.mlp.experts.{expert}"
+        for leaf, shape in (
+            ("gate_proj", (inner, hidden)),
+            ("up_proj", (inner, hidden)),
+            ("down_proj", (hidden, inner)),
+        ):
+            t.add(f"{base}.{leaf}.weight", *shape)
+    t.ones("model.norm.weight", hidden)
+    t.add("lm_head.weight", 96, hidden)
+    return t.made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("dense") / "model", tiny.llama())
+
+
+@pytest.fixture(scope="module")
+def good(model: Path) -> Path:
+    """An NVFP4 W4A4 conversion in several files, so that every kind of stored tensor and an index are there."""
+    out = model.parent / "good"
+    ptqpipe.convert(model, format="nvfp4_w4a4", out=out, shard_bytes=60_000, workers=1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("moe")
+    source = tiny.save(folder / "model", moe(), config=MOE_CONFIG)
+    ptqpipe.convert(source, format="nvfp4", out=folder / "good", workers=1)
+    return source, folder / "good"
+
+
+def check(ckpt: Path, source: Path | None, **options: bool) -> VerifyReport:
+    return verify(ckpt, source=source, workers=1, **options)
+
+
+def found(report: VerifyReport) -> str:
+    return "\n".join(f"[{f.check}] {f.where}: {f.message}" for f in report.findings)
+
+
+CONVERSIONS = [
+    ("nvfp4", None),
+    ("nvfp4_w4a4", None),
+    ("nvfp4_w4a4", "modelopt"),
+    ("nvfp4", "modelopt"),
+    ("mxfp4", None),
+    ("mxfp6", None),
+    ("mxfp8", None),
+    ("mxfp8", "mxfp8_hf"),
+    ("fp8_dynamic", None),
+    ("fp8_tensor", None),
+    ("fp8_block", None),
+    ("fp8_block", "compressed_tensors"),
+    ("e2m1/8/ue5m3", None),
+    ("nvfp4", "ptqpipe"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "container"), CONVERSIONS)
+def test_what_convert_writes_is_sound_and_its_scales_are_proven_again(
+    model: Path, tmp_path: Path, scheme: str, container: str | None
+) -> None:
+    out = ptqpipe.convert(model, format=scheme, container=container, out=tmp_path / "out", workers=1).out
+    report = verify(out, source=model, optimal=True, sample_blocks=8 if scheme == "fp8_dynamic" else 64, workers=2)
+    assert report.ok, found(report)
+    assert report.own
+    count = 8 if scheme == "fp8_block" else 14  # k and v have too few rows, and q is kept with them
+    assert len(report.weights) == count
+    assert all(weight.relative_mse is not None for weight in report.weights)
+    proofs = [weight.optimality for weight in report.weights if weight.optimality is not None]
+    assert scheme == "fp8_tensor" or (
+        len(proofs) == count and all(p.blocks > 0 and not p.worse + p.tied for p in proofs)
+    )
+
+
+@pytest.mark.parametrize("scheme", ["absmax", "exact"])
+def test_a_search_that_proves_nothing_is_sound_and_what_it_costs_is_told(
+    model: Path, tmp_path: Path, scheme: str
+) -> None:
+    out = ptqpipe.convert(model, search=scheme, out=tmp_path / "out", workers=1).out
+    report = check(out, model, optimal=True)
+    assert report.ok, found(report)
+    notes = [note for note in report.notes if note.check == "optimal"]
+    assert len(notes) == (scheme == "absmax")
+    assert not notes or "exact search would save" in notes[0].message
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_cut_out_of_stacks_are_sound(tmp_path: Path, transposed: bool) -> None:
+    model = tiny.save(tmp_path / "model", tiny.fused_moe(transposed=transposed), config=MOE_CONFIG)
+    out = ptqpipe.convert(model, out=tmp_path / "out", workers=1).out
+    report = check(out, model)
+    assert report.ok, found(report)
+    assert any("loads NVFP4 experts wrong" in note.message for note in report.notes)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacks_that_stay_stacks_are_sound(tmp_path: Path, transposed: bool) -> None:
+    model = tiny.save(tmp_path / "model", tiny.fused_moe(transposed=transposed), config=MOE_CONFIG)
+    out = ptqpipe.convert(model, format="mxfp4", container="ptqpipe", out=tmp_path / "out", workers=1).out
+    report = check(out, model, optimal=True)
+    assert report.ok, found(report)
+    assert sum("[" in weight.name for weight in report.weights) == 6
+
+
+def test_the_report_is_the_same_for_any_number_of_workers(good: Path, model: Path) -> None:
+    one, four = (verify(good, source=model, optimal=True, workers=n) for n in (1, 4))
+    assert one.ok, found(one)
+    assert one.weights == four.weights
+    assert one.findings == four.findings
+
+
+def test_the_report_says_what_was_checked_in_text_and_in_json(good: Path, model: Path) -> None:
+    report = check(good, model, optimal=True)
+    text = render(report)
+    assert "q_proj" in text
+    assert "sound" in text.splitlines()[-1]
+    assert max(map(len, text.splitlines())) <= 160
+    described = json.loads(json.dumps(to_json(report)))
+    assert described["ok"] is True
+    assert described["weights"][f"{Q}.weight"]["optimality"]["worse"] == 0
+
+
+def test_every_block_is_proven_on_request(good: Path, model: Path) -> None:
+    report = check(good, model, all_blocks=True)
+    assert report.ok, found(report)
+    for weight in report.weights:
+        assert weight.optimality is not None
+        assert weight.optimality.blocks == weight.optimality.total == weight.shape[0] * weight.shape[1] // 16
+
+
+def test_without_a_source_what_the_checkpoint_says_of_itself_is_checked(good: Path) -> None:
+    report = check(good, None)
+    assert report.ok, found(report)
+    assert all(weight.relative_mse is None for weight in report.weights)
+
+
+def test_a_moved_source_is_still_the_source(good: Path, model: Path, tmp_path: Path) -> None:
+    report = check(good, damage.copy(model, tmp_path / "elsewhere"))
+    assert report.ok, found(report)
+
+
+def test_another_tools_checkpoint_is_sound_too(good: Path, model: Path, tmp_path: Path) -> None:
+    report = check(damage.disown(damage.copy(good, tmp_path / "peer")), model, optimal=True)
+    assert report.ok, found(report)
+    assert not report.own
+
+
+def test_a_plain_checkpoint_is_no_packed_one(model: Path) -> None:
+    assert "describes no quantization" in found(check(model, model))
+
+
+Damage = Callable[[Path], object]
+
+
+def drop_from_everywhere(name: str) -> Damage:
+    """A tensor and its entry in the index."""
+
+    def act(folder: Path) -> None:
+        damage.drop(folder, name)
+        damage.edit_json(folder / "model.safetensors.index.json", lambda index: index["weight_map"].pop(name))
+
+    return act
+
+
+def group(edit: Callable[[dict[str, dict[str, object]]], object]) -> Damage:
+    """A change of the one config group."""
+    return lambda folder: damage.edit_config(folder, lambda c: edit(c["config_groups"]["group_0"]))
+
+
+def config(edit: Callable[[dict[str, object]], object]) -> Damage:
+    return lambda folder: damage.edit_config(folder, edit)
+
+
+def record(edit: Callable[[dict[str, dict[str, dict[str, object]]]], object]) -> Damage:
+    return lambda folder: damage.edit_json(folder / "ptqpipe.json", edit)
+
+
+def byte(name: str, index: int, change: Callable[[int], int]) -> Damage:
+    return lambda folder: damage.change_byte(folder, name, index, change)
+
+
+# what is done -> (how, words of a fault, whether it is a fault in another tool's checkpoint too)
+DAMAGES: dict[str, tuple[Damage, str, bool]] = {
+    "low bit of a code": (byte(f"{Q}.weight_packed", 5, lambda b: b ^ 1), f"{Q}.weight", False),
+    "sign bit of a code": (byte(f"{DOWN}.weight_packed", 777, lambda b: b ^ 0x88), f"{DOWN}.weight", True),
+    "a scale one code up": (byte(f"{K}.weight_scale", 9, lambda b: b + 1), f"{K}.weight", False),
+    "a scale four times as large": (byte(f"{K}.weight_scale", 9, lambda b: b + 16), f"{K}.weight", True),
+    "a scale of zero": (byte(f"{K}.weight_scale", 9, lambda _: 0), "scales are zero", True),
+    "a scale of NaN": (byte(f"{K}.weight_scale", 9, lambda _: 0x7F), "NaN, infinite or negative", True),
+    "a negative scale": (byte(f"{K}.weight_scale", 9, lambda b: b | 0x80), "NaN, infinite or negative", True),
+    "the last bit of a global scale": (byte(f"{DOWN}.weight_global_scale", 0, lambda b: b ^ 1), DOWN, False),
+    "a global scale twice as large": (byte(f"{DOWN}.weight_global_scale", 2, lambda b: b ^ 0x80), DOWN, True),
+    "a global scale of its own in a fused group": (byte(f"{K}.weight_global_scale", 0, lambda b: b ^ 1), K, True),
+    "a negative global scale": (byte(f"{Q}.weight_global_scale", 3, lambda b: b | 0x80), "finite positive", True),
+    "an input scale of its own": (byte(f"{K}.input_global_scale", 0, lambda b: b ^ 1), "input scale", True),
+    "an infinite input scale": (
+        lambda f: damage.put(f, f"{DOWN}.input_global_scale", b"\0\0\x80\x7f"),
+        "finite positive",
+        True,
+    ),
+    "another input scale": (byte(f"{DOWN}.input_global_scale", 2, lambda b: b ^ 1), "input_global_scale", False),
+    "gate and up exchanged": (lambda f: swap_weights(f, GATE, UP), f"{GATE}.weight", True),
+    "layers exchanged": (lambda f: swap_weights(f, Q, Q.replace("layers.0", "layers.1")), f"{Q}.weight", True),
+    "two rows of codes exchanged": (lambda f: swap_rows(f, f"{Q}.weight_packed", 64), f"{Q}.weight", True),
+    "a kept bit": (byte(NORM, 0, lambda b: b ^ 1), NORM, True),
+    "a kept tensor of another shape": (lambda f: reshape(f, EMBEDDING, [128, 96]), EMBEDDING, True),
+    "a kept tensor of another dtype": (lambda f: damage.retype(f, NORM, "F16"), NORM, True),
+    "a renamed weight": (
+        lambda f: [damage.rename(f, f"{Q}.{p}", f"{Q}x.{p}") for p in nvfp4_parts()],
+        "no weight of this name",
+        True,
+    ),
+    "a renamed part": (lambda f: damage.rename(f, f"{Q}.weight_scale", f"{Q}.weight_scales"), Q, True),
+    "a renamed kept tensor": (lambda f: damage.rename(f, NORM, NORM + "2"), NORM, True),
+    "a dropped part": (drop_from_everywhere(f"{Q}.weight_global_scale"), Q, True),
+    "a dropped kept tensor": (drop_from_everywhere(NORM), NORM, True),
+    "a dropped weight": (lambda f: [drop_from_everywhere(f"{DOWN}.{p}")(f) for p in nvfp4_parts()], DOWN, True),
+    "scales typed as bytes": (lambda f: damage.retype(f, f"{Q}.weight_scale", "U8"), "weight_scale", True),
+    "scales typed as E8M0": (lambda f: damage.retype(f, f"{Q}.weight_scale", "F8_E8M0"), "weight_scale", True),
+    "codes typed as E4M3": (lambda f: damage.retype(f, f"{Q}.weight_packed", "F8_E4M3"), "weight_packed", True),
+    "a truncated file": (lambda f: truncate(damage.shards(f)[0]), "truncated", True),
+    "an empty file": (lambda f: damage.shards(f)[0].write_bytes(b""), "bytes", True),
+    "a missing file": (lambda f: damage.shards(f)[1].unlink(), "lacks the shard", True),
+    "another format string": (config(lambda c: c.update(format="mxfp4-pack-quantized")), "format", True),
+    "another format string in the group": (group(lambda g: g.update(format="float-quantized")), "format", True),
+    "another group size": (group(lambda g: g["weights"].update(group_size=32)), "group", True),
+    "another strategy": (group(lambda g: g["weights"].update(strategy="channel")), "group", True),
+    "another activation": (group(lambda g: g["input_activations"].update(dynamic=False)), "input_", True),
+    "no activation": (group(lambda g: g.pop("input_activations")), "input_", True),
+    "no scale dtype": (group(lambda g: g["weights"].pop("scale_dtype")), "scale_dtype", True),
+    "an unknown key": (group(lambda g: g["weights"].update(group_sizes=16)), "group_sizes", True),
+    "no status": (config(lambda c: c.pop("quantization_status")), "quantization_status", True),
+    "nothing ignored": (config(lambda c: c.update(ignore=[])), "lm_head", True),
+    "a quantized layer ignored": (config(lambda c: c["ignore"].append(Q)), Q, True),
+    "other targets": (group(lambda g: g.update(targets=["re:.*mlp.*"])), Q, True),
+    "no description": (
+        lambda f: damage.edit_json(f / "config.json", lambda c: c.pop("quantization_config")),
+        "quantization",
+        True,
+    ),
+    "another model": (
+        lambda f: damage.edit_json(f / "config.json", lambda c: c.update(hidden_act="gelu")),
+        "gelu",
+        True,
+    ),
+    "a config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json", True),
+    "a config that is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json", True),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json", True),
+    "groups that are a list": (config(lambda c: c.update(config_groups=[1])), "config_groups", True),
+    "targets that are a number": (group(lambda g: g.update(targets=7)), "targets", True),
+    "another tokenizer": (lambda f: (f / "tokenizer_config.json").write_text('{"a": 2}'), "tokenizer_config", False),
+    "a missing file beside the weights": (lambda f: (f / "chat_template.jinja").unlink(), "chat_template", False),
+    "a file more": (lambda f: (f / "modeling.py").write_text("import os"), "modeling.py", False),
+    "an index with another size": (
+        lambda f: damage.edit_json(f / "model.safetensors.index.json", lambda i: i["metadata"].update(total_size=1)),
+        "total_size",
+        False,
+    ),
+    "no index": (lambda f: (f / "model.safetensors.index.json").unlink(), "loaders find them by it", True),
+    "no record": (lambda f: (f / "ptqpipe.json").unlink(), "ptqpipe.json is missing", False),
+    "a record that is no JSON": (lambda f: (f / "ptqpipe.json").write_text("nonsense"), "ptqpipe.json", False),
+    "a record of nothing": (lambda f: (f / "ptqpipe.json").write_text("{}"), "ptqpipe.json", False),
+    "a better error than the true one": (
+        record(lambda r: r["weights"][f"{Q}.weight"].update(relative_mse=1e-4)),
+        "claims relative_mse",
+        False,
+    ),
+    "a better comparison than the true one": (
+        record(lambda r: r["weights"][f"{Q}.weight"].update(versus_absmax=0.5)),
+        "claims versus_absmax",
+        False,
+    ),
+    "another recorded global scale": (record(lambda r: r["weights"][f"{Q}.weight"].update(global_scale=1.0)), Q, False),
+    "another recorded search": (record(lambda r: r["weights"][f"{Q}.weight"].update(search="absmax")), Q, False),
+    "another recorded shape": (record(lambda r: r["weights"][f"{Q}.weight"].update(shape=[1, 2])), Q, False),
+    "another recorded hash": (record(lambda r: r["kept"][NORM].update(sha256="0" * 64)), NORM, False),
+    "another recorded reason": (record(lambda r: r["kept"][NORM].update(reason="because")), NORM, False),
+    "a weight that the record leaves out": (record(lambda r: r["weights"].pop(f"{Q}.weight")), Q, False),
+    "a weight that only the record has": (
+        record(lambda r: r["weights"].update(x=r["weights"][f"{Q}.weight"])),
+        "x",
+        False,
+    ),
+    "another recorded container": (record(lambda r: r.update(container="modelopt")), "container", False),
+    "another recorded recipe": (record(lambda r: r["recipe"].update(input_amax=1.0)), "run_id", False),
+    "another recorded rule": (record(lambda r: r["recipe"]["rules"][0].update(match="*mlp*")), "recipe", False),
+    "another recorded source": (record(lambda r: r["source"].update(fingerprint="0")), "run_id", False),
+    "another recorded version": (record(lambda r: r.update(ptqpipe="9.9.9")), "run_id", False),
+    "a recipe that is none": (record(lambda r: r.update(recipe={"rules": 3})), "recipe", False),
+}
+
+
+def nvfp4_parts() -> tuple[str, ...]:
+    return "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"
+
+
+def swap_weights(folder: Path, a: str, b: str) -> None:
+    for part in nvfp4_parts():
+        damage.swap(folder, f"{a}.{part}", f"{b}.{part}")
+
+
+def swap_rows(folder: Path, name: str, width: int) -> None:
+    data = damage.tensor_bytes(folder, name)
+    data[:width], data[width : 2 * width] = data[width : 2 * width], data[:width]
+    damage.put(folder, name, bytes(data))
+
+
+def reshape(folder: Path, name: str, shape: list[int]) -> None:
+    path, _, _ = damage.place_of(folder, name)
+
+    def edit(header: damage.Header) -> damage.Header:
+        header[name]["shape"] = shape
+        return header
+
+    damage.edit_header(path, edit)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("what", list(DAMAGES))
+def test_damage_is_a_fault_that_names_it(good: Path, model: Path, tmp_path: Path, what: str) -> None:
+    act, words, _ = DAMAGES[what]
+    folder = damage.copy(good, tmp_path / "damaged")
+    act(folder)
+    report = check(folder, model)
+    assert not report.ok
+    assert any(words in f"{fault.where}: {fault.message}" for fault in report.faults), found(report)
+    assert all("\n" not in fault.message for fault in report.faults)
+    assert "cannot be checked" not in found(report)  # every kind of damage is understood, not only survived
+
+
+@pytest.mark.parametrize("what", [name for name, (_, _, anyone) in DAMAGES.items() if anyone])
+def test_damage_of_another_tools_checkpoint_is_a_fault(good: Path, model: Path, tmp_path: Path, what: str) -> None:
+    act, words, _ = DAMAGES[what]
+    folder = damage.disown(damage.copy(good, tmp_path / "damaged"))
+    act(folder)
+    report = check(folder, model)
+    assert any(words in f"{fault.where}: {fault.message}" for fault in report.faults), found(report)
+
+
+@pytest.mark.parametrize("what", ["sign bit of a code", "a scale one code up", "low bit of a code", "a kept bit"])
+def test_a_change_of_any_recorded_byte_is_seen_without_a_source(good: Path, tmp_path: Path, what: str) -> None:
+    folder = damage.copy(good, tmp_path / "damaged")
+    DAMAGES[what][0](folder)
+    assert "its sha256 differs" in found(check(folder, None))
+
+
+def test_a_change_that_the_record_was_made_to_describe_is_seen_against_the_source(
+    good: Path, model: Path, tmp_path: Path
+) -> None:
+    folder = damage.copy(good, tmp_path / "damaged")
+    damage.change_byte(folder, f"{Q}.weight_scale", 3, lambda b: b - 1)
+    damage.rehash(folder, f"{Q}.weight", "scales", f"{Q}.weight_scale")
+    assert check(folder, None).ok
+    report = check(folder, model, all_blocks=True)
+    assert "not the proven optimum" in found(report)
+    assert "block scales are not those of the recorded recipe" in found(report)
+
+
+def test_exchanged_experts_are_seen(experts: tuple[Path, Path], tmp_path: Path) -> None:
+    source, good = experts
+    assert check(good, source).ok
+    folder = damage.disown(damage.copy(good, tmp_path / "damaged"))
+    for part in ("weight_packed", "weight_scale", "weight_global_scale"):
+        base = "model.layers.0.mlp.experts"
+        damage.swap(folder, f"{base}.0.down_proj.{part}", f"{base}.2.down_proj.{part}")
+    report = check(folder, source)
+    assert {fault.where for fault in report.faults} == {f"{base}.{e}.down_proj.weight" for e in (0, 2)}
+    assert all("not the numbers of the source's weight" in fault.message for fault in report.faults)
+
+
+def test_a_router_that_no_config_lists_is_reported(experts: tuple[Path, Path], tmp_path: Path) -> None:
+    source, good = experts
+    folder = damage.copy(good, tmp_path / "damaged")
+    damage.edit_config(folder, lambda c: c["ignore"].remove("model.layers.0.mlp.gate"))
+    assert "model.layers.0.mlp.gate: is not quantized, but no config list says so" in found(check(folder, source))
+
+
+def test_a_fused_sibling_left_unquantized_is_reported(model: Path, tmp_path: Path) -> None:
+    """A recipe with the fuse table taken away quantizes q and keeps k and v; a runtime cannot fuse them."""
+    out = ptqpipe.convert(model, ignore=[GATE, UP], out=tmp_path / "out", workers=1).out
+    assert check(out, model).ok
+    whole = ptqpipe.convert(model, out=tmp_path / "whole", workers=1).out
+    folder = damage.disown(damage.copy(whole, tmp_path / "damaged"))
+    for part in ("weight_packed", "weight_scale", "weight_global_scale"):
+        damage.drop(folder, f"{UP}.{part}")
+    report = check(folder, model)
+    assert f"{UP}.weight: is in the source, but the checkpoint has neither this tensor" in found(report)
+
+
+@pytest.mark.parametrize("code", [0, 255])
+def test_reserved_e8m0_codes_are_faults(model: Path, tmp_path: Path, code: int) -> None:
+    out = ptqpipe.convert(model, format="mxfp4", out=tmp_path / "out", workers=1).out
+    damage.change_byte(out, f"{Q}.weight_scale", 0, lambda _: code)
+    report = check(damage.disown(out), model)
+    assert not report.ok
+    assert (code == 255) == ("NaN, infinite or negative" in found(report))
+
+
+def test_nan_codes_of_fp8_weights_are_faults(model: Path, tmp_path: Path) -> None:
+    out = ptqpipe.convert(model, format="fp8_block", out=tmp_path / "out", workers=1).out
+    damage.change_byte(out, f"{DOWN}.weight", 99, lambda _: 0xFF)
+    assert "1 codes are NaN or infinite in e4m3" in found(check(damage.disown(out), model))
+
+
+def test_a_folder_that_is_none_is_one_fault(tmp_path: Path, model: Path) -> None:
+    report = check(tmp_path / "nowhere", model)
+    assert len(report.faults) == 1
+    assert "does not exist" in found(report)
+
+
+def test_a_damaged_source_is_one_fault(good: Path, model: Path, tmp_path: Path) -> None:
+    folder = damage.copy(model, tmp_path / "model")
+    truncate(damage.shards(folder)[0])
+    report = check(good, folder)
+    assert [fault.where for fault in report.faults] == ["source"]
+
+
+def test_another_source_is_not_the_source(good: Path, tmp_path: Path) -> None:
+    other = tiny.save(tmp_path / "other", tiny.llama(seed=1))
+    report = check(damage.disown(damage.copy(good, tmp_path / "peer")), other)
+    wrong = {fault.where for fault in report.faults if fault.check == "error"}
+    assert len(wrong) == 14
+
+
+def test_modelopts_two_configs_must_agree(model: Path, tmp_path: Path) -> None:
+    out = ptqpipe.convert(model, format="nvfp4_w4a4", container="modelopt", out=tmp_path / "out", workers=1).out
+    for path, edit in (
+        ("exclude_modules", lambda q: q.update(exclude_modules=[])),
+        ("quant_algo", lambda q: q.update(quant_algo="FP8")),
+        ("group_size", lambda q: q.update(group_size=32)),
+    ):
+        for own in (True, False):
+            folder = damage.copy(out, tmp_path / f"{path}-{own}")
+            if not own:
+                damage.disown(folder)
+            damage.edit_json(folder / "hf_quant_config.json", lambda c, edit=edit: edit(c["quantization"]))
+            report = check(folder, model)
+            assert any(path in fault.message for fault in report.faults), found(report)
