@@ -278,6 +278,14 @@ def report(**fields: float | int | str) -> None:
     print(json.dumps(rounded), flush=True)
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Saves the tokenizer under the class name that transformers 4 and 5 both know; 5 writes one of its own."""
+    tokenizer.save_pretrained(out)
+    path = out / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
 def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
     """What the model goes on with after ``prompt``, greedily."""
     inputs = tokenizer(prompt, return_tensors="pt")
@@ -304,7 +312,7 @@ def make(out: Path, config: Config) -> float:
     )
     held = train(model, tokens, heldout, config)
     model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    save_tokenizer(tokenizer, out)
     (out / "heldout.txt").write_text(heldout_text, encoding="ascii")
     report(sample=sample(model, tokenizer, "This function returns"), config=json.dumps(asdict(config)))
     return held
