@@ -27,7 +27,7 @@ from ptqpipe.formats import Format
 from ptqpipe.qtensor import check_finite, to_blocks
 from ptqpipe.search import _long
 from ptqpipe.search._grid import MARGIN, ElementGrid, Ladder, deviations, element_grid, ladder
-from ptqpipe.search.objective import FLUSH, LANES, fold, column_weights
+from ptqpipe.search.objective import FLUSH, LANES, column_weights, fold
 
 PROVEN = True
 

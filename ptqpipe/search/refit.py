@@ -13,7 +13,7 @@ from ptqpipe.formats import Format
 from ptqpipe.qtensor import check_finite, round_to, to_blocks
 from ptqpipe.search._grid import element_grid
 from ptqpipe.search._rules import as_grid
-from ptqpipe.search.objective import flush, column_weights, scores
+from ptqpipe.search.objective import column_weights, flush, scores
 
 PROVEN = False
 
