@@ -1,6 +1,7 @@
 """What containers share about config files and schemes: where a quantization is described, which scheme it means,
 and which modules are not quantized."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -168,11 +169,19 @@ def expert_name_warnings(targets: Sequence[Target], config: Mapping[str, Any], *
     return [f"transformers 5.23 has no per-expert names for {kind} here and leaves its experts random; {remedy}"]
 
 
+def kept_stacks(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
+    """Modules that own kept stacks of experts: "...mlp.experts" for "...mlp.experts.gate_up_proj"."""
+    owners = [name.rpartition(".")[0] for name in kept if re.search(r"(^|\.)experts\.[^.\d]+$", name)]
+    quantized = {re.sub(r"((?:^|\.)experts)\..*", r"\1", target.module) for target in targets}
+    return [owner for owner in dict.fromkeys(owners) if owner not in quantized]
+
+
 def module_list(kept_modules: Iterable[str], targets: Sequence[Target]) -> list[str]:
     """Kept modules in order, without repeats, with ``lm_head`` unless it is quantized: readers look for it by name even
-    where a tied model has no such tensor."""
+    where a tied model has no such tensor. Biases of experts are matrices but no modules: vLLM would take
+    "...experts.gate_up_proj_bias" for a reason to leave the experts unquantized."""
     quantized = {target.module for target in targets}
-    names = [name.removesuffix(".weight") for name in kept_modules]
+    names = [name.removesuffix(".weight") for name in kept_modules if not name.endswith("bias")]
     if not any(name.split(".")[-1] == "lm_head" for name in (*names, *quantized)):
         names.append("lm_head")
     return [name for name in dict.fromkeys(names) if name not in quantized]

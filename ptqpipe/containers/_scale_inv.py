@@ -11,6 +11,7 @@ from ptqpipe.containers._codec import FLOAT_SCALES
 from ptqpipe.containers._config import (
     as_found,
     check_parts,
+    kept_stacks,
     matrix_shape,
     module_list,
     quantization_config,
@@ -57,7 +58,7 @@ def configs(
     """config.json with everything kept listed by its exact name: transformers' default skip list is replaced by it."""
     kept = module_list(kept_modules, targets)
     # Readers ask for the module of the experts, not for the tensors of a kept stack.
-    kept += [n.rpartition(".")[0] for n in kept if ".experts." in n and not n.split(".experts.")[1][0].isdigit()]
+    kept += kept_stacks(kept, targets)
     described = {**quantization, **{key: list(dict.fromkeys(kept)) for key in ignore_keys}, "ptqpipe": dict(provenance)}
     return {"config.json": {**without_quantization(base), "quantization_config": described}}
 

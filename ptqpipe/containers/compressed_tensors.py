@@ -16,6 +16,7 @@ from ptqpipe.containers._config import (
     check_parts,
     expert_name_warnings,
     is_routed_expert,
+    kept_stacks,
     kv_cache_scheme,
     matrix_shape,
     module_list,
@@ -192,12 +193,10 @@ def _args(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kept_stack_patterns(kept: Sequence[str], targets: Sequence[Target]) -> list[str]:
     """Expressions for kept stacks of experts ("...experts.gate_up_proj"): vLLM looks for their per-expert names."""
-    stacks = {name.rpartition(".")[0] for name in kept if re.search(r"(^|\.)experts\.[^.\d]+$", name)}
+    stacks = kept_stacks(kept, targets)
     quantized = {target.module.rpartition(".experts.")[0] + ".experts" for target in targets}
-    stacks -= quantized  # their biases may be kept stacks, too
-    if not stacks:
-        return []
-    return [pattern.removesuffix("$") + r"\..*$" for pattern in name_patterns(sorted(stacks), quantized)]
+    patterns = name_patterns(stacks, quantized) if stacks else []
+    return [pattern.removesuffix("$") + r"\..*$" for pattern in patterns]
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:

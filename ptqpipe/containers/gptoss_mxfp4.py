@@ -10,6 +10,7 @@ from typing import Any
 
 from ptqpipe.containers._config import (
     check_parts,
+    kept_stacks,
     module_list,
     quantization_config,
     scheme_for,
@@ -57,7 +58,8 @@ def configs(
     provenance: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
     """config.json with ``quantization_config``."""
-    kept = [name for name in module_list(kept_modules, targets) if not name.endswith("_bias")]
+    kept = module_list(kept_modules, targets)
+    kept += kept_stacks(kept, targets)
     quantization = {"quant_method": QUANT_METHOD, "modules_to_not_convert": kept, "ptqpipe": dict(provenance)}
     return {"config.json": {**without_quantization(base), "quantization_config": quantization}}
 

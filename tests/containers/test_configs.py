@@ -136,6 +136,15 @@ def test_kept_stacks_of_experts_are_ignored_under_the_names_that_vllm_asks_for()
     assert not vllm_ignores("model.layers.0.mlp.experts.0.gate_proj", ignore)
 
 
+def test_kept_experts_are_listed_under_their_module_and_their_biases_never() -> None:
+    kept = ["model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.gate_up_proj_bias"]
+    stack = Target("model.layers.0.mlp.experts.gate_up_proj", get_scheme("mxfp4a16"), 4, transposed=True)
+    expected = ["model.layers.1.mlp.experts.gate_up_proj", "lm_head", "model.layers.1.mlp.experts"]
+    assert quantization("gptoss_mxfp4", [stack], kept)["modules_to_not_convert"] == expected
+    one = targets(["model.layers.0.mlp.experts.0.gate_proj"], "fp8_block")
+    assert quantization("deepseek_fp8", one, kept)["modules_to_not_convert"] == expected
+
+
 # --- Matching, by the readers' rules
 
 
