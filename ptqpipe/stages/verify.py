@@ -52,7 +52,7 @@ from ptqpipe.stages.verify_structure import (
 __all__ = ["Finding", "Severity", "VerifyReport", "WeightReport", "render", "to_json", "verify"]
 
 SAMPLE_BLOCKS = 512
-CACHE_BYTES = 256 << 20  # of a unit that is quantized again; a larger one is read as often as its passes need it
+CACHE_BYTES = 128 << 20  # of a unit that is quantized again; a larger one is read as often as its passes need it
 _OWN_FILES = frozenset({"config.json", "hf_quant_config.json", RECORD_FILE})
 
 

@@ -18,7 +18,7 @@ from ptqpipe.stages.source import Source, SourceRows
 
 CHUNK_ELEMENTS = 1 << 20
 _ALIGN = 128  # rows: a multiple of every block that a source or a format has, whole columns aside
-_SAMPLE_RUNS = 16
+_SAMPLE_RUNS = 4
 _EXACT = 1e-12  # a relative MSE below float32 rounding
 _LOOK = 4.0  # times the typical error: worth a comparison of its own
 
