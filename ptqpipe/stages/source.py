@@ -82,9 +82,7 @@ class Source:
         self.reader.close()
 
 
-def _logical(
-    reader: CheckpointReader, stored: Mapping[str, StoredWeight]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _logical(reader: CheckpointReader, stored: Mapping[str, StoredWeight]) -> dict[str, tuple[str, tuple[int, ...]]]:
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     owner = {part.name: weight for weight in stored.values() for part in weight.parts}
     for name, entry in reader.entries.items():
