@@ -42,7 +42,9 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.close()
 
     def advance(self, job: AnyJob) -> None:
@@ -50,5 +52,7 @@ class Progress:
         with self._lock:
             if not self._bar.disable:
                 memory = resident_bytes()
-                self._bar.set_postfix_str(f"mem {memory.current >> 20} MiB, peak {memory.peak >> 20} | {job.id}"[:90], refresh=False)
+                self._bar.set_postfix_str(
+                    f"mem {memory.current >> 20} MiB, peak {memory.peak >> 20} | {job.id}"[:90], refresh=False
+                )
             self._bar.update(job.source_bytes)
