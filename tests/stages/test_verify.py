@@ -3,11 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 import ptqpipe
+from ptqpipe.stages.relayout import relayout
 from ptqpipe.stages.verify import VerifyReport, render, to_json, verify
 from tests import tiny
 from tests.stages import damage
@@ -130,6 +132,47 @@ def test_stacks_that_stay_stacks_are_sound(tmp_path: Path, transposed: bool) -> 
     report = check(out, model, optimal=True)
     assert report.ok, found(report)
     assert sum("[" in weight.name for weight in report.weights) == 6
+
+
+@pytest.mark.parametrize(
+    ("scheme", "first", "second"),
+    [
+        ("nvfp4_w4a4", "compressed_tensors", "modelopt"),
+        ("nvfp4", "modelopt", "compressed_tensors"),
+        ("nvfp4", "compressed_tensors", "ptqpipe"),
+        ("fp8_block", "deepseek_fp8", "compressed_tensors"),
+        ("mxfp8", "mxfp8_hf", "compressed_tensors"),
+    ],
+)
+def test_another_layout_of_a_sound_checkpoint_is_sound(
+    model: Path, tmp_path: Path, scheme: str, first: str, second: str
+) -> None:
+    out = ptqpipe.convert(model, format=scheme, container=first, out=tmp_path / "out", workers=1).out
+    relayout(out, tmp_path / "other", container=second)
+    report = verify(tmp_path / "other", source=model, optimal=True, sample_blocks=8, workers=1)
+    assert report.ok, found(report)
+    assert report.container == second
+    assert report.own
+    damage.change_byte(tmp_path / "other", NORM, 1, lambda b: b ^ 1)
+    assert not check(tmp_path / "other", model).ok
+
+
+def test_a_sequence_of_random_bit_flips_is_never_accepted(good: Path, model: Path, tmp_path: Path) -> None:
+    """Any bit of the weight files, their index, the config and what is carried along; the record has its own claims."""
+    folder = damage.copy(good, tmp_path / "damaged")
+    random = Random(20)
+    files = [path for path in sorted(folder.iterdir()) if path.name != "ptqpipe.json"]
+    for _ in range(60):
+        path = random.choice(files)
+        before = path.read_bytes()
+        index = random.randrange(min(len(before), random.choice([200, 10**9])))  # half of them among the headers
+        after = bytearray(before)
+        after[index] ^= 1 << random.randrange(8)
+        path.write_bytes(after)
+        report = check(folder, model)
+        assert not report.ok, f"bit of byte {index} of {path.name}"
+        path.write_bytes(before)
+    assert check(folder, model).ok
 
 
 def test_the_report_is_the_same_for_any_number_of_workers(good: Path, model: Path) -> None:
