@@ -70,7 +70,8 @@ def _what(prepared: Prepared) -> list[str]:
         f"{size_text(source_bytes)} -> {layout.file_bytes} bytes ({size_text(layout.file_bytes)}, "
         f"{layout.file_bytes / source_bytes:.3f}x) in {shards}"
     )
-    return lines
+    warnings = prepared.container.warnings(prepared.outputs.targets, prepared.source.reader.config)
+    return [*lines, *(f"  warning: {line}" for line in warnings)]
 
 
 def _kept(prepared: Prepared) -> list[str]:
