@@ -11,7 +11,7 @@ from typing import Any
 
 from ptqpipe.containers import Target
 from ptqpipe.errors import PtqError
-from ptqpipe.plan import FLOAT_DTYPES, conv1d_leaves
+from ptqpipe.plan import conv1d_leaves, is_matrix
 from ptqpipe.stages.source import Source
 from ptqpipe.stages.verify_findings import Findings
 from ptqpipe.stages.verify_structure import plain_tensors
@@ -44,12 +44,9 @@ def targets_of(ckpt: Source) -> list[Target]:
 
 def kept_modules(ckpt: Source) -> list[str]:
     """Modules whose matrices are not quantized."""
-    names = [n for n in plain_tensors(ckpt) if ckpt.reader.entries[n].dtype in FLOAT_DTYPES]
-    return [
-        name.removesuffix(".weight")
-        for name in names
-        if len(ckpt.reader.entries[name].shape) >= 2 and (name.endswith(".weight") or "experts" in name.split("."))
-    ]
+    entries = ckpt.reader.entries
+    names = [n for n in plain_tensors(ckpt) if is_matrix(n, entries[n].dtype, entries[n].shape)]
+    return [name.removesuffix(".weight") for name in names]
 
 
 def check_config(ckpt: Source, findings: Findings) -> None:
@@ -182,8 +179,8 @@ def _check_kept_modules(ckpt: Source, described: Mapping[str, Any], findings: Fi
     if isinstance(groups, Mapping):
         targets = [str(target) for group in groups.values() for target in group.get("targets") or []]
     for module in kept_modules(ckpt):
-        shape = (entries.get(f"{module}.weight") or entries[module])[1]
-        if len(shape) != 2 or _EMBEDDING.search(module) or module.rpartition(".")[2] in conv1d:
+        entry = entries.get(f"{module}.weight")  # stacks of experts and their biases are no linear layers
+        if entry is None or len(entry[1]) != 2 or _EMBEDDING.search(module) or module.rpartition(".")[2] in conv1d:
             continue
         aimed = targets is None or any(_names(target, module) or target == "Linear" for target in targets)
         if aimed and ckpt.container_name not in _EXPERTS_ONLY and not any(_excludes(i, module) for i in ignore):

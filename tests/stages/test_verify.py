@@ -125,6 +125,18 @@ def test_experts_cut_out_of_stacks_are_sound(tmp_path: Path, transposed: bool) -
     assert any("loads NVFP4 experts wrong" in note.message for note in report.notes)
 
 
+def test_experts_with_biases_that_stay_float_are_sound(tmp_path: Path) -> None:
+    """gpt-oss: the stacks are kept, and so are their two-dimensional biases, which no reader takes for a layer."""
+    tensors = tiny.fused_moe(transposed=True)
+    tensors["model.layers.0.mlp.experts.gate_up_proj_bias"] = torch.zeros(3, 128, dtype=torch.bfloat16)
+    tensors["model.layers.0.mlp.experts.down_proj_bias"] = torch.zeros(3, 128, dtype=torch.bfloat16)
+    model = tiny.save(tmp_path / "model", tensors, config={**tiny.LLAMA_CONFIG, "model_type": "gpt_oss"})
+    for container in ("compressed_tensors", "gptoss_mxfp4"):
+        out = ptqpipe.convert(model, format="mxfp4", container=container, out=tmp_path / container, workers=1).out
+        report = check(out, model)
+        assert report.ok, found(report)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_stacks_that_stay_stacks_are_sound(tmp_path: Path, transposed: bool) -> None:
     model = tiny.save(tmp_path / "model", tiny.fused_moe(transposed=transposed), config=MOE_CONFIG)
