@@ -20,7 +20,10 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ELEMENTS = {"e2m1": 0, "e4m3": 1, "e2m3": 2, "e3m2": 3}
 _MINIFLOAT3, _E8M0 = 0, 1
 _SCALES = {"e4m3": (_MINIFLOAT3, 7), "ue5m3": (_MINIFLOAT3, 15), "e8m0": (_E8M0, 127)}  # kind, exponent bias
-_EXACT = 0
+_RULES = {
+    "exact": 0, "absmax": 2, "absmax_pz": 3, "four_over_six": 4, "ocp_floor": 5, "ocp_even": 6, "ocp_ceil": 7,
+}  # fmt: skip
+_WEIGHTED = ("exact", "four_over_six")  # the rules that importance matters to
 _GLOBAL_RANGE = 2.0**90  # beyond it, or below its inverse, scales or their inverses may leave the float32 range
 
 
@@ -58,15 +61,16 @@ def block_quantize(
     """Searches block scales and encodes: (data uint8 ``[N, K*bits/8]``, scale codes uint8 ``[N, K/B]``).
 
     w            ``[N, K]`` bfloat16, float16 or float32, columns adjacent in memory
-    rule         "exact": the scales of ``search/brute_force.py``, bit for bit
+    rule         "exact": the scales of ``search/brute_force.py``, bit for bit; or a baseline of ``search/`` by its name:
+                 absmax, absmax_pz, four_over_six, ocp_floor, ocp_even, ocp_ceil
     global_scale float32 0-d, where the format has one
     importance   ``[K]`` non-negative weights of the columns, or None
 
     E2M1, E2M3, E3M2 or E4M3 elements with E4M3 or UE5M3 scales (with or without a global one) or E8M0 scales, in
     blocks of 2 to 256 columns that fill whole bytes; None for the rest. NumericsError for NaN and inf.
     """
-    job = _job(w, fmt, global_scale=global_scale, importance=importance)
-    if job is None or rule != "exact":
+    job = _job(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
+    if job is None:
         return None
     data = torch.empty(w.shape[0], packed_columns(w.shape[1], fmt.element.bits), dtype=torch.uint8)
     scales = torch.empty(fmt.scale_shape((w.shape[0], w.shape[1])), dtype=torch.uint8)
@@ -82,11 +86,10 @@ def score_total(
     global_scale: torch.Tensor | None = None,
     importance: torch.Tensor | None = None,
 ) -> float | None:
-    """The least score of every block (``objective.py``), summed in float64, times global_scale^2.
+    """The scores (``objective.formula``) of the scales that ``block_quantize`` takes, summed, times global_scale^2.
 
     Without weights this is the squared error that ``block_quantize`` leaves, up to the float32 rounding of each block's
-    score. A block that rounds to zero at every scale counts what the formula gives at the smallest one. The order of
-    the sum is that of ``reference.sum_blocks``. None where ``block_quantize`` has no kernel.
+    score. The sum is in float64, in the order of ``reference.sum_blocks``. None where ``block_quantize`` has no kernel.
     """
     scales = None if global_scale is None else global_scale.reshape(1)
     totals = score_totals(w, fmt, rule=rule, global_scales=scales, importance=importance)
@@ -102,8 +105,8 @@ def score_totals(
     importance: torch.Tensor | None = None,
 ) -> list[float] | None:
     """:func:`score_total` for each of ``global_scales`` (float32 ``[n]``), reading ``w`` once."""
-    job = _job(w, fmt, global_scale=global_scales, importance=importance)
-    if job is None or rule != "exact":
+    job = _job(w, fmt, rule=rule, global_scale=global_scales, importance=importance)
+    if job is None:
         return None
     totals = torch.zeros(job.n_global, dtype=torch.float64)
     job.totals = totals.data_ptr()
@@ -219,14 +222,14 @@ class _DecodeJob(lib.Decode):
 
 
 def _job(
-    w: torch.Tensor, fmt: Format, *, global_scale: torch.Tensor | None, importance: torch.Tensor | None
+    w: torch.Tensor, fmt: Format, *, rule: str, global_scale: torch.Tensor | None, importance: torch.Tensor | None
 ) -> _Job | None:
     """The common fields of a search, or None where there is no kernel for it. FormatError for unfit shapes."""
     _check_global(fmt, global_scale)
     block = fmt.block[1]
     element, scale = _ELEMENTS.get(fmt.element.name), _SCALES.get(fmt.scale.name)
     in_rows = fmt.block[0] == 1 and 2 <= block <= 256 and block * fmt.element.bits % 8 == 0
-    if not in_rows or element is None or scale is None or not _readable(w) or not available():
+    if not in_rows or element is None or scale is None or rule not in _RULES or not _readable(w) or not available():
         return None
     fmt.scale_shape((w.shape[0], w.shape[1]))  # raises where blocks do not divide
     kind, bias = scale
@@ -235,10 +238,10 @@ def _job(
     factors = torch.ones(1) if global_scale is None else global_scale.detach().reshape(-1).float().contiguous()
     if not bool(((factors >= 1 / _GLOBAL_RANGE) & (factors <= _GLOBAL_RANGE)).all()):
         return None
-    h = None if importance is None else _normalized(importance, w.shape[1])
+    h = None if importance is None or rule not in _WEIGHTED else _normalized(importance, w.shape[1])
     job = _Job(
         w=w.data_ptr(), rows=w.shape[0], cols=w.shape[1], row_stride=w.stride(0), dtype=_DTYPES[w.dtype], block=block,
-        element=element, scale_kind=kind, scale_bias=bias, scale_top=len(fmt.scale.magnitudes) - 1, rule=_EXACT,
+        element=element, scale_kind=kind, scale_bias=bias, scale_top=len(fmt.scale.magnitudes) - 1, rule=_RULES[rule],
         importance=None if h is None else h.data_ptr(), global_scales=factors.data_ptr(), n_global=len(factors),
     )  # fmt: skip
     job.kept = (w, factors, h)

@@ -43,6 +43,27 @@ INLINE void search_tiles(const vf *x, const vf *h, int any_block, const vf *larg
     }
 }
 
+// The same for the rules that are no search.
+template <class E, bool MX, bool H, int B, int U>
+INLINE void rule_tiles(int rule, const vf *x, const vf *h, int any_block, const vf *largest, const Minifloat3Scale &s,
+                       vi *code, double *scores) {
+    const int block = B ? B : any_block;
+    EACH(u) {
+        const vf *part = x + u * block, *weights = H ? h + u * block : 0;
+        if (!MX && E::max == 6.0f && rule == PTQ_FOUR_OVER_SIX)
+            code[u] = four_over_six<E, H, B>(part, weights, block, largest[u], s);
+        else code[u] = closed_codes<E, MX>(rule, largest[u], s);
+        if (scores) score_codes<E, MX, H, B>(part, weights, block, largest[u], s, code[u], false, scores + u * W);
+    }
+}
+
+template <class E, bool MX, bool H, int B, int U>
+INLINE void choose_tiles(int rule, const vf *x, const vf *h, int block, const vf *largest, const Minifloat3Scale &s,
+                         vi *code, double *scores) {
+    if (rule == PTQ_EXACT) search_tiles<E, MX, H, B, U>(x, h, block, largest, s, code, scores);
+    else rule_tiles<E, MX, H, B, U>(rule, x, h, block, largest, s, code, scores);
+}
+
 // Elements below 2^-32 of their block's largest count as zero in the search (not in the codes): x, or a flushed copy.
 template <int U>
 INLINE const vf *flush_tiles(const vf *x, int block, const vf *largest, const vf *smallest, vf *copy) {
@@ -55,14 +76,17 @@ INLINE const vf *flush_tiles(const vf *x, int block, const vf *largest, const vf
     return copy;
 }
 
-template <bool MX> INLINE vf inverse_scale(vi code, const Minifloat3Scale &s) {
+// The codes of a tile for its scale codes, added to its words.
+template <class E, bool MX, int B>
+INLINE void encode_tile(const vf *x, int block, vi code, const Minifloat3Scale &s, vi *words) {
     vf r, square;
     if (!MX) {
         scale_factors(s, code, &r, &square);
-        return r;
+        return add_codes<E, B>(x, block, r, 1.0f, words);
     }
-    r = from_bits((254 - code) << 23);
-    return s.unit * select(less(splat(253), code), splat(0x1p-127f), r);
+    r = select(less(splat(253), code), splat(0x1p-127f), from_bits((254 - code) << 23));
+    if (E::unit != 1.0f && any(less(code, splat(2)))) return add_codes<E, B>(x, block, r, E::unit, words);  // r * unit is inf
+    add_codes<E, B>(x, block, E::unit * r, 1.0f, words);
 }
 
 // One run of `blocks` adjacent blocks; `index` is the number of its first block in the whole matrix.
@@ -101,16 +125,17 @@ static int32_t run_blocks(const ptq_blocks *j, const Minifloat3Scale *scales, co
         if (!data) {
             double scores[STEP];
             for (int64_t g = 0; g < j->n_global; ++g) {
-                search_tiles<E, MX, H, B, U>(flushed, weights, block, largest, scales[g], chosen, scores);
+                choose_tiles<E, MX, H, B, U>(j->rule, flushed, weights, block, largest, scales[g], chosen, scores);
                 for (int lane = 0; lane < count; ++lane) sums[g][(index + b + lane) & 15] += scores[lane];
             }
             continue;
         }
-        if (j->rule != PTQ_GIVEN) search_tiles<E, MX, H, B, U>(flushed, weights, block, largest, scales[0], chosen, 0);
+        if (j->rule != PTQ_GIVEN)
+            choose_tiles<E, MX, H, B, U>(j->rule, flushed, weights, block, largest, scales[0], chosen, 0);
         EACH(u) {
             if (j->rule == PTQ_GIVEN) chosen[u] = load_scales(codes_out + u * W);
             else store_scales(chosen[u], codes_out + u * W);
-            add_codes<E, B>(x + u * block, block, inverse_scale<MX>(chosen[u], scales[0]), words + u * n_words);
+            encode_tile<E, MX, B>(x + u * block, block, chosen[u], scales[0], words + u * n_words);
             store_words<E, B>(words + u * n_words, block, data_out + u * W * out_bytes);
         }
         if (count < STEP) {
@@ -181,7 +206,10 @@ static int32_t run_element(const ptq_blocks *j) {
 }
 
 static int32_t quantize_blocks(const ptq_blocks *j) {
-    if (j->block < 2 || j->block > MAX_BLOCK) return PTQ_UNSUPPORTED;
+    if (j->block < 2 || j->block > MAX_BLOCK || (j->rule == PTQ_GIVEN && !j->data)) return PTQ_UNSUPPORTED;
+    const bool powers = j->scale_kind == PTQ_SCALE_E8M0;
+    if (j->rule >= PTQ_OCP_FLOOR && !powers) return PTQ_UNSUPPORTED;
+    if (j->rule == PTQ_FOUR_OVER_SIX && (powers || j->element != PTQ_E2M1)) return PTQ_UNSUPPORTED;
     switch (j->element) {
         case PTQ_E2M1: return run_element<E2M1, 16, 16, 32, 32>(j);
         case PTQ_E4M3: return run_element<E4M3, 0, 0, 32, 0>(j);

@@ -9,6 +9,7 @@ namespace {
 #include "codecs.h"
 #include "search.h"
 #include "encode.h"
+#include "rules.h"
 #include "blocks.h"
 #include "stream.h"
 }  // namespace

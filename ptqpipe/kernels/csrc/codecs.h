@@ -5,18 +5,25 @@
 
 struct Rounded { vf power, sum; };
 
-template <int MANTISSA, int EMIN> INLINE Rounded round_minifloat(vf y) {
-    vf e = max_of(from_bits(bits(y) & 0x7F800000), from_bits(splat((127 + EMIN) << 23)));
+INLINE Rounded round_minifloat(vf y, int mantissa, int emin) {
+    vf e = max_of(from_bits(bits(y) & 0x7F800000), from_bits(splat((127 + emin) << 23)));
     Rounded r;
-    r.power = from_bits(bits(e) + ((23 - MANTISSA) << 23));
+    r.power = from_bits(bits(e) + ((23 - mantissa) << 23));
     r.sum = y + r.power;
     return r;
 }
 
+// The code of a y that does not exceed the largest magnitude.
+INLINE vi minifloat_code(vf y, int mantissa, int emin) {
+    Rounded r = round_minifloat(y, mantissa, emin);
+    vi binade = shift_right(bits(r.power) - ((127 + emin + 23 - mantissa) << 23), 23 - mantissa);
+    return bits(r.sum) - bits(r.power) + binade;
+}
+
 // MAX_X8 and EDGE_X8 are eight times the largest magnitude and the midpoint of max/2 and the next magnitude: a block whose
 // largest y is below that midpoint has no code above code(max/2).
-template <int MANTISSA, int EMIN, int BITS, int MAX_X8, int EDGE_X8> struct Minifloat {
-    static constexpr int code_bits = BITS, mantissa = MANTISSA, emin = EMIN;
+template <int MANTISSA, int EMIN, int EMAX, int BITS, int MAX_X8, int EDGE_X8> struct Minifloat {
+    static constexpr int code_bits = BITS, mantissa = MANTISSA, emin = EMIN, emax = EMAX;
     static constexpr float max = MAX_X8 / 8.0f, half_edge = EDGE_X8 / 8.0f;
     static constexpr float zero_edge = 1.0f / (1 << (1 + MANTISSA - EMIN));  // half the smallest: y up to here rounds to 0
     static constexpr float unit = 1.0f;             // nearest() takes y times this power of two
@@ -25,19 +32,15 @@ template <int MANTISSA, int EMIN, int BITS, int MAX_X8, int EDGE_X8> struct Mini
     INLINE Tables tables() { return Tables(); }
 
     template <bool CLAMP> INLINE vf nearest(vf y, const Tables &) {
-        Rounded r = round_minifloat<MANTISSA, EMIN>(min_of(y, splat(max)));
+        Rounded r = round_minifloat(min_of(y, splat(max)), MANTISSA, EMIN);
         return r.sum - r.power;
     }
-    INLINE vi code(vf y) {  // magnitude code
-        Rounded r = round_minifloat<MANTISSA, EMIN>(min_of(y, splat(max)));
-        vi binade = shift_right(bits(r.power) - ((127 + EMIN + 23 - MANTISSA) << 23), 23 - MANTISSA);
-        return bits(r.sum) - bits(r.power) + binade;
-    }
+    INLINE vi code(vf y) { return minifloat_code(min_of(y, splat(max)), MANTISSA, EMIN); }  // magnitude code
 };
 
-typedef Minifloat<3, -6, 8, 448 * 8, 232 * 8> E4M3;
-typedef Minifloat<3, 0, 6, 60, 31> E2M3;
-typedef Minifloat<2, -2, 6, 28 * 8, 15 * 8> E3M2;
+typedef Minifloat<3, -6, 8, 8, 448 * 8, 232 * 8> E4M3;
+typedef Minifloat<3, 0, 2, 6, 60, 31> E2M3;
+typedef Minifloat<2, -2, 4, 6, 28 * 8, 15 * 8> E3M2;
 
 #if defined(PTQ_AVX512)
 
@@ -51,7 +54,7 @@ alignas(64) static const uint16_t e2m1_codes[64] = {
     6, 6, 6, 6, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7};
 
 struct E2M1 {
-    static constexpr int code_bits = 4, mantissa = 1, emin = 0;
+    static constexpr int code_bits = 4, mantissa = 1, emin = 0, emax = 2;
     static constexpr float max = 6.0f, half_edge = 3.5f, zero_edge = 0.25f, unit = 4.0f, table_end = 8.0f;
     struct Tables { __m512 low, high; };
     INLINE Tables tables() { return Tables{_mm512_load_ps(e2m1_x4), _mm512_load_ps(e2m1_x4 + 16)}; }
@@ -71,7 +74,7 @@ struct E2M1 {
 };
 
 #else
-typedef Minifloat<1, 0, 4, 48, 28> E2M1;
+typedef Minifloat<1, 0, 2, 4, 48, 28> E2M1;
 #endif
 
 // Scale codecs with 3 mantissa bits (E4M3, UE5M3): code c has the value (c & 7) * 2^(-2-bias) below 8 and

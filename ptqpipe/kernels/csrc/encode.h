@@ -30,8 +30,8 @@ template <class E, int B> INLINE void split_signs(vf *x, int any_block, vi *word
     *smallest = low;
 }
 
-// x: magnitudes; r: unit / scale. Adds the magnitude codes to the words.
-template <class E, int B> INLINE void add_codes(const vf *x, int any_block, vf r, vi *words) {
+// x: magnitudes; r * unit: unit / scale. Adds the magnitude codes to the words.
+template <class E, int B> INLINE void add_codes(const vf *x, int any_block, vf r, float unit, vi *words) {
     enum { PER = codes_per_word<E>() };
     const int block = B ? B : any_block;
     for (int first = 0; first < block; first += PER) {
@@ -39,7 +39,7 @@ template <class E, int B> INLINE void add_codes(const vf *x, int any_block, vf r
 #pragma GCC unroll 8
         for (int j = 0; j < PER; ++j) {
             if (first + j >= block) break;
-            word |= E::code(x[first + j] * r) << (j * E::code_bits);
+            word |= E::code(unit == 1.0f ? x[first + j] * r : x[first + j] * r * unit) << (j * E::code_bits);
         }
         words[first / PER] = word;
     }

@@ -160,23 +160,29 @@ template <class E> INLINE float error_scalar(const float *x, const float *h, int
     return sum;
 }
 
+// The formula of the objective at one code; *zeroes: whether it rounds the whole block to zero.
+template <class E, bool MX>
+INLINE double score_scalar(const float *x, const float *h, int block, int code, const Minifloat3Scale &s, bool *zeroes) {
+    union { uint32_t u; float f; } power;
+    power.u = code ? (uint32_t)code << 23 : 0x00400000;
+    const float value = MX ? power.f : scale_value(code, s.bias);
+    float top;
+    const float error = error_scalar<E>(x, h, block, MX ? value : value * s.global_scale, &top);
+    *zeroes = !(top > E::zero_edge);
+    return MX ? (double)error * ((double)value * value) : (double)(error * (value * value));
+}
+
 // All codes of one block. Without a scale that keeps any element the code is the smallest one, and the score is what the
 // formula gives there: sum x^2.
 template <class E, bool MX>
 static int scan_all(const float *x, const float *h, int block, const Minifloat3Scale &s, double *best) {
     const int first = MX ? 0 : 1, last = MX ? 254 : s.top;
     int chosen = first;
-    bool found = false;
+    bool found = false, zeroes;
     for (int code = first; code <= last; ++code) {
-        union { uint32_t u; float f; } power;
-        power.u = code ? (uint32_t)code << 23 : 0x00400000;
-        const float value = MX ? power.f : scale_value(code, s.bias);
-        float top;
-        const float error = error_scalar<E>(x, h, block, MX ? value : value * s.global_scale, &top);
-        const double score = MX ? (double)error * ((double)value * value) : (double)(error * (value * value));
+        const double score = score_scalar<E, MX>(x, h, block, code, s, &zeroes);
         if (code == first) *best = score;
-        if (!(top > E::zero_edge)) continue;
-        if (found ? score < *best : score < INFINITY) *best = score, chosen = code, found = true;
+        if (!zeroes && (found ? score < *best : score < INFINITY)) *best = score, chosen = code, found = true;
     }
     return chosen;
 }
