@@ -1,5 +1,6 @@
 """The report of a verification: what was found, weight by weight, as text for a terminal and as JSON."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -165,7 +166,9 @@ def _finding_json(finding: Finding) -> Mapping[str, str]:
 def _weight_json(weight: WeightReport) -> Mapping[str, Any]:
     found: dict[str, Any] = {"format": weight.format, "shape": list(weight.shape)}
     if weight.relative_mse is not None:
-        found |= {"relative_mse": weight.relative_mse, "versus_absmax": weight.versus_absmax}
+        error, versus = weight.relative_mse, weight.versus_absmax
+        finite = error if math.isfinite(error) else str(error)  # JSON has no infinity
+        found |= {"relative_mse": finite, "versus_absmax": versus if error == finite else None}
     if weight.optimality is not None:
         proof = weight.optimality
         found["optimality"] = {
