@@ -23,7 +23,7 @@ from ptqpipe.stages.verify import verify
 
 MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 SCHEMES = ("nvfp4", "mxfp4a16", "fp8")
-PROMPT = "Return a list of the"
+PROMPT = "Return the"
 WINDOW, STRIDE = 256, 128
 NEW_TOKENS = 32
 
@@ -118,9 +118,11 @@ def perplexity(model: Any, ids: torch.Tensor) -> float:
 
 @torch.no_grad()
 def _sentence(model: Any, tokenizer: Any, prompt: torch.Tensor) -> str:
-    """A greedy continuation of the prompt, on one line."""
-    ids = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
-    return " ".join(str(tokenizer.decode(ids[0], skip_special_tokens=True)).split())
+    """The prompt continued to the end of a sentence. Seeded sampling: greedy, so small a model loops."""
+    torch.manual_seed(2)
+    ids = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=0.7, top_k=40, pad_token_id=0)
+    text = " ".join(str(tokenizer.decode(ids[0], skip_special_tokens=True)).split())
+    return text[: text.rfind(".") + 1] or text
 
 
 def demo_text(demo: Demo) -> str:
