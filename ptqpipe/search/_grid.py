@@ -117,16 +117,16 @@ _KEY_SHIFT = 18  # exponent and five mantissa bits: a bucket is a quarter of a s
 def ladder(fmt: Format, *, global_scale: torch.Tensor | None, grid: ElementGrid, device: torch.device) -> Ladder:
     """The ladder of ``fmt``.
 
-    Raises FormatError for scales that cannot be enumerated, NumericsError for a global scale that leaves float32.
+    Raises FormatError for scales that cannot be enumerated, NumericsError for a global scale out of range.
     """
+    if global_scale is not None and not 2.0**-100 <= float(global_scale) <= 2.0**100:
+        raise NumericsError(
+            f"global scale {float(global_scale):g} of {fmt.name} is outside 2^-100 .. 2^100, where scores would "
+            "leave float32; rescale the weight or keep it"
+        )
     codes = all_scales(fmt.scale).to(device)
     value = scale_values(codes, fmt.scale)
     s = value if global_scale is None else value * global_scale.to(device)
-    if not bool(((s > 0) & torch.isfinite(1.0 / s)).all()):
-        given = 1.0 if global_scale is None else float(global_scale)
-        raise NumericsError(
-            f"{fmt.name} scales times the global scale {given:g} leave the range of float32; rescale the weight"
-        )
     square = value.double().square() if exact_weights(fmt.scale) else value * value
     return Ladder(codes, 1.0 / s, square, _starts(fmt, s, grid=grid))
 

@@ -1,15 +1,14 @@
 """Abs-max: the largest magnitude of the block goes to the largest element, and the scale is rounded.
 
 A baseline. A block whose scale rounds to zero is lost, as in the plain rule of the literature; zero is no scale
-to write, so such a block gets a scale so large that all its elements round to zero: 64 times the smallest (0.125 for
-E4M3, which is also what compressed-tensors writes). ``absmax_pz`` keeps those blocks. Minifloat scales are rounded to
+to write, so such a block gets a scale so large that all its elements round to zero (0.125 for E2M1 with E4M3 scales,
+which is also what compressed-tensors writes). ``absmax_pz`` keeps those blocks. Minifloat scales are rounded to
 nearest; powers of two, bfloat16 and float16 up; float32 not at all.
 """
 
 import torch
 
 from ptqpipe.formats import Format
-from ptqpipe.qtensor import magnitude_codes
 from ptqpipe.search._rules import as_grid, block_amax, fitted_scale, rounded_scale
 
 PROVEN = False
@@ -30,5 +29,12 @@ def search(
 
 
 def flush_code(fmt: Format) -> int:
-    """The code of 64 times the smallest scale: a block whose scale rounds to zero has y <= max/128 there."""
-    return int(magnitude_codes(torch.tensor([64 * fmt.scale.min_positive]), fmt.scale))
+    """The code at which a block whose scale rounds to zero has no element above half the smallest magnitude.
+
+    64 times the smallest scale, or more for elements of a wider range than that; the smallest scale itself if the codec
+    ends before.
+    """
+    wide = fmt.element.max / fmt.element.min_positive
+    wanted = fmt.scale.min_positive * max(64.0, wide)
+    large = (code for code, value in enumerate(fmt.scale.magnitudes) if value >= wanted)
+    return next(large, fmt.scale.first_scale_code)

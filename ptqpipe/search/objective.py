@@ -136,7 +136,8 @@ def formula(
 
 def lane_sum(t: torch.Tensor) -> torch.Tensor:
     """float64 ``[blocks]``: the sums of float32 ``t`` ``[blocks, elements]`` in the fixed order of ``LANES`` lanes."""
-    lanes = torch.zeros(t.shape[0], LANES, dtype=torch.float64, device=t.device)
+    width = min(LANES, 1 << (t.shape[1] - 1).bit_length())  # lanes that stay empty add nothing
+    lanes = torch.zeros(t.shape[0], width, dtype=torch.float64, device=t.device)
     for start in range(0, t.shape[1], LANES):
         part = t[:, start : start + LANES]
         lanes[:, : part.shape[1]] += part
@@ -144,7 +145,7 @@ def lane_sum(t: torch.Tensor) -> torch.Tensor:
 
 
 def fold(lanes: torch.Tensor) -> torch.Tensor:
-    """``[blocks, LANES]`` -> ``[blocks]``: the upper half of the lanes added to the lower one until one is left."""
+    """``[blocks, 2^n]`` -> ``[blocks]``: the upper half of the lanes added to the lower one until one is left."""
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
