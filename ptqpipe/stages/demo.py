@@ -19,7 +19,7 @@ from ptqpipe.stages.convert import Converted, convert, prepare
 from ptqpipe.stages.machine import Machine
 from ptqpipe.stages.source import Source
 from ptqpipe.stages.tables import by_role, size_text, table
-from ptqpipe.stages.verify import verify
+from ptqpipe.stages.verify import one_thread_each, verify
 
 MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 SCHEMES = ("nvfp4", "mxfp4a16", "fp8")
@@ -49,6 +49,7 @@ class Demo:
     out: Path
 
 
+@one_thread_each()  # so small a model is slower on several
 def run_demo(out: Path, *, machine: Machine) -> Demo:
     """Converts the embedded model to each format below ``out``, verifies each, and measures it.
 
@@ -56,8 +57,10 @@ def run_demo(out: Path, *, machine: Machine) -> Demo:
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
     except ImportError:
         raise UsageError('the demo runs a model, which needs transformers; pip install "ptqpipe[hf]"') from None
+    logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
     ids = tokenizer((MODEL / "heldout.txt").read_text(encoding="utf-8"), return_tensors="pt").input_ids
