@@ -24,7 +24,7 @@ _RULES = {
     "exact": 0, "absmax": 2, "absmax_pz": 3, "four_over_six": 4, "ocp_floor": 5, "ocp_even": 6, "ocp_ceil": 7,
 }  # fmt: skip
 _WEIGHTED = ("exact", "four_over_six")  # the rules that importance matters to
-_GLOBAL_RANGE = 2.0**90  # beyond it, or below its inverse, scales or their inverses may leave the float32 range
+_GLOBAL_RANGE = 2.0**100  # beyond it, or below its inverse, scales or their inverses may leave the float32 range
 
 
 def available() -> bool:
@@ -58,17 +58,20 @@ def block_quantize(
     global_scale: torch.Tensor | None = None,
     importance: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Searches block scales and encodes: (data uint8 ``[N, K*bits/8]``, scale codes uint8 ``[N, K/B]``).
+    """Searches block scales and encodes: (data uint8 ``[N, K*bits/8]``, scales ``[N/bn, K/bk]`` as in a QTensor).
 
     w            ``[N, K]`` bfloat16, float16 or float32, columns adjacent in memory
-    rule         "exact": the scales of ``search/brute_force.py``, bit for bit; or a baseline of ``search/`` by its name:
+    rule         "exact": the scales of ``search/brute_force.py``, bit for bit; or a baseline of ``search/`` by name:
                  absmax, absmax_pz, four_over_six, ocp_floor, ocp_even, ocp_ceil
     global_scale float32 0-d, where the format has one
     importance   ``[K]`` non-negative weights of the columns, or None
 
     E2M1, E2M3, E3M2 or E4M3 elements with E4M3 or UE5M3 scales (with or without a global one) or E8M0 scales, in
-    blocks of 2 to 256 columns that fill whole bytes; None for the rest. NumericsError for NaN and inf.
+    blocks of 2 to 256 columns that fill whole bytes; E4M3 rows, tiles and tensors with bfloat16 scales (from bfloat16
+    weights); None for the rest. NumericsError for NaN and inf.
     """
+    if fmt.scale.dtype is not None:
+        return _fp8_quantize(w, fmt, rule=rule, importance=importance)
     job = _job(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
     if job is None:
         return None
@@ -209,6 +212,31 @@ def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tens
     return data if status == lib.OK else None
 
 
+def _fp8_quantize(
+    w: torch.Tensor, fmt: Format, *, rule: str, importance: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """:func:`block_quantize` for E4M3 elements and bfloat16 scales."""
+    known = fmt.element.name == "e4m3" and fmt.scale.dtype == torch.bfloat16 and not fmt.has_global
+    if not known or rule not in ("exact", "absmax", "absmax_pz") or not _readable(w) or not available():
+        return None
+    if w.dtype != torch.bfloat16:
+        return None
+    shape = (w.shape[0], w.shape[1])
+    scales = torch.empty(fmt.scale_shape(shape), dtype=torch.bfloat16)
+    h = None if importance is None or rule != "exact" else _normalized(importance, w.shape[1])
+    block = fmt.block_extent(shape)
+    job = lib.Long(
+        w=w.data_ptr(), rows=shape[0], cols=shape[1], row_stride=w.stride(0), block_rows=block[0], block_cols=block[1],
+        dtype=_DTYPES[w.dtype], element=_ELEMENTS["e4m3"], rule=_RULES[rule],
+        importance=None if h is None else h.data_ptr(), scales=scales.data_ptr(),
+    )  # fmt: skip
+    status = lib.call("ptq_quantize_long", ctypes.byref(job))
+    if status == lib.NOT_FINITE:
+        check_finite(w)
+    data = fp8_encode(w, scales, fmt) if status == lib.OK else None
+    return None if data is None else (data, scales)
+
+
 class _Job(lib.Blocks):
     """A struct with the tensors that it points into, which must outlive the call."""
 
@@ -242,10 +270,18 @@ def _job(
     job = _Job(
         w=w.data_ptr(), rows=w.shape[0], cols=w.shape[1], row_stride=w.stride(0), dtype=_DTYPES[w.dtype], block=block,
         element=element, scale_kind=kind, scale_bias=bias, scale_top=len(fmt.scale.magnitudes) - 1, rule=_RULES[rule],
-        importance=None if h is None else h.data_ptr(), global_scales=factors.data_ptr(), n_global=len(factors),
+        flush_code=_flush_code(fmt), importance=None if h is None else h.data_ptr(),
+        global_scales=factors.data_ptr(), n_global=len(factors),
     )  # fmt: skip
     job.kept = (w, factors, h)
     return job
+
+
+def _flush_code(fmt: Format) -> int:
+    """What ``search/absmax.py`` gives a block whose scale rounds to zero: a code that zeroes all its elements."""
+    wanted = fmt.scale.min_positive * max(64.0, fmt.element.max / fmt.element.min_positive)
+    large = (code for code, value in enumerate(fmt.scale.magnitudes) if value >= wanted)
+    return next(large, fmt.scale.first_scale_code)
 
 
 def _run(job: _Job, w: torch.Tensor) -> bool:

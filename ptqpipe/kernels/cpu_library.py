@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from ptqpipe.errors import FormatError
 
-ABI = 2
+ABI = 4
 ISAS = ("avx512", "avx2", "baseline")  # best first
 OK, NOT_FINITE = 0, 1
 
@@ -23,7 +23,7 @@ class Blocks(ctypes.Structure):
     _fields_ = (
         ("w", _POINTER), ("rows", _LONG), ("cols", _LONG), ("row_stride", _LONG),
         ("dtype", _INT), ("block", _INT), ("element", _INT), ("scale_kind", _INT),
-        ("scale_bias", _INT), ("scale_top", _INT), ("rule", _INT), ("unused", _INT),
+        ("scale_bias", _INT), ("scale_top", _INT), ("rule", _INT), ("flush_code", _INT),
         ("importance", _POINTER), ("global_scales", _POINTER), ("n_global", _LONG),
         ("data", _POINTER), ("scales", _POINTER), ("totals", _POINTER),
     )  # fmt: skip
@@ -56,6 +56,17 @@ class Encode(ctypes.Structure):
         ("w", _POINTER), ("rows", _LONG), ("cols", _LONG), ("row_stride", _LONG), ("scales", _POINTER),
         ("scale_cols", _LONG), ("block_rows", _LONG), ("block_cols", _LONG), ("dtype", _INT), ("element", _INT),
         ("data", _POINTER),
+    )  # fmt: skip
+
+
+class Long(ctypes.Structure):
+    """``struct ptq_long``."""
+
+    _fields_ = (
+        ("w", _POINTER), ("rows", _LONG), ("cols", _LONG), ("row_stride", _LONG),
+        ("block_rows", _LONG), ("block_cols", _LONG),
+        ("dtype", _INT), ("element", _INT), ("rule", _INT), ("unused", _INT),
+        ("importance", _POINTER), ("scales", _POINTER),
     )  # fmt: skip
 
 

@@ -25,10 +25,13 @@ built = pytest.mark.skipif(
 
 @pytest.fixture(params=cpu.isas() or ("none",), autouse=True)
 def _isa(request):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     if request.param != "none":
         cpu.force_isa(request.param)
     yield
     cpu.force_isa(None)
+    torch.set_num_threads(threads)
 
 
 def random_qtensor(name: str, shape: tuple[int, int], seed: int) -> QTensor:

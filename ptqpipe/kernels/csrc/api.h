@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 2
+#define PTQ_ABI 4
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3 };       // element
@@ -22,7 +22,8 @@ struct ptq_blocks {
     int64_t rows, cols, row_stride;
     int32_t dtype, block, element, scale_kind;
     int32_t scale_bias, scale_top;  // of a MINIFLOAT3 scale codec: exponent bias, largest finite code
-    int32_t rule, unused;
+    int32_t rule;
+    int32_t flush_code;             // ABSMAX: the code of a block whose scale rounds to zero
     const float *importance;        // [cols], normalized, or null
     const float *global_scales;     // [n_global]; one (1.0 without a global scale) when encoding
     int64_t n_global;
@@ -64,12 +65,22 @@ struct ptq_encode {
     uint8_t *data;                // [rows, cols]
 };
 
+// Scales of long blocks: E4M3 elements, bfloat16 weights and scales; rule EXACT or ABSMAX.
+struct ptq_long {
+    const void *w;
+    int64_t rows, cols, row_stride, block_rows, block_cols;
+    int32_t dtype, element, rule, unused;
+    const float *importance;      // [cols], normalized, or null
+    uint16_t *scales;             // [rows/block_rows, cols/block_cols], rounded up
+};
+
 struct ptq_ops {
     const char *name;
     int32_t (*quantize_blocks)(const struct ptq_blocks *job);
     int32_t (*amax)(const struct ptq_amax *job, float *out, int64_t *first_bad);
     int32_t (*decode)(const struct ptq_decode *job);
     int32_t (*encode)(const struct ptq_encode *job);
+    int32_t (*quantize_long)(const struct ptq_long *job);
 };
 
 extern "C" const struct ptq_ops ptq_ops_avx512, ptq_ops_avx2, ptq_ops_baseline;

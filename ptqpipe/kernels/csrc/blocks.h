@@ -45,23 +45,23 @@ INLINE void search_tiles(const vf *x, const vf *h, int any_block, const vf *larg
 
 // The same for the rules that are no search.
 template <class E, bool MX, bool H, int B, int U>
-INLINE void rule_tiles(int rule, const vf *x, const vf *h, int any_block, const vf *largest, const Minifloat3Scale &s,
+INLINE void rule_tiles(const ptq_blocks *j, const vf *x, const vf *h, int any_block, const vf *largest, const Minifloat3Scale &s,
                        vi *code, double *scores) {
     const int block = B ? B : any_block;
     EACH(u) {
         const vf *part = x + u * block, *weights = H ? h + u * block : 0;
-        if (!MX && E::max == 6.0f && rule == PTQ_FOUR_OVER_SIX)
+        if (!MX && E::max == 6.0f && j->rule == PTQ_FOUR_OVER_SIX)
             code[u] = four_over_six<E, H, B>(part, weights, block, largest[u], s);
-        else code[u] = closed_codes<E, MX>(rule, largest[u], s);
+        else code[u] = closed_codes<E, MX>(j->rule, j->flush_code, largest[u], s);
         if (scores) score_codes<E, MX, H, B>(part, weights, block, largest[u], s, code[u], false, scores + u * W);
     }
 }
 
 template <class E, bool MX, bool H, int B, int U>
-INLINE void choose_tiles(int rule, const vf *x, const vf *h, int block, const vf *largest, const Minifloat3Scale &s,
+INLINE void choose_tiles(const ptq_blocks *j, const vf *x, const vf *h, int block, const vf *largest, const Minifloat3Scale &s,
                          vi *code, double *scores) {
-    if (rule == PTQ_EXACT) search_tiles<E, MX, H, B, U>(x, h, block, largest, s, code, scores);
-    else rule_tiles<E, MX, H, B, U>(rule, x, h, block, largest, s, code, scores);
+    if (j->rule == PTQ_EXACT) search_tiles<E, MX, H, B, U>(x, h, block, largest, s, code, scores);
+    else rule_tiles<E, MX, H, B, U>(j, x, h, block, largest, s, code, scores);
 }
 
 // Elements below 2^-32 of their block's largest count as zero in the search (not in the codes): x, or a flushed copy.
@@ -125,13 +125,13 @@ static int32_t run_blocks(const ptq_blocks *j, const Minifloat3Scale *scales, co
         if (!data) {
             double scores[STEP];
             for (int64_t g = 0; g < j->n_global; ++g) {
-                choose_tiles<E, MX, H, B, U>(j->rule, flushed, weights, block, largest, scales[g], chosen, scores);
+                choose_tiles<E, MX, H, B, U>(j, flushed, weights, block, largest, scales[g], chosen, scores);
                 for (int lane = 0; lane < count; ++lane) sums[g][(index + b + lane) & 15] += scores[lane];
             }
             continue;
         }
         if (j->rule != PTQ_GIVEN)
-            choose_tiles<E, MX, H, B, U>(j->rule, flushed, weights, block, largest, scales[0], chosen, 0);
+            choose_tiles<E, MX, H, B, U>(j, flushed, weights, block, largest, scales[0], chosen, 0);
         EACH(u) {
             if (j->rule == PTQ_GIVEN) chosen[u] = load_scales(codes_out + u * W);
             else store_scales(chosen[u], codes_out + u * W);

@@ -12,6 +12,7 @@ namespace {
 #include "rules.h"
 #include "blocks.h"
 #include "stream.h"
+#include "long.h"
 }  // namespace
 
-extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode};
+extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode, quantize_long};

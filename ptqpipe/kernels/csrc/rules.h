@@ -2,8 +2,6 @@
 //
 // Operation by operation what ptqpipe/search/_rules.py, absmax.py, absmax_pz.py, four_over_six.py and ocp_*.py compute.
 
-enum { FLUSH_CODE = 32 };  // absmax: the code of 64 times the smallest scale, with 3 mantissa bits
-
 // The nearest code of a MINIFLOAT3 scale, ties to even.
 INLINE vi nearest_scale(vf fitted, const Minifloat3Scale &s) {
     return minifloat_code(min_of(fitted, splat(scale_value(s.top, s.bias))), 3, 1 - s.bias);
@@ -15,7 +13,7 @@ INLINE vi power_above(vf fitted) {
     return select(less(splat(0x00400000), b), shift_right(b + 0x7FFFFF, 23), splat(0));
 }
 
-template <class E, bool MX> INLINE vi closed_codes(int rule, vf amax, const Minifloat3Scale &s) {
+template <class E, bool MX> INLINE vi closed_codes(int rule, int flush_code, vf amax, const Minifloat3Scale &s) {
     if (MX) {
         vi code;
         if (rule == PTQ_OCP_FLOOR) code = shift_right(bits(amax), 23) - E::emax;
@@ -24,7 +22,7 @@ template <class E, bool MX> INLINE vi closed_codes(int rule, vf amax, const Mini
         return min_of(max_of(code, splat(0)), splat(254));
     }
     const vi code = nearest_scale(amax / splat(E::max) / splat(s.global_scale), s);
-    return rule == PTQ_ABSMAX ? select(less(code, splat(1)), splat(FLUSH_CODE), code) : max_of(code, splat(1));
+    return rule == PTQ_ABSMAX ? select(less(code, splat(1)), splat(flush_code), code) : max_of(code, splat(1));
 }
 
 // What the formula gives at one code per lane, with or without the rule that a scale which zeroes the block costs inf.

@@ -112,8 +112,7 @@ INLINE void decode_run(const Decoder *d, const uint8_t *p, int n, float s, float
     }
 }
 
-INLINE float scale_at(const ptq_decode *j, int64_t row, int64_t column) {
-    const int64_t i = row / j->block_rows * j->scale_cols + column / j->block_cols;
+INLINE float scale_at(const ptq_decode *j, int64_t i) {
     return j->scale_codes ? j->scale_values[((const uint8_t *)j->scales)[i]] : ((const float *)j->scales)[i];
 }
 
@@ -121,10 +120,11 @@ INLINE float scale_at(const ptq_decode *j, int64_t row, int64_t column) {
 INLINE void decode_chunk(const Decoder *d, int64_t row, int64_t first, int n, float *out) {
     const ptq_decode *j = d->j;
     const uint8_t *data = j->data + row * j->data_stride + first * j->code_bits / 8;
-    for (int k = 0; k < n;) {
-        const int64_t edge = ((first + k) / j->block_cols + 1) * j->block_cols - first;
+    int64_t scale = row / j->block_rows * j->scale_cols + first / j->block_cols;
+    int64_t edge = (first / j->block_cols + 1) * j->block_cols - first;  // of the block, from `first`
+    for (int k = 0; k < n; edge += j->block_cols, ++scale) {
         const int stop = edge < n ? (int)edge : n;
-        decode_run(d, data + (int64_t)k * j->code_bits / 8, stop - k, scale_at(j, row, first + k), out + k);
+        decode_run(d, data + (int64_t)k * j->code_bits / 8, stop - k, scale_at(j, scale), out + k);
         k = stop;
     }
 }
