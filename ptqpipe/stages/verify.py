@@ -194,10 +194,14 @@ def _check_headers(run: _Run) -> None:
 def _check_groups(run: _Run) -> None:
     conversion = run.record.conversion if run.record is not None else None
     fuse = None if conversion is None else conversion["recipe"].get("fuse")
-    if fuse:
+    if isinstance(fuse, list) and all(isinstance(leaves, list) and all(map(_is_text, leaves)) for leaves in fuse):
         check_groups(run.ckpt, run.findings, fuse)
     else:
         check_groups(run.ckpt, run.findings)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _check_plan(run: _Run, source: Source, record: Record) -> None:

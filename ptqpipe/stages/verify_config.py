@@ -174,10 +174,7 @@ def _check_kept_modules(ckpt: Source, described: Mapping[str, Any], findings: Fi
     ignore = [str(item) for key in _LISTS for item in described.get(key) or []]
     entries = {name: (entry.dtype, entry.shape) for name, entry in ckpt.reader.entries.items()}
     conv1d = conv1d_leaves(entries)
-    groups = described.get("config_groups")
-    targets: list[str] | None = None
-    if isinstance(groups, Mapping):
-        targets = [str(target) for group in groups.values() for target in group.get("targets") or []]
+    targets = _targets(described, findings)
     for module in kept_modules(ckpt):
         entry = entries.get(f"{module}.weight")  # stacks of experts and their biases are no linear layers
         if entry is None or len(entry[1]) != 2 or _EMBEDDING.search(module) or module.rpartition(".")[2] in conv1d:
@@ -186,6 +183,21 @@ def _check_kept_modules(ckpt: Source, described: Mapping[str, Any], findings: Fi
         if aimed and ckpt.container_name not in _EXPERTS_ONLY and not any(_excludes(i, module) for i in ignore):
             report = findings.fault if findings.own or _LINEAR.search(module) else findings.note
             report("config", module, "is not quantized, but no config list says so; readers look for its codes")
+
+
+def _targets(described: Mapping[str, Any], findings: Findings) -> list[str] | None:
+    """The targets of all config groups, None where the description has no groups."""
+    groups = described.get("config_groups")
+    if not isinstance(groups, Mapping):
+        return None
+    found: list[str] = []
+    for name, group in groups.items():
+        targets = group.get("targets") if isinstance(group, Mapping) else None
+        if not isinstance(targets, list):
+            findings.fault("config", f"config_groups.{name}", "must be an object with a list of targets")
+        else:
+            found += map(str, targets)
+    return found
 
 
 def _names(target: str, module: str) -> bool:
@@ -232,7 +244,7 @@ def _check_hf_quant_config(
     ):
         a, b = nested.get(key) or None, (inner or {}).get(other) or None
         if key == "exclude_modules":
-            a, b = sorted(map(str, a or [])), sorted(map(str, b or []))
+            a, b = (sorted(map(str, names)) if isinstance(names, list) else names for names in (a or [], b or []))
         if b is None and not described:
             continue
         if _folded(a) != _folded(b):

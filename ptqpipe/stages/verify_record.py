@@ -79,6 +79,8 @@ def read_record(reader: CheckpointReader) -> Record:
     raw = reader.read_json(RECORD_FILE)
     if raw is None:
         raise CheckpointError(f"{RECORD_FILE} is missing, though config.json names ptqpipe as its producer")
+    if not isinstance(raw.get("recipe"), Mapping) and ("recipe" in raw or "relayout_of" not in raw):
+        raise CheckpointError(f"{RECORD_FILE} has neither a recipe nor the run that was laid out anew; it is damaged")
     weights = {name: _claim(name, entry) for name, entry in _object(raw, "weights").items()}
     kept = {name: _kept(name, entry) for name, entry in _object(raw, "kept").items()}
     carried = raw.get("carried_files", [])

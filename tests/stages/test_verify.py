@@ -371,6 +371,8 @@ DAMAGES: dict[str, tuple[Damage, str, bool]] = {
     "another recorded rule": (record(lambda r: r["recipe"]["rules"][0].update(match="*mlp*")), "recipe", False),
     "another recorded source": (record(lambda r: r["source"].update(fingerprint="0")), "run_id", False),
     "another recorded version": (record(lambda r: r.update(ptqpipe="9.9.9")), "run_id", False),
+    "no recorded recipe": (record(lambda r: r.pop("recipe")), "neither a recipe", False),
+    "a recipe that is a number": (record(lambda r: r.update(recipe=7)), "neither a recipe", False),
     "a recipe that is none": (record(lambda r: r.update(recipe={"rules": 3})), "recipe", False),
 }
 
