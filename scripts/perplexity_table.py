@@ -71,10 +71,12 @@ def measure(path: Path, scheme: str, ids: torch.Tensor, reference: torch.Tensor,
     decoded_state(decoded, out)
     own = log_probs(decoded, ids)
     if container is None:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
+        # compressed-tensors decodes packed weights to bfloat16, which a float32 model cannot multiply with
+        dtype = torch.bfloat16 if decoded.dtype == torch.float32 else "auto"
+        loaded: Any = AutoModelForCausalLM.from_pretrained(out, dtype=dtype).eval()
         logp = log_probs(loaded, ids)
-        row["reader"] = "transformers"
-        if get_scheme(scheme).activation is Activation.NONE:
+        row["reader"] = "transformers" + (", bfloat16" if dtype == torch.bfloat16 else "")
+        if get_scheme(scheme).activation is Activation.NONE and loaded.dtype == decoded.dtype:
             row["logits_equal_decode"] = bool(torch.equal(logp, own))
     else:
         logp, row["reader"] = own, "ptqpipe's decode"
