@@ -34,7 +34,7 @@ INLINE void search_tiles(const vf *x, const vf *h, int any_block, const vf *larg
         for (int lane = 0; lane < W; ++lane) {
             if (!(which >> lane & 1)) continue;
             float one[MAX_BLOCK], weights[MAX_BLOCK];
-            double score;
+            double score = 0.0;
             for (int k = 0; k < block; ++k)
                 one[k] = x[u * block + k][lane], weights[k] = H ? h[u * block + k][lane] : 1.0f;
             code[u][lane] = scan_all<E, MX>(one, H ? weights : 0, block, s, &score);
@@ -113,6 +113,8 @@ static int32_t run_blocks(const ptq_blocks *j, const Minifloat3Scale *scales, co
             if (data) data_out = tail_data;
             if (codes) codes_out = tail_codes;
         }
+        // Tiles read lines out of order, which hides the stream from the hardware's prefetcher.
+        for (int ahead = 0; ahead < STEP * in_bytes; ahead += 64) __builtin_prefetch(p + 2 * STEP * in_bytes + ahead);
         vm bad = no_lanes();
         EACH(u) {
             load_tile<B>(j->dtype, p + u * W * in_bytes, block, x + u * block);

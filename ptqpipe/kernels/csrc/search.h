@@ -179,6 +179,7 @@ static int scan_all(const float *x, const float *h, int block, const Minifloat3S
     const int first = MX ? 0 : 1, last = MX ? 254 : s.top;
     int chosen = first;
     bool found = false, zeroes;
+    *best = 0.0;
     for (int code = first; code <= last; ++code) {
         const double score = score_scalar<E, MX>(x, h, block, code, s, &zeroes);
         if (code == first) *best = score;

@@ -1,4 +1,9 @@
 // Everything from outside, included before any target pragma.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's AVX-512 intrinsics, which leave a register undefined on purpose
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
+#endif
 #include <float.h>
 #include <math.h>
 #include <stdint.h>

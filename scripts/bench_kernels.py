@@ -1,0 +1,170 @@
+"""Speed of the CPU kernels on every instruction set of this machine, beside the pure-torch paths that they equal.
+
+Prints one JSON line a kernel, instruction set and size: millions of weights per second of CPU time (of this process,
+all threads), the median over the rounds and the best of them. One thread. "cache" is a matrix of a megaweight (2 MB of
+bfloat16), "memory" one beyond the cache, taken in runs of rows as the converter takes it. The first lines are a copy
+of the same bytes. Before anything is timed the bytes of the kernels are compared with the torch reference.
+
+    python scripts/bench_kernels.py [--rounds 7] [--weights 33554432] [--only nvfp4] [--no-torch]
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ptqpipe.algorithms.rows import chunks
+from ptqpipe.formats import Format, get_format
+from ptqpipe.kernels import cpu, reference
+from ptqpipe.qtensor import QTensor, encode
+from ptqpipe.search import get_search
+
+COLUMNS = 4096
+SEARCHES = [
+    ("nvfp4", "exact"), ("nvfp4", "absmax"), ("nvfp4", "four_over_six"), ("mxfp4", "exact"), ("mxfp4", "ocp_floor"),
+    ("mxfp8", "exact"), ("mxfp6_e2m3", "exact"), ("fp8_channel", "exact"), ("fp8_channel", "absmax"),
+    ("fp8_block", "exact"), ("e2m1/8/e4m3/global", "exact"), ("e2m1/32/ue5m3", "exact"),
+]  # fmt: skip
+
+Call = Callable[[torch.Tensor], object]
+
+
+def speeds(call: Call, parts: list[torch.Tensor], rounds: int) -> list[float]:
+    """Mweights per CPU-second of each round over all ``parts``, after one that is not counted."""
+    weights = sum(part.numel() for part in parts)
+    found = []
+    for _ in range(rounds + 1):
+        start = time.process_time()
+        for part in parts:
+            call(part)
+        found.append(weights / (time.process_time() - start) / 1e6)
+    return found[1:]
+
+
+def global_scale(w: torch.Tensor, fmt: Format) -> torch.Tensor | None:
+    """1.5 times the abs-max one: inside the octave that the converter searches."""
+    return w.abs().amax().float() * (1.5 / fmt.max_product) if fmt.has_global else None
+
+
+def kernel_cases(w: torch.Tensor) -> Iterator[tuple[str, Call]]:
+    """(name, call) of every kernel."""
+    importance = torch.rand(w.shape[1])
+    yield "amax", cpu.amax
+    for name, rule in SEARCHES:
+        fmt = get_format(name)
+        g = global_scale(w, fmt)
+        yield f"{name} {rule}", lambda x, f=fmt, r=rule, s=g: cpu.block_quantize(x, f, rule=r, global_scale=s)
+    for name in ("nvfp4", "mxfp8"):
+        fmt = get_format(name)
+        g = global_scale(w, fmt)
+        yield (
+            f"{name} exact weighted",
+            lambda x, f=fmt, s=g: cpu.block_quantize(x, f, global_scale=s, importance=importance),
+        )
+        yield f"{name} score_total", lambda x, f=fmt, s=g: cpu.score_total(x, f, global_scale=s)
+    fmt = get_format("nvfp4")
+    g = global_scale(w, fmt)
+    assert g is not None
+    eight = g * torch.exp2(torch.arange(8) / 8)
+    yield "nvfp4 score_totals of 8", lambda x: cpu.score_totals(x, fmt, global_scales=eight)
+    for name in ("nvfp4", "mxfp8", "fp8_channel"):
+        yield from decode_cases(w, get_format(name))
+
+
+def decode_cases(w: torch.Tensor, fmt: Format) -> Iterator[tuple[str, Call]]:
+    """Decoding and its error: the codes of the first rows serve every run of rows of the same height."""
+    g = global_scale(w, fmt)
+    q = {height: quantized(w[:height], fmt, g) for height in {stop - start for start, stop in runs(w)}}
+    yield f"{fmt.name} decode_error", lambda x: cpu.decode_error(q[len(x)].data, q[len(x)].scales, fmt, x, g)
+    yield f"{fmt.name} dequantize", lambda x: cpu.dequantize(q[len(x)].data, q[len(x)].scales, fmt, g)
+    yield (
+        f"{fmt.name} dequantize to bfloat16",
+        lambda x: cpu.dequantize(q[len(x)].data, q[len(x)].scales, fmt, g, torch.bfloat16),
+    )
+
+
+def torch_cases(w: torch.Tensor) -> Iterator[tuple[str, Call]]:
+    """The references of the same work."""
+    yield "amax", lambda x: x.abs().amax()
+    for name, rule in SEARCHES:
+        fmt = get_format(name)
+        g = global_scale(w, fmt)
+        yield f"{name} {rule}", lambda x, f=fmt, r=rule, s=g: searched(x, f, r, s)
+
+
+def searched(x: torch.Tensor, fmt: Format, rule: str, g: torch.Tensor | None) -> QTensor:
+    """Search and encode in torch."""
+    return encode(x, get_search(rule).search(x, fmt, global_scale=g), fmt=fmt, global_scale=g)
+
+
+def quantized(w: torch.Tensor, fmt: Format, g: torch.Tensor | None) -> QTensor:
+    """By the kernel."""
+    done = cpu.block_quantize(w, fmt, global_scale=g)
+    assert done is not None
+    return QTensor(fmt, (w.shape[0], w.shape[1]), done[0], done[1], g)
+
+
+def require_equal(w: torch.Tensor) -> None:
+    """Ends the run unless every kernel gives the bytes of its reference on the first rows of ``w``."""
+    part = w[:128]
+    for name, rule in SEARCHES:
+        fmt = get_format(name)
+        g = global_scale(part, fmt)
+        want = searched(part, fmt, rule, g)
+        for isa in cpu.isas():
+            cpu.force_isa(isa)
+            done = cpu.block_quantize(part, fmt, rule=rule, global_scale=g)
+            same = done is not None and torch.equal(done[0], want.data) and torch.equal(done[1], want.scales)
+            error = same and cpu.decode_error(want.data, want.scales, fmt, part, g)
+            if not same or error != reference.decode_error(want, part):
+                sys.exit(f"{name} {rule} on {isa}: the kernel differs from the reference; nothing was timed")
+
+
+def runs(w: torch.Tensor) -> list[tuple[int, int]]:
+    """The runs of rows that the converter would take."""
+    return chunks((w.shape[0], w.shape[1]), get_format("nvfp4"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--weights", type=int, default=1 << 25, help="size of the matrix beyond the cache")
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--no-torch", action="store_true", help="leave the references out")
+    args = parser.parse_args()
+    if not cpu.available():
+        sys.exit("the CPU kernels are not built: pip install -e . with a C++ compiler")
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    w = (torch.randn(args.weights // COLUMNS, COLUMNS, generator=generator) * 0.02).bfloat16()
+    require_equal(w)
+    small = w[:256].clone()
+    sizes = {"cache": [small], "memory": [w[start:stop] for start, stop in runs(w)]}
+
+    def show(kernel: str, isa: str, call: Call, size: str) -> None:
+        found = speeds(call, sizes[size], args.rounds)
+        median, best = round(statistics.median(found), 1), round(max(found), 1)
+        print(json.dumps({"kernel": kernel, "isa": isa, "size": size, "mweights_per_cpu_s": median, "best": best}))
+        sys.stdout.flush()
+
+    for size, parts in sizes.items():
+        target = torch.empty_like(max(parts, key=len))
+        show("copy", "torch", lambda x, to=target: to[: len(x)].copy_(x), size)
+    for isa in cpu.isas():
+        cpu.force_isa(isa)
+        for size in sizes:
+            for kernel, call in kernel_cases(w if size == "memory" else small):
+                if args.only in kernel:
+                    show(kernel, isa, call, size)
+    if not args.no_torch:
+        for kernel, call in torch_cases(small):
+            if args.only in kernel:
+                show(kernel, "torch", call, "cache")
+
+
+if __name__ == "__main__":
+    main()
