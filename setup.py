@@ -12,7 +12,7 @@ CSRC = Path("ptqpipe/kernels/csrc")
 
 # No -march: the sources choose AVX-512, AVX2 or baseline at run time. No -ffast-math and no contraction to FMA:
 # the kernels are bit-equal to their torch references.
-FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno"]
+FLAGS = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fno-math-errno"]
 
 
 def cpu_extensions() -> list[Extension]:
