@@ -167,7 +167,7 @@ class _Floor:
 def _floor(strip: _Strip, amax: torch.Tensor, *, bounds: _Bounds) -> _Floor:
     """The histogram of the strip times the table."""
     n = len(amax)
-    bits, exact = _significand_bits(strip.blocks)
+    bits, exact = _significand_bits(strip)
     rows = torch.arange(n, dtype=torch.int32, device=amax.device).unsqueeze(1) << bits
     binade = torch.bitwise_and(amax.view(torch.int32), EXPONENT)
     inv_binade = ((254 << 23) - binade).view(torch.float32).unsqueeze(1)
@@ -192,18 +192,19 @@ def _floor(strip: _Strip, amax: torch.Tensor, *, bounds: _Bounds) -> _Floor:
     return _Floor(energy.view(n, -1) @ table * unit, own, amax, amax_h)
 
 
-def _significand_bits(blocks: torch.Tensor) -> tuple[int, bool]:
+def _significand_bits(strip: _Strip) -> tuple[int, bool]:
     """(bits that tell significands apart, whether they tell all of them)."""
-    if blocks.dtype == torch.bfloat16:
+    if strip.blocks.dtype == torch.bfloat16:
         return 7, True
-    if blocks.dtype == torch.float16:
+    if strip.blocks.dtype == torch.float16:
         return 10, True
-    pattern = blocks.float().view(torch.int32)
-    if not bool((pattern & 0xFFFF).any()):  # float32 that came from bfloat16
-        return 7, True
-    if not bool((pattern & 0x1FFF).any()):
-        return 10, True
-    return 12, False
+    fine = False  # whether any weight has mantissa bits below those of bfloat16
+    for start, stop in strip.segments():
+        pattern = strip.blocks[:, start:stop].float().view(torch.int32)
+        if bool((pattern & 0x1FFF).any()):
+            return 12, False
+        fine = fine or bool((pattern & 0xFFFF).any())
+    return (10, True) if fine else (7, True)  # float32 that came from float16, or from bfloat16
 
 
 def _search_strip(strip: _Strip, *, grid: ElementGrid, steps: Ladder, bounds: _Bounds) -> torch.Tensor:
