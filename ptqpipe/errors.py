@@ -4,11 +4,26 @@ A message is one line: what is wrong (its value and name), what was expected, wh
 it without a stack trace; anything that is not a PtqError is a bug and keeps its trace.
 """
 
+MAX_MESSAGE = 2000  # characters; names from a damaged file can be millions
+
+
+def one_line(text: str, *, limit: int = MAX_MESSAGE) -> str:
+    """``text`` with whatever would break the line or steer a terminal escaped, cut to ``limit`` characters."""
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2 - 5) :]}"
+
 
 class PtqError(Exception):
-    """Root of every error that a user can act on. ``exit_code`` is what the CLI exits with."""
+    """Root of every error that a user can act on. ``exit_code`` is what the CLI exits with.
+
+    The message may hold names from files: it is made one printable line of bounded length here.
+    """
 
     exit_code: int = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class UsageError(PtqError):

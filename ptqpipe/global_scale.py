@@ -41,9 +41,13 @@ def absmax_global(amax: float, fmt: Format) -> torch.Tensor:
     """
     if amax == 0:
         return torch.tensor(1.0)
+    return canonical(torch.tensor(amax, dtype=torch.float32) / torch.tensor(absmax_divisor(fmt)), fmt)
+
+
+def absmax_divisor(fmt: Format) -> float:
+    """What the abs-max global scale divides the amax by: the largest product, or the largest element alone."""
     narrow = fmt.scale.enumerable and fmt.scale.max <= 2.0**60
-    divisor = torch.tensor(fmt.max_product if narrow else fmt.element.max)
-    return canonical(torch.tensor(amax, dtype=torch.float32) / divisor, fmt)
+    return fmt.max_product if narrow else fmt.element.max
 
 
 def canonical(g: torch.Tensor, fmt: Format) -> torch.Tensor:

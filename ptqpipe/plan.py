@@ -13,11 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.errors import RecipeError, UsageError
+from ptqpipe.errors import CheckpointError, RecipeError, UsageError
 from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.schemes import Scheme
 
 FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
+# Numbers of linear layers that are not quantized here, though readers could look for them.
+_OTHER_FLOAT_DTYPES = frozenset({"F64", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"})
 
 # Architectures whose fused gate_up_proj alternates gate and up rows instead of stacking them: a fact of the published
 # files that no shape shows.
@@ -141,7 +143,8 @@ def make_plan(
     config     the source's config.json
     abilities  what the layout can store; by default matrices only
 
-    Raises RecipeError where rules contradict each other, UsageError where nothing would be quantized.
+    Raises RecipeError where rules contradict each other, UsageError where nothing would be quantized, CheckpointError
+    where a weight is there twice, as such and in a stack.
     """
     candidates, reasons = _candidates(tensors, config, abilities=abilities or Abilities())
     rules: dict[str, Rule] = {}
@@ -150,7 +153,8 @@ def make_plan(
         if reason:
             reasons[name] = reason
     groups = _fused_groups(candidates, recipe.fuse)
-    _keep_whole_groups(groups, rules=rules, reasons=reasons)
+    outsiders = {group[0]: _outsiders(candidates, group, tensors, recipe.fuse) for group in groups}
+    _keep_whole_groups(groups, outsiders, rules=rules, reasons=reasons)
     _reject_split_stacks(candidates, rules=rules, reasons=reasons)
     units = _units(candidates, groups, rules)
     quantized = {member.source.tensor for unit in units for member in unit.members}
@@ -181,17 +185,21 @@ def _candidates(
     found: dict[str, _Candidate] = {}
     reasons: dict[str, str] = {}
     for order, (name, (dtype, shape)) in enumerate(tensors.items()):
-        if len(shape) == 3 and "experts" in name.split("."):
+        if 0 in shape:
+            reasons[name] = "empty"
+        elif len(shape) == 3 and "experts" in name.split("."):
             members, reason = _expert_members(name, tensors, config, stacks=abilities.stacks)
             for member in members:
+                if member.stack is None and member.weight in tensors:
+                    raise CheckpointError(
+                        f"{member.weight!r} lies beside the stack {name!r}, which holds that weight, too; remove one"
+                    )
                 found[_key(member)] = _Candidate(member, order)
             reasons.update({name: reason} if reason else {})
         elif dtype not in FLOAT_DTYPES:
             reasons[name] = f"{dtype} numbers, not weights"
         elif len(shape) != 2 or not name.endswith(".weight"):
             reasons[name] = "not a matrix" if len(shape) != 2 else "not a weight of a linear layer"
-        elif 0 in shape:
-            reasons[name] = "empty"
         elif not abilities.matrices:
             reasons[name] = "this container stores stacks of experts only"
         elif name.removesuffix(".weight").rpartition(".")[2] not in conv1d:
@@ -225,7 +233,7 @@ def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], *, st
     """The per-expert weights of one 3-D tensor, or why it is kept."""
     dtype, shape = tensors[name]
     base = name.removesuffix(".weight")
-    parent, leaf = base.rsplit(".", 1)
+    parent, _, leaf = base.rpartition(".")
     if dtype not in FLOAT_DTYPES or leaf not in ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"):
         return [], "a 3-D tensor that is no stack of expert projections"
     transposed = _stack_transposed(parent, leaf, tensors, config)
@@ -245,7 +253,7 @@ def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], *, st
         return [], "experts with biases have no per-expert spelling that readers know; use --container gptoss_mxfp4"
     if rows % 2:
         return [], "an odd number of rows cannot be gate and up"
-    interleaved = config.get("model_type") in INTERLEAVED_GATE_UP
+    interleaved = str(config.get("model_type")) in INTERLEAVED_GATE_UP
     members = []
     for e in experts:
         for index, part in enumerate(("gate_proj", "up_proj")):
@@ -269,7 +277,8 @@ def _stack_transposed(parent: str, leaf: str, tensors: Shapes, config: Mapping[s
             return False
         return True if fused == (down[1], 2 * down[0]) else None
     own = dims(leaf)
-    hidden = config.get("hidden_size") or (config.get("text_config") or {}).get("hidden_size")
+    text = config.get("text_config")
+    hidden = config.get("hidden_size") or (text.get("hidden_size") if isinstance(text, Mapping) else None)
     if own is None or (own[0] == hidden) == (own[1] == hidden):
         return None
     return own[1] == hidden if leaf in ("down_proj", "w2") else own[0] == hidden
@@ -292,10 +301,27 @@ def _fused_groups(candidates: Mapping[str, _Candidate], fuse: Sequence[Sequence[
     return [keys for _, keys in sorted(fused + singles, key=lambda item: item[0])]
 
 
-def _keep_whole_groups(groups: Iterable[list[str]], *, rules: dict[str, Rule], reasons: dict[str, str]) -> None:
+def _outsiders(
+    candidates: Mapping[str, _Candidate], group: Sequence[str], tensors: Shapes, fuse: Sequence[Sequence[str]]
+) -> list[str]:
+    """Matrices that runtimes fuse with a group though they are no candidates (of a dtype that is not quantized)."""
+    first = candidates[group[0]].member
+    parent, dot, leaf = first.module.rpartition(".")
+    leaves = next((leaves for leaves in fuse if leaf in leaves), ())
+    siblings = [f"{parent}{dot}{other}.weight" for other in leaves]
+    return [
+        name
+        for name in siblings
+        if name in tensors and name not in candidates and tensors[name][1][1:] == (first.shape[1],)
+    ]
+
+
+def _keep_whole_groups(
+    groups: Iterable[list[str]], outsiders: Mapping[str, list[str]], *, rules: dict[str, Rule], reasons: dict[str, str]
+) -> None:
     """Fused weights have one fate: one that is kept keeps its siblings; two schemes in one group contradict."""
     for group in groups:
-        kept = [key for key in group if key not in rules]
+        kept = [key for key in group if key not in rules] + outsiders[group[0]]
         if kept:
             for key in group:
                 if rules.pop(key, None) is not None:
@@ -349,7 +375,8 @@ def _kept(name: str, entry: tuple[str, tuple[int, ...]], reasons: Mapping[str, s
 
 def is_matrix(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
     """Whether readers could look for a tensor among the linear layers: a float matrix, or a stack of experts."""
-    return len(shape) >= 2 and dtype in FLOAT_DTYPES and (name.endswith(".weight") or "experts" in name.split("."))
+    named = name.endswith(".weight") or "experts" in name.split(".")
+    return len(shape) >= 2 and named and dtype in FLOAT_DTYPES | _OTHER_FLOAT_DTYPES
 
 
 def _nothing_to_do(kept: Sequence[Kept]) -> str:

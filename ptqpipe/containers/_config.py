@@ -158,7 +158,7 @@ def expert_name_warnings(targets: Sequence[Target], config: Mapping[str, Any], *
     """A warning where transformers finds no parameter for per-expert names and starts the experts at random."""
     if not any(is_routed_expert(target.module) and target.experts is None for target in targets):
         return []
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in _NO_PER_EXPERT_NAMES and (kind not in _ONLY_COMPRESSED_TENSORS or container == "compressed_tensors"):
         return []
     remedy = "serve with vLLM, or keep the experts (--ignore 're:.*experts.*')"

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from ptqpipe.algorithms import rtn
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.containers import Container, Part, Role, encode_part, get_container, part_offset
-from ptqpipe.plan import Plan, make_plan
+from ptqpipe.errors import NumericsError
+from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
 from ptqpipe.search import get_search
@@ -40,12 +41,16 @@ from ptqpipe.stages.outputs import (
     Job,
     Outputs,
     abilities_of,
+    check_readable,
     check_supported,
     choose_container,
     config_files,
     make_outputs,
 )
 from ptqpipe.stages.source import Source, SourceRows
+
+# A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
+LOST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,7 @@ def prepare(
         source.check_requantizable()
         plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))
         outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
+        check_readable(outputs, plan, source, container)
         target = out if out is not None else default_out(str(model), path, recipe)
         check_disjoint(path, target)
         parts = {
@@ -180,6 +186,7 @@ def _quantize(
         sink=written.take,
         device=machine.device,
     )
+    _check_kept_alive(unit, result.errors)
     hashes = written.finish()
     members = {}
     for member, error, sha256 in zip(unit.members, result.errors, hashes, strict=True):
@@ -200,6 +207,18 @@ def _quantize(
             "sha256": sha256,
         }
     return {"members": members}
+
+
+def _check_kept_alive(unit: Unit, errors: Sequence[rtn.WeightError]) -> None:
+    """NumericsError for a weight of which mostly zeros are left: its scale, often a shared one, cannot hold it."""
+    for member, error in zip(unit.members, errors, strict=True):
+        if error.relative_mse > LOST:
+            others = [m.weight for m in unit.members if m is not member]
+            shared = f", at the scale that it shares with {' and '.join(others)}" if others else ""
+            raise NumericsError(
+                f"{member.weight} would lose {min(error.relative_mse, 1.0):.0%} of its energy in "
+                f"{unit.scheme.fmt.name}{shared}; repair the source, or keep it: --ignore '{member.module}'"
+            )
 
 
 class _PartWriter:

@@ -142,5 +142,8 @@ def carried_files(reader: CheckpointReader) -> list[tuple[Path, str]]:
 
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
-    """A JSON file's bytes."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    """A JSON file's bytes. A half of a surrogate pair, which a source's config may hold escaped, stays escaped."""
+    try:
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(content, indent=2) + "\n").encode()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.containers import Container, Part, Target
-from ptqpipe.errors import FormatError, UsageError
+from ptqpipe.containers import Container, Part, Target, merged_config
+from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.plan import Abilities, Kept, Member, Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.stages.source import Source
@@ -106,6 +106,24 @@ def config_files(
     return container.configs(
         source.reader.config, outputs.targets, kept_modules=plan.kept_modules, provenance=provenance
     )
+
+
+def check_readable(outputs: Outputs, plan: Plan, source: Source, container: Container) -> None:
+    """Reads the output back from its names and config before any of it is written.
+
+    Raises CheckpointError where a tensor that is kept would be taken for a part of a quantized weight.
+    """
+    names = {spec.name: (spec.dtype, spec.shape) for shard in outputs.layout.shards for spec in shard.tensors}
+    files = config_files(outputs, plan, source, container, provenance={})
+    remedy = f"rename that tensor of the source, or choose another --container than {outputs.container_name}"
+    try:
+        config = merged_config(files["config.json"], files.get("hf_quant_config.json"))
+        found = container.stored_weights(config, names)
+    except CheckpointError as error:
+        raise CheckpointError(f"the output could not be read back: {error}; {remedy}") from None
+    unlike = found.keys() ^ {target.weight for target in outputs.targets}
+    if unlike:
+        raise CheckpointError(f"the output could not be read back: {min(unlike)!r} is ambiguous in it; {remedy}")
 
 
 def _parts(container: Container, member: Member, unit: Unit) -> tuple[Part, ...]:

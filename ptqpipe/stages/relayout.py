@@ -263,7 +263,7 @@ def _split(stored: StoredWeight, expert: int, scheme: Scheme, source: Source, ta
     if leaf != "gate_up_proj":
         yield _piece(f"{parent}.{expert}.{leaf}.weight", stored.shape, scheme, target, stored, expert=expert)
         return
-    interleaved = source.reader.config.get("model_type") in INTERLEAVED_GATE_UP
+    interleaved = str(source.reader.config.get("model_type")) in INTERLEAVED_GATE_UP
     for index, part in enumerate(("gate_proj", "up_proj")):
         start, step = (index, 2) if interleaved else (index * rows // 2, 1)
         shape = (rows // 2, cols)

@@ -176,7 +176,8 @@ def _check_headers(run: _Run) -> None:
     guard("scales", "global scales", lambda: check_scalars(ckpt, findings))
     guard("groups", "fused groups", lambda: _check_groups(run))
     guard("scales", "kv cache", lambda: check_kv_scales(ckpt, findings))
-    guard("names", "tensors", lambda: check_dangling(ckpt, findings))
+    kept = frozenset(plain_tensors(source)) if source is not None else frozenset()
+    guard("names", "tensors", lambda: check_dangling(ckpt, findings, kept=kept))
     if record is not None:
         guard("record", RECORD_FILE, lambda: check_coverage(ckpt, record, findings))
     if source is not None:

@@ -7,7 +7,7 @@ except kept tensors of a source that is itself quantized.
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -271,14 +271,18 @@ def check_model_config(ckpt: Source, source: Source, findings: Findings) -> None
             findings.note("config", "config.json", message)
 
 
-def check_dangling(ckpt: Source, findings: Findings) -> None:
-    """Without a source: tensors that look like parts of a quantized weight and belong to none."""
+def check_dangling(ckpt: Source, findings: Findings, *, kept: Container[str] = ()) -> None:
+    """Tensors that look like parts of a quantized weight and belong to none; ``kept`` are plain in the source, too."""
     if ckpt.container is None:
         return
     suffixes = ("_packed", "_scale", "_scale_2", "_scale_inv", "_blocks", "_scales", "_zero_point", "_global_scale")
     for name in plain_tensors(ckpt):
         dtype = ckpt.reader.entries[name].dtype
-        if not is_kv_scale(name) and (name.endswith(suffixes) or dtype.startswith(("F8_", "F4", "F6_"))):
+        if (
+            not is_kv_scale(name)
+            and name not in kept
+            and (name.endswith(suffixes) or dtype.startswith(("F8_", "F4", "F6_")))
+        ):
             findings.fault("names", name, f"looks like a part of a quantized weight ({dtype}), but no weight uses it")
 
 

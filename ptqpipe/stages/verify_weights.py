@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ptqpipe.formats import WHOLE, Codec, Format
-from ptqpipe.global_scale import absmax_global
+from ptqpipe.global_scale import absmax_divisor, absmax_global
 from ptqpipe.packing import unpack
 from ptqpipe.qtensor import QTensor, check_finite, encode, magnitude_codes, scale_values, to_blocks
 from ptqpipe.stages.source import Source, SourceRows
@@ -144,12 +144,13 @@ def measure_weight(ckpt: Source, weight: str, rows: SourceRows, *, expert: int |
     stored = ckpt.stored[weight]
     fmt, (n, _) = stored.scheme.fmt, stored.shape
     row_error, row_energy = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
-    squared = energy = amax = 0.0
+    squared = energy = amax = reach = 0.0
     other = far = 0
     first = None
     for start, q in stored_runs(ckpt, weight, expert):
         stop = start + q.shape[0]
         w = rows.rows(start, stop)
+        reach = _reach(q)
         check_finite(w, f"'{weight}' of the source")
         exact = w.double()
         diff = (q.dequantize().double() - exact).square_()
@@ -160,9 +161,20 @@ def measure_weight(ckpt: Source, weight: str, rows: SourceRows, *, expert: int |
         differing, distant, row = _compare_codes(multiplying(q), w)
         other, far = other + differing, far + distant
         first = start + row if first is None and row is not None else first
+    amax = reach if reach > _LOOK * amax else amax  # a fused sibling with larger numbers decided the scale
     sample = _sample_relative_mse(rows, stored.shape, fmt, amax)
     worst, ratio = _worst_row(rows, row_error, row_energy, fmt=fmt, amax=amax, typical=sample)
     return Measured(squared, energy, sample, worst, ratio, other, far, first)
+
+
+def _reach(q: QTensor) -> float:
+    """The magnitude that the scale of the whole weight was made for, about; 0 without one. Siblings may share it."""
+    if q.fmt.block == (WHOLE, WHOLE):
+        return float(scale_values(q.scales, q.fmt.scale).float().max()) * q.fmt.element.max
+    scale = multiplying(q).global_scale
+    if scale is None:
+        return 0.0
+    return float(scale) * absmax_divisor(q.fmt)
 
 
 def _compare_codes(q: QTensor, w: torch.Tensor) -> tuple[int, int, int | None]:
@@ -197,17 +209,19 @@ def _sample_relative_mse(rows: SourceRows, shape: tuple[int, int], fmt: Format, 
 
 
 def _absmax_rows(w: torch.Tensor, fmt: Format, amax: float) -> torch.Tensor:
-    """float64 ``[rows]``: squared error of abs-max scales, the global scale from the amax of the whole weight."""
+    """float64 ``[rows]``: squared error of abs-max scales, a scale of the whole weight from ``amax``."""
     if amax == 0:
         return torch.zeros(w.shape[0], dtype=torch.float64)
     plain = absmax_global(amax, fmt) if fmt.has_global else None
-    q = encode(w, _absmax_scales(w, fmt, plain), fmt=fmt, global_scale=plain)
+    q = encode(w, _absmax_scales(w, fmt, plain, amax), fmt=fmt, global_scale=plain)
     return (q.dequantize().double() - w.double()).square_().sum(dim=1)
 
 
-def _absmax_scales(w: torch.Tensor, fmt: Format, plain: torch.Tensor | None) -> torch.Tensor:
+def _absmax_scales(w: torch.Tensor, fmt: Format, plain: torch.Tensor | None, amax: float) -> torch.Tensor:
     """Block scales amax / largest element: rounded to nearest, powers of two upwards."""
     wanted = to_blocks(w.float(), fmt).abs().amax(dim=1) / fmt.element.max
+    if fmt.block == (WHOLE, WHOLE):
+        wanted = torch.full_like(wanted, amax / fmt.element.max)
     wanted = wanted if plain is None else wanted / plain
     grid = fmt.scale_shape((w.shape[0], w.shape[1]))
     if fmt.scale.dtype is not None:
