@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 import click
 
 from ptqpipe._version import __version__
-from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, one_line
 
 if TYPE_CHECKING:
     from ptqpipe.stages.machine import Machine, Ranks
@@ -27,6 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.IGNORECASE)
+MAX_SIZE = 2**62  # bytes
 _UNITS = {
     "": 1,
     "b": 1,
@@ -54,22 +55,28 @@ class Size(click.ParamType[int]):
         if match is None:
             self.fail(f"{value!r} is not a size; write 2GiB, 800MB or a number of bytes", param, ctx)
         unit = (match[2] or "").lower()
-        return int(float(match[1]) * _UNITS[unit.removesuffix("b") if len(unit) > 1 else unit])
+        size = float(match[1]) * _UNITS[unit.removesuffix("b") if len(unit) > 1 else unit]
+        if size > MAX_SIZE:
+            self.fail(f"{value!r} is more than any machine has; write 2GiB, 800MB or a number of bytes", param, ctx)
+        return int(size)
 
 
-def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
+def one_line_errors(command: Callable[P, R]) -> Callable[P, R | None]:
     """PtqError and disk errors become one line on stderr and an exit code; anything else is a bug, with its trace."""
 
     @wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
             return command(*args, **kwargs)
+        except AlreadyComplete as done:
+            click.echo(str(done))
         except PtqError as error:
             _fail(str(error), error.exit_code)
-        except (PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            _fail(f"{error.strerror}: {error.filename}", 1)
+        except OSError as error:
+            _fail(one_line(": ".join(str(part) for part in (error.strerror or error, error.filename) if part)), 1)
         except MemoryError:
             _fail("out of memory; lower --workers or --max-memory", 1)
+        return None
 
     return wrapped
 
@@ -352,8 +359,8 @@ def _machine(workers: int | None, device: str, max_memory: int, *, progress: boo
         from ptqpipe.stages.machine import require_device_kernels
 
         require_device_kernels()
-        device = device if ":" in device else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        device = device if ":" in device else f"cuda:{_environment('LOCAL_RANK', 0, least=0)}"
+    local = _environment("LOCAL_WORLD_SIZE", 1, least=1)
     return Machine(
         workers=workers if workers is not None else max(1, default_workers() // local),
         device=torch.device(device),
@@ -366,10 +373,28 @@ def _ranks() -> "Ranks":
     """This process among those of a torchrun, joined by gloo; rank 0 of 1 without one."""
     from ptqpipe.stages.machine import Ranks
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = _environment("WORLD_SIZE", 1, least=1)
     if world == 1:
         return Ranks()
+    rank = _environment("RANK", None, least=0)
+    if rank >= world:
+        raise UsageError(f"RANK is {rank} of WORLD_SIZE {world}, expected less; start with torchrun, or unset both")
     import torch
 
-    torch.distributed.init_process_group("gloo")
-    return Ranks(int(os.environ["RANK"]), world)
+    try:
+        torch.distributed.init_process_group("gloo")
+    except (ValueError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"rank {rank} of {world} does not reach the others: {first}; start with torchrun") from None
+    return Ranks(rank, world)
+
+
+def _environment(name: str, default: int | None, *, least: int) -> int:
+    """A number that torchrun sets. UsageError where it is none."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < least:
+        found = "not set" if text is None else repr(text)
+        raise UsageError(f"{name} in the environment is {found}, expected a number; start with torchrun, or unset it")
+    return int(text)

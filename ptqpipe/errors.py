@@ -52,5 +52,11 @@ class OutputError(PtqError):
     """The output cannot be written: it exists, is read-only, or the disk is full."""
 
 
+class AlreadyComplete(OutputError):
+    """The run that is to be resumed has finished: nothing is left to do, and nothing is wrong."""
+
+    exit_code = 0
+
+
 class VerifyError(PtqError):
     """A checkpoint does not hold what it claims."""

@@ -175,7 +175,7 @@ def _rows() -> tuple[Format, ...]:
 FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in _rows()}
 
 _MINIFLOAT = re.compile(r"(u?)e([0-8])m([0-7])")
-_RESEARCH = re.compile(r"(u?e\dm\d)/(\d+)/(u?e\dm\d|fp32|fp16|bf16)(/global)?")
+_RESEARCH = re.compile(r"(u?e\dm\d)/(\d{1,9})/(u?e\dm\d|fp32|fp16|bf16)(/global)?")
 
 
 def get_codec(name: str) -> Codec:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
-from ptqpipe.recipe import Recipe, Rule
+from ptqpipe.recipe import DEFAULT_KEEP, Recipe, Rule, matches
 from ptqpipe.schemes import Scheme
 
 FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
@@ -367,6 +367,15 @@ def _units(
         suffix = f"[{members[0].source.expert}]" if members[0].stack is not None else ""
         units.append(Unit(leaves + suffix, members, rules[group[0]]))
     return tuple(units)
+
+
+def unmatched_patterns(plan: Plan, recipe: Recipe) -> list[str]:
+    """Patterns of the recipe's rules and of its own keep list that name no module of the model: most likely typos."""
+    names = [member.module for unit in plan.units for member in unit.members]
+    names += [kept.name.removesuffix(".weight") for kept in plan.kept]
+    own = [pattern for pattern, reason in recipe.keep if (pattern, reason) not in DEFAULT_KEEP]
+    patterns = dict.fromkeys([*own, *(rule.match for rule in recipe.rules)])
+    return [pattern for pattern in patterns if not any(matches(pattern, name) for name in names)]
 
 
 def _kept(name: str, entry: tuple[str, tuple[int, ...]], reasons: Mapping[str, str]) -> Kept:

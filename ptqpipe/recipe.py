@@ -155,16 +155,20 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
     if path is not None:
         recipe = load_recipe(path)
     else:
-        recipe = Recipe((Rule("*", get_scheme(options.scheme or "nvfp4")),))
+        recipe = Recipe((Rule("*", get_scheme("nvfp4" if options.scheme is None else options.scheme)),))
     rules = tuple(
-        replace(rule, search=options.search or rule.search, global_scale=options.global_scale or rule.global_scale)
+        replace(
+            rule,
+            search=rule.search if options.search is None else options.search,
+            global_scale=rule.global_scale if options.global_scale is None else options.global_scale,
+        )
         for rule in recipe.rules
     )
     return replace(
         recipe,
         rules=rules,
         keep=tuple((pattern, "ignored on request") for pattern in options.ignore) + recipe.keep,
-        container=options.container or recipe.container,
+        container=recipe.container if options.container is None else options.container,
         input_amax=options.input_amax if options.input_amax is not None else recipe.input_amax,
         shard_bytes=options.shard_bytes if options.shard_bytes is not None else recipe.shard_bytes,
     )

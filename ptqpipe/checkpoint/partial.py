@@ -26,7 +26,7 @@ from typing import Final
 
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.journal import JournalContent, RunIdentity, check_same_run, read_journals
-from ptqpipe.errors import OutputError
+from ptqpipe.errors import AlreadyComplete, OutputError
 
 #: The file beside the weights whose "run_id" says which run wrote them; its writer puts it there.
 REPORT_NAME: Final = "ptqpipe.json"
@@ -45,6 +45,8 @@ def output_errors(what: Path) -> Iterator[None]:
             remedy = "choose another -o, or change its permissions"
         elif error.errno == errno.EFBIG:
             remedy = "the file system takes no file of that size; choose another -o"
+        elif error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EINVAL):
+            remedy = "choose another -o"
         else:
             remedy = "check the disk and --resume"
         reason = error.strerror or type(error).__name__
@@ -68,8 +70,20 @@ class Paths:
 
     @classmethod
     def of(cls, out: Path) -> Paths:
-        """Resolves links, so that the rename happens where the data are. Raises OutputError for a root folder."""
-        resolved = Path(out).expanduser().resolve()
+        """Resolves links, so that the rename happens where the data are. Raises OutputError for a root folder, and for
+        a path that leads through a file or nowhere."""
+        try:
+            resolved = Path(out).expanduser().resolve()
+            file = next((parent for parent in resolved.parents if parent.exists() and not parent.is_dir()), None)
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # a name too long, an unknown user's home, links in a circle
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise OutputError(f"{shown(str(out))} cannot be the output: {reason}; choose another -o") from None
+        if file is not None:
+            raise OutputError(f"{shown(str(file))} is a file, {shown(str(out))} cannot lie in it; choose another -o")
         if not resolved.name:
             raise OutputError(f"{shown(str(out))} cannot be the output, it is the root folder; choose another -o")
         return cls(resolved)
@@ -159,6 +173,13 @@ def is_complete(out: Path, run_id: str) -> bool:
     return completed_run(out) == run_id
 
 
+def check_unfinished(out: Path, run_id: str) -> None:
+    """Raises AlreadyComplete if this very run has produced ``out`` and nothing was begun beside it since."""
+    paths = Paths.of(out)
+    if not paths.partial.is_dir() and is_complete(paths.out, run_id):
+        raise AlreadyComplete(f"{shown(str(paths.out))} is already complete, by this very run; nothing is left to do")
+
+
 def prepare(paths: Paths, identity: RunIdentity, *, mode: str) -> tuple[RankLock, RunIdentity | None]:
     """Rank 0's first step: refuse or accept what lies at OUT and beside it, lock, and make the folders.
 
@@ -168,6 +189,8 @@ def prepare(paths: Paths, identity: RunIdentity, *, mode: str) -> tuple[RankLock
         _refuse_resume(paths, identity)
     if mode == "new":
         _refuse_existing(paths)
+    if mode == "overwrite":
+        _refuse_replacing(paths)
     with output_errors(paths.partial):
         paths.out.parent.mkdir(parents=True, exist_ok=True)
         paths.partial.mkdir(exist_ok=True)
@@ -235,8 +258,7 @@ def publish(paths: Paths, *, replace: bool) -> None:
 
     Raises OutputError if there is a former one and it may not be replaced.
     """
-    if not replace:
-        _refuse_existing(paths)
+    (_refuse_replacing if replace else _refuse_existing)(paths)
     with output_errors(paths.out):
         if paths.out.exists() and any(paths.out.iterdir()):
             if paths.old.exists():
@@ -268,8 +290,28 @@ def _refuse_existing(paths: Paths) -> None:
         raise OutputError(f"{shown(str(out))} is a file, expected a folder or nothing; choose another -o")
 
 
+def _refuse_replacing(paths: Paths) -> None:
+    """Raises OutputError unless what lies at OUT is a model: --overwrite deletes it with all that is in it."""
+    out = paths.out
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir():
+        _refuse_existing(paths)
+    with output_errors(out):
+        names = os.listdir(out)
+    shown_out = shown(str(out))
+    if names and not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        raise OutputError(
+            f"{shown_out} has {shown(min(names))} and no .safetensors, so it is no model that --overwrite may replace; "
+            "choose another -o, or move that folder away yourself"
+        )
+    for name, path in (("your home folder", Path.home()), ("the working folder", Path.cwd())):
+        if out == path.resolve() or out in path.resolve().parents:
+            raise OutputError(f"{shown_out} is, or holds, {name}; --overwrite does not delete that, choose another -o")
+
+
 def _refuse_resume(paths: Paths, identity: RunIdentity) -> None:
     out = shown(str(paths.out))
     if is_complete(paths.out, identity.run_id):
-        raise OutputError(f"{out} is already complete, by this very run; there is nothing to resume")
+        raise AlreadyComplete(f"{out} is already complete, by this very run; nothing is left to do")
     raise OutputError(f"{out} has no unfinished run beside it; start without --resume")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ptqpipe.checkpoint.header import shown
+from ptqpipe.checkpoint.partial import Paths
 from ptqpipe.errors import CheckpointError, UsageError
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -28,8 +29,15 @@ def resolve_source(model: str, *, revision: str | None = None) -> Path:
 
     Raises UsageError when there is no such folder or name, CheckpointError when the folder holds no safetensors.
     """
-    path = Path(model).expanduser()
-    if path.exists():
+    if not model:
+        raise UsageError("the model's name is empty; name a folder, or a model on the hub")
+    try:
+        path = Path(model).expanduser()
+        there = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown user's home, a zero byte
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UsageError(f"{shown(model)} cannot be a folder: {reason}; check the path") from None
+    if there:
         if revision is not None:
             raise UsageError(f"{shown(model)} is a local folder, which has no revision {shown(revision)}; leave it out")
         return check_folder(path)
@@ -70,7 +78,7 @@ def check_folder(path: Path) -> Path:
 
 def check_disjoint(source: Path, out: Path) -> None:
     """Raises UsageError if the output would lie in the source, or hold it."""
-    source, out = source.resolve(), out.resolve()
+    source, out = source.resolve(), Paths.of(out).out
     if source == out or source in out.parents or out in source.parents:
         raise UsageError(f"the output {shown(str(out))} and the source {shown(str(source))} overlap; choose another -o")
 

@@ -221,7 +221,7 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
             "transformers gives all routed experts the scheme of one group; use one scheme for all experts, or vLLM"
         )
     if str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.") == "float32":
-        found.append("transformers decodes packed weights to bfloat16; load this float32 model with dtype=torch.bfloat16")
+        found.append("transformers decodes packed weights to bfloat16: load this float32 model with dtype=bfloat16")
     names = {_BY_STRUCTURE.get(structure(target.scheme.fmt)) for target in targets}
     if "mxfp6_e2m3" in names:
         found.append("vLLM 0.32 and SGLang 0.5.23 have no mxfp6; transformers with compressed-tensors 0.20 reads it")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ptqpipe.checkpoint.layout import ShardLayout
+from ptqpipe.checkpoint.partial import check_unfinished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import OutputError
@@ -52,11 +53,15 @@ def write_checkpoint(
     prefetch  lets the system read ahead for a job that will come up soon
     finish    called once, on rank 0, when every job of every rank is on disk
 
-    None on the other ranks. Raises what the jobs raise, and OutputError; what is done stays resumable.
+    None on the other ranks. Raises what the jobs raise, and OutputError; what is done stays resumable. AlreadyComplete
+    where there is nothing left to resume.
     """
+    run_id = run_id_of(run_parts)
+    if mode == "resume":
+        check_unfinished(out, run_id)  # on every rank, before any of them waits for another
     ranks.barrier_unless_first()
     writer = CheckpointWriter.open(
-        out, layout, run_id=run_id_of(run_parts), run_parts=run_parts, mode=mode, rank=ranks.rank, world=ranks.world
+        out, layout, run_id=run_id, run_parts=run_parts, mode=mode, rank=ranks.rank, world=ranks.world
     )
     with writer:
         ranks.barrier_if_first()

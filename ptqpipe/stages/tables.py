@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.containers import container_names
+from ptqpipe.errors import one_line
+from ptqpipe.plan import unmatched_patterns
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.search import search_names
 from ptqpipe.stages.convert import Converted, Prepared, sqnr_db
@@ -43,8 +45,8 @@ def role_of(weight: str) -> str:
 
 
 def name_pattern(name: str) -> str:
-    """The name with every layer or expert number as ``*``."""
-    return re.sub(r"(?<=\.)\d+(?=\.)|\[\d+\]", "*", name)
+    """The name with every layer or expert number as ``*``, in one line."""
+    return re.sub(r"(?<=\.)\d+(?=\.)|\[\d+\]", "*", one_line(name, limit=300))
 
 
 def header_text(prepared: Prepared) -> str:
@@ -70,8 +72,14 @@ def _what(prepared: Prepared) -> list[str]:
         f"{size_text(source_bytes)} -> {layout.file_bytes} bytes ({size_text(layout.file_bytes)}, "
         f"{layout.file_bytes / source_bytes:.3f}x) in {shards}"
     )
-    warnings = prepared.container.warnings(prepared.outputs.targets, prepared.source.reader.config)
-    return [*lines, *(f"  warning: {line}" for line in warnings)]
+    return [*lines, *(f"  warning: {line}" for line in warnings_of(prepared))]
+
+
+def warnings_of(prepared: Prepared) -> list[str]:
+    """What is worth a look before the run: patterns without a match, and what readers are known to get wrong."""
+    unused = unmatched_patterns(prepared.plan, prepared.recipe)
+    lines = [f"{pattern!r} of the recipe or of --ignore matches no tensor; is it a typo?" for pattern in unused]
+    return lines + prepared.container.warnings(prepared.outputs.targets, prepared.source.reader.config)
 
 
 def _kept(prepared: Prepared) -> list[str]:
@@ -80,7 +88,7 @@ def _kept(prepared: Prepared) -> list[str]:
         groups[(name_pattern(kept.name), name_pattern(kept.reason))].append(kept.name)
     lines = ["kept as they are:"]
     for (pattern, reason), names in groups.items():
-        shown = names[0] if len(names) == 1 else f"{pattern} (x{len(names)})"
+        shown = one_line(names[0], limit=300) if len(names) == 1 else f"{pattern} (x{len(names)})"
         lines.append(f"  {shown}: {reason}")
     lines += [f"  {name}: not carried over, {why}" for name, why in _left_out(prepared)]
     return lines
@@ -126,6 +134,7 @@ def plan_json(prepared: Prepared, machine: Machine) -> dict[str, Any]:
             for unit in prepared.plan.units
         ],
         "kept": {kept.name: kept.reason for kept in prepared.plan.kept},
+        "warnings": warnings_of(prepared),
         "bytes": prepared.outputs.layout.file_bytes,
         "files": list(prepared.outputs.layout.weight_files),
         "memory_bytes": machine.memory_bytes,
