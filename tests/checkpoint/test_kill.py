@@ -70,7 +70,7 @@ def test_killed_at_any_call_the_output_is_absent_or_whole_and_resumes_to_the_sam
 def test_killed_while_replacing_the_former_output_is_never_lost(folder: Path, source: Path) -> None:
     convert(folder / "expected", source)
     expected = snapshot(folder / "expected")
-    former = {"mine": b"dear", "sub/yours": b"too"}
+    former = {"model.safetensors": b"dear", "sub/yours": b"too"}
     out, partial = folder / "out", folder / ".out.partial"
     places = set()
     for n in range(1, 1000):

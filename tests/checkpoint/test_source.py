@@ -40,7 +40,7 @@ def test_paths_that_are_not_there_are_not_taken_for_hub_names(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     if name == "":
-        assert "has nothing" in refused(name, CheckpointError)  # the working folder
+        assert "is empty" in refused(name, UsageError)
     else:
         assert "does not exist" in refused(name, UsageError)
 

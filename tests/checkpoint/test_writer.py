@@ -157,6 +157,9 @@ def test_what_exists_is_never_taken_without_being_asked(source: Path, out: Path)
     assert "no unfinished run" in refused(lambda: convert(out, source, mode="resume"))
     assert snapshot(out) == {"mine": b"dear"}
     assert [p.name for p in out.parent.iterdir() if p.name.startswith(".")] == []
+    assert "no model that --overwrite may replace" in refused(lambda: convert(out, source, mode="overwrite"))
+    assert snapshot(out) == {"mine": b"dear"}
+    (out / "model.safetensors").write_bytes(b"")
     convert(out, source, mode="overwrite")
     assert "mine" not in snapshot(out)
     assert "already complete" in refused(lambda: convert(out, source, mode="resume"))
@@ -416,7 +419,7 @@ def test_too_little_space_is_said_before_anything_is_written(out: Path, monkeypa
         patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=LAYOUT.file_bytes + 99))
         message = refused(lambda: CheckpointWriter.open(out, LAYOUT, run_id=RUN_ID, mode="new", extra_bytes=100))
         CheckpointWriter.open(out, LAYOUT, run_id=RUN_ID, mode="new", extra_bytes=99).close()
-    assert "GB free" in message
+    assert "B free" in message
 
 
 def test_a_refused_start_leaves_nothing_behind(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,4 +436,4 @@ def test_a_read_only_target_is_one_line() -> None:
 
 
 def test_a_target_under_a_file_is_one_line(source: Path) -> None:
-    assert "cannot be written" in refused(lambda: open_writer(source / "t.json" / "out"))
+    assert "is a file" in refused(lambda: open_writer(source / "t.json" / "out"))
