@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ptqpipe.algorithms import rtn
-from ptqpipe.errors import FormatError
+from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.formats import Format, get_format
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
@@ -35,8 +35,15 @@ def convert(
 ) -> stage.Converted:
     """Converts a checkpoint; the arguments mean what the options of ``ptqpipe convert`` mean.
 
-    Returns where the checkpoint lies and its record (the content of ptqpipe.json). Raises a kind of PtqError.
+    Returns where the checkpoint lies and its record (the content of ptqpipe.json). Raises a kind of PtqError;
+    AlreadyComplete where ``resume`` finds nothing left to do.
     """
+    if resume and overwrite:
+        raise UsageError("resume and overwrite contradict each other; give one of them")
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from None
     options = RecipeOptions(
         scheme=format,
         container=container,
@@ -52,8 +59,8 @@ def convert(
         out=Path(out) if out is not None else None,
     )
     machine = Machine(
-        workers=workers or default_workers(),
-        device=torch.device(device),
+        workers=default_workers() if workers is None else workers,
+        device=where,
         memory_bytes=max_memory_bytes,
         progress=progress,
     )

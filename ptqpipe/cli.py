@@ -3,6 +3,7 @@
 This is the only file that knows click, reads the environment, or turns an error into an exit code.
 """
 
+import io
 import json
 import os
 import re
@@ -92,6 +93,9 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.version_option(__version__, prog_name="ptqpipe")
 def main() -> None:
     """Hugging Face checkpoints to FP4 and FP8: streaming, with block scales that are proven optimal."""
+    for stream in (sys.stdout, sys.stderr):  # names of files need not be Unicode, and terminals need not know it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @main.command()

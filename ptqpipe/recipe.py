@@ -19,6 +19,9 @@ from ptqpipe.schemes import Scheme, get_scheme
 
 GLOBAL_SCALE_MODES = ("search", "absmax")
 
+# The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
+IGNORED = "ignored on request"
+
 # Modules that stay as they are unless a rule of the recipe names them: their error is the most expensive (heads,
 # embeddings, routers decide discretely), or readers do not look for quantized weights there (towers, MTP heads).
 DEFAULT_KEEP: tuple[tuple[str, str], ...] = (
@@ -77,7 +80,8 @@ class Recipe:
     """Everything that decides the bytes of a converted checkpoint.
 
     rules         the first that matches a module wins
-    keep          (pattern, reason): kept whatever the later rules say, unless a rule names the module exactly
+    keep          (pattern, reason): kept whatever the later rules say, unless a rule names the module exactly; the
+                  reason ``IGNORED`` yields to no rule
     fuse          leaf names that share one scheme and one global scale below one parent
     container     on-disk layout; None takes the default of the schemes
     input_amax    for static activation scales without calibration: the largest activation that must not clip
@@ -107,6 +111,8 @@ class Recipe:
     def rule_for(self, module: str) -> tuple[Rule | None, str]:
         """(the rule that quantizes ``module``, "") or (None, why it is kept)."""
         kept = next((reason for pattern, reason in self.keep if matches(pattern, module)), None)
+        if kept == IGNORED:
+            return None, kept
         for rule in self.rules:
             if matches(rule.match, module) and (kept is None or rule.match == module):
                 return (rule, "") if rule.scheme is not None else (None, f"kept by the recipe ({rule.match})")
@@ -167,7 +173,7 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
     return replace(
         recipe,
         rules=rules,
-        keep=tuple((pattern, "ignored on request") for pattern in options.ignore) + recipe.keep,
+        keep=tuple((pattern, IGNORED) for pattern in options.ignore) + recipe.keep,
         container=recipe.container if options.container is None else options.container,
         input_amax=options.input_amax if options.input_amax is not None else recipe.input_amax,
         shard_bytes=options.shard_bytes if options.shard_bytes is not None else recipe.shard_bytes,

@@ -75,11 +75,7 @@ class Paths:
         try:
             resolved = Path(out).expanduser().resolve()
             file = next((parent for parent in resolved.parents if parent.exists() and not parent.is_dir()), None)
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # a name too long, an unknown user's home, links in a circle
+        except (OSError, RuntimeError, ValueError) as error:  # a long name, an unknown user's home, links in a circle
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             raise OutputError(f"{shown(str(out))} cannot be the output: {reason}; choose another -o") from None
         if file is not None:
@@ -248,8 +244,8 @@ def check_space(paths: Paths, needed: int) -> None:
         free = shutil.disk_usage(paths.partial).free
     if needed - have > free:
         raise OutputError(
-            f"{shown(str(paths.out.parent))} has {free / 1e9:.2f} GB free, "
-            f"the output needs {(needed - have) / 1e9:.2f} GB more; free some space, or choose another -o"
+            f"{shown(str(paths.out.parent))} has {free / 1e6:,.1f} MB free, "
+            f"the output needs {(needed - have) / 1e6:,.1f} MB more; free some space, or choose another -o"
         )
 
 

@@ -72,6 +72,7 @@ class _Prepared:
     layout: ShardLayout
     jobs: tuple[Job, ...]
     dropped: tuple[str, ...]
+    made_by: str | None  # the run that wrote the checkpoint, where it says so
 
     @property
     def run_parts(self) -> dict[str, str]:
@@ -150,7 +151,8 @@ def _prepare(source: Source, dtype: str) -> _Prepared:
             size = source.reader.entries[name].nbytes
             jobs.append(Job(f"keep:{name}", len(jobs), size, TensorSpec(name, stored_dtype, shape), (name,)))
     layout = ShardLayout.plan([[job.spec] for job in jobs])
-    return _Prepared(source, dtype, layout, tuple(jobs), tuple(dropped))
+    made_by = (source.reader.read_json(RECORD_FILE) or {}).get("run_id")
+    return _Prepared(source, dtype, layout, tuple(jobs), tuple(dropped), made_by)
 
 
 def _do(job: Job, prepared: _Prepared, writer: CheckpointWriter) -> dict[str, Any]:
@@ -195,11 +197,10 @@ def _finish(prepared: _Prepared, writer: CheckpointWriter) -> dict[str, Any]:
     source = prepared.source
     source.reader.check_unchanged()
     records = records_of(prepared.jobs, writer.done())
-    old = source.reader.read_json(RECORD_FILE) or {}
     record = {
         "ptqpipe": __version__,
         "run_id": run_id_of(prepared.run_parts),
-        "dequantized_from": old.get("run_id"),
+        "dequantized_from": prepared.made_by,
         "container": "plain",
         "dtype": prepared.dtype,
         "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},

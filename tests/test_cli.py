@@ -1,0 +1,278 @@
+"""Claims about the command line: whatever is typed, one clear line, the right exit code, no trace, and nothing lost."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ptqpipe.cli import main
+from tests import tiny
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run(*args: object, env: dict[str, str] | None = None) -> Result:
+    """Runs a command in this process. An exception that is no exit fails here, with its trace."""
+    result = CliRunner().invoke(main, [str(arg) for arg in args], env={**dict.fromkeys(TORCHRUN), **(env or {})})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def refused(*args: object, env: dict[str, str] | None = None) -> str:
+    """The one line of a command that fails; click's own two lines on usage aside."""
+    result = run(*args, env=env)
+    assert result.exit_code in (1, 2), result.output
+    lines = [line for line in result.stderr.splitlines() if line and not line.startswith(("Usage:", "Try "))]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("Error")
+    assert lines[0].isprintable()
+    return lines[0]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a model; what a refused command may leave in it is nothing."""
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tmp_path / "model", tiny.llama(layers=1, hidden=32, inner=64), shards=2)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"x")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "out", ["größe 层/with spaces", "missing/parents/out", "a\nb", "-o", "~", "x.partial", ".hidden"]
+)
+def test_any_path_can_be_the_output(here: Path, out: str) -> None:
+    assert run("convert", "model", f"--out={here / out}", "-q").exit_code == 0
+    assert run("verify", here / out, "--source", "model").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("model/", "model"), ("./model", "model"), ("link", "model"), ("link/", "model"), ("empty/../model//", "model")],
+)
+def test_the_derived_name_is_that_of_the_folder_however_it_is_spelled(here: Path, model: str, name: str) -> None:
+    (here / "link").symlink_to("model")
+    assert run("convert", model, "-q").exit_code == 0
+    assert (here / f"{name}-NVFP4A16" / "config.json").is_file()
+
+
+BAD_CONVERTS: list[tuple[tuple[str, ...], str]] = [
+    (("model", "-o", "file"), "is a file"),
+    (("model", "-o", "file", "--overwrite"), "is a file"),
+    (("model", "-o", "file/out"), "is a file"),
+    (("model", "-o", "model/out"), "overlap"),
+    (("model", "-o", "."), "overlap"),
+    (("model", "-o", "/"), "root folder"),
+    (("model", "-o", "~no-such-user/out"), "home directory"),
+    (("model", "-o", "x" * 300), "too long"),
+    (("model", "-o", "/proc/out"), "cannot be written"),
+    (("model", "-o", "empty/../pickled"), "is not empty"),
+    (("model", "-o", "pickled", "--overwrite"), "no model that --overwrite may replace"),
+    (("model", "-o", "out", "--resume"), "no unfinished run"),
+    (("file",), "is a file"),
+    (("model/config.json",), "is a file"),
+    (("empty",), "has nothing"),
+    (("pickled",), "save_pretrained"),
+    (("",), "name is empty"),
+    (("nobody/no-such-model",), "neither a local folder nor in the hub's cache"),
+    (("no such model",), "does not exist"),
+    (("~no-such-user/model",), "home directory"),
+    (("x" * 5000,), "too long"),
+    (("model", "--shard-size", "0"), "0 bytes"),
+    (("model", "--shard-size", "9" * 400), "more than any machine has"),
+    (("model", "--max-memory", "abc"), "not a size"),
+    (("model", "--max-memory", "-1"), "not a size"),
+    (("model", "--workers", "none"), "not a valid integer"),
+    (("model", "--device", "cuda:x"), "unknown"),
+    (("model", "--ignore", "re:("), "not a regular expression"),
+    (("model", "--ignore", ""), "empty pattern"),
+    (("model", "--ignore", "*"), "nothing would be quantized"),
+    (("model", "--recipe", "."), "Is a directory"),
+    (("model", "--recipe", "file"), "must be a mapping"),
+    (("model", "--recipe", "file", "--format", "mxfp4"), "contradict"),
+    (("model", "--format", ""), "unknown format ''"),
+    (("model", "--format", f"e2m1/{'9' * 5000}/e4m3"), "unknown format"),
+    (("model", "--format", "e2m1/7/e4m3"), "nothing would be quantized"),
+    (("model", "--search", ""), "unknown search ''"),
+    (("model", "--search", "_grid"), "unknown search '_grid'"),
+    (("model", "--container", ""), "unknown container ''"),
+    (("model", "--container", "__init__"), "unknown container"),
+    (("model", "--container", "deepseek_fp8"), "deepseek_fp8 stores fp8_block only"),
+    (("model", "--format", "e2m1/8/ue5m3", "--container", "modelopt"), "ModelOpt"),
+    (("model", "--input-amax", "nan"), "positive number"),
+]
+
+
+@pytest.mark.parametrize(("args", "words"), BAD_CONVERTS, ids=[" ".join(args)[:60] for args, _ in BAD_CONVERTS])
+def test_a_bad_call_of_convert_is_one_line_and_leaves_everything_as_it_was(
+    here: Path, args: tuple[str, ...], words: str
+) -> None:
+    before = tiny.bytes_of(here)
+    assert words in refused("convert", *args)
+    assert tiny.bytes_of(here) == before
+    assert {path.name for path in here.iterdir()} == {"model", "file", "empty", "pickled"}
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE in the environment is 'many'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK in the environment is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK in the environment is 'x'"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2 of WORLD_SIZE 2"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "does not reach the others"),
+        ({"LOCAL_WORLD_SIZE": "-1"}, "LOCAL_WORLD_SIZE"),
+    ],
+)
+def test_an_environment_that_is_not_torchruns_is_one_line(here: Path, env: dict[str, str], words: str) -> None:
+    assert words in refused("convert", "model", "-o", "out", env=env)
+    assert not list(here.glob("*out*"))
+
+
+def bad_checkpoints(here: Path) -> dict[str, Path]:
+    """Folders that are no checkpoint of ours, by what is wrong with them."""
+    good = (here / "good" / "model.safetensors").read_bytes()
+    made = {name: here / name for name in ("garbage", "cut", "listed", "nothing")}
+    for name, weights in (("garbage", os.urandom(999)), ("cut", good[: len(good) // 2]), ("listed", good)):
+        made[name].mkdir()
+        (made[name] / "model.safetensors").write_bytes(weights)
+        (made[name] / "config.json").write_text("[]" if name == "listed" else "{}")
+    return {**made, "empty": here / "empty", "file": here / "file", "long": here / ("x" * 300)}
+
+
+def test_commands_on_what_is_no_checkpoint_are_one_line_each(here: Path) -> None:
+    assert run("convert", "model", "-o", "good", "-q").exit_code == 0
+    for path in bad_checkpoints(here).values():
+        before = {entry.name for entry in here.iterdir()}
+        refused("inspect", path)
+        refused("inspect", path, "--json")
+        refused("diff", path, "good")
+        refused("diff", "good", path)
+        refused("relayout", path, "--container", "modelopt")
+        refused("dequantize", path)
+        for args in ((path,), ("good", "--source", path)):
+            result = run("verify", *args)
+            assert result.exit_code == 1
+            assert result.output.count("[open]") == 1
+            assert json.loads(run("verify", *args, "--json").stdout)["faults"]
+        assert {entry.name for entry in here.iterdir()} == before
+
+
+def test_a_plain_checkpoint_is_told_from_a_converted_one(here: Path) -> None:
+    assert "not quantized" in refused("relayout", "model", "--container", "modelopt")
+    assert "not quantized" in refused("dequantize", "model")
+    verified = run("verify", "model")
+    assert verified.exit_code == 1
+    assert "plain checkpoint" in verified.stdout
+    assert run("inspect", "model").exit_code == 0
+
+
+def test_a_record_that_cannot_be_read_is_found_before_anything_is_written(here: Path) -> None:
+    assert run("convert", "model", "-o", "good", "-q").exit_code == 0
+    (here / "good" / "ptqpipe.json").write_text("{")
+    for command in (("relayout", "good", "--container", "modelopt"), ("dequantize", "good")):
+        assert "ptqpipe.json" in refused(*command)
+    assert not list(here.glob(".*partial"))
+
+
+def test_bad_calls_of_the_other_commands_are_one_line(here: Path) -> None:
+    assert run("convert", "model", "-o", "good", "-q").exit_code == 0
+    before = tiny.bytes_of(here)
+    for args, words in (
+        (("verify", "good", "--all"), "--optimal"),
+        (("relayout", "good", "--container", "nope"), "unknown container"),
+        (("relayout", "good", "--container", "modelopt", "-o", "good", "--overwrite"), "overlap"),
+        (("relayout", "good", "--container", "modelopt", "-o", "good/x"), "overlap"),
+        (("relayout", "good", "--container", "modelopt", "-o", "pickled", "--overwrite"), "no model"),
+        (("dequantize", "good", "--dtype", "int3"), "unknown"),
+        (("dequantize", "good", "--resume", "--overwrite"), "contradict"),
+        (("dequantize", "good", "--max-memory", "1"), "too small"),
+    ):
+        assert words in refused(*args)
+    assert tiny.bytes_of(here) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("convert", "model", "-o", "out", "-q"),
+        ("relayout", "good", "--container", "modelopt", "-o", "out"),
+        ("dequantize", "good", "-o", "out"),
+    ],
+)
+def test_resuming_what_is_complete_says_so_and_is_no_failure(here: Path, command: tuple[str, ...]) -> None:
+    assert run("convert", "model", "-o", "good", "-q").exit_code == 0
+    assert run(*command).exit_code == 0
+    before = tiny.bytes_of(here)
+    again = run(*command, "--resume")
+    assert again.exit_code == 0
+    assert "already complete" in again.stdout
+    assert tiny.bytes_of(here) == before
+
+
+def test_one_tensor_a_file_is_a_legal_wish(here: Path) -> None:
+    assert run("convert", "model", "-o", "out", "--shard-size", "1", "-q").exit_code == 0
+    assert run("verify", "out", "--source", "model").exit_code == 0
+
+
+def test_a_pattern_without_a_match_is_a_warning(here: Path) -> None:
+    (here / "recipe.yaml").write_text(
+        "version: 1\nrules:\n- {match: '*.gaet_proj', format: nvfp4}\n- {match: '*', format: mxfp4}\n"
+    )
+    shown = run("convert", "model", "--recipe", "recipe.yaml", "--ignore", "lm-head", "--dry-run").stdout
+    warnings = [line.strip() for line in shown.splitlines() if "typo" in line]
+    assert [line.split("'")[1] for line in warnings] == ["lm-head", "*.gaet_proj"]
+    plan = json.loads(run("convert", "model", "--recipe", "recipe.yaml", "--dry-run", "--json").stdout)
+    assert sum("typo" in line for line in plan["warnings"]) == 1
+
+
+def test_a_name_that_is_not_unicode_is_printed_escaped(here: Path) -> None:
+    os.rename("model", os.fsencode("m") + b"\xff")
+    model = os.fsdecode(b"m\xff")
+    done = run("convert", model, "-o", "out", "-q")
+    assert done.exit_code == 0
+    assert "m\\udcff" in done.stdout
+    assert run("verify", "out", "--source", model).exit_code == 0
+
+
+def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ptqpipe.stages.tables.plan_text", interrupted)
+    result = run("convert", "model", "-o", "out", "--dry-run")
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "Aborted!"
+    assert not list(here.glob("*out*"))
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root writes where it may not")
+def test_a_read_only_target_is_one_line(here: Path) -> None:
+    (here / "shut").mkdir(mode=0o500)
+    assert "permissions" in refused("convert", "model", "-o", "shut/out")
+
+
+def test_a_disk_that_fills_up_is_one_line_and_the_run_resumes(here: Path) -> None:
+    """The file system's own refusal, by the largest file that this process may write."""
+    script = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY)); "
+        "from ptqpipe.cli import main; main(sys.argv[1:])"
+    )
+    args = ["convert", "model", "-o", "out", "-q"]
+    full = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=120)
+    assert full.returncode == 1
+    assert "Traceback" not in full.stderr
+    assert "cannot be written" in full.stderr.splitlines()[-1]
+    assert not (here / "out").exists()
+    assert run(*args, "--resume").exit_code == 0
+    assert run("verify", "out", "--source", "model").exit_code == 0
