@@ -46,6 +46,7 @@ from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
 from ptqpipe.stages.outputs import abilities_of
 from ptqpipe.stages.pieces import Moved, Piece, move, rows_of
 from ptqpipe.stages.source import Source
+from ptqpipe.stages.verify_record import read_record
 
 # Layouts that know float scales as F32 alone: a bfloat16 scale that passed through one comes back as itself.
 _WIDENING = frozenset({"modelopt", "deepseek_fp8"})
@@ -196,7 +197,7 @@ def prepare(source: Source, out: Path, *, container: str) -> Prepared:
     layout = ShardLayout.with_borders(groups, shard_of=shard_of)
     dropped = tuple(_dropped(source, jobs))
     warnings = tuple(_warnings(source, target, name, jobs))
-    record = source.reader.read_json(RECORD_FILE) or {}
+    record = read_record(source.reader).raw if (source.reader.path / RECORD_FILE).exists() else {}
     return Prepared(out, source, target, name, layout, tuple(jobs), dropped, warnings, record)
 
 

@@ -28,7 +28,13 @@ from ptqpipe.errors import PtqError
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages import tables
 from ptqpipe.stages.convert import convert, prepare
+from ptqpipe.stages.dequantize import dequantize
+from ptqpipe.stages.diff import diff
+from ptqpipe.stages.diff import render as render_diff
+from ptqpipe.stages.inspect import inspect
+from ptqpipe.stages.inspect import render as render_inspected
 from ptqpipe.stages.machine import Machine
+from ptqpipe.stages.relayout import relayout
 from ptqpipe.stages.verify import render, verify
 from tests import tiny
 from tests.checkpoint.test_fuzz import mutate_bytes, mutate_json
@@ -417,3 +423,33 @@ def test_a_mutated_output_has_a_fault_unless_it_means_the_same(
             if report.ok:
                 assert meaning(out) == whole, f"mutation {number}: {mutation.__name__}"
     assert faults > OUTPUT_MUTATIONS // 2
+
+
+@pytest.mark.parametrize(("scheme", "container"), OUTPUTS)
+def test_other_commands_on_a_mutated_output_are_one_line_or_do_their_work(
+    scheme: str, container: str | None, tmp_path: Path
+) -> None:
+    rng = random.Random(f"others {scheme}")
+    source, out, good, made = (tmp_path / name for name in ("model", "out", "good", "made"))
+    ptqpipe.convert(dense(source), format=scheme, container=container, out=out, shard_bytes=10_000, workers=1)
+    shutil.copytree(out, good)
+    other = "compressed_tensors" if container == "ptqpipe" else "ptqpipe"
+    commands: list[Callable[[], object]] = [
+        lambda: render_inspected(inspect(out)),
+        lambda: render_diff(diff(good, out)),
+        lambda: relayout(out, made, container=other, machine=Machine(workers=1)),
+        lambda: dequantize(out, made, machine=Machine(workers=1)),
+    ]
+    refused, folder = 0, Folder(out)
+    for _ in range(OUTPUT_MUTATIONS):
+        with folder.mutated(rng.choice([*MUTATORS, change_record]), rng):
+            for command in commands:
+                try:
+                    command()
+                except PtqError as error:
+                    assert_one_line(error)
+                    assert not made.exists()
+                    refused += 1
+                shutil.rmtree(made, ignore_errors=True)
+                shutil.rmtree(Paths.of(made).partial, ignore_errors=True)
+    assert OUTPUT_MUTATIONS < refused < 4 * OUTPUT_MUTATIONS
