@@ -1,7 +1,7 @@
 """From a plan to files: which tensors are written, where, and by which job. Decided before a weight is read."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,19 +109,29 @@ def config_files(
 
 
 def check_readable(outputs: Outputs, plan: Plan, source: Source, container: Container) -> None:
-    """Reads the output back from its names and config before any of it is written.
-
-    Raises CheckpointError where a tensor that is kept would be taken for a part of a quantized weight.
-    """
-    names = {spec.name: (spec.dtype, spec.shape) for shard in outputs.layout.shards for spec in shard.tensors}
+    """Reads the output back from its names and config before any of it is written; CheckpointError as below."""
     files = config_files(outputs, plan, source, container, provenance={})
-    remedy = f"rename that tensor of the source, or choose another --container than {outputs.container_name}"
+    check_read_back(container, files, outputs.layout, outputs.targets, container_name=outputs.container_name)
+
+
+def check_read_back(
+    container: Container,
+    files: Mapping[str, Mapping[str, Any]],
+    layout: ShardLayout,
+    targets: Sequence[Target],
+    *,
+    container_name: str,
+) -> None:
+    """CheckpointError where the container finds other quantized weights than ``targets`` in what will be written: a
+    tensor that is kept would be taken for a part of one."""
+    names = {spec.name: (spec.dtype, spec.shape) for shard in layout.shards for spec in shard.tensors}
+    remedy = f"rename that tensor of the source, or choose another --container than {container_name}"
     try:
         config = merged_config(files["config.json"], files.get("hf_quant_config.json"))
         found = container.stored_weights(config, names)
     except CheckpointError as error:
         raise CheckpointError(f"the output could not be read back: {error}; {remedy}") from None
-    unlike = found.keys() ^ {target.weight for target in outputs.targets}
+    unlike = found.keys() ^ {target.weight for target in targets}
     if unlike:
         raise CheckpointError(f"the output could not be read back: {min(unlike)!r} is ambiguous in it; {remedy}")
 

@@ -43,7 +43,7 @@ from ptqpipe.stages.jobs import (
     write_checkpoint,
 )
 from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
-from ptqpipe.stages.outputs import abilities_of
+from ptqpipe.stages.outputs import abilities_of, check_read_back
 from ptqpipe.stages.pieces import Moved, Piece, move, rows_of
 from ptqpipe.stages.source import Source
 from ptqpipe.stages.verify_record import read_record
@@ -198,7 +198,9 @@ def prepare(source: Source, out: Path, *, container: str) -> Prepared:
     dropped = tuple(_dropped(source, jobs))
     warnings = tuple(_warnings(source, target, name, jobs))
     record = read_record(source.reader).raw if (source.reader.path / RECORD_FILE).exists() else {}
-    return Prepared(out, source, target, name, layout, tuple(jobs), dropped, warnings, record)
+    prepared = Prepared(out, source, target, name, layout, tuple(jobs), dropped, warnings, record)
+    check_read_back(target, _config_files(prepared), layout, _targets(jobs), container_name=name)
+    return prepared
 
 
 def _weight_jobs(stored: StoredWeight, source: Source, target: Container, name: str) -> list[Job]:
@@ -392,6 +394,17 @@ def _finish(prepared: Prepared, writer: CheckpointWriter) -> tuple[dict[str, Any
     changed = tuple(name for entry in records for name in entry.get("changed", ()))
     irreversible = tuple(name for entry in records for name in entry.get("irreversible", ()))
     record = _record(prepared, records, changed, irreversible)
+    files = _config_files(prepared)
+    extra = {name: json_bytes(content) for name, content in files.items()}
+    extra[RECORD_FILE] = json_bytes(record)
+    carried = [(path, name) for path, name in carried_files(source.reader) if name not in extra]
+    writer.finish(expected_units=[job.id for job in prepared.jobs], extra=extra, copy=carried)
+    return record, changed, irreversible
+
+
+def _config_files(prepared: Prepared) -> dict[str, dict[str, Any]]:
+    """The config files by name, as the target layout spells them."""
+    source = prepared.source
     kept = [job.kept for job in prepared.jobs if job.kept is not None]
     modules = [spec.name.removesuffix(".weight") for spec in kept if is_matrix(spec.name, spec.dtype, spec.shape)]
     tied = "lm_head.weight" not in source.tensors
@@ -404,11 +417,7 @@ def _finish(prepared: Prepared, writer: CheckpointWriter) -> tuple[dict[str, Any
     kv_cache = quantization_config(source.reader.config).get("kv_cache_scheme")
     if prepared.container_name == "ptqpipe" and kv_cache is not None:
         files["config.json"]["quantization_config"]["kv_cache_scheme"] = kv_cache
-    extra = {name: json_bytes(content) for name, content in files.items()}
-    extra[RECORD_FILE] = json_bytes(record)
-    carried = [(path, name) for path, name in carried_files(source.reader) if name not in extra]
-    writer.finish(expected_units=[job.id for job in prepared.jobs], extra=extra, copy=carried)
-    return record, changed, irreversible
+    return files
 
 
 def _record(
