@@ -1,7 +1,9 @@
 """Reads a safetensors checkpoint: headers when opened, then any bytes of any tensor into memory of our own.
 
 No mmap: mapped pages count as resident memory and a truncated file becomes SIGBUS instead of an error. Reads are
-``pread`` into a fresh buffer, so they may run in many threads at once and memory is what the caller holds.
+``pread``, so they may run in many threads at once and memory is what the caller holds. A fresh buffer costs several
+times what reading into it does (the system clears and accounts every page), and so does the page cache for bytes that
+are read once: who streams passes memory of its own, and gets direct I/O (``direct.py``).
 This file knows names, dtypes, shapes and bytes; what they stand for is the containers' business.
 """
 
@@ -10,19 +12,23 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, NoReturn
 
 import torch
 
+from ptqpipe.checkpoint import direct
 from ptqpipe.checkpoint.files import FolderContent, read_json_object, scan_folder
 from ptqpipe.checkpoint.header import DTYPES, FileHeader, TensorEntry, shown
 from ptqpipe.errors import CheckpointError
 
 #: Linux moves at most 2 GiB - 4 KiB in one call; smaller pieces cost nothing and let other threads in.
 _MAX_READ_BYTES: Final = 64 * 2**20
+
+#: Gives a contiguous uint8 CPU tensor of so many bytes, aligned for every dtype.
+Memory = Callable[[int], torch.Tensor]
 
 
 class CheckpointReader:
@@ -50,6 +56,7 @@ class CheckpointReader:
         self.config: Final[Mapping[str, Any]] = MappingProxyType(config or {})
         self._headers: Final = {header.path: header for header in content.headers}
         self._fds: dict[Path, int] = {}
+        self._directs: dict[Path, direct.DirectFile] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -75,8 +82,10 @@ class CheckpointReader:
     ) -> None:
         self.close()
 
-    def read(self, name: str, *, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows ``[start, stop)`` of the first dimension as a fresh CPU tensor of the stored dtype.
+    def read(self, name: str, *, start: int = 0, stop: int | None = None, memory: Memory | None = None) -> torch.Tensor:
+        """Rows ``[start, stop)`` of the first dimension as a CPU tensor of the stored dtype.
+
+        Fresh, unless ``memory`` is given: then in that, and read past the page cache.
 
         A scalar gives a 0-d tensor. Raises CheckpointError for an absent name, for a sub-byte dtype (use
         `read_bytes`), and for a file that has changed or cannot be read; ValueError for rows out of range.
@@ -89,17 +98,34 @@ class CheckpointReader:
         if not 0 <= start <= stop <= rows:
             raise ValueError(f"rows [{start}, {stop}) of {shown(name)} with {rows} rows")
         row_bytes = entry.nbytes // rows if rows else 0
-        buffer = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
-        self._read(entry, _bytes_of(buffer), start * row_bytes)
+        buffer = self.read_raw(name, start_byte=start * row_bytes, stop_byte=stop * row_bytes, memory=memory)
         shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
         return buffer.view(DTYPES[entry.dtype][0]).reshape(shape)
+
+    def read_raw(self, name: str, *, start_byte: int, stop_byte: int, memory: Memory | None = None) -> torch.Tensor:
+        """Bytes ``[start_byte, stop_byte)`` of a tensor as uint8: fresh, or in ``memory`` and past the page cache."""
+        entry, nbytes = self._entry(name), stop_byte - start_byte
+        if not 0 <= start_byte <= stop_byte <= entry.nbytes:
+            raise ValueError(f"bytes [{start_byte}, {stop_byte}) of {shown(name)}, {entry.nbytes} long")
+        offset = entry.offset + start_byte
+        if memory is None or nbytes < direct.LEAST_BYTES or offset % 8:
+            buffer = torch.empty(nbytes, dtype=torch.uint8) if memory is None else memory(nbytes)
+            self._read(entry, direct.bytes_of(buffer), start_byte)
+            return buffer
+        try:
+            found = self._direct(entry.file).read(memory(nbytes + direct.margin()), offset, nbytes)
+        except OSError as error:
+            _raise_unreadable(entry.file, error)
+        if found is None:
+            _raise_changed(entry.file)
+        return found
 
     def read_into(
         self, name: str, buffer: memoryview | bytearray | torch.Tensor, *, byte_start: int, byte_stop: int
     ) -> None:
         """Bytes ``[byte_start, byte_stop)`` of a tensor into the caller's contiguous buffer of exactly that size."""
         entry = self._entry(name)
-        view = _bytes_of(buffer) if isinstance(buffer, torch.Tensor) else memoryview(buffer).cast("B")
+        view = direct.bytes_of(buffer) if isinstance(buffer, torch.Tensor) else memoryview(buffer).cast("B")
         if not 0 <= byte_start <= byte_stop <= entry.nbytes or len(view) != byte_stop - byte_start:
             raise ValueError(f"bytes [{byte_start}, {byte_stop}) of {entry.nbytes} into a buffer of {len(view)}")
         self._read(entry, view, byte_start)
@@ -115,14 +141,6 @@ class CheckpointReader:
         """A JSON object beside the weights, such as hf_quant_config.json; None when there is no such file."""
         path = self.path / name
         return read_json_object(path, strict=False) if os.path.lexists(path) else None
-
-    def prefetch(self, name: str) -> None:
-        """Asks the system to start reading a tensor into its cache; returns at once."""
-        self._advise(name, "POSIX_FADV_WILLNEED")
-
-    def release(self, name: str) -> None:
-        """Tells the system that a tensor's cached pages are not needed again."""
-        self._advise(name, "POSIX_FADV_DONTNEED")
 
     def fingerprint(self) -> str:
         """sha256 over file names, sizes, modification times, headers and config.json.
@@ -152,6 +170,9 @@ class CheckpointReader:
         """Closes the files. Reading again opens them again."""
         with self._lock:
             fds, self._fds = self._fds, {}
+            directs, self._directs = self._directs, {}
+        for file in directs.values():
+            file.close()
         for fd in fds.values():
             os.close(fd)
 
@@ -167,6 +188,13 @@ class CheckpointReader:
                 self._fds[path] = _open_same(path, self._headers[path])
             return self._fds[path]
 
+    def _direct(self, path: Path) -> direct.DirectFile:
+        fd = self._fd(path)
+        with self._lock:
+            if path not in self._directs:
+                self._directs[path] = direct.DirectFile(path, fd)
+            return self._directs[path]
+
     def _read(self, entry: TensorEntry, view: memoryview, start: int) -> None:
         """Fills ``view`` from byte ``start`` of the tensor; reads by many threads do not meet."""
         if not len(view):
@@ -180,21 +208,6 @@ class CheckpointReader:
             if not count:
                 _raise_changed(entry.file)
             done += count
-
-    def _advise(self, name: str, advice: str) -> None:
-        entry = self._entry(name)
-        if entry.nbytes and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd(entry.file), entry.offset, entry.nbytes, getattr(os, advice))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's own memory as bytes."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(f"a contiguous CPU tensor is needed, got one on {tensor.device}, strides {tensor.stride()}")
-    array: Any = (
-        tensor.reshape(-1).view(torch.uint8).numpy()
-    )  # Any: numpy arrays are buffers, their stubs do not say it
-    return memoryview(array)
 
 
 def _open_same(path: Path, header: FileHeader) -> int:

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from ptqpipe.checkpoint.direct import OutputFile, bytes_of
 from ptqpipe.checkpoint.finish import add_files, check_shards, check_units, checked_names
 from ptqpipe.checkpoint.header import DTYPE_NAMES, shown
 from ptqpipe.checkpoint.journal import Journal, RunIdentity, fdatasync, journal_name, read_journals
@@ -52,7 +53,7 @@ class CheckpointWriter:
         self._shards = {shard.file: shard for shard in layout.shards}
         self._state = threading.Lock()  # of what follows; held for no I/O but the opening of a shard
         self._flushing = threading.Lock()  # one batch at a time
-        self._fds: dict[str, int] = {}
+        self._files: dict[str, OutputFile] = {}
         self._dirty: set[str] = set()
         self._written: dict[str, list[tuple[int, int]]] = {}
         self._complete: list[int] = []
@@ -124,8 +125,7 @@ class CheckpointWriter:
         if self._failure is not None:
             raise self._failure
         with output_errors(self.paths.growing / placement.file):
-            fd = self._fd(placement.file)
-            _pwrite_all(fd, view, placement.offset + byte_offset)
+            self._file(placement.file).write(view, placement.offset + byte_offset)
         with self._state:
             self._dirty.add(placement.file)
             self._pending_bytes += len(view)
@@ -192,21 +192,20 @@ class CheckpointWriter:
             self._close_files()
             self._release()
 
-    def _fd(self, file: str) -> int:
-        """The shard's descriptor; its file made in full size, header first, when it is touched for the first time."""
+    def _file(self, file: str) -> OutputFile:
+        """The open shard; made in full size, header first, when it is touched for the first time."""
         with self._state:
-            if file in self._fds:
-                return self._fds[file]
+            if file in self._files:
+                return self._files[file]
             if self._lock_file is None:
                 raise ValueError("the writer is closed")
             shard, path = self._shards[file], self.paths.growing / file
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._fds[file] = fd
-            os.ftruncate(fd, shard.file_bytes)
-            _pwrite_all(fd, memoryview(shard.header), 0)
+            opened = self._files[file] = OutputFile(path)
+            os.ftruncate(opened.fd, shard.file_bytes)
+            opened.write(memoryview(shard.header), 0)
             self._dirty.add(file)
             fsync_folder(path.parent)
-            return fd
+            return opened
 
     def _note_written(self, name: str, start: int, stop: int, nbytes: int) -> None:
         """Merges a written range; the state lock is held."""
@@ -231,7 +230,7 @@ class CheckpointWriter:
         with self._state:
             units, self._pending = self._pending, []
             tensors, self._complete = self._complete, []
-            dirty, self._dirty = [(f, self._fds[f]) for f in sorted(self._dirty)], set()
+            dirty, self._dirty = [(f, self._files[f].fd) for f in sorted(self._dirty)], set()
             self._pending_bytes, self._flushed_at = 0, time.monotonic()
         try:
             for file, fd in dirty:
@@ -246,9 +245,9 @@ class CheckpointWriter:
 
     def _close_files(self) -> None:
         with self._state:
-            fds, self._fds = list(self._fds.values()), {}
-        for fd in fds:
-            os.close(fd)
+            files, self._files = list(self._files.values()), {}
+        for file in files:
+            file.close()
         self._journal.close()
 
     def _release(self) -> None:
@@ -262,14 +261,7 @@ def _as_bytes(data: torch.Tensor | bytes | bytearray | memoryview, spec: TensorS
         return memoryview(data).cast("B")
     if data.dtype != torch.uint8 and DTYPE_NAMES.get(data.dtype) != spec.dtype:
         raise ValueError(f"{shown(spec.name)} is planned as {spec.dtype}, got {data.dtype}")
-    array: Any = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # Any: as in reader.py
-    return memoryview(array)
-
-
-def _pwrite_all(fd: int, view: memoryview, offset: int) -> None:
-    while len(view):
-        count = os.pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count
+    return bytes_of(data.detach().cpu().contiguous())
 
 
 def _json_copy(record: Mapping[str, Any]) -> dict[str, Any]:

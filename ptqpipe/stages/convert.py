@@ -8,6 +8,7 @@ few chunks per worker, whatever the size of the model; the bytes depend on sourc
 import hashlib
 import json
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.algorithms import rtn
+from ptqpipe.checkpoint.direct import margin
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.containers import Container, Part, Role, encode_part, get_container, part_offset
@@ -31,7 +33,6 @@ from ptqpipe.stages.jobs import (
     carried_files,
     copy_tensor,
     json_bytes,
-    prefetch_tensors,
     records_of,
     run_id_of,
     write_checkpoint,
@@ -47,10 +48,12 @@ from ptqpipe.stages.outputs import (
     config_files,
     make_outputs,
 )
-from ptqpipe.stages.source import Source, SourceRows
+from ptqpipe.stages.source import Scratch, Source, SourceRows
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
 LOST = 0.5
+
+_of_worker = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,7 @@ def convert(
         machine=machine,
         ranks=ranks,
         work=work,
-        prefetch=lambda job: _prefetch(job, prepared.source),
+        unit_bytes=max((job.source_bytes for job in prepared.outputs.jobs if job.unit is not None), default=0),
         finish=lambda writer: _finish(prepared, writer),
     )
     if record is None:
@@ -161,12 +164,6 @@ def convert(
     )
 
 
-def _prefetch(job: Job, source: Source) -> None:
-    """Lets the system read ahead what the next free worker will need."""
-    if job.unit is not None:
-        prefetch_tensors(source.reader, {member.source.tensor for member in job.unit.members})
-
-
 def _quantize(
     job: Job, prepared: Prepared, writer: CheckpointWriter, machine: Machine, cache_bytes: int
 ) -> dict[str, Any]:
@@ -175,7 +172,12 @@ def _quantize(
     assert unit is not None
     fmt = unit.scheme.fmt
     cache = job.source_bytes <= cache_bytes
-    weights = [SourceRows(prepared.source, m.source, shape=m.shape, cache=cache) for m in unit.members]
+    scratch = _scratch()
+    if cache:
+        scratch.begin(job.source_bytes + (64 + margin()) * len(unit.members))
+    weights = [
+        SourceRows(prepared.source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in unit.members
+    ]
     written = _PartWriter(job, writer, input_amax=prepared.recipe.input_amax)
     result = rtn.quantize(
         weights,
@@ -207,6 +209,14 @@ def _quantize(
             "sha256": sha256,
         }
     return {"members": members}
+
+
+def _scratch() -> Scratch:
+    """The calling worker's own; it goes when the worker's thread ends."""
+    found: Scratch | None = getattr(_of_worker, "scratch", None)
+    if found is None:
+        found = _of_worker.scratch = Scratch()
+    return found
 
 
 def _check_kept_alive(unit: Unit, errors: Sequence[rtn.WeightError]) -> None:

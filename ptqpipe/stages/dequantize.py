@@ -26,7 +26,6 @@ from ptqpipe.stages.jobs import (
     carried_files,
     copy_tensor,
     json_bytes,
-    prefetch_tensors,
     records_of,
     run_id_of,
     write_checkpoint,
@@ -113,7 +112,6 @@ def dequantize(
             machine=machine or Machine(),
             ranks=ranks or Ranks(),
             work=lambda job, writer, _: _do(job, prepared, writer),
-            prefetch=lambda job: prefetch_tensors(source.reader, job.reads),
             finish=lambda writer: _finish(prepared, writer),
         )
     if record is None:

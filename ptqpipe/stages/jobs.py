@@ -12,6 +12,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
+from ptqpipe.checkpoint.direct import bytes_of, margin
 from ptqpipe.checkpoint.layout import ShardLayout
 from ptqpipe.checkpoint.partial import check_unfinished
 from ptqpipe.checkpoint.reader import CheckpointReader
@@ -22,7 +25,6 @@ from ptqpipe.stages.progress import AnyJob, Progress
 
 RECORD_FILE = "ptqpipe.json"
 COPY_BYTES = 8 << 20
-PREFETCH_LIMIT = 512 << 20
 
 
 J = TypeVar("J", bound=AnyJob)
@@ -44,14 +46,14 @@ def write_checkpoint(
     machine: Machine,
     ranks: Ranks,
     work: Callable[[J, CheckpointWriter, int], Mapping[str, Any]],
-    prefetch: Callable[[J], None],
+    unit_bytes: int = 0,
     finish: Callable[[CheckpointWriter], R],
 ) -> R | None:
     """Does the jobs that this rank owns and that are not done yet; rank 0 then finishes and has the result.
 
-    work      (job, writer, bytes that it may cache) -> its record; called on ``machine.workers`` threads
-    prefetch  lets the system read ahead for a job that will come up soon
-    finish    called once, on rank 0, when every job of every rank is on disk
+    work        (job, writer, bytes that it may cache) -> its record; called on several threads
+    unit_bytes  what the largest job would like to cache
+    finish      called once, on rank 0, when every job of every rank is on disk
 
     None on the other ranks. Raises what the jobs raise, and OutputError; what is done stays resumable. AlreadyComplete
     where there is nothing left to resume.
@@ -68,7 +70,7 @@ def write_checkpoint(
         done = writer.done()
         owners = layout.group_ranks(ranks.world)
         mine = [job for job in jobs if owners[job.group] == ranks.rank and job.id not in done]
-        workers, cache_bytes = machine.divide_memory(max((job.source_bytes for job in mine), default=0), len(mine))
+        threads, cache_bytes = machine.divide_memory(unit_bytes, len(mine))
         with machine.threads(), Progress(mine, shown=machine.progress and ranks.rank == 0) as progress:
 
             def do(job: J) -> None:
@@ -76,7 +78,7 @@ def write_checkpoint(
                 writer.commit(job.id, record)
                 progress.advance(job)
 
-            run_jobs(mine, do, prefetch=prefetch, workers=workers)
+            run_jobs(mine, do, threads=threads)
         writer.flush()
         if ranks.rank != 0:
             writer.close()
@@ -84,8 +86,8 @@ def write_checkpoint(
         return finish(writer) if ranks.rank == 0 else None
 
 
-def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, prefetch: Callable[[J], None], workers: int) -> None:
-    """All jobs on ``workers`` threads, in order; the first error ends the run after the jobs in flight."""
+def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int) -> None:
+    """All jobs on ``threads`` threads, in order; the first error ends the run after the jobs in flight."""
     stop = threading.Event()
 
     def unless_stopped(job: J) -> None:
@@ -93,13 +95,11 @@ def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, prefetch: Callable[[
             do(job)
 
     pending: set[Future[None]] = set()
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="ptqpipe") as pool:
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ptqpipe") as pool:
         try:
-            for index, job in enumerate(jobs):
-                if index + workers < len(jobs):
-                    prefetch(jobs[index + workers])
+            for job in jobs:
                 pending.add(pool.submit(unless_stopped, job))
-                while len(pending) >= workers + 1:
+                while len(pending) >= threads + 1:
                     finished, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for future in finished:
                         future.result()
@@ -126,19 +126,13 @@ def copy_tensor(reader: CheckpointReader, source: str, writer: CheckpointWriter,
     digest = hashlib.sha256()
     if total == 0:
         writer.write(name, b"")
+    buffer = torch.empty(min(total, COPY_BYTES) + margin(), dtype=torch.uint8)
     for start in range(0, total, COPY_BYTES):
-        chunk = reader.read_bytes(source, start_byte=start, stop_byte=min(start + COPY_BYTES, total))
+        stop = min(start + COPY_BYTES, total)
+        chunk = reader.read_raw(source, start_byte=start, stop_byte=stop, memory=lambda nbytes: buffer[:nbytes])
         writer.write(name, chunk, byte_offset=start)
-        digest.update(chunk)
+        digest.update(bytes_of(chunk))
     return digest.hexdigest(), total
-
-
-def prefetch_tensors(reader: CheckpointReader, names: Iterable[str]) -> None:
-    """Lets the system read tensors ahead, huge ones aside."""
-    for name in names:
-        entry = reader.entries.get(name)
-        if entry is not None and entry.nbytes <= PREFETCH_LIMIT:
-            reader.prefetch(name)
 
 
 def carried_files(reader: CheckpointReader) -> list[tuple[Path, str]]:

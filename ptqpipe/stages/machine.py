@@ -14,6 +14,7 @@ from ptqpipe.errors import UsageError
 BASE_BYTES = 420 << 20
 WORKER_BYTES = 128 << 20
 MAX_DEFAULT_WORKERS = 16
+READ_AHEAD = 1  # threads beside the workers, which wait for the disk while those compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,17 @@ class Machine:
             )
 
     def divide_memory(self, largest_unit_bytes: int, jobs: int) -> tuple[int, int]:
-        """(workers, bytes of a unit that each may cache): as many workers as fit, then the cache from what is left."""
+        """(threads, bytes of a unit that each may cache): the workers that fit, then the cache from what is left.
+
+        READ_AHEAD threads more than workers, where they leave the largest unit its cache: while some wait for the disk,
+        as many as there are workers compute.
+        """
         free = self.memory_bytes - BASE_BYTES
-        workers = max(1, min(self.workers, jobs, free // WORKER_BYTES))
-        return workers, free // workers - WORKER_BYTES
+        threads = max(1, min(self.workers, jobs, free // WORKER_BYTES))
+        ahead = min(threads + READ_AHEAD, max(threads, jobs))
+        if free // ahead - WORKER_BYTES >= largest_unit_bytes:
+            threads = ahead
+        return threads, free // threads - WORKER_BYTES
 
     @contextlib.contextmanager
     def threads(self) -> Iterator[None]:

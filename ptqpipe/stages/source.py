@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint.reader import CheckpointReader, Memory
 from ptqpipe.containers import Container, StoredWeight, decode, detect_container, get_container, merged_config
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Slice
@@ -96,15 +96,52 @@ def _logical(reader: CheckpointReader, stored: Mapping[str, StoredWeight]) -> di
     return found
 
 
+def _fresh(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class Scratch:
+    """A worker's memory for the weights of one unit, used again for the next: see ``checkpoint/reader.py`` for why."""
+
+    def __init__(self) -> None:
+        self._block = _fresh(0)
+        self._used = 0
+
+    def begin(self, nbytes: int) -> None:
+        """Makes room for a unit of ``nbytes``. Tensors handed out before are overwritten from now on."""
+        self._used = 0
+        if self._block.numel() < nbytes:
+            self._block = _fresh(0)  # the old block goes before the new one comes
+            self._block = _fresh(nbytes)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], aligned to 64 bytes; fresh memory where the unit asks for more than it announced."""
+        start = -(-self._used // 64) * 64
+        if start + nbytes > self._block.numel():
+            return _fresh(nbytes)
+        self._used = start + nbytes
+        return self._block[start : self._used]
+
+
 class SourceRows:
     """The rows of one weight of a source, [out, in] whatever its orientation on disk; reads them when asked.
 
-    ``cache`` keeps what was read: for units whose passes fit the memory limit, and for transposed weights, which
-    have to be read whole.
+    cache   keeps what was read: for units whose passes fit the memory limit, and for transposed weights, which have to
+            be read whole
+    memory  where a cached weight is read to, past the page cache; fresh and through the cache without it
     """
 
-    def __init__(self, source: Source, where: Slice, *, shape: tuple[int, int], cache: bool = False) -> None:
+    def __init__(
+        self,
+        source: Source,
+        where: Slice,
+        *,
+        shape: tuple[int, int],
+        cache: bool = False,
+        memory: Memory | None = None,
+    ) -> None:
         self.shape = shape
+        self._memory = memory if cache else None
         self._source = source
         self._where = where
         self._cache = cache or where.transposed
@@ -131,16 +168,16 @@ class SourceRows:
         if where.expert is None:
             if where.transposed:
                 return reader.read(where.tensor).t()[start:stop].contiguous()
-            return reader.read(where.tensor, start=start, stop=stop)
+            return reader.read(where.tensor, start=start, stop=stop, memory=self._memory)
         shape = reader.entries[where.tensor].shape
         if where.transposed:
             plane = reader.read(where.tensor, start=where.expert, stop=where.expert + 1)[0].t()
             return plane[where.start :: where.step][start:stop].contiguous()
         first = where.start + start * where.step
         span = (stop - start - 1) * where.step + 1
-        return self._read_plane_rows(where.tensor, where.expert * shape[1] + first, span, shape[2])[
-            :: where.step
-        ].contiguous()
+        memory = self._memory if where.step == 1 else None
+        rows = self._read_plane_rows(where.tensor, where.expert * shape[1] + first, span, shape[2], memory)
+        return rows[:: where.step].contiguous()
 
     def _decode(self, start: int, stop: int) -> torch.Tensor:
         """Rows of a stored weight, decoded. Its codes are [out, in] whatever the orientation of the float tensor."""
@@ -154,11 +191,12 @@ class SourceRows:
         q = self._source.quantized(where.tensor, expert=where.expert, rows=(begin, end))
         return q.dequantize()[first - begin : last - begin : where.step].contiguous()
 
-    def _read_plane_rows(self, name: str, first: int, count: int, columns: int) -> torch.Tensor:
+    def _read_plane_rows(self, name: str, first: int, count: int, columns: int, memory: Memory | None) -> torch.Tensor:
         """``count`` rows from row ``first`` of the stack seen as one tall matrix."""
         entry = self._source.reader.entries[name]
         width = entry.nbytes // max(1, entry.shape[0] * entry.shape[1])
         dtype = self._source.reader.read(name, start=0, stop=0).dtype
-        raw = torch.empty(count * width, dtype=torch.uint8)
-        self._source.reader.read_into(name, raw, byte_start=first * width, byte_stop=(first + count) * width)
+        raw = self._source.reader.read_raw(
+            name, start_byte=first * width, stop_byte=(first + count) * width, memory=memory
+        )
         return raw.view(dtype).reshape(count, columns)

@@ -320,18 +320,6 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert torch.equal(reader.read("w"), w)
 
 
-def test_prefetch_and_release_change_nothing(tmp_path: Path) -> None:
-    w = torch.arange(5000)
-    save_file({"w": w, "empty": torch.zeros(0)}, tmp_path / "model.safetensors")
-    with CheckpointReader.open(tmp_path) as reader:
-        for name in reader.entries:
-            reader.prefetch(name)
-        assert torch.equal(reader.read("w"), w)
-        for name in reader.entries:
-            reader.release(name)
-        assert torch.equal(reader.read("w"), w)
-
-
 def test_opening_costs_headers_not_weights(tmp_path: Path) -> None:
     # 64 GiB of holes: a reader that touched or mapped the weights could not open this within a second's worth of memory
     nbytes = 2**36

@@ -442,3 +442,12 @@ def test_json_output_is_json_alone(model: Path, tmp_path: Path) -> None:
     done = json.loads(run_cli("convert", model, "-o", tmp_path / "out", "--json").stdout)
     assert done["written_bytes"] == plan["bytes"]
     assert {row["role"] for row in done["roles"]} >= {"q_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(("memory_gib", "threads"), [(2, 3), (1, 2)])
+def test_a_thread_reads_ahead_where_memory_allows_it(memory_gib: int, threads: int) -> None:
+    unit = 234 << 20
+    found, cache = Machine(workers=2, memory_bytes=memory_gib << 30).divide_memory(unit, 100)
+    assert found == threads
+    assert (cache >= unit) == (threads == 3)
+    assert Machine(workers=2).divide_memory(unit, 1)[0] == 1

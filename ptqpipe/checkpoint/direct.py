@@ -1,0 +1,179 @@
+"""Reads and writes past the system's page cache, for bytes that are touched once.
+
+A page cache that a checkpoint streams through costs a copy of every byte and evicts what others had there; where free
+memory has to be fetched first (virtual machines), it costs several times the copy. Direct I/O moves pages between the
+disk and memory that its owner uses again and again. The system wants file offsets, lengths and addresses on page edges
+for it: reads widen to whole pages, writes put their ragged ends through the cache. File systems that cannot (tmpfs) are
+read and written the common way. Must not know tensors or headers.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+#: Multiples of every sector size in use; also the page of the caches that a file's pieces may share.
+ALIGN: Final = 4096
+#: Smaller pieces are not worth a trip to the disk of their own.
+LEAST_BYTES: Final = 128 * 2**10
+_READ_BYTES: Final = 32 * 2**20
+_BOUNCE_BYTES: Final = 4 * 2**20
+_NOT_POSSIBLE: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+
+
+def margin() -> int:
+    """Bytes beside the wanted ones that memory for :meth:`DirectFile.read` must have."""
+    return 3 * ALIGN
+
+
+def open_direct(path: Path, flags: int) -> int | None:
+    """A descriptor past the cache; None where the file system or the system has none."""
+    direct = getattr(os, "O_DIRECT", 0)
+    if not direct:
+        return None
+    try:
+        return os.open(path, flags | direct | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _NOT_POSSIBLE:
+            return None
+        raise
+
+
+class DirectFile:
+    """One file for reading: what the cache holds comes from there, the rest straight from the disk."""
+
+    def __init__(self, path: Path, cached_fd: int) -> None:
+        """``cached_fd`` is an open descriptor of the same file; it stays its owner's. Raises OSError."""
+        self._cached = cached_fd
+        self._fd = open_direct(path, os.O_RDONLY)
+        self._nowait = getattr(os, "RWF_NOWAIT", 0)
+
+    def read(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Bytes [offset, offset + nbytes) somewhere in ``memory`` (uint8, ``nbytes + margin()`` of them).
+
+        None where the file is shorter. The address of what is returned is congruent to ``offset`` modulo ALIGN. Raises
+        OSError.
+        """
+        inside = offset % ALIGN
+        first = -memory.data_ptr() % ALIGN
+        pages = bytes_of(memory[first:])
+        need, start, done = inside + nbytes, offset - inside, 0
+        while done < need:
+            piece = pages[done : min(done + _READ_BYTES, -(-need // ALIGN) * ALIGN)]
+            count = self._read_some(piece, start + done, wanted=need - done)
+            if not count:
+                return None
+            done += count
+        return memory[first + inside : first + need]
+
+    def close(self) -> None:
+        """Closes its own descriptor. Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _read_some(self, piece: memoryview, offset: int, *, wanted: int) -> int:
+        """Fills a part of a page-aligned piece: whole pages, or as much as is wanted. 0 at the end of the file."""
+        count = self._read_cached(piece, offset)
+        count = count if count >= min(wanted, len(piece)) else count // ALIGN * ALIGN
+        if count:
+            return count
+        if self._fd is not None:
+            try:
+                count = os.preadv(self._fd, [piece], offset)
+                return count if count >= min(wanted, len(piece)) else count // ALIGN * ALIGN
+            except OSError as error:
+                if error.errno not in _NOT_POSSIBLE:
+                    raise
+                self.close()
+        return os.preadv(self._cached, [piece], offset)
+
+    def _read_cached(self, piece: memoryview, offset: int) -> int:
+        """What lies in the cache from ``offset`` on, without waiting for the disk."""
+        if not self._nowait or self._fd is None:
+            return 0
+        try:
+            return os.preadv(self._cached, [piece], offset, self._nowait)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            if error.errno not in _NOT_POSSIBLE:
+                raise
+            self._nowait = 0  # the file system cannot tell
+            return 0
+
+
+class OutputFile:
+    """One file that many threads write in pieces; the whole pages of large pieces go past the cache."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens or creates it. Raises OSError."""
+        self.fd: Final = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._direct = open_direct(path, os.O_WRONLY)
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """All bytes of ``view`` at ``offset``. No two pieces may overlap. Raises OSError."""
+        head = -offset % ALIGN
+        pages = (len(view) - head) // ALIGN * ALIGN
+        if self._direct is None or pages < LEAST_BYTES:
+            _pwrite_all(self.fd, view, offset)
+            return
+        _pwrite_all(self.fd, view[:head], offset)
+        self._write_pages(view[head : head + pages], offset + head)
+        _pwrite_all(self.fd, view[head + pages :], offset + head + pages)
+
+    def close(self) -> None:
+        """Closes it; call once."""
+        os.close(self.fd)
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def _write_pages(self, view: memoryview, offset: int) -> None:
+        bounce = _bounce_buffer()
+        for start in range(0, len(view), _BOUNCE_BYTES):
+            piece = view[start : start + _BOUNCE_BYTES]
+            aligned = bounce[: len(piece)]
+            aligned[:] = piece
+            try:
+                count = 0
+                while count < len(piece) and count % ALIGN == 0 and self._direct is not None:
+                    count += os.pwrite(self._direct, aligned[count:], offset + start + count)
+            except OSError as error:
+                if error.errno not in _NOT_POSSIBLE:
+                    raise
+            _pwrite_all(self.fd, piece[count:], offset + start + count)
+
+
+_of_thread = threading.local()
+
+
+def _bounce_buffer() -> memoryview:
+    """The calling thread's page-aligned buffer."""
+    found: memoryview | None = getattr(_of_thread, "bounce", None)
+    if found is None:
+        found = _of_thread.bounce = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
+    return found
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's own memory as bytes."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"a contiguous CPU tensor is needed, got one on {tensor.device}, strides {tensor.stride()}")
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # Any: arrays are buffers, their stubs do not say it
+    return memoryview(array)
+
+
+def _pwrite_all(fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
