@@ -19,6 +19,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.stages.convert import prepare
+from ptqpipe.stages.machine import Machine
 from tests import tiny
 
 Q = "model.layers.0.self_attn.q_proj.weight"
