@@ -1,0 +1,162 @@
+"""What the commands share: sizes, errors as one line, the machine, the ranks, how to resume.
+
+Beside the commands this is the only file that knows click, reads the environment, or turns an error into an exit code.
+"""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
+
+import click
+
+from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, one_line
+
+if TYPE_CHECKING:
+    from ptqpipe.stages.machine import Machine, Ranks
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.IGNORECASE)
+MAX_SIZE = 2**62  # bytes
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes: ``800MB`` (10^6), ``2GiB`` (2^30), ``1500000000``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parses a size; click's error otherwise."""
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not a size; write 2GiB, 800MB or a number of bytes", param, ctx)
+        unit = (match[2] or "").lower()
+        size = float(match[1]) * _UNITS[unit.removesuffix("b") if len(unit) > 1 else unit]
+        if size > MAX_SIZE:
+            self.fail(f"{value!r} is more than any machine has; write 2GiB, 800MB or a number of bytes", param, ctx)
+        return int(size)
+
+
+def one_line_errors(command: Callable[P, R]) -> Callable[P, R | None]:
+    """PtqError and disk errors become one line on stderr and an exit code; anything else is a bug, with its trace."""
+
+    @wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return command(*args, **kwargs)
+        except AlreadyComplete as done:
+            click.echo(str(done))
+        except PtqError as error:
+            _fail(str(error), error.exit_code)
+        except OSError as error:
+            _fail(one_line(": ".join(str(part) for part in (error.strerror or error, error.filename) if part)), 1)
+        except MemoryError:
+            _fail("out of memory; lower --workers or --max-memory", 1)
+        return None
+
+    return wrapped
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    rank = os.environ.get("RANK")
+    where = f" (rank {rank})" if rank not in (None, "0") else ""
+    click.echo(f"Error{where}: {message}", err=True)
+    sys.exit(code)
+
+
+def mode_of(resume: bool, overwrite: bool) -> Literal["new", "resume", "overwrite"]:
+    """How the output is opened. UsageError for both at once."""
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite contradict each other; give one of them")
+    return "resume" if resume else "overwrite" if overwrite else "new"
+
+
+@contextmanager
+def says_how_to_resume(command: str) -> Iterator[None]:
+    """Ctrl-C ends with the command that continues."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(f"\nInterrupted. What is finished is kept; continue with: {command}", err=True)
+        sys.exit(130)
+
+
+def resume_command() -> str:
+    """This call again, as one that continues."""
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("--overwrite", "--resume")]
+    return shlex.join(["ptqpipe", *arguments, "--resume"])
+
+
+def machine_of(workers: int | None, device: str, max_memory: int, *, progress: bool) -> "Machine":
+    """The machine options, checked."""
+    import torch
+
+    from ptqpipe.stages.machine import Machine, default_workers
+
+    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
+        raise UsageError(f"--device {device!r} is unknown; use cpu, cuda or cuda:N")
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise UsageError(f"--device {device} needs a GPU that torch can use; none is visible, use --device cpu")
+        from ptqpipe.stages.machine import require_device_kernels
+
+        require_device_kernels()
+        device = device if ":" in device else f"cuda:{_environment('LOCAL_RANK', 0, least=0)}"
+    local = _environment("LOCAL_WORLD_SIZE", 1, least=1)
+    return Machine(
+        workers=workers if workers is not None else max(1, default_workers() // local),
+        device=torch.device(device),
+        memory_bytes=max_memory,
+        progress=progress and sys.stderr.isatty(),
+    )
+
+
+def ranks_of() -> "Ranks":
+    """This process among those of a torchrun, joined by gloo; rank 0 of 1 without one."""
+    from ptqpipe.stages.machine import Ranks
+
+    world = _environment("WORLD_SIZE", 1, least=1)
+    if world == 1:
+        return Ranks()
+    rank = _environment("RANK", None, least=0)
+    if rank >= world:
+        raise UsageError(f"RANK is {rank} of WORLD_SIZE {world}, expected less; start with torchrun, or unset both")
+    import torch
+
+    try:
+        torch.distributed.init_process_group("gloo")
+    except (ValueError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"rank {rank} of {world} does not reach the others: {first}; start with torchrun") from None
+    return Ranks(rank, world)
+
+
+def _environment(name: str, default: int | None, *, least: int) -> int:
+    """A number that torchrun sets. UsageError where it is none."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < least:
+        found = "not set" if text is None else repr(text)
+        raise UsageError(f"{name} in the environment is {found}, expected a number; start with torchrun, or unset it")
+    return int(text)

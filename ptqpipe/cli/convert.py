@@ -1,0 +1,97 @@
+"""ptqpipe convert."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks_of, resume_command
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--format",
+    "scheme",
+    metavar="NAME",
+    help="nvfp4 (default), nvfp4_w4a4, mxfp4, mxfp8, fp8, fp8_block, ...; see `ptqpipe formats`.",
+)
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder [default: <model>-<FORMAT>].")
+@click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="A YAML recipe instead of --format.")
+@click.option("--container", metavar="NAME", help="compressed_tensors, modelopt, deepseek_fp8, gptoss_mxfp4, ptqpipe.")
+@click.option("--search", metavar="NAME", help="exact (default), absmax, four_over_six, ...; see `ptqpipe formats`.")
+@click.option(
+    "--global-scale", type=click.Choice(["search", "absmax"]), help="Search the global scale (default) or take amax."
+)
+@click.option(
+    "--ignore", multiple=True, metavar="PATTERN", help="Keep these modules: a name, a glob, or re:<regex>. Repeatable."
+)
+@click.option(
+    "--input-amax",
+    type=float,
+    metavar="A",
+    help="W4A4 without calibration: the largest activation that must not clip [336].",
+)
+@click.option(
+    "--shard-size", type=Size(), metavar="SIZE", help="Largest weight file [about 1/32 of all, 256MiB to 4GiB]."
+)
+@click.option("--workers", type=int, metavar="N", help="Units in flight [processors, at most 16].")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and the exact size; read and write no weights.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
+@one_line_errors
+def convert(
+    model: str,
+    scheme: str | None,
+    out: Path | None,
+    recipe_path: Path | None,
+    container: str | None,
+    search: str | None,
+    global_scale: str | None,
+    ignore: tuple[str, ...],
+    input_amax: float | None,
+    shard_size: int | None,
+    workers: int | None,
+    device: str,
+    max_memory: int,
+    resume: bool,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Convert MODEL (a folder, or a hub name) to a packed low-precision checkpoint.
+
+    Under torchrun the units are divided among the ranks; the bytes are the same.
+    """
+    from ptqpipe.recipe import RecipeOptions
+    from ptqpipe.stages import convert as stage
+    from ptqpipe.stages import tables
+
+    mode = mode_of(resume, overwrite)
+    options = RecipeOptions(scheme, container, search, global_scale, ignore, input_amax, shard_size)
+    machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
+    prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out)
+    with prepared.source:
+        if dry_run:
+            click.echo(
+                json.dumps(tables.plan_json(prepared, machine)) if as_json else tables.plan_text(prepared, machine)
+            )
+            return
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's stop ends as cleanly as Ctrl-C
+        ranks = ranks_of()
+        if ranks.rank == 0 and not as_json:
+            click.echo(tables.header_text(prepared))
+        try:
+            done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
+        except KeyboardInterrupt:
+            click.echo(f"\nInterrupted. What is finished is kept; continue with: {resume_command()}", err=True)
+            sys.exit(130)
+    if done is not None:
+        click.echo(json.dumps(tables.converted_json(done)) if as_json else tables.converted_text(done))

@@ -1,0 +1,33 @@
+"""ptqpipe demo, ptqpipe formats."""
+
+from pathlib import Path
+
+import click
+
+from ptqpipe.cli.common import machine_of, one_line_errors
+
+
+@click.command()
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("ptqpipe-demo"),
+    show_default=True,
+    help="Folder for the checkpoints.",
+)
+@one_line_errors
+def demo(out: Path) -> None:
+    """Convert the embedded model to three formats, verify them, and show what each costs."""
+    from ptqpipe.stages import demo as stage
+
+    machine = machine_of(None, "cpu", 2 << 30, progress=False)
+    click.echo(stage.demo_text(stage.run_demo(out, machine=machine)))
+
+
+@click.command()
+def formats() -> None:
+    """List formats, containers and searches."""
+    from ptqpipe.stages import tables
+
+    click.echo(tables.formats_text())
