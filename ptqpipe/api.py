@@ -10,9 +10,9 @@ from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.formats import Format, get_format
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.source import Source
 from ptqpipe.stages import convert as stage
 from ptqpipe.stages.machine import Machine, default_workers
-from ptqpipe.stages.source import Source
 
 
 def convert(

@@ -145,7 +145,7 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     from ptqpipe.algorithms import rtn
     from ptqpipe.recipe import RecipeOptions
     from ptqpipe.stages import convert as stage
-    from ptqpipe.stages.source import SourceRows
+    from ptqpipe.source import SourceRows
 
     torch.set_num_threads(1)
     options = RecipeOptions(scheme=case.format, global_scale=case.global_scale)

@@ -28,6 +28,7 @@ from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
 from ptqpipe.search import get_search
+from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.stages.jobs import (
     RECORD_FILE,
     carried_files,
@@ -48,7 +49,6 @@ from ptqpipe.stages.outputs import (
     config_files,
     make_outputs,
 )
-from ptqpipe.stages.source import Scratch, Source, SourceRows
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
 LOST = 0.5

@@ -15,9 +15,9 @@ from ptqpipe.errors import UsageError, VerifyError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import get_scheme
+from ptqpipe.source import Source
 from ptqpipe.stages.convert import Converted, convert, prepare
 from ptqpipe.stages.machine import Machine
-from ptqpipe.stages.source import Source
 from ptqpipe.stages.tables import by_role, size_text, table
 from ptqpipe.stages.verify import one_thread_each, verify
 

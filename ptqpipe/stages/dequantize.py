@@ -21,6 +21,7 @@ from ptqpipe.checkpoint.source import check_disjoint
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.containers import Role, StoredWeight, kv_scale, without_quantization
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.source import Source
 from ptqpipe.stages.jobs import (
     RECORD_FILE,
     carried_files,
@@ -32,7 +33,6 @@ from ptqpipe.stages.jobs import (
 )
 from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
 from ptqpipe.stages.pieces import Piece, decoded_rows
-from ptqpipe.stages.source import Source
 
 DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
 _DECODED = frozenset({Role.DATA, Role.SCALES, Role.GLOBAL, Role.GLOBAL_DIVISOR})

@@ -17,8 +17,8 @@ import torch
 from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.containers import Role, StoredWeight, decode_input_global
 from ptqpipe.plan import Member, Slice
+from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.diff_report import DiffReport, Same, TensorDiff, ValueDiff, render, to_json
-from ptqpipe.stages.source import Source, SourceRows
 from ptqpipe.stages.verify_origin import Origins
 from ptqpipe.stages.verify_structure import READ_BYTES
 from ptqpipe.stages.verify_weights import row_runs, stored_runs

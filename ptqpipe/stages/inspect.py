@@ -14,9 +14,9 @@ import torch
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import QTensor
+from ptqpipe.source import Source
 from ptqpipe.stages.inspect_report import FileRow, InspectReport, KeptRow, RoleRow, ScaleCounts, render, to_json
 from ptqpipe.stages.jobs import RECORD_FILE
-from ptqpipe.stages.source import Source
 from ptqpipe.stages.tables import name_pattern, role_of
 from ptqpipe.stages.verify_config import quantization_of
 from ptqpipe.stages.verify_structure import is_kv_scale, plain_tensors

@@ -10,7 +10,7 @@ from ptqpipe.containers import Container, Part, Target, merged_config
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.plan import Abilities, Kept, Member, Plan, Unit
 from ptqpipe.recipe import Recipe
-from ptqpipe.stages.source import Source
+from ptqpipe.source import Source
 
 # What each container can store beside plain matrices.
 ABILITIES = {

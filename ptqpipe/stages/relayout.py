@@ -32,6 +32,7 @@ from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import CODECS
 from ptqpipe.plan import INTERLEAVED_GATE_UP, is_matrix
 from ptqpipe.schemes import Scheme
+from ptqpipe.source import Source
 from ptqpipe.stages.jobs import (
     RECORD_FILE,
     carried_files,
@@ -44,7 +45,6 @@ from ptqpipe.stages.jobs import (
 from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
 from ptqpipe.stages.outputs import abilities_of, check_read_back
 from ptqpipe.stages.pieces import Moved, Piece, move, rows_of
-from ptqpipe.stages.source import Source
 from ptqpipe.stages.verify_record import read_record
 
 # Layouts that know float scales as F32 alone: a bfloat16 scale that passed through one comes back as itself.

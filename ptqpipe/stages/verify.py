@@ -17,9 +17,9 @@ import torch
 from ptqpipe.containers import StoredWeight
 from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Slice
+from ptqpipe.source import Source
 from ptqpipe.stages.jobs import RECORD_FILE
 from ptqpipe.stages.machine import default_workers
-from ptqpipe.stages.source import Source
 from ptqpipe.stages.verify_config import check_config, check_readers
 from ptqpipe.stages.verify_findings import Finding, Findings, Severity
 from ptqpipe.stages.verify_groups import check_groups, check_scalars, note_rounded_globals

@@ -12,7 +12,7 @@ from typing import Any
 from ptqpipe.containers import Target
 from ptqpipe.errors import PtqError
 from ptqpipe.plan import conv1d_leaves, is_matrix
-from ptqpipe.stages.source import Source
+from ptqpipe.source import Source
 from ptqpipe.stages.verify_findings import Findings
 from ptqpipe.stages.verify_structure import plain_tensors
 

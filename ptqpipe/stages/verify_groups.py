@@ -9,7 +9,7 @@ import torch
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.formats import WHOLE
 from ptqpipe.recipe import DEFAULT_FUSE
-from ptqpipe.stages.source import Source
+from ptqpipe.source import Source
 from ptqpipe.stages.verify_findings import Findings
 from ptqpipe.stages.verify_structure import plain_tensors
 from ptqpipe.stages.verify_weights import scalar_fault

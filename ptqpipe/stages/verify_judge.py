@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from ptqpipe.containers import StoredWeight
 from ptqpipe.formats import WHOLE, get_format
 from ptqpipe.plan import Slice
+from ptqpipe.source import Source
 from ptqpipe.stages.jobs import RECORD_FILE
-from ptqpipe.stages.source import Source
 from ptqpipe.stages.verify_findings import Findings
 from ptqpipe.stages.verify_optimal import Optimality, prove_weight
 from ptqpipe.stages.verify_origin import Origins

@@ -15,7 +15,7 @@ from ptqpipe.formats import CODECS, WHOLE, Format
 from ptqpipe.qtensor import QTensor, encode, scale_values, to_blocks
 from ptqpipe.search.brute_force import all_scales, search
 from ptqpipe.search.objective import flush, scores
-from ptqpipe.stages.source import Source, SourceRows
+from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify_weights import multiplying, row_runs, stored_runs
 
 SCORE_BUDGET = 1 << 25  # scored elements a weight, when sampling

@@ -13,7 +13,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.plan import Abilities, Member, Slice, make_plan
 from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.schemes import get_scheme
-from ptqpipe.stages.source import Source, SourceRows
+from ptqpipe.source import Source, SourceRows
 
 
 @dataclass(frozen=True, slots=True)

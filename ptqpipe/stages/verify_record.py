@@ -17,10 +17,10 @@ from ptqpipe.errors import CheckpointError, PtqError
 from ptqpipe.plan import Plan, make_plan
 from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.schemes import get_scheme
+from ptqpipe.source import Source
 from ptqpipe.stages.convert import describe_recipe
 from ptqpipe.stages.jobs import RECORD_FILE, run_id_of
 from ptqpipe.stages.outputs import Outputs, abilities_of, check_supported, config_files, make_outputs
-from ptqpipe.stages.source import Source
 from ptqpipe.stages.verify_config import quantization_of
 from ptqpipe.stages.verify_findings import Findings
 from ptqpipe.stages.verify_structure import READ_BYTES, plain_tensors

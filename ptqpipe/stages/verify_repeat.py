@@ -13,7 +13,7 @@ from ptqpipe.containers import Role
 from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
-from ptqpipe.stages.source import Source, SourceRows
+from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify_findings import Findings
 from ptqpipe.stages.verify_judge import judge_proof
 from ptqpipe.stages.verify_optimal import prove_joint

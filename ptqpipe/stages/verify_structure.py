@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ptqpipe.containers import StoredWeight
-from ptqpipe.stages.source import Source
+from ptqpipe.source import Source
 from ptqpipe.stages.verify_findings import Findings
 from ptqpipe.stages.verify_origin import Origins
 

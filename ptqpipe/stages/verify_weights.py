@@ -14,7 +14,7 @@ from ptqpipe.formats import WHOLE, Codec, Format
 from ptqpipe.global_scale import absmax_divisor, absmax_global
 from ptqpipe.packing import unpack
 from ptqpipe.qtensor import QTensor, check_finite, encode, magnitude_codes, scale_values, to_blocks
-from ptqpipe.stages.source import Source, SourceRows
+from ptqpipe.source import Source, SourceRows
 
 CHUNK_ELEMENTS = 1 << 20
 _ALIGN = 128  # rows: a multiple of every block that a source or a format has, whole columns aside

@@ -1,0 +1,150 @@
+"""Statistics of the inputs of linear layers, as a folder: what calibration found and what algorithms read.
+
+    STATS/stats.json                model, data, and for every linear module where its numbers lie
+    STATS/<block>.safetensors       the tensors of one decoder block, written when the block is done
+
+A linear's input x is [tokens, K]. Modules that share an input (q, k and v) share one entry, its ``key``. Moments are
+means over tokens, so statistics of several processes merge by their counts. This file must not know models or formats.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.errors import CheckpointError, UsageError
+
+STATS_FILE = "stats.json"
+STATS_VERSION = 1
+BLOCK = 16  # columns of a block moment
+QUANTILES = (0.99, 0.999, 0.9999)
+
+
+@dataclass(frozen=True, slots=True)
+class InputStatistics:
+    """What calibration knows about the input x [tokens, K] of one linear module. CPU tensors, float32.
+
+    tokens         how many rows were seen
+    measured       False where this module saw too few tokens and has its group's maximum (experts)
+    amax           [K] max |x|
+    mean           [K] E[x]
+    second_moment  [K] E[x^2]
+    quantiles      p -> the p-quantile of |x| over all elements
+    block_moment   [K/16, 16, 16] E[x x^T] inside blocks of 16 columns, or None
+    full_moment    [K, K] E[x x^T], or None
+    """
+
+    tokens: int
+    measured: bool
+    amax: torch.Tensor
+    mean: torch.Tensor
+    second_moment: torch.Tensor
+    quantiles: Mapping[float, float]
+    block_moment: torch.Tensor | None = None
+    full_moment: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStatistics:
+    """Largest magnitudes of what an attention module caches, by key-value head: [heads] float32 each."""
+
+    k_amax: torch.Tensor
+    v_amax: torch.Tensor
+
+
+class Statistics:
+    """An open statistics folder; tensors are read when asked. Use as a context manager, or `close` it."""
+
+    def __init__(self, path: Path, reader: CheckpointReader, content: Mapping[str, Any]) -> None:
+        """Use `open`."""
+        self.path = path
+        self._reader = reader
+        self.content = content
+
+    @classmethod
+    def open(cls, path: Path) -> "Statistics":
+        """UsageError for a folder that is no finished calibration; CheckpointError for a damaged one."""
+        file = Path(path) / STATS_FILE
+        if not file.is_file():
+            raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: ptqpipe calibrate MODEL -o {path}")
+        try:
+            content = json.loads(file.read_bytes())
+            version = content["version"]
+            complete = isinstance(content["modules"], dict) and isinstance(content["model"], dict)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{file} is damaged: {error}; calibrate again") from None
+        if version != STATS_VERSION or not complete:
+            raise CheckpointError(f"{file} has version {version}, expected {STATS_VERSION}; calibrate again")
+        return cls(Path(path), CheckpointReader.open(Path(path)), content)
+
+    def __enter__(self) -> "Statistics":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Linear modules with statistics, by their names in the checkpoint (without ``.weight``)."""
+        return tuple(self.content["modules"])
+
+    @property
+    def model_fingerprint(self) -> str:
+        """``CheckpointReader.fingerprint`` of the model that was run."""
+        return str(self.content["model"]["fingerprint"])
+
+    @property
+    def digest(self) -> str:
+        """sha256 that identifies these statistics: of their tensors. Decides bytes of what is made with them."""
+        return str(self.content["digest"])
+
+    def of(self, module: str, *, block: bool = False, full: bool = False) -> InputStatistics:
+        """The statistics of one module, with the moments that are asked for.
+
+        UsageError where the module has none, or calibration did not collect these moments.
+        """
+        entry = self.content["modules"].get(module)
+        if entry is None:
+            raise UsageError(f"{self.path} has no statistics of '{module}'; calibrate the model that holds it")
+        return InputStatistics(
+            tokens=int(entry["tokens"]),
+            measured=bool(entry["measured"]),
+            amax=self._read(entry, module, "amax"),
+            mean=self._read(entry, module, "mean"),
+            second_moment=self._read(entry, module, "second_moment"),
+            quantiles={float(p): float(value) for p, value in entry["quantiles"].items()},
+            block_moment=self._read(entry, module, "block_moment") if block else None,
+            full_moment=self._read(entry, module, "full_moment") if full else None,
+        )
+
+    def has(self, module: str, moment: str) -> bool:
+        """Whether ``moment`` ("amax", ..., "block_moment", "full_moment") of a module was collected."""
+        entry = self.content["modules"].get(module)
+        return entry is not None and f"{entry['key']}.{moment}" in self._reader.entries
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """Attention modules with key and value statistics."""
+        return tuple(self.content.get("attention", {}))
+
+    def attention(self, module: str) -> AttentionStatistics:
+        """Largest keys and values of one attention module. UsageError where there are none."""
+        if module not in self.content.get("attention", {}):
+            raise UsageError(f"{self.path} has no key and value statistics of '{module}'; calibrate again")
+        return AttentionStatistics(self._reader.read(f"{module}.k_amax"), self._reader.read(f"{module}.v_amax"))
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._reader.close()
+
+    def _read(self, entry: Mapping[str, Any], module: str, moment: str) -> torch.Tensor:
+        name = f"{entry['key']}.{moment}"
+        if name not in self._reader.entries:
+            raise UsageError(
+                f"{self.path} has no {moment} of '{module}'; calibrate again with --moments {moment.split('_')[0]}"
+            )
+        return self._reader.read(name)
