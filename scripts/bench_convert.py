@@ -144,8 +144,8 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
 
     from ptqpipe.algorithms import rtn
     from ptqpipe.recipe import RecipeOptions
-    from ptqpipe.stages import convert as stage
     from ptqpipe.source import SourceRows
+    from ptqpipe.stages import convert as stage
 
     torch.set_num_threads(1)
     options = RecipeOptions(scheme=case.format, global_scale=case.global_scale)
