@@ -11,6 +11,7 @@ import click
 from ptqpipe._version import __version__
 from ptqpipe.cli.convert import convert
 from ptqpipe.cli.demo import demo, formats
+from ptqpipe.cli.evaluate import evaluate
 from ptqpipe.cli.look import diff, inspect, verify
 from ptqpipe.cli.rewrite import dequantize, relayout
 
@@ -24,5 +25,5 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-for _command in (convert, verify, inspect, diff, demo, formats, relayout, dequantize):
+for _command in (convert, verify, evaluate, inspect, diff, demo, formats, relayout, dequantize):
     main.add_command(_command)

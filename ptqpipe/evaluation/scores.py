@@ -1,0 +1,206 @@
+"""Scores: what one model, or two on the same tokens, say of every token of a text.
+
+The protocol. Tokens are cut into windows of ``window`` that begin every ``stride`` tokens. In each window a token is
+scored from the tokens before it in that window, and only if no earlier window has scored it: with ``stride`` equal to
+``window`` all but a window's first token are, with a smaller one every token but the first of the text, from at least
+``window - stride`` tokens of context. Windows go through the model in batches of a fixed rule, since the batch size
+moves the last bits of float32 logits. Logits become float32 before the softmax; nothing of the size of a vocabulary
+outlives its batch.
+
+Must not know files, checkpoints or where logits come from: a model, or a store of logits.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ptqpipe.errors import UsageError
+
+BATCH_TOKENS = 4096
+BATCH_LOGITS = 2**27  # numbers: 512 MiB of float32
+CHUNK_LOGITS = 2**24  # numbers in one step of softmax
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens ``[start, stop)`` of a text, of which those in ``[first, stop)`` are scored."""
+
+    start: int
+    stop: int
+    first: int
+
+    @property
+    def scored(self) -> int:
+        """How many tokens are scored."""
+        return self.stop - self.first
+
+
+class Logits(Protocol):
+    """Where a model's logits come from."""
+
+    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
+        """The logits ``[scored tokens of the batch, vocabulary]`` that score them, in order, any float dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of T tokens in C windows. Tensors are on the CPU.
+
+    window, stride  the protocol
+    cluster         int64 [T]: the window of each token, what intervals resample
+    nll             float32 [T]: -log p of each token, nats
+    nll_reference   float32 [T] or None: the same of the reference
+    kl              float32 [T] or None: KL(reference || model) of the distributions that predict the token, nats
+    agree           bool [T] or None: whether the two most likely tokens are one
+    """
+
+    window: int
+    stride: int
+    cluster: torch.Tensor
+    nll: torch.Tensor
+    nll_reference: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+    agree: torch.Tensor | None = None
+
+
+def windows(count: int, window: int, *, stride: int | None = None) -> list[Window]:
+    """The windows of ``count`` tokens. UsageError for a window below 2 or a stride outside [1, window]."""
+    stride = window if stride is None else stride
+    if window < 2 or not 1 <= stride <= window:
+        raise UsageError(f"window {window} and stride {stride}: expected a window of 2 or more and 1 <= stride <= it")
+    found: list[Window] = []
+    end = 0
+    for start in range(0, count, stride):
+        stop = min(start + window, count)
+        first = max(end, start + 1)
+        if first < stop:
+            found.append(Window(start, stop, first))
+        end = stop
+        if stop == count:
+            break
+    return found
+
+
+def batches(found: Sequence[Window], *, vocabulary: int) -> Iterator[list[Window]]:
+    """Windows in batches of one length each: as many as fit ``BATCH_TOKENS`` and ``BATCH_LOGITS``, at least one."""
+    batch: list[Window] = []
+    for window in found:
+        length = window.stop - window.start
+        most = max(1, min(BATCH_TOKENS, BATCH_LOGITS // vocabulary) // length)
+        if batch and (len(batch) >= most or batch[0].stop - batch[0].start != length):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
+
+
+def vocabulary_of(model: Any) -> int:
+    """Width of a model's logits."""
+    head = model.get_output_embeddings()
+    if head is not None and getattr(head, "weight", None) is not None:
+        return int(head.weight.shape[0])
+    return int(model.config.get_text_config().vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLogits:
+    """The logits of a transformers model."""
+
+    model: Any
+
+    @torch.inference_mode()
+    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
+        """As :class:`Logits` says."""
+        ids = torch.stack([tokens[window.start : window.stop] for window in batch]).to(self.model.device)
+        logits = self.model(ids, use_cache=False).logits
+        parts = [
+            logits[row, window.first - 1 - window.start : window.stop - 1 - window.start]
+            for row, window in enumerate(batch)
+        ]
+        return torch.cat(parts).cpu()
+
+
+def score(
+    model: Any,
+    tokens: torch.Tensor,
+    *,
+    window: int,
+    stride: int | None = None,
+    reference: Any | None = None,
+    on_batch: Callable[[int], None] | None = None,
+) -> Scores:
+    """Scores ``tokens`` (int64 [n]) with a model, and against a reference on the same windows.
+
+    model      a transformers model, or a :class:`Logits`
+    reference  the same; KL and agreement are measured against it
+    on_batch   is called with the number of tokens scored after each batch
+
+    UsageError for tokens outside the vocabulary, too few tokens, or a reference with another vocabulary.
+    """
+    stride = window if stride is None else stride
+    found = windows(int(tokens.numel()), window, stride=stride)
+    if not found:
+        raise UsageError(f"{tokens.numel()} tokens are too few to score; expected 2 or more")
+    vocabulary = _checked_vocabulary(model, reference, tokens)
+    give, compare = _logits_of(model), None if reference is None else _logits_of(reference)
+    rows: list[tuple[torch.Tensor, ...]] = []
+    clusters: list[torch.Tensor] = []
+    done = 0
+    for batch in batches(found, vocabulary=vocabulary):
+        targets = torch.cat([tokens[w.first : w.stop] for w in batch])
+        logits = give(batch, tokens)
+        other = None if compare is None else compare(batch, tokens)
+        if other is not None and other.shape != logits.shape:
+            raise UsageError(
+                f"the baseline has a vocabulary of {other.shape[-1]}, the model one of {logits.shape[-1]}; only "
+                "models with one vocabulary can be compared"
+            )
+        rows.append(_measure(logits, other, targets))
+        for window_ in batch:
+            clusters.append(torch.full((window_.scored,), len(clusters)))
+        done += len(targets)
+        if on_batch is not None:
+            on_batch(done)
+    columns = [torch.cat(column) for column in zip(*rows, strict=True)]
+    return Scores(window, stride, torch.cat(clusters), *columns)
+
+
+def _logits_of(model: Any) -> Logits:
+    """A model's logits; a :class:`Logits` as it is."""
+    give: Logits = ModelLogits(model) if isinstance(model, torch.nn.Module) else model
+    return give
+
+
+def _checked_vocabulary(model: Any, reference: Any, tokens: torch.Tensor) -> int:
+    """The width of the logits; tokens must be below it, and two models must share it."""
+    sizes = [vocabulary_of(m) for m in (model, reference) if isinstance(m, torch.nn.Module)]
+    if len(set(sizes)) > 1:
+        raise UsageError(
+            f"the baseline has a vocabulary of {sizes[1]}, the model one of {sizes[0]}; only models with one "
+            "vocabulary can be compared"
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if sizes and not 0 <= low <= high < sizes[0]:
+        bad = low if low < 0 else high
+        raise UsageError(f"token {bad} is outside the model's vocabulary of {sizes[0]}; is this the model's tokenizer?")
+    return sizes[0] if sizes else high + 1
+
+
+def _measure(logits: torch.Tensor, reference: torch.Tensor | None, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """nll, and with a reference its nll, the KL divergence and the agreement, [rows] each; in steps of rows."""
+    step = max(1, CHUNK_LOGITS // logits.shape[1])
+    parts = []
+    for start in range(0, len(logits), step):
+        logp = logits[start : start + step].float().log_softmax(-1)
+        wanted = targets[start : start + step, None]
+        row = [-logp.gather(1, wanted)[:, 0]]
+        if reference is not None:
+            other = reference[start : start + step].float().log_softmax(-1)
+            row.append(-other.gather(1, wanted)[:, 0])
+            row.append((other.exp() * (other - logp)).sum(-1))
+            row.append(other.argmax(-1) == logp.argmax(-1))
+        parts.append(row)
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))

@@ -1,0 +1,109 @@
+"""Texts as tokens: local files and a model's tokenizer.
+
+``.jsonl``: one object a line, its ``text``, or ``input_ids`` that are tokens already; ``.parquet`` the same by column;
+anything else is read as UTF-8 text. Rows follow each other in one stream, texts parted by a blank line.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.errors import CheckpointError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A file as tokens: int64 [n]. ``sha256`` is that of the tokens that are used, as little-endian int64."""
+
+    name: str
+    tokens: torch.Tensor
+    sha256: str
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a checkpoint. CheckpointError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path} has no tokenizer that transformers reads: {first}") from None
+
+
+def read_text(file: Path, tokenizer: Any, *, max_tokens: int | None = None) -> Text:
+    """The first ``max_tokens`` tokens of a file. UsageError for a file that cannot be read or holds nothing."""
+    file = Path(file)
+    content = _content(file)
+    if isinstance(content, str):
+        ids = tokenizer(content, verbose=False)["input_ids"] if content.strip() else []
+    else:
+        ids = content
+    tokens = torch.tensor(ids, dtype=torch.int64)[:max_tokens]
+    if tokens.numel() < 2:
+        raise UsageError(f"{file} gives {tokens.numel()} tokens, expected 2 or more; choose another file")
+    digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
+    return Text(str(file), tokens, digest)
+
+
+def _content(file: Path) -> str | list[int]:
+    """The text of a file, or its tokens."""
+    if not file.is_file():
+        raise UsageError(f"{file} {'is no file' if file.exists() else 'does not exist'}; give a text or .jsonl file")
+    if file.suffix == ".parquet":
+        return _joined(_parquet_rows(file), file)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text (byte {error.start}); give a text or .jsonl file") from None
+    if file.suffix != ".jsonl":
+        return text
+    return _joined(_json_rows(text, file), file)
+
+
+def _json_rows(text: str, file: Path) -> Iterable[Mapping[str, Any]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise UsageError(f"{file}, line {number} is not JSON; expected one object a line") from None
+        if not isinstance(row, dict):
+            raise UsageError(f"{file}, line {number} is {type(row).__name__}, expected an object with 'text'")
+        yield row
+
+
+def _parquet_rows(file: Path) -> Iterable[Mapping[str, Any]]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UsageError(f"{file} needs pyarrow; pip install 'ptqpipe[eval]', or give a .jsonl file") from None
+    try:
+        rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        first = (str(error).splitlines() or ["damaged"])[0]
+        raise UsageError(f"{file} is not a parquet file: {first}") from None
+    return rows
+
+
+def _joined(rows: Iterable[Mapping[str, Any]], file: Path) -> str | list[int]:
+    texts: list[str] = []
+    ids: list[int] = []
+    for number, row in enumerate(rows, 1):
+        found = row.get("input_ids")
+        if isinstance(found, list) and all(isinstance(token, int) for token in found):
+            ids += found
+        elif isinstance(row.get("text"), str):
+            texts.append(row["text"])
+        else:
+            keys = ", ".join(map(str, list(row)[:5])) or "nothing"
+            raise UsageError(f"{file}, row {number} has {keys}; expected 'text', or 'input_ids' as a list of numbers")
+    if texts and ids:
+        raise UsageError(f"{file} mixes rows of text and rows of input_ids; part them")
+    return ids or "\n\n".join(texts)
