@@ -19,6 +19,7 @@ callable. The octave and the number of points come from measurements of real wei
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -28,7 +29,7 @@ from ptqpipe.formats import Codec, Format
 RANGE = (2.0**-100, 2.0**100)  # beyond, products with block scales or their reciprocals leave float32
 OCTAVE_START = 1.5  # candidates lie in [1.5, 3) x the plain one: room for the blocks that want a larger scale
 POINTS = 16
-SAMPLE_ALL = 1 << 20  # weights of this many elements and fewer are sampled whole
+SAMPLE_ALL = 1 << 17  # weights of this many elements and fewer are sampled whole
 SAMPLE_FRACTION = 16
 SAMPLE_RUNS = 32
 
@@ -86,6 +87,7 @@ def _passes(g: torch.Tensor, values: torch.Tensor) -> bool:
     return bool(1.0 / inv == g) and torch.equal(values / inv, values * g)
 
 
+@cache
 def significant_bits(codec: Codec) -> int:
     """The most significant bits that a value of the codec has: 4 for E4M3, 1 for E8M0."""
     if codec.dtype is not None:
@@ -98,6 +100,7 @@ def _odd_part(magnitude: float) -> int:
     return numerator // (numerator & -numerator)
 
 
+@cache
 def _odd_values(codec: Codec) -> torch.Tensor:
     """float32: every significand of the codec as an odd integer; powers of two change no rounding. 1 for 24 bits."""
     bits = significant_bits(codec)
@@ -131,7 +134,7 @@ def pick(
 def sample_rows(shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
     """Runs of rows [start, stop), ascending and on block edges, that rank global scales: a function of the shape alone.
 
-    The whole of a weight of at most 2^20 elements; else about a sixteenth of the rows (and at least 2^20 elements), in
+    The whole of a weight of at most 2^17 elements; else about a sixteenth of the rows (and at least 2^17 elements), in
     up to 32 runs spread evenly from the first row to the last.
     """
     rows, columns = shape

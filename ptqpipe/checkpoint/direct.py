@@ -9,6 +9,7 @@ read and written the common way. Must not know tensors or headers.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -16,6 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 #: Multiples of every sector size in use; also the page of the caches that a file's pieces may share.
@@ -24,6 +26,7 @@ ALIGN: Final = 4096
 LEAST_BYTES: Final = 128 * 2**10
 _READ_BYTES: Final = 32 * 2**20
 _BOUNCE_BYTES: Final = 4 * 2**20
+_libc: Final = ctypes.CDLL(None)
 _NOT_POSSIBLE: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -52,7 +55,6 @@ class DirectFile:
         """``cached_fd`` is an open descriptor of the same file; it stays its owner's. Raises OSError."""
         self._cached = cached_fd
         self._fd = open_direct(path, os.O_RDONLY)
-        self._nowait = getattr(os, "RWF_NOWAIT", 0)
 
     def read(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor | None:
         """Bytes [offset, offset + nbytes) somewhere in ``memory`` (uint8, ``nbytes + margin()`` of them).
@@ -80,33 +82,38 @@ class DirectFile:
 
     def _read_some(self, piece: memoryview, offset: int, *, wanted: int) -> int:
         """Fills a part of a page-aligned piece: whole pages, or as much as is wanted. 0 at the end of the file."""
-        count = self._read_cached(piece, offset)
-        count = count if count >= min(wanted, len(piece)) else count // ALIGN * ALIGN
-        if count:
-            return count
-        if self._fd is not None:
+        if self._fd is not None and not _in_cache(self._cached, offset, len(piece)):
             try:
-                count = os.preadv(self._fd, [piece], offset)
-                return count if count >= min(wanted, len(piece)) else count // ALIGN * ALIGN
+                return _whole_pages(os.preadv(self._fd, [piece], offset), min(wanted, len(piece)))
             except OSError as error:
                 if error.errno not in _NOT_POSSIBLE:
                     raise
                 self.close()
-        return os.preadv(self._cached, [piece], offset)
+        return _whole_pages(os.preadv(self._cached, [piece], offset), min(wanted, len(piece)))
 
-    def _read_cached(self, piece: memoryview, offset: int) -> int:
-        """What lies in the cache from ``offset`` on, without waiting for the disk."""
-        if not self._nowait or self._fd is None:
-            return 0
-        try:
-            return os.preadv(self._cached, [piece], offset, self._nowait)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            if error.errno not in _NOT_POSSIBLE:
-                raise
-            self._nowait = 0  # the file system cannot tell
-            return 0
+
+def _whole_pages(count: int, wanted: int) -> int:
+    """What a read of ``count`` bytes counts for, since the next one must begin on a page edge."""
+    return count if count >= wanted else count // ALIGN * ALIGN
+
+
+def _in_cache(fd: int, offset: int, nbytes: int) -> bool:
+    """Whether most pages of a range lie in the page cache. Looks without reading, unlike RWF_NOWAIT, which reads ahead.
+
+    True where the system does not tell (files of other users among them): then the cache is as good as the disk.
+    """
+    try:
+        mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
+    except (OSError, ValueError):  # past the end of the file
+        return False
+    pages = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=np.uint8)
+    view = np.frombuffer(mapped, dtype=np.uint8)
+    status = _libc.mincore(
+        ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(nbytes), ctypes.c_void_p(pages.ctypes.data)
+    )
+    del view
+    mapped.close()
+    return status != 0 or int((pages & 1).sum()) * 2 > len(pages)
 
 
 class OutputFile:

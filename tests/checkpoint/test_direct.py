@@ -30,14 +30,14 @@ def drop_from_cache(path: Path) -> None:
     os.close(fd)
 
 
-@pytest.fixture(params=["direct", "cached", "no direct I/O", "no preadv2"])
+@pytest.fixture(params=["direct", "cached", "no direct I/O", "cache unknown"])
 def path(request: pytest.FixtureRequest, tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = tmp_path / "file"
     found.write_bytes(content)
     if request.param == "no direct I/O":
         monkeypatch.setattr(direct, "open_direct", lambda path, flags: None)
-    if request.param == "no preadv2":
-        monkeypatch.delattr(os, "RWF_NOWAIT")
+    if request.param == "cache unknown":
+        monkeypatch.setattr(direct, "_in_cache", lambda fd, offset, nbytes: True)
     if request.param != "cached":
         drop_from_cache(found)
     return found
@@ -65,6 +65,22 @@ def test_a_file_that_ends_early_is_told(path: Path) -> None:
     os.close(fd)
 
 
+def test_what_the_cache_holds_is_known_and_looking_does_not_fill_it(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    fd = os.open(path, os.O_RDONLY)
+    assert direct._in_cache(fd, 0, 2**20)
+    drop_from_cache(path)
+    for _ in range(2):
+        if direct._in_cache(fd, 2**20, 2**20):
+            pytest.skip("the file system keeps what it is asked to drop")
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    os.pread(fd, 2**20, 2**20)
+    assert direct._in_cache(fd, 2**20, 2**20)
+    assert not direct._in_cache(fd, 0, 2**20)
+    os.close(fd)
+
+
 def test_half_cached_files_are_read_right(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
@@ -86,7 +102,7 @@ def test_short_counts_are_continued(tmp_path: Path, content: bytes, cut: int, mo
     path = tmp_path / "file"
     path.write_bytes(content)
     whole_read, whole_write = os.preadv, os.pwrite
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at, flags=0: whole_read(fd, [views[0][: max(cut, ALIGN)]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: whole_read(fd, [views[0][: max(cut, ALIGN)]], at))
     fd = os.open(path, os.O_RDONLY)
     file = DirectFile(path, fd)
     found = file.read(torch.zeros(SIZE + margin(), dtype=torch.uint8), 0, SIZE)
