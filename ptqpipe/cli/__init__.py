@@ -14,6 +14,7 @@ from ptqpipe.cli.demo import demo, formats
 from ptqpipe.cli.evaluate import evaluate
 from ptqpipe.cli.look import diff, inspect, verify
 from ptqpipe.cli.rewrite import dequantize, relayout
+from ptqpipe.cli.transform import transform
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -25,5 +26,5 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-for _command in (convert, verify, evaluate, inspect, diff, demo, formats, relayout, dequantize):
+for _command in (convert, verify, evaluate, inspect, diff, demo, formats, relayout, dequantize, transform):
     main.add_command(_command)

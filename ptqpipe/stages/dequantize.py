@@ -206,14 +206,14 @@ def _finish(prepared: _Prepared, writer: CheckpointWriter) -> dict[str, Any]:
         "carried_files": sorted(name for _, name in carried_files(source.reader)),
         "dropped": list(prepared.dropped),
     }
-    config = _with_dtype(without_quantization(source.reader.config), prepared.dtype)
+    config = with_dtype(without_quantization(source.reader.config), prepared.dtype)
     extra = {"config.json": json_bytes(config), RECORD_FILE: json_bytes(record)}
     carried = [(path, name) for path, name in carried_files(source.reader) if name not in extra]
     writer.finish(expected_units=[job.id for job in prepared.jobs], extra=extra, copy=carried)
     return record
 
 
-def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The config with the dtype wherever it states one, as transformers spells it."""
     name = str(DTYPES[dtype][1]).removeprefix("torch.")
     changed = {key: name if key in ("dtype", "torch_dtype") else value for key, value in config.items()}

@@ -1,0 +1,67 @@
+"""The command that writes an equivalent float checkpoint: transform."""
+
+import json
+from pathlib import Path
+
+import click
+
+from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks_of, resume_command, says_how_to_resume
+
+
+@click.command()
+@click.argument("model")
+@click.option("--apply", "apply", required=True, metavar="NAMES", help="smoothquant, awq, aqas, smooth_swiglu, rotate.")
+@click.option("--stats", type=click.Path(path_type=Path), help="Folder of `ptqpipe calibrate`; rotations need none.")
+@click.option("--alpha", type=float, help="SmoothQuant's exponent of the inputs, or Smooth-SwiGLU's strength.")
+@click.option("--power-of-two", is_flag=True, help="Round factors to powers of two: exact in every float dtype.")
+@click.option("--edges", metavar="KINDS", help="Where factors move: norm, value, up [each transform's own].")
+@click.option("--block", type=int, default=32, show_default=True, help="Size of the Hadamard blocks: 16 to 128.")
+@click.option("--untie", is_flag=True, help="Write a head that is the embedding as a tensor of its own.")
+@click.option("--format", "fmt", default="nvfp4", show_default=True, help="The format that searches quantize with.")
+@click.option("--dtype", metavar="NAME", help="bf16, fp16, fp32 [the source's if that is exact, else fp32].")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Output folder.")
+@click.option("--workers", type=int, metavar="N", help="Components in flight [processors, at most 16].")
+@click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
+@one_line_errors
+def transform(
+    model: str,
+    apply: str,
+    stats: Path | None,
+    alpha: float | None,
+    power_of_two: bool,
+    edges: str | None,
+    block: int,
+    untie: bool,
+    fmt: str,
+    dtype: str | None,
+    out: Path,
+    workers: int | None,
+    max_memory: int,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Fold smoothing factors or rotations into MODEL: an equivalent model that quantizes better."""
+    from ptqpipe.stages import transform as stage
+
+    options = stage.TransformOptions(
+        apply=apply,
+        alpha=alpha,
+        powers_of_two=power_of_two,
+        edges=None if edges is None else tuple(edges.replace(" ", "").split(",")),
+        block=block,
+        untie=untie,
+        dtype=dtype,
+        format=fmt,
+    )
+    machine = machine_of(workers, "cpu", max_memory, progress=not quiet and not as_json)
+    mode = mode_of(resume, overwrite)
+    with says_how_to_resume(resume_command()):
+        done = stage.transform(model, out, stats=stats, options=options, mode=mode, machine=machine, ranks=ranks_of())
+    if done is not None:
+        click.echo(json.dumps(stage.to_json(done)) if as_json else stage.render(done))

@@ -1,0 +1,154 @@
+"""What the solvers of `transform` look at: a component's weights as they are by now, and the statistics of its inputs.
+
+Reads runs of rows; holds one run, and the sample of rows that a search was promised. Knows the reader and statistics;
+must not know what is done with the numbers.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.statistics import Statistics
+from ptqpipe.transforms.folding import RUN, Folding, Op, apply
+from ptqpipe.transforms.problem import Consumer, Inputs, Problem
+from ptqpipe.transforms.structure import Edge, Matrix
+
+RUN_ELEMENTS = 1 << 20  # a run is computed in float64
+SAMPLE_ELEMENTS = 1 << 21  # of one weight, for searches
+SAMPLE_ROWS = 16  # adjacent rows of a sample
+
+
+@dataclass(slots=True)
+class Weights:
+    """The tensors of one component with what has been folded into them so far.
+
+    origins  output name -> source name where they differ (a head that was the embedding)
+    inputs   edge -> factors [channels] that its inputs were divided by
+    """
+
+    reader: CheckpointReader
+    origins: Mapping[str, str]
+    ops: dict[str, list[Op]] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, foldings: list[Folding]) -> None:
+        """Appends to what happens to each tensor."""
+        for name, op in foldings:
+            self.ops.setdefault(name, []).append(op)
+
+    def divide_inputs(self, edge: Edge, factors: torch.Tensor) -> None:
+        """Remembers that the inputs of an edge's consumers are smaller now."""
+        self.inputs[edge.id] = self.inputs.get(edge.id, torch.ones(edge.channels, dtype=torch.float64)) * factors
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A small tensor (a norm) as it is by now, float64."""
+        return torch.cat([rows for _, rows in self.runs(name)])
+
+    def runs(
+        self, name: str, *, expert: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, float64 rows) of a tensor or of one plane of a stack, as stored, in order: [start, stop).
+
+        Runs begin at multiples of RUN, so the first may begin before ``start``.
+        """
+        source = self.origins.get(name, name)
+        shape = self.reader.entries[source].shape
+        shape = shape[1:] if expert is not None else shape
+        columns = shape[1] if len(shape) > 1 else 1
+        step = max(RUN, RUN_ELEMENTS // max(1, columns) // RUN * RUN)
+        plane = None if expert is None else self.reader.read(source, start=expert, stop=expert + 1)[0]
+        end = shape[0] if stop is None else stop
+        for first in range(start // RUN * RUN, end, step):
+            last = min(first + step, shape[0])
+            rows = self.reader.read(source, start=first, stop=last) if plane is None else plane[first:last]
+            yield first, apply(rows, self.ops.get(name, ()), first=first, expert=expert)
+
+    def rows(self, matrix: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, float64 rows) of a logical [out, in] weight. NumericsError for NaN and inf."""
+        n, _ = matrix.shape
+        if matrix.transposed:
+            stored = torch.cat([rows for _, rows in self.runs(matrix.tensor, expert=matrix.expert)])
+            runs = iter([(0, stored[:, matrix.start : matrix.start + n].t())])
+        else:
+            runs = self._logical(matrix)
+        for first, rows in runs:
+            if not bool(torch.isfinite(rows).all()):
+                raise NumericsError(f"'{matrix.tensor}' has NaN or inf; the source checkpoint is damaged")
+            yield first, rows
+
+    def _logical(self, matrix: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
+        begin, end = matrix.start, matrix.start + matrix.shape[0]
+        for first, rows in self.runs(matrix.tensor, expert=matrix.expert, start=begin, stop=end):
+            low, high = max(first, begin), min(first + rows.shape[0], end)
+            yield low - begin, rows[low - first : high - first]
+
+    def column_amax(self, matrix: Matrix) -> torch.Tensor:
+        """float64 [K]: the largest magnitude of each column."""
+        found = torch.zeros(matrix.shape[1], dtype=torch.float64)
+        for _, rows in self.rows(matrix):
+            found = torch.maximum(found, rows.abs().amax(dim=0))
+        return found
+
+    def sample(self, matrix: Matrix) -> torch.Tensor:
+        """float32 [n, K]: a small weight whole, of a large one runs of 16 rows spread evenly."""
+        n, k = matrix.shape
+        wanted = min(n, max(SAMPLE_ROWS, SAMPLE_ELEMENTS // max(1, k)))
+        if wanted == n:
+            return torch.cat([rows.float() for _, rows in self.rows(matrix)])
+        runs = max(1, wanted // SAMPLE_ROWS)
+        starts = torch.linspace(0, n - SAMPLE_ROWS, runs).long()
+        chosen = torch.zeros(n, dtype=torch.bool)
+        chosen[(starts[:, None] + torch.arange(SAMPLE_ROWS)).reshape(-1)] = True
+        return torch.cat([rows[chosen[first : first + rows.shape[0]]].float() for first, rows in self.rows(matrix)])
+
+
+def make_problem(edge: Edge, weights: Weights, statistics: Statistics, *, searched: bool) -> Problem:
+    """An edge as a problem. ``searched``: with samples of the weights and the second moments that the folder has.
+
+    UsageError where the statistics lack a consumer, NumericsError for statistics that are not finite.
+    """
+    columns = weights.inputs.get(edge.id, torch.ones(edge.channels, dtype=torch.float64))[edge.channel_of()]
+    quantized = [consumer for consumer in edge.consumers if consumer.quantized]
+    inputs = {consumer: _inputs(consumer, statistics, columns, searched) for consumer in quantized}
+    consumers = []
+    if searched:
+        for group in dict.fromkeys(consumer.group for consumer in quantized):
+            members = [consumer for consumer in quantized if consumer.group == group]
+            rows = torch.cat([weights.sample(member) for member in members])
+            consumers.append(Consumer(rows, inputs[members[0]]))
+    return Problem(
+        edge.id,
+        edge.channels,
+        edge.channel_of(),
+        torch.stack([found.amax for found in inputs.values()]).amax(dim=0),
+        torch.stack([weights.column_amax(consumer) for consumer in quantized]).amax(dim=0),
+        tuple(consumers),
+    )
+
+
+def _inputs(consumer: Matrix, statistics: Statistics, columns: torch.Tensor, moments: bool) -> Inputs:
+    module = next((name for name in consumer.modules if name in statistics.modules), consumer.modules[0])
+    full = moments and statistics.has(module, "full_moment")
+    block = moments and not full and statistics.has(module, "block_moment")
+    found = statistics.of(module, block=block, full=full)
+    if found.amax.shape != columns.shape:
+        raise UsageError(
+            f"{statistics.path} saw {found.amax.numel()} input channels of '{module}', expected {columns.numel()}; "
+            "calibrate this model"
+        )
+    if not bool(torch.isfinite(found.amax).all() and torch.isfinite(found.second_moment).all()):
+        raise NumericsError(f"{statistics.path} has NaN or inf for '{module}'; calibrate again")
+    inverse = (1.0 / columns).float()
+    blocks = inverse.reshape(-1, 16) if found.block_moment is not None else None
+    return Inputs(
+        found.tokens,
+        found.amax * inverse,
+        found.mean * inverse,
+        found.second_moment * inverse**2,
+        None if found.block_moment is None or blocks is None
+        else found.block_moment * blocks[:, :, None] * blocks[:, None, :],
+        None if found.full_moment is None else found.full_moment * inverse[:, None] * inverse[None, :],
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Transforms: a float checkpoint in, an equivalent float checkpoint out that loses less when it is quantized.
+
+One file a transform, found by its name. Two kinds:
+
+* a *scaling* moves a factor per channel from one weight into another, over an edge of the model (``structure.py``); its
+  file offers ``solve(problem, options) -> Solution``, ``EDGES`` and whether it needs a quantizer;
+* a *rotation* multiplies by orthogonal matrices that cancel each other; its file offers ``fold(...) -> foldings``.
+
+Tensors and structure in, factors out: nothing here knows files, statistics folders or searches. What quantizes is
+handed in as a callable.
+"""
+
+from importlib import import_module
+from typing import Protocol, cast
+
+from ptqpipe.errors import UsageError
+from ptqpipe.transforms.problem import Problem, Solution, SolveOptions
+
+SCALINGS = ("smoothquant", "awq", "aqas", "smooth_swiglu")
+ROTATIONS = ("rotate_residual", "rotate_values")
+# Rotations that a reader would have to apply while it runs; no reader of our containers does.
+ONLINE = ("rotate_online", "rotate_down", "rotate_keys", "r3", "r4")
+_SHORT = {"rotate": ROTATIONS, "r1": ("rotate_residual",), "r2": ("rotate_values",), "swiglu": ("smooth_swiglu",)}
+
+
+class Scaling(Protocol):
+    """The shape of a scaling's file."""
+
+    EDGES: tuple[str, ...]
+    NEEDS_QUANTIZER: bool
+    NEEDS_INPUT_QUANTIZER: bool
+    ALWAYS_POWERS_OF_TWO: bool
+
+    def solve(self, problem: Problem, options: SolveOptions) -> Solution: ...
+
+
+def transform_names(asked: str) -> tuple[str, ...]:
+    """The transforms of a list like ``smoothquant,rotate``, in its order. UsageError for unknown or repeated names."""
+    found: list[str] = []
+    for part in asked.split(","):
+        key = part.strip().lower().replace("-", "_")
+        if key in ONLINE:
+            raise UsageError(
+                f"{key!r} rotates activations while the model runs, which no reader does; use rotate_residual or "
+                "rotate_values, which are folded into the weights"
+            )
+        names = _SHORT.get(key, (key,))
+        for name in names:
+            if name not in SCALINGS + ROTATIONS:
+                known = ", ".join((*SCALINGS, *ROTATIONS))
+                raise UsageError(f"unknown transform {name!r}; known are {known}, and rotate for both rotations")
+            if name in found:
+                raise UsageError(f"{name} is asked for twice; name each transform once")
+            found.append(name)
+    return tuple(found)
+
+
+def get_scaling(name: str) -> Scaling:
+    """The module of one of ``SCALINGS``."""
+    return cast(Scaling, import_module(f"{__name__}.{name}"))

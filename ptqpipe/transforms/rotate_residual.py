@@ -1,0 +1,55 @@
+"""R1: rotates the residual stream by a block Hadamard matrix H, folded into everything that writes or reads it.
+
+An RMSNorm without weight commutes with an orthogonal matrix, so its weight first moves into the columns of its readers
+(and becomes 1); then embeddings E -> E H, readers W -> W H, writers W -> H W. Source: QuaRot, section 4, in blocks.
+Mean subtraction (LayerNorm) and norms between a sublayer and the stream do not commute: those models are refused.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ptqpipe.errors import UsageError
+from ptqpipe.transforms.folding import Folding, Reset, Rotate, on_columns, rotate_columns, rotate_rows
+from ptqpipe.transforms.structure import Edge, Matrix, Norm, Structure
+
+Read = Callable[[str], torch.Tensor]
+
+
+def check(structure: Structure, block: int, *, untie: bool) -> None:
+    """UsageError with the reason where the rotation would change the model."""
+    kind = structure.model_type
+    if structure.architecture.layer_norm:
+        reason = f"{kind} subtracts the mean in its norms, which a rotation changes"
+    elif structure.output_norms:
+        reason = f"'{structure.output_norms[0]}' stands between a layer and the residual stream"
+    elif structure.hidden % block:
+        reason = f"hidden size {structure.hidden} is no multiple of the block of {block}"
+    elif not any(edge.kind == "final" for edge in structure.edges) or not structure.embeddings:
+        reason = "the last norm, the head or the embedding cannot be found"
+    elif structure.others:
+        reason = f"it is not known whether '{structure.others[0]}' reads the residual stream"
+    elif structure.tied and not untie:
+        reason = "the head is the embedding, and the two change differently: --untie writes the head as its own tensor"
+    else:
+        return
+    raise UsageError(f"rotate_residual is refused: {reason}")
+
+
+def fold(
+    structure: Structure, edges: Sequence[Edge], *, writers: Sequence[Matrix], embeddings: Sequence[str], block: int,
+    read: Read,
+) -> list[Folding]:  # fmt: skip
+    """The foldings of some edges, writers and embeddings; ``read`` gives a tensor as it is by now, float64."""
+    foldings: list[Folding] = []
+    for edge in edges:
+        if not isinstance(edge.producer, Norm):
+            continue
+        weight = read(edge.producer.weight) + edge.producer.offset
+        foldings.append((edge.producer.weight, Reset(1.0 - edge.producer.offset)))
+        for consumer in edge.consumers:
+            foldings += on_columns(consumer, weight)
+            foldings += rotate_columns(consumer, block)
+    for writer in writers:
+        foldings += rotate_rows(writer, block)
+    return foldings + [(name, Rotate(1, block, 0, structure.hidden)) for name in embeddings]

@@ -1,0 +1,45 @@
+"""R2: rotates the values of every head by a block Hadamard matrix, and undoes it in the columns of o_proj.
+
+Attention mixes tokens, never channels of a head, so (H V) A H = V A. Source: QuaRot and SpinQuant (R2), here in blocks.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ptqpipe.errors import UsageError
+from ptqpipe.transforms.folding import Folding, rotate_columns, rotate_rows
+from ptqpipe.transforms.structure import Edge, Matrix, Structure
+
+Read = Callable[[str], torch.Tensor]
+
+
+def check(structure: Structure, block: int, *, untie: bool) -> None:
+    """UsageError where heads do not divide into blocks, or there are none."""
+    edges = [edge for edge in structure.edges if edge.kind == "value"]
+    wrong = next((edge for edge in edges if edge.head_dim % block or edge.channels % edge.head_dim), None)
+    if wrong is not None:
+        raise UsageError(
+            f"rotate_values cannot rotate blocks of {block}: the heads of '{wrong.id}' have {wrong.head_dim} channels; "
+            "choose a --block that divides them"
+        )
+    if structure.architecture.layer_norm and any(_start(edge) % block for edge in edges):
+        raise UsageError(f"rotate_values needs values that begin at multiples of {block}; choose a smaller --block")
+
+
+def fold(
+    structure: Structure, edges: Sequence[Edge], *, writers: Sequence[Matrix], embeddings: Sequence[str], block: int,
+    read: Read,
+) -> list[Folding]:  # fmt: skip
+    """The foldings of some edges; the residual stream and its writers stay as they are."""
+    foldings: list[Folding] = []
+    for edge in edges:
+        if edge.kind == "value" and isinstance(edge.producer, Matrix):
+            foldings += rotate_rows(edge.producer, block)
+            for consumer in edge.consumers:
+                foldings += rotate_columns(consumer, block)
+    return foldings
+
+
+def _start(edge: Edge) -> int:
+    return edge.producer.start if isinstance(edge.producer, Matrix) else 0
