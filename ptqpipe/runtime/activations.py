@@ -1,14 +1,163 @@
-"""Quantized activations, simulated as the format says."""
+"""Quantized inputs of linear layers, simulated: quantized and decoded as the format says, then multiplied in floats.
 
+The arithmetic is compressed-tensors' (its ``fake_quantize``, which transformers runs, and which vLLM's kernels agree
+with up to the last bits of a division), in float32 whatever the model computes in, rounded once to the model's dtype:
+
+    nvfp4       per 16: scale e4m3(amax / 6 / global), E2M1 codes; one static global scale per layer
+    mxfp4       per 32: scale 2^(floor(log2 amax') - 2), where amax' rounds a significand of 1.75 or more up; E2M1
+    mxfp8       the same with 2^(floor(log2 amax') - 8); E4M3
+    fp8_token   scale amax / 448 per token, E4M3;  fp8_group  per token and 128 columns
+    fp8_static  one static scale per layer, E4M3
+
+Must not know where the weights of a layer come from, so that packed layers can use `InputQuantizer`, too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ptqpipe.errors import UsageError
+from ptqpipe.formats import CODECS
+from ptqpipe.qtensor import round_to
 from ptqpipe.schemes import Activation
-from ptqpipe.source import Source
+
+_E2M1_MAX, _E4M3_MAX = 6.0, 448.0
+_GROUP = {
+    Activation.NVFP4_STATIC_GLOBAL: 16,
+    Activation.MXFP4: 32,
+    Activation.MXFP8: 32,
+    Activation.FP8_GROUP: 128,
+}
 
 
-def simulate_activations(model: Any, source: Source) -> None:
-    """UsageError for a scheme whose activations are not simulated yet."""
-    kinds = {stored.scheme.activation for stored in source.stored.values()} - {Activation.NONE}
-    if kinds:
-        raise UsageError(f"activations {min(kinds)} cannot be simulated; use --activations none")
+@dataclass(frozen=True, slots=True)
+class InputQuantizer:
+    """What happens to the input ``[..., K]`` of a layer.
+
+    scale    the static scale of the layer, where the format has one
+    divides  whether it divides on decode instead of multiplying (as compressed-tensors stores NVFP4's)
+    """
+
+    activation: Activation
+    scale: float | None = None
+    divides: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activation is Activation.UNKNOWN:
+            raise UsageError(
+                "config.json quantizes activations in a way that ptqpipe cannot simulate; load with activations 'none'"
+            )
+        static = self.activation in (Activation.NVFP4_STATIC_GLOBAL, Activation.FP8_TENSOR_STATIC)
+        if static != (self.scale is not None) or (self.scale is not None and not 0 < self.scale < float("inf")):
+            raise UsageError(f"activations {self.activation} with the static scale {self.scale}; expected one above 0")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` quantized and decoded: same shape and dtype. Float32 inside."""
+        if self.activation is Activation.NONE or x.numel() == 0:
+            return x
+        group = _GROUP.get(self.activation)
+        blocks = x.float() if group is None else x.float().unflatten(-1, (-1, group))
+        decoded = _QUANTIZE[self.activation](self, blocks)
+        return (decoded if group is None else decoded.flatten(-2)).to(x.dtype)
+
+    def pre_hook(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """A forward pre-hook of a layer."""
+        return (self(args[0]), *args[1:])
+
+
+def _nvfp4(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
+    assert quantizer.scale is not None
+    wanted = x.abs().amax(-1, keepdim=True) / _E2M1_MAX
+    wanted = wanted * quantizer.scale if quantizer.divides else wanted / quantizer.scale
+    scale = _e4m3(wanted)
+    # A block scale that underflows makes every code zero, whatever replaces it; so only the division must be safe.
+    scale = torch.where(scale == 0, 0.125, scale)
+    return _e2m1(x, scale / quantizer.scale if quantizer.divides else scale * quantizer.scale)
+
+
+def _mxfp4(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
+    return _e2m1(x, _power_of_two(x, offset=2))
+
+
+def _mxfp8(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
+    scale = _power_of_two(x, offset=8)
+    return _e4m3(x / scale) * scale
+
+
+def _fp8_dynamic(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / _E4M3_MAX
+    scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
+    return _e4m3(x / scale) * scale
+
+
+def _fp8_static(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
+    assert quantizer.scale is not None
+    if quantizer.divides:
+        return _e4m3(x * quantizer.scale) / quantizer.scale
+    return _e4m3(x / quantizer.scale) * quantizer.scale
+
+
+_QUANTIZE: dict[Activation, Callable[[InputQuantizer, torch.Tensor], torch.Tensor]] = {
+    Activation.NVFP4_STATIC_GLOBAL: _nvfp4,
+    Activation.MXFP4: _mxfp4,
+    Activation.MXFP8: _mxfp8,
+    Activation.FP8_TOKEN: _fp8_dynamic,
+    Activation.FP8_GROUP: _fp8_dynamic,
+    Activation.FP8_TENSOR_STATIC: _fp8_static,
+}
+
+
+def _e4m3(x: torch.Tensor) -> torch.Tensor:
+    """float32 rounded to E4M3: saturating, ties to even. NaN stays NaN."""
+    return x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def _e2m1(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float32 quantized to E2M1 with a scale and decoded. NaN stays NaN."""
+    y = x / scale
+    rounded = torch.copysign(round_to(y.abs(), CODECS["e2m1"]), y)
+    return torch.where(y.isnan(), y, rounded) * scale
+
+
+def _power_of_two(x: torch.Tensor, *, offset: int) -> torch.Tensor:
+    """The E8M0 scale of each block, as compressed-tensors and Quark ("even") choose it."""
+    amax = x.abs().amax(-1, keepdim=True)
+    bumped = (amax.view(torch.int32) + (1 << 21)) & 0x7F800000  # a significand of 1.75 or more carries
+    exponent = (bumped >> 23) - offset
+    return torch.exp2(exponent.clamp(0, 254).float() - 127)
+
+
+def experts_forward(
+    module: Any, inner: tuple[InputQuantizer, ...], outer: tuple[InputQuantizer, ...]
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The forward of a module of fused experts whose inputs are quantized.
+
+    module        transformers' experts: 3-D ``gate_up_proj`` (or ``up_proj``) and ``down_proj``
+    inner, outer  quantizers of the experts' inputs and of what ``down_proj`` gets, by expert
+    """
+    from torch.nn.functional import linear
+
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+
+    def project(name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        w = getattr(module, name)[expert]
+        bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+        return linear(x, w.t() if module.is_transposed else w, bias)
+
+    def forward(x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in top_k_index.unique().tolist():
+            if expert >= len(inner):  # no expert: padding of expert parallelism
+                continue
+            token, place = torch.where(top_k_index == expert)
+            hidden = project(first, expert, inner[expert](x[token]))
+            hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+            hidden = project("down_proj", expert, outer[expert](hidden))
+            if module.has_post_expert_norm:
+                hidden = module.post_expert_norm(hidden)
+            out.index_add_(0, token, (hidden * top_k_weights[token, place, None]).to(out.dtype))
+        return out
+
+    return forward

@@ -40,7 +40,7 @@ def load_model(
         config = read_config(source.reader.path)
         model = _fill(source, config, _dtype_of(dtype, config))
         if activations == "simulated":
-            from ptqpipe.runtime.activations import simulate_activations
+            from ptqpipe.runtime.simulate import simulate_activations
 
             simulate_activations(model, source)
     return model
