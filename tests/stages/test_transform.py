@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ptqpipe.stages.transform import Transformed, TransformOptions, transform
-from tests.transforms.models import logits, make_statistics, token_ids
+from tests.transforms.models import logits, make_model, make_statistics, token_ids
 
 pytest.importorskip("transformers")
 DEMO = Path(__file__).resolve().parent.parent.parent / "ptqpipe" / "demo_model"
@@ -51,3 +51,33 @@ def test_power_of_two_smoothing_of_the_demo_model_changes_no_bit_of_its_logits(
     assert done.rounding == 0.0
     assert sum(entry["changed"] for entry in done.record["foldings"]) > 100
     assert torch.equal(logits(tmp_path / "out", ids, dtype=dtype), logits(DEMO, ids, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "llama_bias", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral", "qwen2_moe", "qwen3_moe", "gpt2"],
+)
+def test_smoothing_on_every_edge_keeps_the_logits(tmp_path: Path, kind: str) -> None:
+    model, ids = make_model(tmp_path / "model", kind), token_ids()
+    stats = make_statistics(model, tmp_path / "stats", ids)
+    edges = ("norm", "value") if kind == "gpt2" else ("norm", "value", "up")
+    done = run(model, tmp_path / "out", TransformOptions("smoothquant", edges=edges), stats)
+    assert {entry["kind"] for entry in done.record["foldings"]} == set(edges)
+    assert max(entry["largest"] / entry["least"] for entry in done.record["foldings"]) > 4
+    check_same_logits(model, tmp_path / "out", ids)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama_bias", "qwen2", "qwen3", "gemma", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
+def test_both_rotations_keep_the_logits(tmp_path: Path, kind: str) -> None:
+    model, ids = make_model(tmp_path / "model", kind), token_ids()
+    run(model, tmp_path / "out", TransformOptions("rotate", block=16, untie=kind == "gemma"), None)
+    check_same_logits(model, tmp_path / "out", ids)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+def test_values_rotate_where_the_residual_stream_must_not(tmp_path: Path, kind: str) -> None:
+    model, ids = make_model(tmp_path / "model", kind), token_ids()
+    run(model, tmp_path / "out", TransformOptions("rotate_values", block=16), None)
+    check_same_logits(model, tmp_path / "out", ids)

@@ -86,7 +86,9 @@ def logits(folder: Path, ids: torch.Tensor, *, dtype: torch.dtype = torch.float3
     """Logits of a checkpoint that transformers loads and computes in ``dtype``."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     found: torch.Tensor = model(ids).logits
     return found
 
