@@ -101,6 +101,10 @@ def main() -> None:
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from ptqpipe.runtime.hf import unregister
+
+    unregister()  # this is about what transformers itself reads
+
     for path in args.models:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
         tokenizer: Any = AutoTokenizer.from_pretrained(path)

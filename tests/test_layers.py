@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli":          {"_version", "errors", "stages", "recipe"},
     "__main__":     {"cli"},
     # The face of the package: names that load on first use (see the test of torch below).
-    "__init__":     {"_version", "errors", "qtensor", "api"},
+    "__init__":     {"_version", "errors", "qtensor", "api", "runtime"},
 }
 # fmt: on
 

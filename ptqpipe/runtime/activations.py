@@ -58,7 +58,7 @@ class InputQuantizer:
         if self.activation is Activation.NONE or x.numel() == 0:
             return x
         group = _GROUP.get(self.activation)
-        blocks = x.float() if group is None else x.float().unflatten(-1, (-1, group))
+        blocks = x.float() if group is None else x.float().reshape(*x.shape[:-1], -1, group)
         decoded = _QUANTIZE[self.activation](self, blocks)
         return (decoded if group is None else decoded.flatten(-2)).to(x.dtype)
 
@@ -148,7 +148,7 @@ def experts_forward(
 
     def forward(x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
-        for expert in top_k_index.unique().tolist():
+        for expert in torch.unique(top_k_index).tolist():
             if expert >= len(inner):  # no expert: padding of expert parallelism
                 continue
             token, place = torch.where(top_k_index == expert)

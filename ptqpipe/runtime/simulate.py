@@ -14,6 +14,7 @@ import torch
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime.activations import InputQuantizer, experts_forward
+from ptqpipe.runtime.state import checkpoint_name
 from ptqpipe.schemes import Activation
 from ptqpipe.source import Source
 
@@ -30,7 +31,7 @@ def simulate_activations(model: Any, source: Source) -> int:
     experts: dict[str, dict[str, dict[int, InputQuantizer]]] = {}
     done: set[str] = set()
     for weight, stored in source.stored.items():
-        for target in targets(model, weight):
+        for target in targets(model, checkpoint_name(weight)):
             module, _, parameter = target.rpartition(".")
             for expert, quantizer in _quantizers(source, stored):
                 if expert is not None:

@@ -5,6 +5,7 @@ transformers' own renaming and merging of names (experts into 3-D stacks) applie
 know models. The numbers are ``QTensor.dequantize``: float32, the one definition of decode.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import EllipsisType
@@ -14,6 +15,11 @@ import torch
 from ptqpipe.containers import kv_scale
 from ptqpipe.plan import Slice
 from ptqpipe.source import Source, SourceRows
+
+# llm-compressor 0.14 writes Mixtral's experts by the names of transformers' modules, not of the checkpoint (its issue
+# 3069); transformers finds none of them. This goes when such checkpoints are forgotten.
+_MIXTRAL = re.compile(r"(\.block_sparse_moe\.experts\.\d+\.)(gate|up|down)_proj(\.weight)$")
+_MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 Index = EllipsisType | slice | int | tuple[EllipsisType | slice | int, ...]
 
@@ -59,10 +65,15 @@ class LazyTensor:
         return w.t().contiguous() if stored.transposed else w
 
 
+def checkpoint_name(name: str) -> str:
+    """The name that a model's own checkpoint has for a tensor of this name."""
+    return _MIXTRAL.sub(lambda match: f"{match[1]}{_MIXTRAL_NAMES[match[2]]}{match[3]}", name)
+
+
 def lazy_state(source: Source) -> Mapping[str, LazyTensor]:
     """Every logical tensor of a checkpoint but the scales of its kv cache, which belong to no parameter."""
     return {
-        name: LazyTensor(source, name)
+        checkpoint_name(name): LazyTensor(source, name)
         for name, (dtype, shape) in source.tensors.items()
         if kv_scale(name, dtype, shape, container="plain") is None
     }

@@ -4,7 +4,7 @@ Weight-only schemes and every layout that transformers dequantizes give the same
 dequantized weights. Where activations are quantized, too, the weights it computes with are compared.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from ptqpipe.containers import Target, decode, encode_part, get_container
+from ptqpipe.runtime.hf import register, unregister
 from ptqpipe.schemes import get_scheme
 from tests.containers.builders import Checkpoint, absmax, quantize
 
@@ -50,6 +51,14 @@ TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(1
 def _quiet() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _transformers_alone() -> Iterator[None]:
+    """These are claims about transformers without the quantizer that ptqpipe registers."""
+    unregister()
+    yield
+    register()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,171 @@
+"""transformers' ``from_pretrained`` for checkpoints that it cannot read, or reads wrong: a registered quantizer.
+
+    import ptqpipe                                                    # registers (hook.py)
+    model = AutoModelForCausalLM.from_pretrained("path/to/checkpoint")
+
+Taken over are ModelOpt's layout and ptqpipe's own, of which transformers knows nothing; those compressed-tensors and
+Quark checkpoints whose every scheme ptqpipe reads (transformers 5.23 loads NVFP4 experts wrong by their global scale,
+refuses FP8-block and MXFP8 experts, and needs two further packages); and, where there is no accelerator, the FP8 and
+MXFP8 methods, which transformers decodes there to bfloat16 alone and without quantized activations. The weights are
+decoded to the asked dtype while they are loaded, the inputs of linear layers are quantized as the format says, and the
+model is otherwise a float model of transformers. Everything else stays with transformers, and so does every call that
+passes a ``quantization_config`` of its own.
+
+What transformers 5 offers a quantizer are operations on single tensors, found by patterns of names. Decoding needs the
+parts of a weight together, whatever they are called. So the names are left alone: when transformers comes to load the
+files, it is given the decoded state instead (`_give_state`), by the names of the float checkpoint.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ptqpipe.containers import get_container
+from ptqpipe.errors import CheckpointError
+from ptqpipe.runtime.simulate import simulate_activations
+from ptqpipe.runtime.state import lazy_state
+from ptqpipe.source import Source
+
+METHOD = "ptqpipe"
+_OURS = (METHOD, "modelopt", "modelopt_fp4", "modelopt_mixed")  # transformers has no quantizer of these names
+_SHARED = {
+    "compressed-tensors": "compressed_tensors",
+    "quark": "quark",
+    "fp8": "deepseek_fp8",
+    "mxfp8": "mxfp8_hf",
+}
+
+
+class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The ``quantization_config`` of a checkpoint that ptqpipe reads, as it was found."""
+
+    def __init__(self, described: Mapping[str, Any]) -> None:
+        self.quant_method = METHOD
+        self.described = dict(described)
+        self.dequantize = True  # the loaded model is a float model: transformers drops this config from it
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **unused: Any
+    ) -> "PackedConfig | tuple[PackedConfig, dict[str, Any]]":
+        """As transformers calls it. Every key belongs to the description."""
+        config = cls(config_dict)
+        return (config, unused) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The description."""
+        return dict(self.described)
+
+
+class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Fills a model with the decoded weights of a checkpoint, and quantizes its activations."""
+
+    requires_calibration = True  # only pre-quantized checkpoints
+
+    def __init__(self, quantization_config: PackedConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self._source: Source | None = None
+
+    @property
+    def is_trainable(self) -> bool:
+        """No: the weights are decoded codes."""
+        return False
+
+    def is_serializable(self) -> bool:
+        """Asked before saving; what is saved is the float model."""
+        return True
+
+    def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
+        files = options.get("checkpoint_files") or []
+        if not files:
+            raise CheckpointError("a packed checkpoint is loaded from safetensors files; there are none")
+        self._source = Source.open(Path(files[0]).parent)
+        _give_state(type(model), self, self._source)
+
+    def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
+        if self._source is not None:
+            with self._source as source:
+                simulate_activations(model, source)
+            self._source = None
+        return model
+
+
+def _give_state(model_class: Any, quantizer: PackedQuantizer, source: Source) -> None:
+    """Makes the next loading of a ``model_class`` with this quantizer read the decoded state instead of the files.
+
+    ``from_pretrained`` calls ``_load_pretrained_model(model, state_dict, files, load_config)`` of its class once,
+    soon after this; the override is on that class alone and takes itself off.
+    """
+    own = model_class.__dict__.get("_load_pretrained_model")
+    original: Callable[..., Any] = model_class._load_pretrained_model
+
+    def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any, **named: Any) -> Any:
+        if own is None:
+            del model_class._load_pretrained_model
+        else:
+            model_class._load_pretrained_model = own
+        if load_config.hf_quantizer is quantizer:
+            state_dict = lazy_state(source)
+        with torch.no_grad():
+            return original(model, state_dict, checkpoint_files, load_config, *rest, **named)
+
+    model_class._load_pretrained_model = staticmethod(load)
+
+
+def takes(described: Mapping[str, Any]) -> bool:
+    """Whether ptqpipe reads a checkpoint with this ``quantization_config`` in transformers' place."""
+    container = _SHARED.get(str(described.get("quant_method")))
+    config = {"quantization_config": described}
+    if container is None or not get_container(container).detect(config, {}):
+        return False
+    if container == "quark":  # transformers' way needs the package
+        return find_spec("quark") is None
+    if container in ("deepseek_fp8", "mxfp8_hf") and torch.accelerator.is_available():
+        return False  # transformers runs these with its own kernels
+    try:
+        get_container(container).stored_weights(config, {})
+    except CheckpointError:  # a scheme that ptqpipe does not read
+        return False
+    return True
+
+
+_original_merge: Any = None
+
+
+def register() -> None:
+    """Enters the quantizer into transformers' registry. Doing it twice is doing it once."""
+    global _original_merge
+    if _original_merge is not None:
+        return
+    auto.AUTO_QUANTIZER_MAPPING.setdefault(METHOD, PackedQuantizer)
+    for method in _OURS:
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(method, PackedConfig)
+    original = auto.AutoHfQuantizer.merge_quantization_configs
+
+    def merge(quantization_config: Any, quantization_config_from_args: Any = None) -> Any:
+        asked = quantization_config_from_args is not None
+        if not asked and isinstance(quantization_config, Mapping) and takes(quantization_config):
+            return PackedConfig(quantization_config)
+        return original(quantization_config, quantization_config_from_args)
+
+    _original_merge = auto.AutoHfQuantizer.__dict__["merge_quantization_configs"]
+    auto.AutoHfQuantizer.merge_quantization_configs = staticmethod(merge)
+
+
+def unregister() -> None:
+    """Takes the quantizer out again: transformers reads every checkpoint by itself."""
+    global _original_merge
+    if _original_merge is None:
+        return
+    auto.AutoHfQuantizer.merge_quantization_configs = _original_merge
+    _original_merge = None
+    auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
+    for method in _OURS:
+        if auto.AUTO_QUANTIZATION_CONFIG_MAPPING.get(method) is PackedConfig:
+            auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(method)
