@@ -24,6 +24,7 @@ from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.dequantize import DTYPES, with_dtype
 from ptqpipe.stages.jobs import (
@@ -36,7 +37,7 @@ from ptqpipe.stages.jobs import (
     write_checkpoint,
 )
 from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
-from ptqpipe.stages.transform_weights import Weights, make_problem
+from ptqpipe.stages.transform_weights import Weights, input_quantizer, make_problem, weight_quantizer
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms import ROTATIONS, SCALINGS, get_scaling, transform_names
 from ptqpipe.transforms.folding import BLOCKS, Op, is_exact, move_factors
@@ -214,6 +215,8 @@ def _check_options(options: TransformOptions, names: Sequence[str]) -> None:
         raise UsageError(f"--dtype {options.dtype!r} is unknown; use {', '.join(DTYPES)}")
     if options.block not in BLOCKS:
         raise UsageError(f"--block {options.block} is no size of a Hadamard block; use {', '.join(map(str, BLOCKS))}")
+    if any(name in SCALINGS and get_scaling(name).NEEDS_QUANTIZER for name in names):
+        get_scheme(options.format)
     if options.alpha is not None and not 0.0 <= options.alpha <= 1.0:
         raise UsageError(f"--alpha {options.alpha:g} is outside 0 .. 1")
     unknown = next((kind for kind in options.edges or () if kind not in EDGE_KINDS), None)
@@ -360,7 +363,7 @@ def _fold(name: str, job: Job, prepared: Prepared, weights: Weights) -> list[dic
         if edge.kind not in (options.edges or scaling.EDGES):
             continue
         problem = make_problem(edge, weights, statistics, searched=scaling.NEEDS_QUANTIZER)
-        solution = scaling.solve(problem, _solve_options(prepared, edge, name))
+        solution = scaling.solve(problem, _solve_options(prepared, name))
         factors = solution.factors
         weights.add(move_factors(edge, factors))
         weights.divide_inputs(edge, factors)
@@ -381,10 +384,17 @@ def _fold(name: str, job: Job, prepared: Prepared, weights: Weights) -> list[dic
     return entries
 
 
-def _solve_options(prepared: Prepared, edge: Edge, name: str) -> SolveOptions:
-    options = prepared.options
+def _solve_options(prepared: Prepared, name: str) -> SolveOptions:
+    options, scaling = prepared.options, get_scaling(name)
     alpha = SolveOptions().alpha if options.alpha is None else options.alpha
-    return SolveOptions(alpha=alpha, powers_of_two=options.powers_of_two)
+    if not scaling.NEEDS_QUANTIZER:
+        return SolveOptions(alpha=alpha, powers_of_two=options.powers_of_two)
+    scheme = get_scheme(options.format)
+    return SolveOptions(
+        powers_of_two=options.powers_of_two,
+        quantize=weight_quantizer(scheme.fmt),
+        quantize_inputs=input_quantizer(scheme.activation) if scaling.NEEDS_INPUT_QUANTIZER else None,
+    )
 
 
 def _write(spec: TensorSpec, weights: Weights, writer: CheckpointWriter, *, exact: bool) -> dict[str, Any]:

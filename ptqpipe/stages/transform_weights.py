@@ -9,11 +9,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ptqpipe.algorithms.rows import quantize_rows
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.formats import Format
+from ptqpipe.global_scale import absmax_global
+from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.schemes import Activation
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms.folding import RUN, Folding, Op, apply
-from ptqpipe.transforms.problem import Consumer, Inputs, Problem
+from ptqpipe.transforms.problem import Consumer, Inputs, Problem, Quantize
 from ptqpipe.transforms.structure import Edge, Matrix
 
 RUN_ELEMENTS = 1 << 20  # a run is computed in float64
@@ -152,3 +157,26 @@ def _inputs(consumer: Matrix, statistics: Statistics, columns: torch.Tensor, mom
         else found.block_moment * blocks[:, :, None] * blocks[:, None, :],
         None if found.full_moment is None else found.full_moment * inverse[:, None] * inverse[None, :],
     )  # fmt: skip
+
+
+def weight_quantizer(fmt: Format) -> Quantize:
+    """The exact search at the abs-max global scale: what convert does, but for the search of global scales."""
+
+    def quantize(w: torch.Tensor) -> torch.Tensor:
+        g = absmax_global(float(w.abs().amax()), fmt) if fmt.has_global else None
+        return quantize_rows(w.contiguous(), fmt, search="exact", global_scale=g).dequantize()
+
+    return quantize
+
+
+def input_quantizer(activation: Activation) -> Quantize | None:
+    """What readers do with activations, the static scale being that of the largest input; None where they stay."""
+    if activation is Activation.NONE:
+        return None
+
+    def quantize(x: torch.Tensor) -> torch.Tensor:
+        largest = {Activation.NVFP4_STATIC_GLOBAL: 2688.0, Activation.FP8_TENSOR_STATIC: 448.0}.get(activation)
+        scale = None if largest is None else float(x.abs().amax()) / largest or 1.0
+        return InputQuantizer(activation, scale)(x)
+
+    return quantize

@@ -75,7 +75,7 @@ class SolveOptions:
     grid          how many exponents a search tries
     samples       tokens that a search with activations draws
     quantize      the weight quantizer, for searches
-    quantize_inputs  (inputs, amax [K]) -> decode; None where activations stay as they are
+    quantize_inputs  the quantizer of activations [T, K]; None where they stay as they are
     """
 
     alpha: float = 0.5
@@ -83,7 +83,7 @@ class SolveOptions:
     grid: int = 20
     samples: int = 256
     quantize: Quantize | None = None
-    quantize_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    quantize_inputs: Quantize | None = None
 
     def round(self, factors: torch.Tensor) -> torch.Tensor:
         """The factors as they will be folded."""
