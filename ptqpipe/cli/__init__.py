@@ -13,6 +13,7 @@ from ptqpipe.cli.convert import convert
 from ptqpipe.cli.demo import demo, formats
 from ptqpipe.cli.evaluate import evaluate
 from ptqpipe.cli.look import diff, inspect, verify
+from ptqpipe.cli.report import report
 from ptqpipe.cli.rewrite import dequantize, relayout
 from ptqpipe.cli.transform import transform
 
@@ -26,5 +27,5 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-for _command in (convert, verify, evaluate, inspect, diff, demo, formats, relayout, dequantize, transform):
+for _command in (convert, verify, evaluate, inspect, report, diff, demo, formats, relayout, dequantize, transform):
     main.add_command(_command)

@@ -1,0 +1,38 @@
+"""Reports that people look at: numbers and names in (``content.py``), one HTML or markdown file out.
+
+Must not know checkpoints or tensors: ``stages/report.py`` gathers. jinja2 is imported when a report is rendered.
+"""
+
+from pathlib import Path
+
+from ptqpipe.errors import UsageError
+from ptqpipe.report.content import Report
+
+FORMATS = ("html", "md")
+
+
+def check_kind(kind: str) -> None:
+    """UsageError for an unknown kind, and where what renders it is not installed."""
+    if kind not in FORMATS:
+        raise UsageError(f"--format {kind!r} is unknown; use {' or '.join(FORMATS)}")
+    try:
+        import jinja2  # noqa: F401
+    except ImportError:
+        raise UsageError("ptqpipe report needs jinja2; install it with: pip install 'ptqpipe[report]'") from None
+
+
+def render(report: Report, *, kind: str) -> str:
+    """The report as ``html`` or ``md``. UsageError as :func:`check_kind`."""
+    check_kind(kind)
+    if kind == "html":
+        from ptqpipe.report.html import render_html
+
+        return render_html(report)
+    from ptqpipe.report.markdown import render_markdown
+
+    return render_markdown(report)
+
+
+def default_path(name: str, *, kind: str) -> Path:
+    """``<checkpoint>.report.html`` in the working directory."""
+    return Path(f"{name}.report.{kind}")

@@ -1,0 +1,290 @@
+"""What a report says, as plain numbers and names: gathered by ``stages/report.py``, rendered by this package.
+
+Must not know checkpoints, tensors or HTML. Every number is one that was measured or recorded; what is not known is
+None, and the renderers say so instead of leaving a gap. Names come from files and are untrusted text.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """How a weight uses the codes of its format.
+
+    elements, largest, zero   weights; those at the largest code (of either sign); those at the code of zero
+    blocks                    block scales
+    saturated                 scales at the largest code of the scale format
+    subnormal, smallest       scales below the scale format's normal range; those at its least positive code
+    zero_scales               scales that are zero
+    The counts of scales stay None where scales are plain floats, which neither saturate nor underflow here.
+    """
+
+    elements: int
+    largest: int
+    zero: int
+    blocks: int
+    saturated: int | None
+    subnormal: int | None
+    smallest: int | None
+    zero_scales: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one way of choosing scales leaves of the squared error that abs-max scales leave (1.0)."""
+
+    name: str
+    versus_absmax: float
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One quantized weight, or one expert of a stack.
+
+    layer, expert        None where the name has no such number
+    squared_error        sum (decode - w)^2, ``energy`` sum w^2; None where neither source nor record tells
+    choices              in the order of the report's ``choice_names``; those that do not apply are left out
+    versus_plain_global  squared error beside that at the abs-max global scale, as recorded
+    """
+
+    name: str
+    role: str
+    layer: int | None
+    expert: int | None
+    format: str
+    scheme: str
+    search: str
+    proven: bool | None
+    shape: tuple[int, int]
+    nbytes: int
+    global_scale: float | None
+    codes: Codes
+    squared_error: float | None = None
+    energy: float | None = None
+    choices: tuple[Choice, ...] = ()
+    versus_plain_global: float | None = None
+
+    @property
+    def elements(self) -> int:
+        """How many weights it holds."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def relative_mse(self) -> float | None:
+        """squared error / energy; 0 for an all-zero weight."""
+        if self.squared_error is None or self.energy is None:
+            return None
+        return self.squared_error / self.energy if self.energy else 0.0
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Signal to quantization noise ratio; None where it is unknown or the weight is exact."""
+        return decibels(self.relative_mse)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor that is not quantized; ``reason`` is "" where nobody recorded it."""
+
+    name: str
+    role: str
+    layer: int | None
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How often each scale code occurs over the weights of one format.
+
+    codec    "e4m3", "e8m0", or "float" for scales that are plain floats: then codes count quarters of an octave
+    values   the number that each code stands for
+    """
+
+    format: str
+    codec: str
+    role: str
+    counts: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorstBlock:
+    """A block whose error is large beside the mean of its weight.
+
+    row, column    its first element in the weight; ``size`` how many elements share the scale
+    ratio          its squared error beside the mean one of the weight's blocks
+    relative       its squared error beside its energy
+    offsets        which elements are shown, (row, column) in the weight; ``source`` and ``decoded`` are theirs
+    """
+
+    weight: str
+    format: str
+    row: int
+    column: int
+    size: int
+    ratio: float
+    relative: float
+    scale: float
+    offsets: tuple[tuple[int, int], ...]
+    source: tuple[float, ...]
+    decoded: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How far the scales are proven optimal.
+
+    claimed    weights whose record says so; None without a record
+    checked    blocks that brute force scored for this report; 0 without a source
+    worse      those of them whose stored scale is not the best one (or not the smallest of the best)
+    weights    weights that those blocks are of
+    """
+
+    claimed: int | None
+    checked: int = 0
+    worse: int = 0
+    weights: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """Perplexity on one text; ``low`` and ``high`` bound the difference of the mean losses (nats a token)."""
+
+    data: str
+    tokens: int
+    window: int | None
+    value: float
+    baseline: float | None
+    difference: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """KL divergence of the next-token distributions from the baseline's, in nats."""
+
+    data: str
+    tokens: int
+    mean: float
+    low: float | None
+    high: float | None
+    percentiles: tuple[tuple[str, float], ...]
+    largest: float | None
+    top1: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One metric of one task; ``recovery`` in percent of the baseline's value."""
+
+    name: str
+    metric: str
+    samples: int | None
+    value: float
+    stderr: float | None
+    baseline: float | None
+    recovery: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an eval file says. ``baseline`` is "" without one."""
+
+    baseline: str
+    settings: str
+    perplexity: tuple[Perplexity, ...] = ()
+    divergence: tuple[Divergence, ...] = ()
+    tasks: tuple[Task, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRow:
+    """One rule of the recipe, as it resolved."""
+
+    match: str
+    scheme: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """One weight file."""
+
+    name: str
+    nbytes: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All of it.
+
+    headline       the formats in words, one line each
+    before_bytes   of the source's tensors; of the same numbers in bfloat16 where ``before_measured`` is False
+    errors_from    "source" (recomputed here), "record" (ptqpipe.json) or ""
+    choice_names   the ways of choosing scales that were compared, abs-max first
+    choice_sample  which rows they were compared on; "" for the record's numbers
+    notes          what is worth a look, one line each
+    provenance     (what, value)
+    """
+
+    name: str
+    version: str
+    producer: str
+    container: str
+    headline: tuple[str, ...]
+    before_bytes: int
+    before_measured: bool
+    after_bytes: int
+    params: int
+    weights: tuple[Weight, ...]
+    kept: tuple[Kept, ...]
+    histograms: tuple[Histogram, ...]
+    worst: tuple[WorstBlock, ...]
+    proof: Proof
+    errors_from: str
+    choice_names: tuple[str, ...] = ()
+    choice_sample: str = ""
+    evaluation: Evaluation | None = None
+    notes: tuple[str, ...] = ()
+    rules: tuple[RuleRow, ...] = ()
+    provenance: tuple[tuple[str, str], ...] = ()
+    files: tuple[FileRow, ...] = ()
+
+    @property
+    def quantized_params(self) -> int:
+        """How many numbers are quantized."""
+        return sum(weight.elements for weight in self.weights)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of a quantized weight, scales and all."""
+        return 8 * sum(weight.nbytes for weight in self.weights) / max(1, self.quantized_params)
+
+    @property
+    def bits_overall(self) -> float:
+        """Stored bits of a number of the model, kept tensors included."""
+        return 8 * self.after_bytes / max(1, self.params)
+
+
+def decibels(relative_mse: float | None) -> float | None:
+    """-10 log10; None for None, zero and what is not finite."""
+    if relative_mse is None or not 0 < relative_mse < math.inf:
+        return None
+    return -10.0 * math.log10(relative_mse)
+
+
+def pooled_mse(weights: Sequence[Weight]) -> float | None:
+    """Relative MSE of several weights together; None where one of them is unknown."""
+    if not weights or any(w.squared_error is None or w.energy is None for w in weights):
+        return None
+    energy = sum(w.energy or 0.0 for w in weights)
+    return sum(w.squared_error or 0.0 for w in weights) / energy if energy else 0.0

@@ -1,0 +1,99 @@
+"""A report as one HTML file: no network, no external fonts, scripts bound by their hash.
+
+Every name is escaped: by jinja2 in the page, by ``svg.py`` in drawings, by ``_json`` in the table's data, which the
+script shows as text only. The page's policy forbids any script but its own, so that an escape too few stays text.
+"""
+
+import base64
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+import jinja2
+
+from ptqpipe.report import charts, numbers, view
+from ptqpipe.report.content import Report, decibels, pooled_mse
+from ptqpipe.report.svg import colour, marker
+from ptqpipe.report.write import HTML_MARK
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+COLUMNS = (
+    (0, "tensor", ""),
+    (1, "fate", ""),
+    (2, "shape", "num"),
+    (3, "size", "num"),
+    (4, "bits", "num"),
+    (5, "SQNR dB", "num"),
+    (6, "beside abs-max", "num"),
+    (7, "at largest code", "num"),
+    (8, "how or why", ""),
+)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    """jinja2 with what the template calls."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(n=numbers, block_chart=charts.block_chart)
+    environment.filters["shown"] = view.shown
+    return environment
+
+
+def render_html(report: Report) -> str:
+    """The page."""
+    style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
+    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    early = (TEMPLATES / "theme.js").read_text(encoding="utf-8")
+    rows = view.by_role(report)
+    template = _environment().get_template("report.html.jinja")
+    return str(
+        template.render(
+            r=report,
+            mark=HTML_MARK,
+            style=style,
+            script=script,
+            early=early,
+            policy=_policy(script, early),
+            rows=rows,
+            quality=view.tiles_of_quality(report),
+            error_lines=view.error_lines(rows),
+            error_strips=view.error_strips(rows),
+            worst=view.worst_weights(report),
+            choice_dots=view.choice_dots(report, rows),
+            choice_lines=view.choice_lines(report),
+            choice_colour=view.CHOICE_COLOUR,
+            panels=view.scale_panels(report),
+            codes=view.codes_rows(rows),
+            map=view.precision_map(report),
+            data=_json(view.table_data(report)),
+            columns=COLUMNS,
+            overall_mse=pooled_mse(report.weights),
+            overall_db=decibels(pooled_mse(report.weights)),
+            label=lambda row: view.row_label(row, rows),
+            marker=lambda index: marker(index, 0, 0, kind=colour(index), radius=5),
+            family=view.family,
+            bought=view.bought,
+        )
+    )
+
+
+def _policy(*scripts: str) -> str:
+    """What the page may load: its style, these scripts, nothing from anywhere."""
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
+
+
+def _json(content: object) -> str:
+    """JSON that no HTML parser can take for anything else: ASCII, without <, > and &."""
+    text = json.dumps(content, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,150 @@
+"""A report as compact markdown, for model cards. Names from files are escaped: no markup of theirs survives."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ptqpipe.report import numbers, view
+from ptqpipe.report.content import Report, decibels, pooled_mse
+from ptqpipe.report.write import MARKDOWN_MARK
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
+
+
+def escaped(text: str) -> str:
+    """Text that markdown shows as it is."""
+    return _SPECIAL.sub(r"\\\1", view.shown(text)).replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;")
+
+
+def code(text: str) -> str:
+    """A name in code style; where it holds a backtick or a bar, which would end it, escaped text instead."""
+    name = view.shown(text)
+    return f"`{name}`" if name and not set(name) & set("`|<>&\\") else escaped(name)
+
+
+def render_markdown(report: Report) -> str:
+    """The markdown."""
+    rows = view.by_role(report)
+    blocks = [
+        MARKDOWN_MARK,
+        f"## Quantization of {escaped(report.name)}",
+        _summary(report),
+        _quality(report),
+        _roles(report, rows),
+        _scales(rows),
+        _worst(report),
+        _kept(report),
+        _provenance(report),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 1) -> str:
+    """A markdown table; the first columns are text, the others numbers."""
+    rule = ["---" if i < text_columns else "---:" for i in range(len(head))]
+    lines = [head, rule, *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _summary(report: Report) -> str:
+    before = numbers.size(report.before_bytes) + ("" if report.before_measured else " in bfloat16")
+    part = 100 * report.after_bytes / report.before_bytes if report.before_bytes else 100.0
+    lines = [f"- {escaped(line)}" for line in report.headline]
+    lines.append(f"- {numbers.size(report.after_bytes)} of tensors, from {before} ({part:.1f} %)")
+    lines.append(
+        f"- {report.bits_per_weight:.3f} bits per quantized weight ({len(report.weights)} weights, "
+        f"{numbers.count(report.quantized_params)} of {numbers.count(report.params)} numbers), "
+        f"{report.bits_overall:.2f} over the whole model"
+    )
+    error = decibels(pooled_mse(report.weights))
+    if error is not None:
+        how = "recomputed from the source" if report.errors_from == "source" else "as recorded at conversion"
+        lines.append(f"- weight error {error:.2f} dB (relative MSE {numbers.sci(pooled_mse(report.weights))}), {how}")
+    lines.append(f"- {_proof(report)}")
+    return "\n".join([*lines, *(f"- note: {escaped(note)}" for note in report.notes)])
+
+
+def _proof(report: Report) -> str:
+    proof = report.proof
+    if proof.claimed is None:
+        return "whether the block scales are optimal is unknown (no record of the search)"
+    text = f"block scales of {proof.claimed} of {len(report.weights)} weights proven optimal"
+    if proof.worse:
+        return f"{text} by the record, but brute force finds {proof.worse} of {proof.checked:,} blocks that are not"
+    return f"{text}, checked by brute force on {proof.checked:,} blocks" if proof.checked else text
+
+
+def _quality(report: Report) -> str:
+    evaluation = report.evaluation
+    if evaluation is None:
+        return ""
+    lines = []
+    for p in evaluation.perplexity:
+        cells = [numbers.plain(p.value), numbers.plain(p.baseline), numbers.signed(p.difference)]
+        lines.append([f"perplexity, {escaped(p.data)}", *cells])
+    for d in evaluation.divergence:
+        lines.append([f"mean KL, {escaped(d.data)} (nats)", numbers.nats(d.mean), "0", "–"])
+    for t in evaluation.tasks:
+        recovery = "–" if t.recovery is None else f"{t.recovery:.2f} %"
+        name = f"{escaped(t.name)} ({escaped(t.metric)})"
+        lines.append([name, numbers.plain(t.value, 4), numbers.plain(t.baseline, 4), recovery])
+    against = f" against {escaped(evaluation.baseline)}" if evaluation.baseline else ""
+    return f"### Quality{against}\n\n" + table(
+        ["metric", "this checkpoint", "baseline", "difference or recovery"], lines
+    )
+
+
+def _roles(report: Report, rows: Sequence[view.RoleRow]) -> str:
+    names = report.choice_names
+    body = []
+    for row in rows:
+        by_name = {c.name: c.versus_absmax for c in row.choices}
+        mse = pooled_mse(row.weights)
+        cells = [code(row.role), row.format, str(len(row.weights)), numbers.db(row.sqnr_db), numbers.sci(mse)]
+        body.append(cells + [numbers.ratio(by_name.get(name)) for name in names if name != "abs-max"])
+    head = ["role", "format", "weights", "SQNR dB", "relative MSE"]
+    head += [f"{name} / abs-max" for name in names if name != "abs-max"]
+    return "### Weights\n\n" + table(head, body, text_columns=2)
+
+
+def _scales(rows: Sequence[view.RoleRow]) -> str:
+    body = [
+        [
+            code(c.role),
+            c.format,
+            numbers.share(c.largest, c.elements),
+            numbers.share(c.zero, c.elements),
+            numbers.share(c.saturated, c.blocks),
+            numbers.share(c.subnormal, c.blocks),
+        ]
+        for c in view.codes_rows(rows)
+    ]
+    head = ["role", "format", "weights at largest code", "weights at zero", "largest scale", "subnormal scale"]
+    return "### Clipping and underflow\n\n" + table(head, body, text_columns=2)
+
+
+def _worst(report: Report) -> str:
+    worst = view.worst_weights(report)
+    if not worst:
+        return ""
+    body = [[code(w.name), w.format, numbers.db(w.sqnr_db), numbers.sci(w.relative_mse)] for w in worst]
+    return "### Worst weights\n\n" + table(["weight", "format", "SQNR dB", "relative MSE"], body, text_columns=2)
+
+
+def _kept(report: Report) -> str:
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for kept in report.kept:
+        groups.setdefault((kept.role, kept.dtype, kept.reason), []).append(kept.nbytes)
+    if not groups:
+        return ""
+    body = [
+        [code(role), dtype, escaped(reason) or "–", str(len(sizes)), numbers.size(sum(sizes))]
+        for (role, dtype, reason), sizes in groups.items()
+    ]
+    return "### Kept\n\n" + table(["role", "dtype", "reason", "tensors", "size"], body, text_columns=3)
+
+
+def _provenance(report: Report) -> str:
+    rules = [f"- {code(rule.match)}: {escaped(rule.scheme)}, {escaped(rule.how)}" for rule in report.rules]
+    facts = [f"- {escaped(what)}: {code(value)}" for what, value in report.provenance]
+    recipe = ["### Recipe", "", *rules, ""] if rules else []
+    return "\n".join([*recipe, "### Provenance", "", *facts])
