@@ -1,24 +1,34 @@
 """ptqpipe eval."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Literal, cast
 
 import click
 
-from ptqpipe.cli.common import one_line_errors
+from ptqpipe.cli.common import Size, one_line_errors
 
 
 @click.command(name="eval")
 @click.argument("ckpt")
 @click.option("--baseline", metavar="MODEL", help="The model to compare with: the one that CKPT was made from.")
 @click.option(
-    "--data", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="Text to score. Repeatable."
+    "--data",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="Text to score: .txt, .jsonl or .parquet. Repeatable.",
 )
 @click.option("--window", type=int, metavar="N", help="Tokens of context [the model's positions, at most 2048].")
 @click.option("--stride", type=int, metavar="N", help="Windows begin every N tokens [the window].")
 @click.option("--max-tokens", type=int, metavar="N", help="Use the first N tokens of each file.")
+@click.option("--tasks", default="", metavar="A,B", help="lm-eval's tasks, or local_piqa, local_lambada, ...")
+@click.option("--task-data", type=click.Path(path_type=Path), metavar="DIR", help="The files of the local_ tasks.")
+@click.option("--include-path", type=click.Path(path_type=Path), metavar="DIR", help="Further lm-eval task YAMLs.")
+@click.option("--limit", type=int, metavar="N", help="Use the first N samples of each task.")
+@click.option("--batch-size", type=int, default=8, show_default=True, help="Of the tasks.")
 @click.option("--dtype", default="float32", show_default=True, help="float32, bfloat16, float16 or auto.")
 @click.option(
     "--activations",
@@ -27,6 +37,8 @@ from ptqpipe.cli.common import one_line_errors
     show_default=True,
     help="Quantize activations as the format says, or not.",
 )
+@click.option("--cache-dir", type=click.Path(path_type=Path), help="Where the baseline's logits are kept.")
+@click.option("--cache-size", type=Size(), default="16GiB", show_default=True, help="Limit of the cache; 0: none.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Where the JSON goes [<ckpt>.eval.json].")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
@@ -38,24 +50,48 @@ def evaluate(
     window: int | None,
     stride: int | None,
     max_tokens: int | None,
+    tasks: str,
+    task_data: Path | None,
+    include_path: Path | None,
+    limit: int | None,
+    batch_size: int,
     dtype: str,
     activations: str,
+    cache_dir: Path | None,
+    cache_size: int,
     out: Path | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Measure CKPT (a folder, or a hub name): perplexity, KL divergence to a baseline, lm-eval tasks."""
+    """Measure CKPT (a folder, or a hub name): perplexity, KL divergence to a baseline, lm-eval tasks.
+
+    Packed weights are decoded exactly, and the inputs of linear layers are quantized as the format says.
+    """
     from ptqpipe.stages import evaluate as stage
+    from ptqpipe.stages import evaluate_report as report
 
     options = stage.Options(
         data=data,
         window=window,
         stride=stride,
         max_tokens=max_tokens,
+        tasks=tuple(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip())),
+        task_data=task_data,
+        include_path=include_path,
+        limit=limit,
+        batch_size=batch_size,
         dtype=dtype,
         activations=cast(Literal["simulated", "none"], activations),
+        cache_dir=None if cache_size == 0 else cache_dir or _user_cache(),
+        cache_limit=cache_size,
     )
     result = stage.evaluate(ckpt, baseline=baseline, options=options, progress=not quiet and sys.stderr.isatty())
-    target = out or stage.default_out(ckpt)
-    stage.write(result, target)
-    click.echo(json.dumps(result) if as_json else f"{stage.render(result)}\n\n{target}")
+    target = out or report.default_out(ckpt)
+    report.write(result, target)
+    click.echo(json.dumps(result) if as_json else f"{report.render(result)}\n\n{target}")
+
+
+def _user_cache() -> Path:
+    """$XDG_CACHE_HOME/ptqpipe, by default ~/.cache/ptqpipe."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "ptqpipe"

@@ -97,12 +97,13 @@ def batches(found: Sequence[Window], *, vocabulary: int) -> Iterator[list[Window
         yield batch
 
 
-def vocabulary_of(model: Any) -> int:
-    """Width of a model's logits."""
-    head = model.get_output_embeddings()
-    if head is not None and getattr(head, "weight", None) is not None:
-        return int(head.weight.shape[0])
-    return int(model.config.get_text_config().vocab_size)
+def vocabulary_of(model: Any) -> int | None:
+    """Width of the logits of a model or a store of logits (its ``vocabulary``), None where it cannot be told."""
+    if not isinstance(model, torch.nn.Module):
+        found: int | None = getattr(model, "vocabulary", None)
+        return found
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    return int(model.config.get_text_config().vocab_size if head is None else head.weight.shape[0])  # type: ignore[union-attr, operator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ def _logits_of(model: Any) -> Logits:
 
 def _checked_vocabulary(model: Any, reference: Any, tokens: torch.Tensor) -> int:
     """The width of the logits; tokens must be below it, and two models must share it."""
-    sizes = [vocabulary_of(m) for m in (model, reference) if isinstance(m, torch.nn.Module)]
+    sizes = [size for m in (model, reference) if (size := vocabulary_of(m)) is not None]
     if len(set(sizes)) > 1:
         raise UsageError(
             f"the baseline has a vocabulary of {sizes[1]}, the model one of {sizes[0]}; only models with one "

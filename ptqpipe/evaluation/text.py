@@ -32,12 +32,33 @@ def load_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
         raise CheckpointError(f"{path} has no tokenizer that transformers reads: {first}") from None
 
 
+class Tokenizer:
+    """The tokenizer of a checkpoint, loaded when it is first needed: files of tokens need none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._loaded: Any = None
+
+    def get(self) -> Any:
+        """transformers' tokenizer. CheckpointError where there is none."""
+        if self._loaded is None:
+            self._loaded = load_tokenizer(self._path)
+        return self._loaded
+
+    def __call__(self, text: str, *, verbose: bool = True) -> Any:
+        """As transformers' tokenizers."""
+        return self.get()(text, verbose=verbose)
+
+
 def read_text(file: Path, tokenizer: Any, *, max_tokens: int | None = None) -> Text:
-    """The first ``max_tokens`` tokens of a file. UsageError for a file that cannot be read or holds nothing."""
+    """The first ``max_tokens`` tokens of a file. UsageError for a file that cannot be read or holds nothing.
+
+    tokenizer  transformers' tokenizer of the model, or a `Tokenizer`; called for texts only
+    """
     file = Path(file)
     content = _content(file)
     if isinstance(content, str):

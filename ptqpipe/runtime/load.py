@@ -38,7 +38,7 @@ def load_model(
         raise UsageError(f"activations {activations!r} is unknown; use simulated or none")
     with Source.open(Path(ckpt)) as source:
         config = read_config(source.reader.path)
-        model = _fill(source, config, _dtype_of(dtype, config))
+        model = _fill(source, config, dtype_of(dtype, config))
         if activations == "simulated":
             from ptqpipe.runtime.simulate import simulate_activations
 
@@ -68,7 +68,8 @@ def read_config(path: Path) -> Any:
     return config
 
 
-def _dtype_of(dtype: torch.dtype | str, config: Any) -> torch.dtype:
+def dtype_of(dtype: torch.dtype | str, config: Any) -> torch.dtype:
+    """The torch dtype that ``dtype`` names for a model of ``config``. UsageError for an unknown name."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":

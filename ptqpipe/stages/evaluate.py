@@ -1,31 +1,30 @@
 """evaluate: what a checkpoint computes, measured. Perplexity, KL divergence to a baseline, lm-eval tasks; one JSON.
 
-Both models are loaded with true semantics (``runtime/load.py``). The baseline goes first, its logits to the cache on
-disk, and is gone before the checkpoint is loaded; without a cache both are in memory.
+Both models are loaded with true semantics (``runtime/load.py``). Whatever can be wrong with the call is found before a
+weight is read. The baseline goes first, its logits to the cache on disk, and is gone before the checkpoint is loaded;
+where they are not cached (no folder, or more than the limit) both models are in memory.
 """
 
-import json
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tqdm import tqdm
 
-from ptqpipe._version import __version__
+from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.source import resolve_source
 from ptqpipe.errors import UsageError
-from ptqpipe.evaluation.measures import Divergence, Perplexity, divergence, perplexity
-from ptqpipe.evaluation.scores import score
-from ptqpipe.evaluation.text import Text, load_tokenizer, read_text
-from ptqpipe.runtime.load import load_model, read_config
-from ptqpipe.stages.jobs import RECORD_FILE
-from ptqpipe.stages.tables import table
+from ptqpipe.evaluation.cache import DEFAULT_LIMIT, open_cache
+from ptqpipe.evaluation.harness import Metric, TaskRequest, check_tasks, run_tasks
+from ptqpipe.evaluation.measures import divergence, perplexity
+from ptqpipe.evaluation.scores import Window, score, windows
+from ptqpipe.evaluation.text import Text, Tokenizer, read_text
+from ptqpipe.runtime.load import dtype_of, load_model, read_config
+from ptqpipe.stages.evaluate_report import Measured, TaskRow, result_json
 
-VERSION = 1
 DEFAULT_WINDOW = 2048
 
 
@@ -33,58 +32,133 @@ DEFAULT_WINDOW = 2048
 class Options:
     """What to measure and how.
 
-    data        text files, scored in windows of ``window`` tokens (None: what the model has positions for, at most
-                2048) that begin every ``stride`` (None: ``window``)
-    max_tokens  of each file
-    dtype       what both models compute in
-    activations  whether the inputs of the checkpoint's linear layers are quantized as its format says
+    data         text files, scored in windows of ``window`` tokens (None: what the model has positions for, at most
+                 2048) that begin every ``stride`` (None: ``window``)
+    max_tokens   of each file
+    tasks        lm-eval's or local ones; with `task_data`, `include_path`, `limit` and `batch_size` as ``TaskRequest``
+    dtype        what both models compute in
+    activations  whether the inputs of linear layers are quantized as each checkpoint's format says
+    cache_dir    where the baseline's logits are kept, at most ``cache_limit`` bytes; None: nowhere
     """
 
     data: tuple[Path, ...] = ()
     window: int | None = None
     stride: int | None = None
     max_tokens: int | None = None
+    tasks: tuple[str, ...] = ()
+    task_data: Path | None = None
+    include_path: Path | None = None
+    limit: int | None = None
+    batch_size: int = 8
     dtype: str = "float32"
     activations: Literal["simulated", "none"] = "simulated"
+    cache_dir: Path | None = None
+    cache_limit: int = DEFAULT_LIMIT
+
+    @property
+    def request(self) -> TaskRequest:
+        """The tasks."""
+        return TaskRequest(self.tasks, self.task_data, self.include_path, self.limit, self.batch_size)
+
+
+class _Model:
+    """A model that is loaded when first asked for."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        self.path = path
+        self._options = options
+        self._model: Any = None
+
+    def get(self) -> Any:
+        if self._model is None:
+            self._model = load_model(self.path, dtype=self._options.dtype, activations=self._options.activations)
+        return self._model
+
+    def drop(self) -> None:
+        self._model = None
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One text."""
+class _Job:
+    """Everything decided and read but the weights."""
 
-    text: Text
+    options: Options
+    path: Path
+    baseline: Path | None
+    texts: tuple[Text, ...]
     window: int
     stride: int
-    perplexity: Perplexity
-    divergence: Divergence | None
+    tokenizer: Tokenizer
+    progress: bool
+
+    def windows(self, text: Text) -> list[Window]:
+        return windows(len(text.tokens), self.window, stride=self.stride)
 
 
 def evaluate(
     ckpt: str, *, baseline: str | None = None, options: Options | None = None, progress: bool = False
 ) -> dict[str, Any]:
     """The content of the eval JSON. UsageError for what cannot be measured, before any weight is read."""
-    options = options or Options()
-    if not options.data:
-        raise UsageError("nothing to measure; give --data FILE")
+    job = _prepare(ckpt, baseline, options or Options(), progress)
+    references: Sequence[Any] = [None] * len(job.texts)
+    theirs: list[Metric] = []
+    if job.baseline is not None:
+        other = _Model(job.baseline, job.options)
+        if job.options.tasks:
+            theirs = run_tasks(other.get(), job.tokenizer.get(), job.options.request, progress=progress)
+        references = [_reference(job, text, other) for text in job.texts]
+        other.drop()
+    model = _Model(job.path, job.options)
+    measured = [_measure(job, text, model, ref) for text, ref in zip(job.texts, references, strict=True)]
+    ours: list[Metric] = []
+    if job.options.tasks:
+        ours = run_tasks(model.get(), job.tokenizer.get(), job.options.request, progress=progress)
+    by_key = {(metric.task, metric.name): metric for metric in theirs}
+    rows = [TaskRow(metric, by_key.get((metric.task, metric.name))) for metric in ours]
+    return result_json(job.path, job.baseline, settings=_settings(job), measured=measured, tasks=rows)
+
+
+def _prepare(ckpt: str, baseline: str | None, options: Options, progress: bool) -> _Job:
+    if not options.data and not options.tasks:
+        raise UsageError("nothing to measure; give --data FILE, --tasks NAMES, or both")
+    for name in ("max_tokens", "limit", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
     path = resolve_source(ckpt)
     other = None if baseline is None else resolve_source(baseline)
-    window, stride = _protocol(path, options)
-    texts = _texts(path, other, options)
-    model = load_model(path, dtype=options.dtype, activations=options.activations)
-    reference = None if other is None else load_model(other, dtype=options.dtype, activations=options.activations)
-    measured = []
+    config = read_config(path)
+    dtype_of(options.dtype, config)
+    if other is not None:
+        ours, theirs = (int(c.get_text_config().vocab_size) for c in (config, read_config(other)))
+        if ours != theirs:
+            raise UsageError(
+                f"the baseline {other} has a vocabulary of {theirs}, {path} one of {ours}; only models with one "
+                "vocabulary can be compared"
+            )
+    window, stride = _protocol(config, options)
+    if options.tasks:
+        check_tasks(options.request)
+    tokenizer = Tokenizer(path if other is None or (path / "tokenizer_config.json").exists() else other)
+    texts = tuple(read_text(file, tokenizer, max_tokens=options.max_tokens) for file in options.data)
     for text in texts:
-        with _bar(text, shown=progress) as advance:
-            scores = score(model, text.tokens, window=window, stride=stride, reference=reference, on_batch=advance)
-        found = None if reference is None else divergence(scores)
-        measured.append(Measured(text, window, stride, perplexity(scores), found))
-    return _json(path, other, options, measured)
+        _check_tokens(text, int(config.get_text_config().vocab_size))
+    return _Job(options, path, other, texts, window, stride, tokenizer, progress)
 
 
-def _protocol(path: Path, options: Options) -> tuple[int, int]:
-    positions = getattr(read_config(path).get_text_config(), "max_position_embeddings", None) or DEFAULT_WINDOW
-    window = options.window or min(DEFAULT_WINDOW, positions)
-    stride = options.stride or window
+def _check_tokens(text: Text, vocabulary: int) -> None:
+    low, high = int(text.tokens.min()), int(text.tokens.max())
+    if low < 0 or high >= vocabulary:
+        bad = low if low < 0 else high
+        raise UsageError(
+            f"{text.name} has token {bad}, outside the model's vocabulary of {vocabulary}; use the model's tokenizer"
+        )
+
+
+def _protocol(config: Any, options: Options) -> tuple[int, int]:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or DEFAULT_WINDOW
+    window = min(DEFAULT_WINDOW, positions) if options.window is None else options.window
+    stride = window if options.stride is None else options.stride
     if window > positions:
         raise UsageError(f"--window {window} is more than the model's {positions} positions; choose a smaller one")
     if window < 2 or not 1 <= stride <= window:
@@ -92,141 +166,70 @@ def _protocol(path: Path, options: Options) -> tuple[int, int]:
     return window, stride
 
 
-def _texts(path: Path, other: Path | None, options: Options) -> list[Text]:
-    tokenizer = load_tokenizer(path if (path / "tokenizer.json").exists() or other is None else other)
-    return [read_text(file, tokenizer, max_tokens=options.max_tokens) for file in options.data]
+def _reference(job: _Job, text: Text, other: _Model) -> Any:
+    """The baseline's logits on a text: a filled store, or the model itself."""
+    options = job.options
+    if options.cache_dir is None:
+        return other.get()
+    config = read_config(other.path)
+    with CheckpointReader.open(other.path) as reader:
+        key = {
+            "model": reader.fingerprint(),
+            "tokens": text.sha256,
+            "window": job.window,
+            "stride": job.stride,
+            "activations": options.activations,
+            "transformers": _transformers_version(),
+        }
+    store = open_cache(
+        options.cache_dir,
+        key=key,
+        windows=job.windows(text),
+        vocabulary=int(config.get_text_config().vocab_size),
+        dtype=dtype_of(options.dtype, config),
+        make=other.get,
+        limit_bytes=options.cache_limit,
+    )
+    if store is None:
+        return other.get()
+    with _bar(text, shown=job.progress, label="baseline") as advance:
+        store.fill(job.windows(text), text.tokens, on_batch=advance)
+    return store
 
 
-class _bar:
-    """A bar over scored tokens, as a context that gives the function to call."""
-
-    def __init__(self, text: Text, *, shown: bool) -> None:
-        self._bar: Any = tqdm(
-            total=len(text.tokens),
-            unit="tok",
-            unit_scale=True,
-            disable=not shown,
-            file=sys.stderr,
-            desc=Path(text.name).name,
+def _measure(job: _Job, text: Text, model: _Model, reference: Any) -> Measured:
+    with _bar(text, shown=job.progress, label=Path(text.name).name) as advance:
+        scores = score(
+            model.get(), text.tokens, window=job.window, stride=job.stride, reference=reference, on_batch=advance
         )
-
-    def __enter__(self) -> Callable[[int], None]:
-        def advance(done: int) -> None:
-            self._bar.update(done - self._bar.n)
-
-        return advance
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+    found = None if reference is None else divergence(scores)
+    return Measured(text.name, text.sha256, job.window, job.stride, perplexity(scores), found)
 
 
-def _json(path: Path, other: Path | None, options: Options, measured: Sequence[Measured]) -> dict[str, Any]:
+@contextmanager
+def _bar(text: Text, *, shown: bool, label: str) -> Iterator[Callable[[int], None]]:
+    """A bar over scored tokens; gives the function to call with how many are done."""
+    bar: Any = tqdm(
+        total=len(text.tokens), unit="tok", unit_scale=True, disable=not shown, file=sys.stderr, desc=label[:30]
+    )
+    try:
+        yield lambda done: bar.update(done - bar.n)
+    finally:
+        bar.close()
+
+
+def _settings(job: _Job) -> Mapping[str, Any]:
+    options = job.options
     return {
-        "version": VERSION,
-        "ptqpipe": __version__,
-        "checkpoint": {"name": path.resolve().name, "path": str(path), "run_id": _run_id(path)},
-        "baseline": None if other is None else {"name": other.resolve().name, "path": str(other)},
-        "settings": {"dtype": options.dtype, "activations": options.activations, "max_tokens": options.max_tokens},
-        "perplexity": [_perplexity_row(m) for m in measured],
-        "kl": [{"data": m.text.name, **asdict(m.divergence)} for m in measured if m.divergence is not None],
-        "tasks": [],
+        "dtype": options.dtype,
+        "activations": options.activations,
+        "max_tokens": options.max_tokens,
+        "limit": options.limit,
+        "transformers": _transformers_version(),
     }
 
 
-def _perplexity_row(measured: Measured) -> dict[str, Any]:
-    found = measured.perplexity
-    return {
-        "data": measured.text.name,
-        "sha256": measured.text.sha256,
-        "tokens": found.tokens,
-        "window": measured.window,
-        "stride": measured.stride,
-        "checkpoint": found.value,
-        "baseline": found.reference,
-        "nll": found.nll,
-        "nll_baseline": found.nll_reference,
-        "difference": found.difference,
-        "interval": found.interval,
-    }
+def _transformers_version() -> str:
+    from importlib.metadata import version
 
-
-def _run_id(path: Path) -> str | None:
-    try:
-        found = json.loads((path / RECORD_FILE).read_bytes()).get("run_id")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, str) else None
-
-
-def default_out(ckpt: str) -> Path:
-    """Where the JSON goes unless told: beside the checkpoint, or in the working folder for a hub name."""
-    path = Path(ckpt)
-    name = path.resolve().name if path.exists() else ckpt.rpartition("/")[2]
-    return (path.resolve().parent if path.exists() else Path()) / f"{name}.eval.json"
-
-
-def write(result: Mapping[str, Any], out: Path) -> None:
-    """Writes the JSON in one step."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
-        os.replace(name, out)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def render(result: Mapping[str, Any]) -> str:
-    """The result as tables for a terminal."""
-    settings = result["settings"]
-    lines = [f"{result['checkpoint']['name']}  ({settings['dtype']}, activations {settings['activations']})"]
-    if result["baseline"] is not None:
-        lines.append(f"  against {result['baseline']['name']}")
-    if result["perplexity"]:
-        lines += ["", _perplexity_table(result["perplexity"])]
-    if result["kl"]:
-        lines += ["", _kl_table(result["kl"])]
-    return "\n".join(lines)
-
-
-def _perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    body = [
-        [
-            Path(row["data"]).name,
-            str(row["tokens"]),
-            f"{row['window']}/{row['stride']}",
-            f"{row['checkpoint']:.4f}",
-            _number(row["baseline"], ".4f"),
-            _number(row["difference"], "+.4f"),
-            _span(row["interval"], ".4f"),
-        ]
-        for row in rows
-    ]
-    return table(["perplexity", "tokens", "window/stride", "checkpoint", "baseline", "difference", "95 %"], body)
-
-
-def _kl_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    body = [
-        [
-            Path(row["data"]).name,
-            f"{row['mean']:.6f}",
-            _number(row["standard_error"], ".6f"),
-            _span(row["interval"], ".6f"),
-            *(f"{row['percentiles'][p]:.4f}" for p in ("50", "99", "99.9")),
-            f"{row['max']:.4f}",
-            f"{100 * row['top1_agreement']:.2f} %",
-        ]
-        for row in rows
-    ]
-    return table(["KL, nats", "mean", "std. error", "95 %", "50 %", "99 %", "99.9 %", "max", "same top-1"], body)
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
-
-
-def _span(interval: Sequence[float] | None, spec: str) -> str:
-    return "-" if interval is None else f"{interval[0]:{spec}} .. {interval[1]:{spec}}"
+    return version("transformers")

@@ -1,0 +1,151 @@
+"""A model's logits on disk, so that the baseline of many checkpoints runs once.
+
+    <cache>/logits/<digest>/key.json          what the digest is of: model, tokens, windows, dtype, versions
+    <cache>/logits/<digest>/<start>-<stop>    one batch: the logits in the model's dtype, then their CRC-32
+
+Logits are stored as the model gave them, so a hit and a miss measure the same bits. A file appears under its name only
+when it is whole, and one that is damaged is computed again. The least recently used digests go when the limit is
+reached. Must not know what a model is: one is made when a batch is missing.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.errors import CheckpointError
+from ptqpipe.evaluation.scores import ModelLogits, Window, batches
+
+LAYOUT = 1
+DEFAULT_LIMIT = 16 * 2**30  # bytes
+
+
+class CachedLogits:
+    """The logits of one model on one text (see ``scores.Logits``): from disk, or else computed and stored."""
+
+    def __init__(self, folder: Path, *, vocabulary: int, dtype: torch.dtype, make: Callable[[], Any]) -> None:
+        """Use `open_cache`."""
+        self.folder = folder
+        self.vocabulary = vocabulary
+        self._dtype = dtype
+        self._make = make
+        self._model: ModelLogits | None = None
+
+    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
+        """As ``scores.Logits`` says."""
+        found = self._read(batch)
+        if found is None:
+            found = self._compute(batch, tokens)
+            self._write(batch, found)
+        return found
+
+    def fill(
+        self, windows: Sequence[Window], tokens: torch.Tensor, *, on_batch: Callable[[int], None] | None = None
+    ) -> None:
+        """Computes what is missing, and lets go of the model."""
+        done = 0
+        for batch in batches(windows, vocabulary=self.vocabulary):
+            if self._read(batch) is None:
+                self._write(batch, self._compute(batch, tokens))
+            done += sum(window.scored for window in batch)
+            if on_batch is not None:
+                on_batch(done)
+        self._model = None
+
+    def _compute(self, batch: Sequence[Window], tokens: torch.Tensor) -> torch.Tensor:
+        if self._model is None:
+            self._model = ModelLogits(self._make())
+        logits = self._model(batch, tokens)
+        if logits.shape[-1] != self.vocabulary:
+            raise CheckpointError(f"a model with a vocabulary of {self.vocabulary} gives {logits.shape[-1]} logits")
+        return logits.to(self._dtype)
+
+    def _file(self, batch: Sequence[Window]) -> Path:
+        return self.folder / f"{batch[0].start}-{batch[-1].stop}"
+
+    def _read(self, batch: Sequence[Window]) -> torch.Tensor | None:
+        """The stored logits of a batch; None where they are missing or damaged."""
+        shape = (sum(window.scored for window in batch), self.vocabulary)
+        try:
+            raw = bytearray(self._file(batch).read_bytes())
+        except OSError:
+            return None
+        if len(raw) != shape[0] * shape[1] * self._dtype.itemsize + 4:
+            return None
+        if zlib.crc32(memoryview(raw)[:-4]) != int.from_bytes(raw[-4:], "little"):
+            return None
+        return torch.frombuffer(raw, dtype=self._dtype, count=shape[0] * shape[1]).reshape(shape)
+
+    def _write(self, batch: Sequence[Window], logits: torch.Tensor) -> None:
+        """Stores a batch; a full or read-only disk only means that nothing is stored."""
+        raw = logits.contiguous().view(torch.uint8).numpy().data
+        try:
+            write_atomically(self._file(batch), raw, zlib.crc32(raw).to_bytes(4, "little"))
+        except OSError:
+            return
+
+
+def open_cache(
+    cache: Path,
+    *,
+    key: Mapping[str, Any],
+    windows: Sequence[Window],
+    vocabulary: int,
+    dtype: torch.dtype,
+    make: Callable[[], Any],
+    limit_bytes: int = DEFAULT_LIMIT,
+) -> CachedLogits | None:
+    """The store of one model on one text; None where it would not fit ``limit_bytes`` or the folder cannot be written.
+
+    key         everything that decides the logits, JSON
+    vocabulary  width of the logits, to be known before the model is
+    make        gives the transformers model
+    """
+    content = {**key, "vocabulary": vocabulary, "dtype": str(dtype), "torch": torch.__version__, "layout": LAYOUT}
+    raw = json.dumps(content, sort_keys=True, indent=1).encode()
+    folder = cache / "logits" / hashlib.sha256(raw).hexdigest()[:32]
+    needed = sum(window.scored for window in windows) * vocabulary * dtype.itemsize
+    if needed > limit_bytes:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "key.json", raw)  # anew each time: its time says when it was used
+        _make_room(cache / "logits", folder, limit_bytes - needed)
+    except OSError:
+        return None
+    return CachedLogits(folder, vocabulary=vocabulary, dtype=dtype, make=make)
+
+
+def _make_room(root: Path, keep: Path, room: int) -> None:
+    """Removes the least recently used stores until those beside ``keep`` have at most ``room`` bytes."""
+    stores = []
+    for folder in root.iterdir():
+        if folder != keep and (folder / "key.json").is_file():
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            stores.append(((folder / "key.json").stat().st_mtime_ns, size, folder))
+    total = sum(size for _, size, _ in stores)
+    for _, size, folder in sorted(stores):
+        if total <= room:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        total -= size
+
+
+def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
+    """A file that appears whole or not at all. OSError where it cannot be written."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for part in parts:
+                file.write(part)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

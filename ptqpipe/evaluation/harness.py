@@ -1,0 +1,219 @@
+"""lm-eval tasks on a loaded model, and two models' results against each other.
+
+lm-eval's own harness and its own class for Hugging Face models do the work; this file names the tasks, hands over the
+model, and compares sample by sample. ``local_*`` tasks (``tasks/*.yaml``) read local files in the format of MosaicML's
+evaluation sets, so they need no network.
+"""
+
+import difflib
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from ptqpipe.errors import UsageError, one_line
+
+LOCAL_TASKS = Path(__file__).resolve().parent / "tasks"
+RESAMPLES = 1000
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRequest:
+    """Which tasks, and how.
+
+    names         lm-eval's names (tasks, groups, tags), ours (``local_piqa``), or those below ``include_path``
+    task_data     the folder with the files of local tasks, themselves or one folder down
+    include_path  a folder with further task YAMLs
+    limit         samples of each task, the first ones
+    """
+
+    names: tuple[str, ...]
+    task_data: Path | None = None
+    include_path: Path | None = None
+    limit: int | None = None
+    batch_size: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric of one task on one model.
+
+    values     one a sample, None where a sample has none; what ``aggregate`` makes ``value`` from
+    stderr     lm-eval's
+    """
+
+    task: str
+    name: str
+    higher_is_better: bool
+    value: float
+    stderr: float | None
+    samples: int
+    values: Sequence[Any]
+    aggregate: Callable[[Sequence[Any]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Metric against the baseline's. ``recovery`` in percent: 100 is as good; ``interval`` of the difference, 95 %."""
+
+    recovery: float | None
+    difference: float
+    interval: tuple[float, float] | None
+
+
+def check_tasks(request: TaskRequest) -> None:
+    """UsageError without lm-eval, for an unknown task (with names near it), or local data that is not there."""
+    manager = _manager(request)
+    for name in request.names:
+        if name in _local_names():
+            _local_config(name, request.task_data)
+        elif name not in manager.all_tasks:
+            known = [*_local_names(), *manager.all_tasks]
+            near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
+            hint = f"; near it are {', '.join(near)}" if near else "; `lm_eval ls tasks` lists all"
+            raise UsageError(f"task {name!r} is unknown{hint}")
+
+
+def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: bool = False) -> list[Metric]:
+    """Every metric of every task on ``model``, in the order of the tasks.
+
+    UsageError as `check_tasks`, and for data that lm-eval cannot load.
+    """
+    check_tasks(request)
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    manager = _manager(request)
+    specs = [_local_config(n, request.task_data) if n in _local_names() else n for n in request.names]
+    with _quiet(progress):
+        try:
+            tasks = manager.load(specs)["tasks"]
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UsageError(
+                f"the tasks {', '.join(request.names)} cannot be loaded: {one_line(first)}; local_ tasks need no hub"
+            ) from None
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
+        found = simple_evaluate(
+            model=lm,
+            tasks=list(tasks.values()),
+            task_manager=manager,
+            limit=request.limit,
+            bootstrap_iters=RESAMPLES,
+            log_samples=True,
+        )
+    return [metric for name, task in tasks.items() for metric in _metrics(name, task, found)]
+
+
+def compare(metric: Metric, baseline: Metric, *, resamples: int = RESAMPLES, seed: int = SEED) -> Comparison:
+    """A metric against the same of the baseline: recovery, difference, paired bootstrap over samples."""
+    ratio = (metric.value, baseline.value) if metric.higher_is_better else (baseline.value, metric.value)
+    recovery = 100 * ratio[0] / ratio[1] if ratio[1] else None
+    difference = metric.value - baseline.value
+    count = len(metric.values)
+    if count < 2 or len(baseline.values) != count:
+        return Comparison(recovery, difference, None)
+    generator = np.random.default_rng(seed)
+    ours, theirs = _resampler(metric), _resampler(baseline)
+    differences = []
+    for _ in range(resamples):
+        drawn = generator.integers(0, count, count)
+        differences.append(ours(drawn) - theirs(drawn))
+    low, high = np.quantile(differences, [0.025, 0.975])
+    return Comparison(recovery, difference, (float(low), float(high)))
+
+
+def _resampler(metric: Metric) -> Callable[[np.ndarray], float]:
+    """The metric of drawn samples."""
+    if metric.aggregate.__name__ == "mean":
+        values = np.asarray(metric.values, dtype=np.float64)
+        return lambda drawn: float(values[drawn].mean())
+    return lambda drawn: float(metric.aggregate([metric.values[index] for index in drawn]))
+
+
+def _metrics(name: str, task: Any, found: Any) -> Iterator[Metric]:
+    results, aggregations = found["results"][name], task.aggregation()
+    better = found["higher_is_better"].get(name, {})
+    for key, value in results.items():
+        metric, comma, choice = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+            continue
+        samples = [sample for sample in found["samples"][name] if sample.get("filter", choice) == choice]
+        values = [sample[metric] for sample in samples if metric in sample]
+        stderr = results.get(f"{metric}_stderr,{choice}")
+        yield Metric(
+            task=name,
+            name=metric if choice == "none" else key,
+            higher_is_better=better.get(metric) is not False,
+            value=float(value),
+            stderr=float(stderr) if isinstance(stderr, (int, float)) else None,
+            samples=len(samples),
+            values=values,
+            aggregate=aggregations.get(metric, _mean),
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+_mean.__name__ = "mean"
+
+
+def _manager(request: TaskRequest) -> Any:
+    """lm-eval's index of tasks."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise UsageError("tasks need lm-eval; pip install 'ptqpipe[eval]'") from None
+    if request.include_path is not None and not request.include_path.is_dir():
+        raise UsageError(f"--include-path {request.include_path} is no folder; name one with task YAMLs")
+    return _index(TaskManager, None if request.include_path is None else str(request.include_path))
+
+
+@cache
+def _index(manager: Any, include_path: str | None) -> Any:
+    """lm-eval reads thousands of files for its index: once a process."""
+    with _quiet(progress=False):
+        return manager(include_path=include_path)
+
+
+def _local_names() -> list[str]:
+    return sorted(path.stem for path in LOCAL_TASKS.glob("*.yaml"))
+
+
+def _local_config(name: str, task_data: Path | None) -> dict[str, Any]:
+    """A local task with the paths of its files. UsageError where they are not."""
+    config: dict[str, Any] = yaml.safe_load((LOCAL_TASKS / f"{name}.yaml").read_text(encoding="utf-8"))
+    files: Mapping[str, str] = config["dataset_kwargs"]["data_files"]
+    if task_data is None:
+        raise UsageError(f"task {name!r} reads {', '.join(files.values())}; name its folder with --task-data DIR")
+    found = {}
+    for split, file in files.items():
+        places = [task_data / file, *sorted(task_data.glob(f"*/{file}"))]
+        place = next((place for place in places if place.is_file()), None)
+        if place is None:
+            raise UsageError(f"task {name!r} needs {file} in {task_data} or one folder down; it is not there")
+        found[split] = str(place.resolve())
+    return {**config, "dataset_kwargs": {"data_files": found}}
+
+
+@contextmanager
+def _quiet(progress: bool) -> Iterator[None]:
+    """lm-eval logs every step: errors only, and no bars unless asked for."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(io.StringIO()), nullcontext() if progress else redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
