@@ -73,7 +73,7 @@ def _end_labels(series: Sequence[Series], x: float, y_axis: Axis, at: Position, 
     gap = min(16.0, (bottom - top) / max(1, len(series)))
     parts = []
     for s, y, placed in zip(series, ends, spread(ends, gap=gap, low=top, high=bottom), strict=True):
-        start = at(s.points[-1][0])
+        start = max(at(s.points[-1][0]), x - 24)  # a line may end before the last layer
         leader = f"M{start + 6:.1f},{y:.1f}L{x + 2:.1f},{y:.1f}L{x + 14:.1f},{placed:.1f}"
         inside = [node("path", {"d": leader, "class": f"leader {colour(s.index)}"})]
         inside.append(text(x + 18, placed + 4, _short(s.name, 17), kind=f"end {colour(s.index)}"))
@@ -163,7 +163,8 @@ def dot_chart(rows: Sequence[Dots], *, wide: bool, label: str, unit: str) -> Mar
         parts.append(text(left - 12, y + 4, _short(r.name, 18 if wide else 13), kind="row", anchor="end"))
         parts.append(line(min(xs), y, max(xs), y, "link"))
         for (index, _, tip), x in zip(r.values, xs, strict=True):
-            parts.append(marker(index, x, y, kind=colour(index), tip=tip, radius=5))
+            kind = f"ring {colour(index)}" if index == 0 else colour(index)
+            parts.append(marker(index, x, y, kind=kind, tip=tip, radius=7 if index == 0 else 5))
         parts.append(text(width - right + 12, y + 4, numbers.ratio(r.values[-1][1]), kind="value"))
     return canvas(width, height, label, parts, kind="wide" if wide else "narrow")
 
@@ -222,9 +223,7 @@ def _zones(h: Histogram, first: int, last: int, left: float, pitch: float, top: 
     for begin, end, name, anchor, shift in zones:
         x, wide = left + (begin - first) * pitch, (end - begin) * pitch
         parts.append(node("rect", {"x": x, "y": top, "width": wide, "height": bottom - top, "class": "zone"}))
-        parts.append(
-            text(x + shift if anchor == "start" else x + wide, top - 4, name, kind="zone-label", anchor=anchor)
-        )
+        parts.append(text(x + shift if anchor == "start" else x - 4, top + 12, name, kind="zone-label", anchor=anchor))
     return parts
 
 
@@ -233,10 +232,13 @@ def _code_ticks(
 ) -> list[Markup]:
     """The numbers that codes stand for, at powers of two."""
     places = [code for code in range(first, last + 1) if h.values[code] > 0 and math.frexp(h.values[code])[0] == 0.5]
-    step = _whole_step(len(places), 14 if wide else 6)
+    apart, drawn = 34 if wide else 40, math.inf
     parts = []
-    for code in places[::step]:
+    for code in reversed(places):
         x = left + (code - first + 0.5) * pitch
+        if drawn - x < apart:
+            continue
+        drawn = x
         exponent = math.frexp(h.values[code])[1] - 1
         raised = node("tspan", {"dy": -4, "class": "raised"}, str(exponent).replace("-", "−"))
         parts.append(

@@ -153,7 +153,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Perplexity on one text; ``low`` and ``high`` bound the difference of the mean losses (nats a token)."""
+    """Perplexity on one text; ``low`` and ``high`` bound the difference, or the value where there is no baseline."""
 
     data: str
     tokens: int

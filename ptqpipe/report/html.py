@@ -27,8 +27,8 @@ COLUMNS = (
     (3, "size", "num"),
     (4, "bits", "num"),
     (5, "SQNR dB", "num"),
-    (6, "beside abs-max", "num"),
-    (7, "at largest code", "num"),
+    (6, "/ abs-max", "num"),
+    (7, "at largest", "num"),
     (8, "how or why", ""),
 )
 
@@ -45,6 +45,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.globals.update(n=numbers, block_chart=charts.block_chart)
     environment.filters["shown"] = view.shown
+    environment.filters["breakable"] = view.breakable
     return environment
 
 

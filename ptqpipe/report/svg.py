@@ -55,9 +55,9 @@ def marker(index: int, x: float, y: float, *, kind: str, tip: str = "", radius: 
         f"M{x:.1f},{y - 1.4 * r:.1f}l{1.4 * r:g},{1.4 * r:g}l{-1.4 * r:g},{1.4 * r:g}l{-1.4 * r:g},{-1.4 * r:g}z",
         f"M{x:.1f},{y + 1.25 * r:.1f}l{1.25 * r:g},{-2.2 * r:g}h{-2.5 * r:g}z",
         f"M{x - 1.3 * r:.1f},{y - 0.6 * r:.1f}h{2.6 * r:g}v{1.2 * r:g}h{-2.6 * r:g}z",
+        f"M{x - 0.45 * r:.1f},{y - 1.3 * r:.1f}h{0.9 * r:g}v{0.85 * r:g}h{0.85 * r:g}v{0.9 * r:g}h{-0.85 * r:g}"
+        f"v{0.85 * r:g}h{-0.9 * r:g}v{-0.85 * r:g}h{-0.85 * r:g}v{-0.9 * r:g}h{0.85 * r:g}z",
         f"M{x - 0.6 * r:.1f},{y - 1.3 * r:.1f}h{1.2 * r:g}v{2.6 * r:g}h{-1.2 * r:g}z",
-        f"M{x - r:.1f},{y - r:.1f}l{r:g},{0.6 * r:g}l{r:g},{-0.6 * r:g}l{-0.6 * r:g},{r:g}l{0.6 * r:g},{r:g}"
-        f"l{-r:g},{-0.6 * r:g}l{-r:g},{0.6 * r:g}l{0.6 * r:g},{-r:g}z",
     )
     attributes = {"d": shapes[index % len(shapes)], "class": f"mark {kind}"}
     return node("path", attributes | ({"data-tip": tip} if tip else {}))

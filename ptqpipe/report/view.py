@@ -1,10 +1,11 @@
 """From a report's numbers to what a page shows: groups by role and layer, charts, rows of tables. No HTML here."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ptqpipe.errors import one_line
 from ptqpipe.report import charts, numbers
@@ -13,6 +14,10 @@ from ptqpipe.report.content import Choice, Histogram, Kept, Report, Weight, deci
 LEAST_DB = 1.0  # how long the axis of decibels is at least
 WORST_ROWS = 10
 CHOICE_COLOUR = {"abs-max": 7, "OCP floor": 4, "four over six": 1, "exact": 5, "as stored": 0}
+_WALK = (
+    *("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate", "router"),
+    *("gate_up_proj", "gate_proj", "w1", "up_proj", "w3", "down_proj", "w2"),
+)
 _FAMILIES = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8")
 
 
@@ -40,6 +45,11 @@ class RoleRow:
 def shown(name: str) -> str:
     """A name from a file on one printable line of bounded length."""
     return one_line(name, limit=300)
+
+
+def breakable(name: str) -> Markup:
+    """The same, escaped, with places after its dots where a line may break."""
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[._])", shown(name)))
 
 
 def by_role(report: Report) -> list[RoleRow]:
@@ -71,32 +81,39 @@ def row_label(row: RoleRow, rows: Sequence[RoleRow]) -> str:
     return row.role if sum(other.role == row.role for other in rows) == 1 else f"{row.role} {row.format}"
 
 
-def error_lines(rows: Sequence[RoleRow]) -> Drawn | None:
-    """SQNR by layer, a line a role; None where names have no layers or errors are unknown."""
-    series = []
-    for row in rows:
-        layers: dict[int, list[Weight]] = defaultdict(list)
-        for weight in row.weights:
-            if weight.layer is not None and weight.sqnr_db is not None:
-                layers[weight.layer].append(weight)
-        points, ranges = [], []
-        for layer, members in sorted(layers.items()):
-            pooled = decibels(pooled_mse(members))
-            if pooled is None:
-                continue
-            values = [w.sqnr_db for w in members if w.sqnr_db is not None]
-            of = f" ({len(members)} weights, {min(values):.2f} to {max(values):.2f})" if len(members) > 1 else ""
-            points.append((layer, pooled, f"layer {layer}  {row.role}  {row.format}: {pooled:.2f} dB{of}"))
-            ranges.append((layer, min(values), max(values)))
-        if points:
-            series.append(charts.Series(row_label(row, rows), row.index, tuple(points), tuple(ranges)))
-    if not series or len({x for s in series for x, _, _ in s.points}) < 2:
-        return None
-    label = "signal to quantization noise ratio by layer, one line a role"
-    wide, narrow = (
-        charts.line_chart(series, wide=w, label=label, unit="SQNR, dB", least_span=LEAST_DB) for w in (True, False)
-    )
-    return Drawn(wide, narrow)
+def error_lines(rows: Sequence[RoleRow]) -> list[tuple[str, Drawn]]:
+    """(format, chart): SQNR by layer, a line a role. None of a format whose names have no layers or errors are unknown.
+
+    A chart a format: formats lie decibels apart, and layers of one differ by tenths.
+    """
+    found = []
+    for fmt in dict.fromkeys(row.format for row in rows):
+        series = [line for line in (_error_line(row) for row in rows if row.format == fmt) if line is not None]
+        if len({x for s in series for x, _, _ in s.points}) < 2:
+            continue
+        label = f"signal to quantization noise ratio of {fmt} weights by layer, one line a role"
+        wide, narrow = (
+            charts.line_chart(series, wide=w, label=label, unit="SQNR, dB", least_span=LEAST_DB) for w in (True, False)
+        )
+        found.append((fmt, Drawn(wide, narrow)))
+    return found
+
+
+def _error_line(row: RoleRow) -> charts.Series | None:
+    layers: dict[int, list[Weight]] = defaultdict(list)
+    for weight in row.weights:
+        if weight.layer is not None and weight.sqnr_db is not None:
+            layers[weight.layer].append(weight)
+    points, ranges = [], []
+    for layer, members in sorted(layers.items()):
+        pooled = decibels(pooled_mse(members))
+        if pooled is None:
+            continue
+        values = [w.sqnr_db for w in members if w.sqnr_db is not None]
+        of = f" ({len(members)} weights, {min(values):.2f} to {max(values):.2f})" if len(members) > 1 else ""
+        points.append((layer, pooled, f"layer {layer}  {row.role}  {row.format}: {pooled:.2f} dB{of}"))
+        ranges.append((layer, min(values), max(values)))
+    return charts.Series(row.role, row.index, tuple(points), tuple(ranges)) if points else None
 
 
 def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
@@ -276,7 +293,7 @@ def precision_map(report: Report) -> Map:
             outside[("kept", shown(kept.name), f"{kept.dtype}, {kept.reason or 'kept'}")] += 1
         else:
             squares[(shown(kept.role), kept.layer)].append(kept)
-    roles = list(dict.fromkeys(role for role, _ in squares))
+    roles = sorted(dict.fromkeys(role for role, _ in squares), key=_place)
     layers = sorted({layer for _, layer in squares})
     cells = [
         _cell(layers.index(layer), roles.index(role), role, layer, found) for (role, layer), found in squares.items()
@@ -294,6 +311,12 @@ def precision_map(report: Report) -> Map:
     return Map(drawing, tuple(legend), tuple(outside)[:40])
 
 
+def _place(role: str) -> int:
+    """The order of a decoder layer's walk; unknown roles last, in the order of the files."""
+    leaf = role.rpartition(".")[2]
+    return _WALK.index(leaf) if leaf in _WALK else len(_WALK)
+
+
 def _cell(column: int, row: int, role: str, layer: int, found: Sequence[Weight | Kept]) -> charts.Cell:
     names = list(dict.fromkeys(w.format if isinstance(w, Weight) else "kept" for w in found))
     first = found[0]
@@ -305,7 +328,7 @@ def _cell(column: int, row: int, role: str, layer: int, found: Sequence[Weight |
     size = 8 * sum(w.nbytes for w in weights) / max(1, sum(w.elements for w in weights))
     error = decibels(pooled_mse(weights))
     tip += f", {size:.2f} bits" + (f", {error:.2f} dB" if error is not None else "")
-    return charts.Cell(column, row, kind, tip + (f", {len(found)} weights" if len(found) > 1 else ""), f"{size:.0f}")
+    return charts.Cell(column, row, kind, tip + (f", {len(found)} weights" if len(found) > 1 else ""), f"{int(size)}")
 
 
 def table_data(report: Report) -> dict[str, object]:

@@ -6,71 +6,45 @@ per worker. Rendering is ``ptqpipe.report``.
 
 import hashlib
 import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from ptqpipe._version import __version__
-from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.report import check_kind, default_path, render
 from ptqpipe.report.content import (
-    Choice,
     FileRow,
-    Histogram,
     Kept,
-    Proof,
     Report,
     RuleRow,
-    Weight,
-    WorstBlock,
     decibels,
     pooled_mse,
 )
 from ptqpipe.report.write import check_target, write_report
-from ptqpipe.source import Source, SourceRows
+from ptqpipe.source import Source
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.jobs import RECORD_FILE
 from ptqpipe.stages.machine import default_workers
-from ptqpipe.stages.report_choices import NAMES, SAMPLE, STORED, compare_choices
+from ptqpipe.stages.report_choices import NAMES, SAMPLE, STORED
 from ptqpipe.stages.report_eval import read_evaluation
-from ptqpipe.stages.report_scan import Scan, codes_of, scale_axis, scan_weight
+from ptqpipe.stages.report_scan import scan_weight
+from ptqpipe.stages.report_weights import (
+    describe_weight,
+    find_items,
+    histograms,
+    layer_of,
+    on_threads,
+    prove_sample,
+    with_choices,
+    worst_blocks,
+)
 from ptqpipe.stages.tables import role_of
 from ptqpipe.stages.verify import one_thread_each
-from ptqpipe.stages.verify_groups import fused_groups
-from ptqpipe.stages.verify_optimal import prove_weight
-from ptqpipe.stages.verify_origin import Origins
-from ptqpipe.stages.verify_record import Claim, Record, claims_ownership, read_record
+from ptqpipe.stages.verify_record import Record, claims_ownership, read_record
 from ptqpipe.stages.verify_structure import is_kv_scale, plain_tensors
-
-WORST_SHOWN = 12
-PROOF_WEIGHTS = 64  # at most, spread evenly over the checkpoint
-PROOF_BLOCKS = 256  # of each
-PROOF_LONG_BLOCKS = 24  # the same of formats whose scales are numbers: thousands of scales are scored for a block
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)(?:\.|$)")
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One row of the report: a stored weight, or one expert of a stack, and where it came from."""
-
-    stored: StoredWeight
-    expert: int | None
-    rows: SourceRows | None
-
-    @property
-    def name(self) -> str:
-        return self.stored.weight if self.expert is None else f"{self.stored.weight}[{self.expert}]"
 
 
 def gather(
@@ -119,14 +93,14 @@ def _record(opened: Source) -> tuple[Record | None, list[str]]:
 def _gather(
     ckpt: Path, opened: Source, original: Source | None, record: Record | None, *, threads: int, all_rows: bool
 ) -> Report:
-    items, lost = _items(opened, original)
-    scans = _on_threads(
+    items, lost = find_items(opened, original)
+    scans = on_threads(
         items, lambda i: scan_weight(opened, i.stored.weight, expert=i.expert, rows=i.rows), threads=threads
     )
-    weights = [_weight(opened, item, scan, record) for item, scan in zip(items, scans, strict=True)]
+    weights = [describe_weight(opened, item, scan, record) for item, scan in zip(items, scans, strict=True)]
     choice_names: tuple[str, ...] = (STORED,) if any(w.choices for w in weights) else ()
     if original is not None:
-        weights = _with_choices(opened, items, scans, weights, threads=threads, all_rows=all_rows)
+        weights = with_choices(opened, items, scans, weights, threads=threads, all_rows=all_rows)
         choice_names = tuple(n for n in NAMES if any(c.name == n for w in weights for c in w.choices))
     overview = inspect(ckpt)
     illegal = [item.name for item, scan in zip(items, scans, strict=True) if scan.illegal]
@@ -151,9 +125,9 @@ def _gather(
         params=overview.params,
         weights=tuple(weights),
         kept=_kept(opened, record),
-        histograms=_histograms(items, scans),
-        worst=_worst(scans),
-        proof=_prove(opened, items, weights, record, threads=threads),
+        histograms=histograms(items, scans),
+        worst=worst_blocks(scans),
+        proof=prove_sample(opened, items, weights, record, threads=threads),
         errors_from="source" if original is not None else "record" if any(w.energy for w in weights) else "",
         choice_names=choice_names,
         choice_sample="" if original is None else "all rows" if all_rows else SAMPLE,
@@ -162,139 +136,6 @@ def _gather(
         provenance=_provenance(opened, original, record, overview.producer),
         files=tuple(FileRow(row.name, row.nbytes, row.tensors) for row in overview.files),
     )
-
-
-def _items(opened: Source, original: Source | None) -> tuple[list[_Item], list[str]]:
-    """Every quantized weight with its rows of the source; notes on those that have none. UsageError where all do."""
-    origins = None if original is None else Origins.of(original)
-    items: list[_Item] = []
-    lost: list[str] = []
-    for stored in opened.stored.values():
-        where = None if origins is None else origins.find(stored)
-        if origins is not None and where is None:
-            lost.append(stored.weight)
-        for expert in range(stored.experts or 1):
-            rows = None if origins is None or where is None else origins.rows(where[expert], stored.shape)
-            items.append(_Item(stored, None if stored.experts is None else expert, rows))
-    if original is not None and len(lost) == len(opened.stored):
-        raise UsageError(f"{original.reader.path} has none of this checkpoint's weights; give the model it was made of")
-    if not lost:
-        return items, []
-    return items, [f"{len(lost)} weights are not in the source, the first {lost[0]}; their errors are unknown"]
-
-
-def _on_threads(items: Sequence[T], work: Callable[[T], R], *, threads: int) -> list[R]:
-    """``work`` of every item, in their order."""
-    with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="report") as pool:
-        return list(pool.map(work, items))
-
-
-def _weight(opened: Source, item: _Item, scan: Scan, record: Record | None) -> Weight:
-    """The row of a weight: from its bytes, its source where there is one, else its record."""
-    stored, name = item.stored, item.name
-    claim = record.weights.get(name) if record is not None else None
-    numbers: Mapping[str, float] = {} if claim is None else claim.numbers
-    squared, energy = scan.squared_error, scan.energy
-    choices: tuple[Choice, ...] = ()
-    if item.rows is None and not scan.illegal:
-        squared, energy = numbers.get("squared_error"), numbers.get("energy")
-        choices = (Choice(STORED, numbers["versus_absmax"]),) if "versus_absmax" in numbers else ()
-    nbytes = sum(opened.reader.entries[part.name].nbytes for part in stored.parts) // (stored.experts or 1)
-    fmt = stored.scheme.fmt
-    return Weight(
-        name=name,
-        role=role_of(name),
-        layer=layer_of(name),
-        expert=item.expert if item.expert is not None else _number(_EXPERT, name),
-        format=fmt.name,
-        scheme=stored.scheme.name,
-        search=_search(claim),
-        proven=None if claim is None else claim.proven,
-        shape=stored.shape,
-        nbytes=nbytes,
-        global_scale=_global_scale(opened, item),
-        codes=codes_of(scan, fmt.element, fmt.scale),
-        squared_error=squared,
-        energy=energy,
-        choices=choices,
-        versus_plain_global=numbers.get("versus_plain_global") if fmt.has_global else None,
-    )
-
-
-def _search(claim: Claim | None) -> str:
-    return "" if claim is None else claim.search
-
-
-def layer_of(name: str) -> int | None:
-    """The number of the decoder layer in a tensor's name: its first one."""
-    return _number(_LAYER, name)
-
-
-def _number(pattern: re.Pattern[str], name: str) -> int | None:
-    match = pattern.search(name)
-    return int(match[1]) if match is not None and len(match[1]) <= 6 else None
-
-
-def _global_scale(opened: Source, item: _Item) -> float | None:
-    divisor = item.stored.part(Role.GLOBAL_DIVISOR)
-    part = divisor or item.stored.part(Role.GLOBAL)
-    if part is None:
-        return None
-    values = opened.reader.read(part.name).float().flatten()
-    value = values[item.expert if item.expert is not None and len(values) > 1 else 0]
-    number = float(value if divisor is None else 1.0 / value)
-    return number if math.isfinite(number) else None
-
-
-def _with_choices(
-    opened: Source, items: list[_Item], scans: list[Scan], weights: list[Weight], *, threads: int, all_rows: bool
-) -> list[Weight]:
-    """The weights with every way of choosing scales run on their source."""
-    largest = {item.name: scan.amax or 0.0 for item, scan in zip(items, scans, strict=True)}
-    for group in fused_groups(opened):
-        joint = max(largest.get(name, 0.0) for name in group)
-        largest.update(dict.fromkeys(group, joint))
-
-    def compare(pair: tuple[_Item, Weight]) -> Weight:
-        item, weight = pair
-        if item.rows is None or weight.energy is None:
-            return weight
-        choices = compare_choices(
-            opened,
-            item.stored.weight,
-            expert=item.expert,
-            rows=item.rows,
-            amax=largest[item.name],
-            all_rows=all_rows,
-        )
-        item.rows.drop()
-        return replace(weight, choices=choices)
-
-    return _on_threads(list(zip(items, weights, strict=True)), compare, threads=threads)
-
-
-def _histograms(items: Iterable[_Item], scans: Iterable[Scan]) -> tuple[Histogram, ...]:
-    """Scale codes by format and role."""
-    sums: dict[tuple[str, str], torch.Tensor] = {}
-    formats = {}
-    for item, scan in zip(items, scans, strict=True):
-        fmt = item.stored.scheme.fmt
-        key = (fmt.name, role_of(item.name))
-        formats[fmt.name] = fmt
-        sums[key] = sums[key] + scan.scale_counts if key in sums else scan.scale_counts.clone()
-    found = []
-    for (name, role), counts in sums.items():
-        scale = formats[name].scale
-        values = scale_axis(scale)
-        codec = scale.name if scale.enumerable else "float"
-        found.append(Histogram(name, codec, role, tuple(counts[: len(values)].tolist()), values))
-    return tuple(found)
-
-
-def _worst(scans: Iterable[Scan]) -> tuple[WorstBlock, ...]:
-    """The blocks that are worst beside the mean of their weight, one of each weight first."""
-    ranked = sorted((b for scan in scans for b in scan.worst), key=lambda b: (-b.ratio, b.weight, b.row, b.column))
-    return tuple(ranked[:WORST_SHOWN])
 
 
 def _kept(opened: Source, record: Record | None) -> tuple[Kept, ...]:
@@ -307,28 +148,6 @@ def _kept(opened: Source, record: Record | None) -> tuple[Kept, ...]:
         reason = "scale of the kv cache" if not reason and is_kv_scale(name) else reason
         found.append(Kept(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
     return tuple(found)
-
-
-def _prove(opened: Source, items: list[_Item], weights: list[Weight], record: Record | None, *, threads: int) -> Proof:
-    """Brute force on a sample of the weights that are claimed optimal, where there is a source."""
-    claimed = None if record is None else sum(weight.proven is True for weight in weights)
-    provable = [
-        item
-        for item, weight in zip(items, weights, strict=True)
-        if item.rows is not None and weight.proven and weight.energy and item.stored.scheme.fmt.block != (0, 0)
-    ]
-    step = -(-len(provable) // PROOF_WEIGHTS) or 1
-    chosen = provable[::step]
-
-    def prove(item: _Item) -> tuple[int, int]:
-        assert item.rows is not None
-        blocks = PROOF_BLOCKS if item.stored.scheme.fmt.scale.enumerable else PROOF_LONG_BLOCKS
-        proof = prove_weight(opened, item.stored.weight, item.rows, expert=item.expert, sample_blocks=blocks)
-        item.rows.drop()
-        return proof.blocks, proof.worse + proof.tied
-
-    counts = _on_threads(chosen, prove, threads=threads)
-    return Proof(claimed, sum(blocks for blocks, _ in counts), sum(bad for _, bad in counts), len(counts))
 
 
 def _headline(opened: Source) -> tuple[str, ...]:

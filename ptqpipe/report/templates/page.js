@@ -60,7 +60,7 @@
   var haystack = rows.map(function (row) {
     return (row[0] + " " + words[row[1]] + " " + words[row[2]] + " " + words[row[8]]).toLowerCase();
   });
-  var order = rows.map(function (_, i) { return i; });
+  var order = rows.map(function (_, i) { return i; }).sort(function (a, b) { return collator.compare(rows[a][0], rows[b][0]); });
   var found = order, page = 0, sorted = null, up = true, size = PAGE;
 
   function value(i, column) {
@@ -123,7 +123,7 @@
     found = order.filter(function (i) {
       return (!fate || words[rows[i][1]] === fate) && asked.every(function (word) { return haystack[i].indexOf(word) >= 0; });
     });
-    if (sorted !== null) found.sort(compare);
+    if (sorted !== null) found = found.slice().sort(compare);
     page = 0;
     draw();
   }

@@ -1,0 +1,407 @@
+"""The report stage and its two renderings, on tiny checkpoints converted here and on other tools' golden ones."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ptqpipe.cli import main
+from ptqpipe.errors import CheckpointError, OutputError, UsageError
+from ptqpipe.formats import get_format
+from ptqpipe.global_scale import absmax_global
+from ptqpipe.qtensor import encode
+from ptqpipe.recipe import RecipeOptions
+from ptqpipe.report.content import Report, Weight
+from ptqpipe.report.html import render_html
+from ptqpipe.report.markdown import render_markdown
+from ptqpipe.search import get_search
+from ptqpipe.source import Source
+from ptqpipe.stages.convert import convert, prepare
+from ptqpipe.stages.report import gather, make_report
+from tests.tiny import LLAMA_CONFIG, Tensors, fused_moe, llama, save
+
+NASTY = "model.layers.0.mlp.<script>alert(1)</script>&\"'`|.weight"
+
+
+def converted(folder: Path, tensors: dict[str, torch.Tensor], fmt: str, **options: str) -> tuple[Path, Path]:
+    """(source, checkpoint) folders."""
+    source = save(folder / "source", tensors)
+    out = folder / "out"
+    prepared = prepare(source, options=RecipeOptions(scheme=fmt, **options), out=out)
+    try:
+        convert(prepared)
+    finally:
+        prepared.source.close()
+    return source, out
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    tensors = llama()
+    t = Tensors(5)
+    t.add(NASTY, 32, 128)
+    return converted(tmp_path_factory.mktemp("report"), tensors | t.made, "nvfp4")
+
+
+@pytest.fixture(scope="module")
+def sourced(pair: tuple[Path, Path]) -> Report:
+    return gather(pair[1], source=pair[0])
+
+
+def by_name(report: Report) -> dict[str, Weight]:
+    return {weight.name: weight for weight in report.weights}
+
+
+class Page(HTMLParser):
+    """Tags, script texts and the text of a page, by the standard library's parser."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text: list[str] = []
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag if tag in ("script", "style") else ""
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif not self._inside:
+            self.text.append(data)
+
+
+def test_errors_recomputed_from_the_source_are_those_of_float64_by_hand(
+    pair: tuple[Path, Path], sourced: Report
+) -> None:
+    with Source.open(pair[1]) as ckpt, Source.open(pair[0]) as source:
+        for name, weight in by_name(sourced).items():
+            w = source.reader.read(name).double()
+            error = (ckpt.quantized(name).dequantize().double() - w).square().sum()
+            assert weight.squared_error == pytest.approx(float(error), rel=1e-12)
+            assert weight.energy == pytest.approx(float(w.square().sum()), rel=1e-12)
+
+
+def test_without_a_source_the_errors_are_the_records(pair: tuple[Path, Path], sourced: Report) -> None:
+    recorded = gather(pair[1])
+    assert recorded.errors_from == "record"
+    assert recorded.worst == ()
+    for name, weight in by_name(recorded).items():
+        assert weight.relative_mse == pytest.approx(by_name(sourced)[name].relative_mse, rel=1e-9)
+
+
+def test_codes_are_counted_as_unpacked_codes_say(pair: tuple[Path, Path], sourced: Report) -> None:
+    with Source.open(pair[1]) as ckpt:
+        for name, weight in by_name(sourced).items():
+            q = ckpt.quantized(name)
+            magnitude = q.codes & 7
+            assert weight.codes.elements == magnitude.numel()
+            assert weight.codes.largest == int((magnitude == 7).sum())
+            assert weight.codes.zero == int((magnitude == 0).sum())
+            codes = q.scales.int()
+            assert weight.codes.saturated == int((codes == 126).sum())
+            assert weight.codes.subnormal == int(((codes >= 1) & (codes < 8)).sum())
+            assert weight.codes.blocks == codes.numel()
+
+
+def test_histograms_hold_every_block_scale_once(pair: tuple[Path, Path], sourced: Report) -> None:
+    assert sum(sum(h.counts) for h in sourced.histograms) == sum(w.codes.blocks for w in sourced.weights)
+    assert all(h.values[1] == 2.0**-9 and h.values[-1] == 448.0 for h in sourced.histograms)
+
+
+def test_subnormal_scales_are_counted(tmp_path: Path) -> None:
+    t = Tensors(2)
+    t.add("model.layers.0.mlp.up_proj.weight", 32, 64)
+    t.made["model.layers.0.mlp.up_proj.weight"][:16] *= 2e-5  # beside rows of full size: their scales underflow
+    source, out = converted(tmp_path, t.made, "nvfp4")
+    codes = gather(out, source=source).weights[0].codes
+    assert codes.subnormal is not None
+    assert codes.subnormal >= 16 * 4
+    assert codes.saturated == 0
+
+
+def test_choices_are_what_the_searches_give(pair: tuple[Path, Path], sourced: Report) -> None:
+    """By decoding what each search chooses, at the abs-max global scale of the fused group (4/6: amax / 1536)."""
+    fmt = get_format("nvfp4")
+    base = "model.layers.1.mlp."
+    with Source.open(pair[0]) as source:
+        group = [source.reader.read(f"{base}{leaf}.weight") for leaf in ("gate_proj", "up_proj")]
+        amax = max(float(w.abs().max()) for w in group)
+    w = group[1]
+
+    def left(search: str, g: torch.Tensor) -> float:
+        scales = get_search(search).search(w, fmt, global_scale=g)
+        q = encode(w, scales, fmt=fmt, global_scale=g)
+        return float((q.dequantize().double() - w.double()).square().sum())
+
+    plain = absmax_global(amax, fmt)
+    absmax = left("absmax", plain)
+    found = {c.name: c.versus_absmax for c in by_name(sourced)[f"{base}up_proj.weight"].choices}
+    assert found["abs-max"] == 1.0
+    assert found["exact"] == pytest.approx(left("exact", plain) / absmax, rel=1e-5)
+    assert found["four over six"] == pytest.approx(left("four_over_six", torch.tensor(amax / 1536)) / absmax, rel=2e-2)
+    stored = by_name(sourced)[f"{base}up_proj.weight"].squared_error
+    assert stored is not None
+    assert found["as stored"] == pytest.approx(stored / absmax, rel=1e-5)
+    assert found["as stored"] <= found["exact"] * (1 + 1e-5) < found["four over six"] < 1
+
+
+def test_the_worst_block_is_the_one_with_the_largest_share(pair: tuple[Path, Path], sourced: Report) -> None:
+    worst = sourced.worst[0]
+    with Source.open(pair[1]) as ckpt, Source.open(pair[0]) as source:
+        best = 0.0
+        for name in by_name(sourced):
+            w = source.reader.read(name)
+            error = (ckpt.quantized(name).dequantize().double() - w.double()).square().reshape(-1, 16).sum(dim=1)
+            best = max(best, float(error.max() / error.mean()))
+        w = source.reader.read(worst.weight)
+        decoded = ckpt.quantized(worst.weight).dequantize()
+    assert worst.ratio == pytest.approx(best, rel=1e-9)
+    rows = slice(worst.column, worst.column + 16)
+    assert worst.source == tuple(w[worst.row, rows].float().tolist())
+    assert worst.decoded == tuple(decoded[worst.row, rows].tolist())
+
+
+def test_the_proof_is_checked_by_brute_force_and_a_spoiled_scale_is_seen(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    assert gather(pair[1], source=pair[0]).proof.worse == 0
+    folder = tmp_path / "spoiled"
+    folder.mkdir()
+    for file in pair[1].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    with Source.open(folder) as ckpt:
+        part = next(p for p in ckpt.stored["model.layers.0.mlp.down_proj.weight"].parts if p.name.endswith("_scale"))
+        entry = ckpt.reader.entries[part.name]
+    raw = bytearray(entry.file.read_bytes())
+    for i in range(entry.offset, entry.offset + entry.nbytes):
+        raw[i] = min(raw[i] + 3, 0x7E)
+    entry.file.write_bytes(raw)
+    proof = gather(folder, source=pair[0]).proof
+    assert proof.worse > 100
+    assert "that are not" in render_markdown(gather(folder, source=pair[0]))
+
+
+def test_names_from_files_stay_text_in_the_page(pair: tuple[Path, Path], sourced: Report) -> None:
+    text = render_html(sourced)
+    page = Page(text)
+    assert len(page.scripts) == 3  # the theme, the data, the page's own
+    assert all("alert(1)" not in script for script in (page.scripts[0], page.scripts[2]))
+    data = json.loads(page.scripts[1])
+    assert NASTY in {row[0] for row in data["rows"]}
+    assert "<" not in page.scripts[1]
+    assert not any(name.lower().startswith("on") for _, attributes in page.tags for name in attributes)
+    assert "<script>alert" in "".join(page.text) or "<script>alert" in "".join(str(a) for _, a in page.tags)
+
+
+def test_the_page_loads_nothing(sourced: Report) -> None:
+    page = Page(render_html(sourced))
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form")
+        assert "src" not in attributes
+        href = attributes.get("href")
+        assert href is None or href.startswith("#")
+    policy = next(a["content"] for t, a in page.tags if t == "meta" and a.get("http-equiv"))
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    assert "script-src 'sha256-" in policy
+
+
+def test_the_policys_hashes_are_those_of_the_scripts(sourced: Report) -> None:
+    import base64
+    import hashlib
+
+    page = Page(render_html(sourced))
+    allowed = set(
+        re.findall(r"sha256-([A-Za-z0-9+/=]+)", next(str(a["content"]) for t, a in page.tags if "http-equiv" in a))
+    )
+    ran = {base64.b64encode(hashlib.sha256(page.scripts[i].encode()).digest()).decode() for i in (0, 2)}
+    assert allowed == ran
+
+
+def test_markdown_names_cannot_break_out_of_tables(sourced: Report) -> None:
+    text = render_markdown(sourced)
+    assert "<script>" not in text
+    widths: dict[str, int] = {}
+    header = ""
+    for line in text.splitlines():
+        if line.startswith("|"):
+            cells = len(re.findall(r"(?<!\\)\|", line))
+            assert widths.setdefault(header, cells) == cells, line
+        else:
+            header = line if line.startswith("#") else header
+
+
+def test_every_tensor_is_in_the_table_once(pair: tuple[Path, Path], sourced: Report) -> None:
+    rows = json.loads(Page(render_html(sourced)).scripts[1])["rows"]
+    with Source.open(pair[0]) as source:
+        assert sorted(row[0] for row in rows) == sorted(source.tensors)
+
+
+def test_a_report_is_the_same_bytes_for_any_number_of_workers(pair: tuple[Path, Path]) -> None:
+    one, three = (render_html(gather(pair[1], source=pair[0], workers=n)) for n in (1, 3))
+    assert one == three
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8", "mxfp6", "fp8", "fp8_tensor", "fp8_block", "e2m1/8/ue5m3"])
+def test_every_format_has_a_report(tmp_path: Path, fmt: str) -> None:
+    source, out = converted(tmp_path, llama(layers=1), fmt)
+    report = gather(out, source=source)
+    assert all(w.sqnr_db is not None and 15 < w.sqnr_db < 50 for w in report.weights)
+    assert report.proof.worse == 0
+    assert "nan" not in render_markdown(report).lower().replace("provenance", "")
+    assert render_html(report)
+
+
+def test_stacks_of_experts_are_told_apart(tmp_path: Path) -> None:
+    source, out = converted(tmp_path, fused_moe(), "nvfp4", container="ptqpipe")
+    report = gather(out, source=source)
+    experts = [w for w in report.weights if w.role == "experts.down_proj"]
+    assert [w.expert for w in experts] == [0, 1, 2]
+    assert len({w.squared_error for w in experts}) == 3
+    assert all(w.layer == 0 for w in experts)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", ["ct-nvfp4", "ct-mixed", "mo-mixed", "ds-fp8-block", "gptoss-mxfp4", "quark-mxfp4"])
+def test_other_tools_checkpoints_have_reports_that_say_what_is_unknown(shared_dir: Path, name: str) -> None:
+    report = gather(shared_dir / "golden" / name)
+    assert report.errors_from == ""
+    assert report.proof.claimed is None
+    page = "".join(Page(render_html(report)).text)
+    assert "unknown" in page
+    assert "as ptqpipe.json records" not in page
+    assert "unknown" in render_markdown(report)
+
+
+@pytest.mark.shared
+def test_other_tools_checkpoints_are_measured_against_their_source(shared_dir: Path) -> None:
+    golden = shared_dir / "golden"
+    report = gather(golden / "ct-nvfp4a16", source=golden / "bf16-llama")
+    stored = [c.versus_absmax for w in report.weights for c in w.choices if c.name == "as stored"]
+    assert len(stored) == len(report.weights)
+    assert all(0.9 < v < 1.1 for v in stored)  # that tool writes abs-max scales
+    assert all(c.versus_absmax < 0.9 for w in report.weights for c in w.choices if c.name == "exact")
+
+
+EVAL = {
+    "version": 1,
+    "ptqpipe": "0",
+    "checkpoint": {"name": "out", "path": "/p", "run_id": None},
+    "baseline": {"name": "<b>base</b>", "path": "/q"},
+    "settings": {"dtype": "float32", "activations": "simulated"},
+    "perplexity": [
+        {"data": "held.txt", "sha256": "0", "tokens": 1000, "window": 64, "stride": 32, "checkpoint": 12.5,
+         "baseline": 12.25, "nll": 2.5, "nll_baseline": 2.4, "difference": 0.25, "interval": [0.125, 0.375]}
+    ],
+    "kl": [
+        {"data": "held.txt", "tokens": 1000, "mean": 0.0175, "standard_error": 0.001, "interval": [0.016, 0.019],
+         "percentiles": {"50": 0.01, "99": 0.2}, "max": 1.5, "top1_agreement": 0.925}
+    ],
+    "tasks": [
+        {"task": "arc", "metric": "acc", "higher_is_better": True, "samples": 100, "checkpoint": 0.41, "stderr": 0.05,
+         "baseline": 0.42, "baseline_stderr": 0.05, "recovery": 97.62, "difference": -0.01, "interval": None}
+    ],
+}  # fmt: skip
+
+
+def test_an_eval_file_is_shown(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / "eval.json"
+    file.write_text(json.dumps(EVAL))
+    report = gather(pair[1], evaluation=file)
+    page = "".join(Page(render_html(report)).text)
+    for shown in ("0.0175", "12.500", "12.250", "97.6", "92.5 %", "<b>base</b>", "+0.2500"):
+        assert shown in page
+    assert "97.62 %" in render_markdown(report)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"version": 2}, CheckpointError, "version 2"),
+        ({"checkpoint": {"name": "x", "run_id": "f" * 64}}, UsageError, "measured run ffff"),
+        ({"kl": [{"data": "a"}]}, CheckpointError, "damaged"),
+        ({"kl": 3}, CheckpointError, "damaged"),
+    ],
+)
+def test_an_eval_file_of_something_else_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path, change: dict[str, object], error: type[Exception], match: str
+) -> None:
+    file = tmp_path / "eval.json"
+    file.write_text(json.dumps(EVAL | change))
+    with pytest.raises(error, match=match):
+        gather(pair[1], evaluation=file)
+
+
+def test_a_file_that_is_no_report_is_not_replaced(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    out.write_text("my notes")
+    with pytest.raises(OutputError, match="no report"):
+        make_report(pair[1], out=out)
+    assert out.read_text() == "my notes"
+    out.unlink()
+    make_report(pair[1], out=out)
+    first = out.read_bytes()
+    make_report(pair[1], out=out)  # an earlier report is
+    assert out.read_bytes() == first
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_command_writes_one_file_and_fails_in_one_line(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    runner = CliRunner()
+    out = tmp_path / "card.md"
+    done = runner.invoke(main, ["report", str(pair[1]), "--source", str(pair[0]), "-o", str(out)])
+    assert done.exit_code == 0
+    assert "dB" in done.output
+    assert out.read_text().startswith("<!-- ptqpipe report -->")
+    for arguments in (
+        [str(pair[0])],  # plain
+        [str(tmp_path / "nothing")],
+        [str(pair[1]), "--all"],
+        [str(pair[1]), "--eval", str(tmp_path / "nothing.json")],
+        [str(pair[1]), "-o", str(tmp_path / "no" / "folder.html")],
+        [str(pair[1]), "-o", str(tmp_path)],
+    ):
+        failed = runner.invoke(
+            main, ["report", *arguments, *([] if "-o" in arguments else ["-o", str(tmp_path / "x.html")])]
+        )
+        assert failed.exit_code in (1, 2), arguments
+        assert failed.output.startswith("Error: "), failed.output
+        assert len(failed.output.strip().splitlines()) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["card.md"]
+
+
+def test_a_source_of_another_model_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    t = Tensors(9)
+    t.add("other.layers.0.x_proj.weight", 32, 64)
+    other = save(tmp_path / "other", t.made, config=LLAMA_CONFIG)
+    with pytest.raises(UsageError, match="none of this checkpoint's weights"):
+        gather(pair[1], source=other)
+
+
+def test_illegal_scales_are_a_note_and_no_number(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "nan"
+    folder.mkdir()
+    for file in pair[1].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    with Source.open(folder) as ckpt:
+        entry = ckpt.reader.entries["model.layers.0.mlp.down_proj.weight_scale"]
+    raw = bytearray(entry.file.read_bytes())
+    raw[entry.offset] = 0x7F  # NaN in E4M3
+    entry.file.write_bytes(raw)
+    report = gather(folder, source=pair[0])
+    assert by_name(report)["model.layers.0.mlp.down_proj.weight"].relative_mse is None
+    assert any("no quantizer may write" in note for note in report.notes)
+    assert render_html(report)
