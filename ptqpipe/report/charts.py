@@ -298,7 +298,7 @@ def map_chart(cells: Sequence[Cell], *, layers: Sequence[int], rows: Sequence[st
         }
         parts.append(node("rect", square))
         if size >= 22:
-            parts.append(text(x + size / 2, y + 17, cell.short, kind="cell-label", anchor="middle"))
+            parts.append(text(x + size / 2, y + 17, cell.short, kind=f"cell-label {cell.kind}", anchor="middle"))
     step = _whole_step(len(layers), max(8, int((WIDE - left) / 34)))
     base = top + tall * len(rows) + 16
     parts += [text(left + (i + 0.5) * size, base, str(layers[i]), anchor="middle") for i in range(0, len(layers), step)]

@@ -1,5 +1,6 @@
 """From a report's numbers to what a page shows: groups by role and layer, charts, rows of tables. No HTML here."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -287,7 +288,7 @@ def precision_map(report: Report) -> Map:
             outside[(family(weight.format), shown(weight.name), weight.format)] += 1
         else:
             squares[(shown(weight.role), weight.layer)].append(weight)
-    kept_matrices = [k for k in report.kept if len(k.shape) >= 2]
+    kept_matrices = [k for k in report.kept if len(k.shape) >= 2 and not k.name.endswith("bias")]
     for kept in kept_matrices:
         if kept.layer is None:
             outside[("kept", shown(kept.name), f"{kept.dtype}, {kept.reason or 'kept'}")] += 1
@@ -324,7 +325,8 @@ def _cell(column: int, row: int, role: str, layer: int, found: Sequence[Weight |
     tip = f"layer {layer}  {role}: {', '.join(names)}"
     weights = [w for w in found if isinstance(w, Weight)]
     if not weights:
-        return charts.Cell(column, row, kind, f"{tip} ({first.dtype})" if isinstance(first, Kept) else tip, "16")
+        held = found[0].nbytes * 8 // max(1, math.prod(found[0].shape))
+        return charts.Cell(column, row, kind, f"{tip} ({first.dtype})" if isinstance(first, Kept) else tip, f"{held}")
     size = 8 * sum(w.nbytes for w in weights) / max(1, sum(w.elements for w in weights))
     error = decibels(pooled_mse(weights))
     tip += f", {size:.2f} bits" + (f", {error:.2f} dB" if error is not None else "")

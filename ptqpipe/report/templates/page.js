@@ -96,7 +96,11 @@
     var body = document.createElement("tbody");
     found.slice(page * size, (page + 1) * size).forEach(function (i) {
       var row = rows[i], tr = document.createElement("tr");
-      cell(tr, row[0], "name");
+      var name = cell(tr, "", "name");
+      row[0].split(/(?<=[._])/).forEach(function (part) {
+        name.appendChild(document.createTextNode(part));
+        name.appendChild(document.createElement("wbr"));
+      });
       var chip = document.createElement("span");
       chip.className = "chip f-" + family(words[row[1]]);
       chip.textContent = words[row[1]];
