@@ -18,6 +18,9 @@ from ptqpipe.errors import PtqError, RecipeError
 from ptqpipe.schemes import Scheme, get_scheme
 
 GLOBAL_SCALE_MODES = ("search", "absmax")
+ALGORITHMS = ("rtn", "gptq")
+WEIGHTINGS = ("none", "diagonal", "block")
+ORDERS = ("static", "none")
 
 # The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
 IGNORED = "ignored on request"
@@ -62,17 +65,47 @@ DEFAULT_FUSE: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Modules whose name matches ``match`` get ``scheme`` (None: keep), with the search and global-scale mode."""
+    """Modules whose name matches ``match`` get ``scheme`` (None: keep), with the search and global-scale mode.
+
+    With calibration statistics:
+
+    algorithm  "rtn" (nearest codes) or "gptq" (error feedback)
+    weighting  what the block scales minimize: "none", "diagonal" (E[x^2] by column) or "block" (16x16 moments)
+    damping    gptq: share of the mean diagonal that is added to the moment
+    order      gptq: columns by their second moment, the largest first ("static"), or as they are ("none")
+    refine     gptq: sweeps of coordinate descent over the codes afterwards
+    """
 
     match: str
     scheme: Scheme | None
     search: str = "exact"
     global_scale: str = "search"
+    algorithm: str = "rtn"
+    weighting: str = "none"
+    damping: float = 0.01
+    order: str = "static"
+    refine: int = 0
 
     def __post_init__(self) -> None:
         check_pattern(self.match)
         if self.global_scale not in GLOBAL_SCALE_MODES:
             raise RecipeError(f"global_scale {self.global_scale!r} is unknown; use {' or '.join(GLOBAL_SCALE_MODES)}")
+        for name, value, known in (
+            ("algorithm", self.algorithm, ALGORITHMS),
+            ("weighting", self.weighting, WEIGHTINGS),
+            ("order", self.order, ORDERS),
+        ):
+            if value not in known:
+                raise RecipeError(f"{name} {value!r} is unknown; use {', '.join(known)}")
+        if not 0.0 <= self.damping <= 10.0:
+            raise RecipeError(f"damping {self.damping} is out of range; use 0 to 10 (the usual is 0.01)")
+        if not 0 <= self.refine <= 1000:
+            raise RecipeError(f"refine {self.refine} is out of range; use 0 to 1000 sweeps")
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether quantizing needs statistics of the inputs."""
+        return self.scheme is not None and (self.algorithm != "rtn" or self.weighting != "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +185,10 @@ class RecipeOptions:
     ignore: tuple[str, ...] = ()
     input_amax: float | None = None
     shard_bytes: int | None = None
+    algorithm: str | None = None
+    weighting: str | None = None
+    damping: float | None = None
+    refine: int | None = None
 
 
 def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
@@ -167,6 +204,10 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
             rule,
             search=rule.search if options.search is None else options.search,
             global_scale=rule.global_scale if options.global_scale is None else options.global_scale,
+            algorithm=rule.algorithm if options.algorithm is None else options.algorithm,
+            weighting=rule.weighting if options.weighting is None else options.weighting,
+            damping=rule.damping if options.damping is None else options.damping,
+            refine=rule.refine if options.refine is None else options.refine,
         )
         for rule in recipe.rules
     )
@@ -223,13 +264,19 @@ def parse_recipe(raw: Any) -> Recipe:
 
 def _rule(item: Any, index: int) -> Rule:
     where = f"rules[{index}]"
-    raw = _mapping(item, where, {"match", "format", "search", "global_scale"})
+    texts = ("search", "global_scale", "algorithm", "weighting", "order")
+    raw = _mapping(item, where, {"match", "format", *texts, "damping", "refine"})
     if "match" not in raw or "format" not in raw:
         raise RecipeError(f"{where} needs both match and format")
     name = _text(raw["format"], f"{where}.format")
     scheme = None if name.lower() == "keep" else get_scheme(name)
-    options = {key: _text(raw[key], f"{where}.{key}") for key in ("search", "global_scale") if key in raw}
-    return Rule(_text(raw["match"], f"{where}.match"), scheme, **options)
+    rule = Rule(_text(raw["match"], f"{where}.match"), scheme)
+    rule = replace(rule, **{key: _text(raw[key], f"{where}.{key}") for key in texts if key in raw})
+    if "damping" in raw:
+        rule = replace(rule, damping=_number(raw["damping"], f"{where}.damping"))
+    if "refine" in raw:
+        rule = replace(rule, refine=_whole(raw["refine"], f"{where}.refine"))
+    return rule
 
 
 def _mapping(raw: Any, where: str, known: set[str]) -> Mapping[str, Any]:
@@ -257,6 +304,12 @@ def _number(raw: Any, where: str) -> float:
     if isinstance(raw, bool) or not isinstance(raw, int | float):
         raise RecipeError(f"{where} must be a number, got {raw!r}")
     return float(raw)
+
+
+def _whole(raw: Any, where: str) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int):
+        raise RecipeError(f"{where} must be a whole number, got {raw!r}")
+    return raw
 
 
 def _optional(raw: Mapping[str, Any], key: str, kind: type) -> Any:

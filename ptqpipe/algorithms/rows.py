@@ -13,7 +13,7 @@ from ptqpipe.formats import Format
 from ptqpipe.kernels import reference
 from ptqpipe.qtensor import QTensor, check_finite, encode
 from ptqpipe.search import get_search
-from ptqpipe.search.objective import formula, magnitude_blocks
+from ptqpipe.search.objective import formula, importance_blocks, magnitude_blocks, normalize_importance
 
 CHUNK_ELEMENTS = 1 << 22
 
@@ -71,16 +71,38 @@ def measure(q: QTensor, w: torch.Tensor) -> tuple[float, float]:
     return done if done is not None else reference.decode_error(q, w)
 
 
-def total_error(w: torch.Tensor, fmt: Format, *, search: str, global_scale: torch.Tensor | None = None) -> float:
-    """The squared error that ``search`` leaves on ``w``: its scores where scales are codes, else by decoding."""
+def weighted_error(q: QTensor, w: torch.Tensor, importance: torch.Tensor) -> float:
+    """sum_k h_k sum (decode - w)_k^2 in float64."""
+    total = 0.0
+    for start, stop in chunks(q.shape, q.fmt):
+        part = q if (start, stop) == (0, q.shape[0]) else q.narrow(0, start, stop - start)
+        diff = part.dequantize().double() - w[start:stop].double()
+        total += float((diff.square_().sum(dim=0) * importance.double()).sum())
+    return total
+
+
+def total_error(
+    w: torch.Tensor,
+    fmt: Format,
+    *,
+    search: str,
+    global_scale: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
+) -> float:
+    """The squared error that ``search`` leaves on ``w``: its scores where scales are codes, else by decoding.
+
+    With ``importance`` the weighted one, up to the power of two of ``objective.normalize_importance``.
+    """
     if not fmt.scale.enumerable:
-        return measure(quantize_rows(w, fmt, search=search), w)[0]
+        q = quantize_rows(w, fmt, search=search, importance=importance)
+        return measure(q, w)[0] if importance is None else weighted_error(q, w, normalize_importance(importance))
     kernel = kernel_for(w.device, "score_total")
-    done = None if kernel is None else kernel(w, fmt, rule=search, global_scale=global_scale)
+    done = None if kernel is None else kernel(w, fmt, rule=search, global_scale=global_scale, importance=importance)
     if done is not None:
         return float(done)
-    codes = get_search(search).search(w, fmt, global_scale=global_scale).reshape(-1)
-    found, _ = formula(magnitude_blocks(w, fmt), codes, fmt=fmt, global_scale=global_scale)
+    codes = get_search(search).search(w, fmt, global_scale=global_scale, importance=importance).reshape(-1)
+    h = importance_blocks(importance, w, fmt)
+    found, _ = formula(magnitude_blocks(w, fmt), codes, fmt=fmt, global_scale=global_scale, h=h)
     total = reference.sum_blocks(found)
     return total if global_scale is None else total * float(global_scale) ** 2
 

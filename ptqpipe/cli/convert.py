@@ -25,6 +25,15 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
 @click.option(
     "--global-scale", type=click.Choice(["search", "absmax"]), help="Search the global scale (default) or take amax."
 )
+@click.option("--stats", type=click.Path(path_type=Path), help="Statistics of `ptqpipe calibrate`.")
+@click.option("--algorithm", type=click.Choice(["rtn", "gptq"]), help="With --stats: how codes are chosen [gptq].")
+@click.option(
+    "--weighting",
+    type=click.Choice(["none", "diagonal", "block"]),
+    help="With --stats: what the block scales minimize [diagonal].",
+)
+@click.option("--damping", type=float, metavar="D", help="gptq: share of the mean second moment that is added [0.01].")
+@click.option("--refine", type=int, metavar="N", help="gptq: sweeps of coordinate descent over the codes afterwards.")
 @click.option(
     "--ignore", multiple=True, metavar="PATTERN", help="Keep these modules: a name, a glob, or re:<regex>. Repeatable."
 )
@@ -54,6 +63,11 @@ def convert(
     container: str | None,
     search: str | None,
     global_scale: str | None,
+    stats: Path | None,
+    algorithm: str | None,
+    weighting: str | None,
+    damping: float | None,
+    refine: int | None,
     ignore: tuple[str, ...],
     input_amax: float | None,
     shard_size: int | None,
@@ -75,9 +89,21 @@ def convert(
     from ptqpipe.stages import tables
 
     mode = mode_of(resume, overwrite)
-    options = RecipeOptions(scheme, container, search, global_scale, ignore, input_amax, shard_size)
+    options = RecipeOptions(
+        scheme,
+        container,
+        search,
+        global_scale,
+        ignore,
+        input_amax,
+        shard_size,
+        algorithm=algorithm,
+        weighting=weighting,
+        damping=damping,
+        refine=refine,
+    )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
-    prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out)
+    prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats)
     with prepared.source:
         if dry_run:
             click.echo(

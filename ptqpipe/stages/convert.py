@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.algorithms import rtn
+from ptqpipe.algorithms import calibrated, rtn
 from ptqpipe.checkpoint.direct import margin
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
@@ -39,6 +39,7 @@ from ptqpipe.stages.jobs import (
     write_checkpoint,
 )
 from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
+from ptqpipe.stages.moments import describe_statistics, inputs_of, open_statistics, options_of
 from ptqpipe.stages.outputs import (
     Job,
     Outputs,
@@ -49,6 +50,7 @@ from ptqpipe.stages.outputs import (
     config_files,
     make_outputs,
 )
+from ptqpipe.statistics import Statistics
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
 LOST = 0.5
@@ -68,6 +70,7 @@ class Prepared:
     source: Source
     container: Container
     run_parts: Mapping[str, str]
+    statistics: Statistics | None = None
 
     @property
     def run_id(self) -> str:
@@ -88,7 +91,12 @@ class Converted:
 
 
 def prepare(
-    model: str | Path, *, options: RecipeOptions | None = None, recipe_path: Path | None = None, out: Path | None = None
+    model: str | Path,
+    *,
+    options: RecipeOptions | None = None,
+    recipe_path: Path | None = None,
+    out: Path | None = None,
+    stats: Path | None = None,
 ) -> Prepared:
     """Everything that can be decided from headers. Raises before any weight is read; writes nothing."""
     recipe = build_recipe(options or RecipeOptions(), path=recipe_path)
@@ -99,11 +107,13 @@ def prepare(
     check_supported(container, recipe)
     path = resolve_source(str(model))
     source = Source.open(path)
+    statistics = None
     try:
         source.check_requantizable()
         plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))
         outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
         check_readable(outputs, plan, source, container)
+        statistics = open_statistics(stats, source, plan)
         target = out if out is not None else default_out(str(model), path, recipe)
         check_disjoint(path, target)
         parts = {
@@ -112,9 +122,13 @@ def prepare(
             "layout": outputs.layout.digest,
             "version": __version__,
         }
-        return Prepared(path, target, recipe, plan, outputs, source, container, parts)
+        if statistics is not None:
+            parts["statistics"] = statistics.digest
+        return Prepared(path, target, recipe, plan, outputs, source, container, parts, statistics)
     except BaseException:
         source.close()
+        if statistics is not None:
+            statistics.close()
         raise
 
 
@@ -179,19 +193,11 @@ def _quantize(
         SourceRows(prepared.source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in unit.members
     ]
     written = _PartWriter(job, writer, input_amax=prepared.recipe.input_amax)
-    result = rtn.quantize(
-        weights,
-        fmt,
-        names=[member.weight for member in unit.members],
-        search=unit.rule.search,
-        search_global=unit.rule.global_scale == "search",
-        sink=written.take,
-        device=machine.device,
-    )
+    result, outcomes = _quantize_unit(unit, weights, prepared.statistics, written.take, machine.device)
     _check_kept_alive(unit, result.errors)
     hashes = written.finish()
     members = {}
-    for member, error, sha256 in zip(unit.members, result.errors, hashes, strict=True):
+    for member, error, sha256, outcome in zip(unit.members, result.errors, hashes, outcomes, strict=True):
         name = member.weight if member.stack is None else f"{member.weight}[{member.source.expert}]"
         members[name] = {
             "shape": list(member.shape),
@@ -207,8 +213,48 @@ def _quantize(
             "versus_absmax": error.versus_absmax,
             "bits_per_weight": fmt.bits_per_weight(member.shape),
             "sha256": sha256,
+            **outcome,
         }
     return {"members": members}
+
+
+def _quantize_unit(
+    unit: Unit,
+    weights: Sequence[SourceRows],
+    statistics: Statistics | None,
+    sink: rtn.Sink,
+    device: torch.device,
+) -> tuple[rtn.UnitResult, list[dict[str, Any]]]:
+    """Quantizes a unit by its rule: (the result, what the record says of each weight's calibration)."""
+    rule = unit.rule
+    names = [member.weight for member in unit.members]
+    search_global = rule.global_scale == "search"
+    if not rule.calibrated:
+        plain = rtn.quantize(
+            weights,
+            unit.scheme.fmt,
+            names=names,
+            search=rule.search,
+            search_global=search_global,
+            sink=sink,
+            device=device,
+        )
+        return plain, [{} for _ in names]
+    assert statistics is not None  # `prepare` has looked
+    options = options_of(rule)
+    result = calibrated.quantize(
+        weights,
+        unit.scheme.fmt,
+        names=names,
+        inputs=inputs_of(unit, statistics, options),
+        options=options,
+        search=rule.search,
+        search_global=search_global,
+        sink=sink,
+        device=device,
+    )
+    told = {"algorithm": rule.algorithm, "weighting": rule.weighting}
+    return result.unit, [told | asdict(outcome) for outcome in result.outcomes]
 
 
 def _scratch() -> Scratch:
@@ -324,6 +370,7 @@ def make_record(prepared: Prepared, done: Mapping[str, Mapping[str, Any]]) -> di
         "container": prepared.outputs.container_name,
         "source": {"name": prepared.source_path.name, "fingerprint": prepared.run_parts["source"]},
         "recipe": describe_recipe(prepared.recipe),
+        **({} if prepared.statistics is None else {"statistics": describe_statistics(prepared.statistics)}),
         "weights": weights,
         "kept": kept,
         "consumed": sorted(prepared.source.consumed),

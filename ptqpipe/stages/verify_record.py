@@ -231,7 +231,7 @@ def _recipe_of(described: Mapping[str, Any]) -> Recipe:
             Rule(
                 str(rule["match"]),
                 None if rule["scheme"] == "keep" else get_scheme(rule["scheme"]),
-                **{key: rule[key] for key in ("search", "global_scale")},
+                **{key: value for key, value in rule.items() if key not in ("match", "scheme")},
             )
             for rule in described["rules"]
         )

@@ -1,0 +1,99 @@
+"""The output metric of a linear layer: the second moment H = E[x x^T] of its input, made ready for error feedback.
+
+A weight error E = W - What costs tr(E H E^T) = E|E x|^2 at the layer's output. Damping adds a share of H's mean
+diagonal to the diagonal: it stands for the directions that calibration has not seen. Knows moments and columns; must
+not know formats, files or models.
+
+Source: GPTQ (Frantar et al. 2022), section 3, in the form of LDLQ (Chee et al. 2023, theorem 1): with H = R R^T and R
+upper triangular, tr(E H E^T) = sum over columns i of R_ii^2 |e_i + sum_{j<i} e_j R_ji / R_ii|^2; no inverse is needed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.errors import FormatError, NumericsError
+
+DAMPING = 0.01
+DAMPING_STEP = 10.0  # what a damping that is too small is multiplied by
+DAMPING_MAX = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """H of one input, damped and factored. float32, on the device of the weights.
+
+    moment   [K, K] H + damping * mean(diag H) * I, columns in their own order
+    order    int64 [K]: the columns as error feedback visits them
+    factor   [K, K] R / diag(R) by column, in that order: feedback[j, i] = R_ji / R_ii for j < i, upper triangular
+    weight   [K] R_ii^2 in that order: what an error that feedback leaves at column i costs
+    damping  the share that was added: more than what was asked where the factorization needed more
+    """
+
+    moment: torch.Tensor
+    order: torch.Tensor
+    factor: torch.Tensor
+    weight: torch.Tensor
+    damping: float
+
+
+def make_metric(
+    moment: torch.Tensor, *, damping: float = DAMPING, order: torch.Tensor | None = None, name: str = "the input"
+) -> Metric:
+    """The metric of ``moment`` float32 [K, K], visited in ``order`` (default: as stored).
+
+    A damping at which H is not positive definite is multiplied by 10 until it is; the result says which it became.
+    Raises NumericsError for NaN, inf, an all-zero moment, and where even ``DAMPING_MAX`` does not help.
+    """
+    check_moment(moment, name)
+    mean = float(moment.diagonal().double().mean())
+    if not mean > 0:
+        raise NumericsError(f"the second moment of {name} is zero: calibration saw no activation; use --algorithm rtn")
+    order = torch.arange(moment.shape[0], device=moment.device) if order is None else order
+    share = damping
+    while True:
+        damped = moment.clone()
+        damped.diagonal().add_(share * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped[order][:, order].flip(0, 1).double())
+        if not int(failed) and bool(torch.isfinite(lower).all()):
+            break
+        share = max(share, 1e-6) * DAMPING_STEP
+        if share > DAMPING_MAX:
+            raise NumericsError(
+                f"the second moment of {name} is not positive definite at damping {DAMPING_MAX:g}; calibrate again"
+            )
+    upper = lower.flip(0, 1)
+    diagonal = upper.diagonal()
+    factor = (upper / diagonal).float().contiguous()
+    return Metric(damped, order, factor, diagonal.square().float(), share)
+
+
+def check_moment(moment: torch.Tensor, name: str) -> None:
+    """NumericsError unless ``moment`` [K, K] is square, finite and has no negative diagonal."""
+    if moment.dim() != 2 or moment.shape[0] != moment.shape[1]:
+        raise FormatError(f"the second moment of {name} is {list(moment.shape)}, expected a square matrix")
+    diagonal = moment.diagonal()
+    if not bool(torch.isfinite(moment).all()) or bool((diagonal < 0).any()):
+        raise NumericsError(f"the second moment of {name} is not finite or negative; calibrate again")
+
+
+def descending(moment: torch.Tensor, *, group: int = 1) -> torch.Tensor:
+    """int64 [K]: columns by their second moment, the largest first; whole groups of ``group`` neighbours by their sum.
+
+    Ties keep the order of the columns.
+    """
+    energy = moment.diagonal().double().reshape(-1, group).sum(dim=1)
+    ranked = torch.argsort(energy, descending=True, stable=True)
+    return (ranked.unsqueeze(1) * group + torch.arange(group, device=ranked.device)).reshape(-1)
+
+
+def output_error(error: torch.Tensor, moment: torch.Tensor) -> float:
+    """tr(E H E^T) of an error [n, K], float32 products and a float64 sum."""
+    return float(((error @ moment).double() * error.double()).sum())
+
+
+def block_output_error(error: torch.Tensor, blocks: torch.Tensor) -> float:
+    """tr(E H E^T) of an error [n, K] where H is ``blocks`` [K/b, b, b] on its diagonal and zero elsewhere."""
+    count, size = blocks.shape[0], blocks.shape[1]
+    parts = error.reshape(-1, count, size).transpose(0, 1)  # [K/b, n, b]
+    return float((torch.bmm(parts, blocks).double() * parts.double()).sum())

@@ -1,0 +1,101 @@
+"""What convert reads from a statistics folder: the moments of a unit's inputs, checked against the plan beforehand.
+
+Moments are read when a unit is quantized and gone when it is done. Must not know how they are used.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ptqpipe.algorithms.calibrated import LayerInput, Options
+from ptqpipe.errors import UsageError
+from ptqpipe.plan import Member, Plan, Unit
+from ptqpipe.recipe import Rule
+from ptqpipe.source import Source
+from ptqpipe.statistics import Statistics
+
+
+def open_statistics(path: Path | None, source: Source, plan: Plan) -> Statistics | None:
+    """The statistics of this source with every moment that the plan's rules need; None where no folder was given.
+
+    UsageError for statistics of another model, for a module or moment that is missing, and for rules that need
+    statistics where there are none.
+    """
+    if path is None:
+        needy = next((unit.rule for unit in plan.units if unit.rule.calibrated), None)
+        if needy is not None:
+            raise UsageError(
+                f"algorithm {needy.algorithm} with weighting {needy.weighting} needs statistics; make them with "
+                "`ptqpipe calibrate` and give --stats FOLDER"
+            )
+        return None
+    statistics = Statistics.open(path)
+    try:
+        if statistics.model_fingerprint != source.reader.fingerprint():
+            known = statistics.content["model"].get("name", "another model")
+            raise UsageError(
+                f"{path} holds statistics of {known}, not of {source.reader.path}: their fingerprints differ; "
+                "calibrate this model"
+            )
+        for unit in plan.units:
+            _check_unit(unit, statistics)
+    except BaseException:
+        statistics.close()
+        raise
+    return statistics
+
+
+def options_of(rule: Rule) -> Options:
+    """A rule in the words of the algorithm."""
+    return Options(
+        algorithm=rule.algorithm,
+        weighting=rule.weighting,
+        order=rule.order,
+        damping=rule.damping,
+        refine=rule.refine,
+    )
+
+
+def inputs_of(unit: Unit, statistics: Statistics, options: Options) -> list[LayerInput]:
+    """The moments of every member's input, in order; members that share an input share the object."""
+    found: dict[str, LayerInput] = {}
+    for member in unit.members:
+        module = module_of(member)
+        key = statistics.content["modules"][module]["key"]
+        if key not in found:
+            block = not options.needs_full and statistics.has(module, "block_moment")
+            known = statistics.of(module, block=block or options.weighting == "block", full=options.needs_full)
+            found[key] = LayerInput(known.second_moment, known.block_moment, known.full_moment)
+    return [found[statistics.content["modules"][module_of(m)]["key"]] for m in unit.members]
+
+
+def module_of(member: Member) -> str:
+    """The name that statistics have for a weight: its module, with the expert of a stack."""
+    return member.module if member.stack is None else f"{member.module}[{member.source.expert}]"
+
+
+def describe_statistics(statistics: Statistics) -> Mapping[str, Any]:
+    """What the record says of them."""
+    return {
+        "digest": statistics.digest,
+        "model": statistics.content["model"],
+        "data": statistics.content.get("data", {}),
+    }
+
+
+def _check_unit(unit: Unit, statistics: Statistics) -> None:
+    if not unit.rule.calibrated:
+        return
+    options = options_of(unit.rule)
+    wanted = ["second_moment"] + ["full_moment"] * options.needs_full
+    wanted += ["block_moment"] * (options.weighting == "block")
+    for member in unit.members:
+        module = module_of(member)
+        if module not in statistics.content["modules"]:
+            raise UsageError(f"{statistics.path} has no statistics of '{module}'; calibrate again, or --ignore it")
+        for moment in wanted:
+            if not statistics.has(module, moment):
+                kind = moment.partition("_")[0]
+                raise UsageError(
+                    f"{statistics.path} has no {moment} of '{module}'; calibrate again with --moments {kind}"
+                )
