@@ -19,6 +19,7 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
 @click.option("--untie", is_flag=True, help="Write a head that is the embedding as a tensor of its own.")
 @click.option("--format", "fmt", default="nvfp4", show_default=True, help="The format that searches quantize with.")
 @click.option("--dtype", metavar="NAME", help="bf16, fp16, fp32 [the source's if that is exact, else fp32].")
+@click.option("--shard-size", type=Size(), help="Largest file of weights [chosen from the total].")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Output folder.")
 @click.option("--workers", type=int, metavar="N", help="Components in flight [processors, at most 16].")
 @click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory.")
@@ -38,6 +39,7 @@ def transform(
     untie: bool,
     fmt: str,
     dtype: str | None,
+    shard_size: int | None,
     out: Path,
     workers: int | None,
     max_memory: int,
@@ -58,6 +60,7 @@ def transform(
         untie=untie,
         dtype=dtype,
         format=fmt,
+        shard_bytes=shard_size,
     )
     machine = machine_of(workers, "cpu", max_memory, progress=not quiet and not as_json)
     mode = mode_of(resume, overwrite)

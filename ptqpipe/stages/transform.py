@@ -60,6 +60,7 @@ class TransformOptions:
     untie           a head that is the embedding becomes a tensor of its own
     dtype           of what changes: bf16, fp16, fp32; None: the source's where that is exact, else fp32
     format          the scheme that searches quantize with
+    shard_bytes     of the output's files; None: chosen from the total size
     """
 
     apply: str = "smoothquant"
@@ -70,6 +71,7 @@ class TransformOptions:
     untie: bool = False
     dtype: str | None = None
     format: str = "nvfp4"
+    shard_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,7 @@ def prepare(source: Source, out: Path, *, stats: Path | None, options: Transform
     exact = _exact(names, options, structure)
     dtype = options.dtype if options.dtype is not None else None if exact else "fp32"
     jobs, origins = _jobs(source, structure, names, dtype=dtype, options=options)
-    layout = ShardLayout.plan([job.specs for job in jobs])
+    layout = ShardLayout.plan([job.specs for job in jobs], shard_bytes=options.shard_bytes)
     statistics = _open_statistics(stats, source, names)
     return Prepared(
         out, source, statistics, options, names, structure, exact, dtype, layout, tuple(jobs), origins
@@ -362,7 +364,11 @@ def _fold(name: str, job: Job, prepared: Prepared, weights: Weights) -> list[dic
     for edge in job.edges:
         if edge.kind not in (options.edges or scaling.EDGES):
             continue
-        problem = make_problem(edge, weights, statistics, searched=scaling.NEEDS_QUANTIZER)
+        search_for = get_scheme(options.format).fmt if scaling.NEEDS_QUANTIZER else None
+        problem = make_problem(edge, weights, statistics, search_for=search_for)
+        if problem is None:
+            entries.append({"transform": name, "edge": edge.id, "kind": edge.kind, "skipped": "nothing is quantized"})
+            continue
         solution = scaling.solve(problem, _solve_options(prepared, name))
         factors = solution.factors
         weights.add(move_factors(edge, factors))

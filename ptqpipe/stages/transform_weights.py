@@ -110,13 +110,25 @@ class Weights:
         return torch.cat([rows[chosen[first : first + rows.shape[0]]].float() for first, rows in self.rows(matrix)])
 
 
-def make_problem(edge: Edge, weights: Weights, statistics: Statistics, *, searched: bool) -> Problem:
-    """An edge as a problem. ``searched``: with samples of the weights and the second moments that the folder has.
+def make_problem(
+    edge: Edge, weights: Weights, statistics: Statistics, *, search_for: Format | None = None
+) -> Problem | None:
+    """An edge as a problem; None where nothing that reads it will be quantized.
+
+    search_for  for searches: the format, which not every shape divides into. The problem then holds samples of the
+                weights, and the second moments that the folder has
 
     UsageError where the statistics lack a consumer, NumericsError for statistics that are not finite.
     """
+    searched = search_for is not None
     columns = weights.inputs.get(edge.id, torch.ones(edge.channels, dtype=torch.float64))[edge.channel_of()]
-    quantized = [consumer for consumer in edge.consumers if consumer.quantized]
+    quantized = [
+        consumer
+        for consumer in edge.consumers
+        if consumer.quantized and (search_for is None or search_for.fits(consumer.shape))
+    ]
+    if not quantized:
+        return None
     inputs = {consumer: _inputs(consumer, statistics, columns, searched) for consumer in quantized}
     consumers = []
     if searched:

@@ -102,22 +102,18 @@ class _Seen:
     def add(self, x: torch.Tensor) -> None:
         self.x.append(x.detach().float().reshape(-1, x.shape[-1]))
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self, *, blocks: bool) -> dict[str, torch.Tensor]:
         x = torch.cat(self.x)
-        moment = x.T @ x / x.shape[0]
-        k = x.shape[1] // 16
-        blocks = torch.stack([moment[16 * i : 16 * i + 16, 16 * i : 16 * i + 16] for i in range(k)])
-        return {
-            "amax": x.abs().amax(0),
-            "mean": x.mean(0),
-            "second_moment": (x * x).mean(0),
-            "block_moment": blocks.contiguous(),
-            "full_moment": moment,
-        }
+        found = {"amax": x.abs().amax(0), "mean": x.mean(0), "second_moment": (x * x).mean(0)}
+        found["full_moment"] = moment = x.T @ x / x.shape[0]
+        if blocks:
+            runs = range(0, x.shape[1], 16)
+            found["block_moment"] = torch.stack([moment[i : i + 16, i : i + 16] for i in runs])
+        return found
 
 
 @torch.no_grad()
-def make_statistics(model_folder: Path, out: Path, ids: torch.Tensor) -> Path:
+def make_statistics(model_folder: Path, out: Path, ids: torch.Tensor, *, blocks: bool = True) -> Path:
     """Runs the model over ``ids`` and writes the statistics of every linear layer and expert."""
     from transformers import AutoModelForCausalLM
 
@@ -149,7 +145,9 @@ def make_statistics(model_folder: Path, out: Path, ids: torch.Tensor) -> Path:
         elif name.endswith("mlp.experts"):
             module.register_forward_pre_hook(watch_experts(name))
     model(ids)
-    return write_statistics(model_folder, out, {name: s.tensors() for name, s in seen.items()}, tokens=ids.numel())
+    return write_statistics(
+        model_folder, out, {n: s.tensors(blocks=blocks) for n, s in seen.items()}, tokens=ids.numel()
+    )
 
 
 def write_statistics(
