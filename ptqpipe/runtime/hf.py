@@ -1,6 +1,6 @@
 """transformers' ``from_pretrained`` for checkpoints that it cannot read, or reads wrong: a registered quantizer.
 
-    import ptqpipe                                                    # registers (hook.py)
+    import ptqpipe                                                    # registers (hook.py imports this file)
     model = AutoModelForCausalLM.from_pretrained("path/to/checkpoint")
 
 Taken over are ModelOpt's layout and ptqpipe's own, of which transformers knows nothing; those compressed-tensors and
@@ -169,3 +169,6 @@ def unregister() -> None:
     for method in _OURS:
         if auto.AUTO_QUANTIZATION_CONFIG_MAPPING.get(method) is PackedConfig:
             auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(method)
+
+
+register()

@@ -64,7 +64,7 @@ def install() -> None:
 def register_now() -> None:
     """Registers. A transformers that this ptqpipe does not know must stay usable, so a failure is a warning."""
     try:
-        import_module("ptqpipe.runtime.hf").register()
+        import_module("ptqpipe.runtime.hf")  # which registers; it may be under way, having imported the registry itself
     except Exception as error:
         import warnings
 

@@ -1,0 +1,184 @@
+"""Claims about from_pretrained after ``import ptqpipe``: it reads what load_model reads, the same, and nothing else
+changes. load_model's own claims are in test_load.py and test_activations.py.
+"""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.quantizers import auto
+
+from ptqpipe.containers import get_container
+from ptqpipe.errors import PtqError
+from ptqpipe.runtime import load_model
+from ptqpipe.runtime.hf import PackedQuantizer, register, takes, unregister
+from tests.containers.builders import Checkpoint
+from tests.runtime.models import float_twin, logits, quantized
+
+
+def from_pretrained(path: Path, **options: Any) -> Any:
+    """The model, provided that every tensor found its place."""
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[key], (key, sorted(info[key])[:4])
+    return model.eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("model", "container", "scheme"),
+    [
+        ("qwen3_moe", "compressed_tensors", "nvfp4"),
+        ("mixtral", "compressed_tensors", "nvfp4_w4a4"),
+        ("qwen3_moe", "compressed_tensors", "fp8_block"),
+        ("mixtral", "compressed_tensors", "mxfp8"),
+        ("mixtral", "modelopt", "nvfp4"),
+        ("llama", "modelopt", "nvfp4_w4a4"),
+        ("tied", "modelopt", "mxfp8"),
+        ("biased", "compressed_tensors", "mxfp4"),
+        ("llama", "ptqpipe", "e2m1/8/ue5m3"),
+        ("llama", "deepseek_fp8", "fp8_block"),
+        ("qwen3_moe", "mxfp8_hf", "mxfp8"),
+    ],
+)
+def test_from_pretrained_gives_the_model_of_load_model(
+    sources: Mapping[str, Path], tmp_path: Path, model: str, container: str, scheme: str, dtype: torch.dtype
+) -> None:
+    path = quantized(sources[model], container, scheme).save(tmp_path / "q")
+    theirs = from_pretrained(path, dtype=dtype)
+    assert theirs.dtype is dtype
+    assert torch.equal(logits(theirs), logits(load_model(path, dtype=dtype)))
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
+def test_nvfp4_experts_are_those_of_the_decode(sources: Mapping[str, Path], tmp_path: Path, model: str) -> None:
+    """What transformers 5.23 alone loads wrong by the global scale."""
+    checkpoint = quantized(sources[model], "compressed_tensors", "nvfp4")
+    twin = float_twin(sources[model], checkpoint.dequantized("compressed_tensors"), tmp_path / "f")
+    path = checkpoint.save(tmp_path / "q")
+    assert torch.equal(logits(from_pretrained(path, dtype=torch.float32)), logits(twin))
+    unregister()
+    try:
+        alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    finally:
+        register()
+    assert float((logits(alone) - logits(twin)).abs().max()) > 0.1
+
+
+def test_mixed_modelopt(sources: Mapping[str, Path], tmp_path: Path) -> None:
+    def pick(module: str) -> str | None:
+        return "mxfp8" if ".self_attn." in module else "nvfp4_w4a4" if ".mlp." in module else None
+
+    path = quantized(sources["llama"], "modelopt", pick).save(tmp_path / "q")
+    assert torch.equal(logits(from_pretrained(path, dtype=torch.float32)), logits(load_model(path)))
+
+
+def test_the_class_itself_works_and_is_left_as_it_was(sources: Mapping[str, Path], tmp_path: Path) -> None:
+    path = quantized(sources["llama"], "modelopt", "nvfp4").save(tmp_path / "q")
+    model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert "_load_pretrained_model" not in vars(transformers.LlamaForCausalLM)
+    assert torch.equal(logits(model.eval()), logits(load_model(path)))
+
+
+def test_a_load_that_fails_does_not_disturb_the_next(sources: Mapping[str, Path], tmp_path: Path) -> None:
+    checkpoint = quantized(sources["llama"], "modelopt", "nvfp4")
+    damaged = Checkpoint(
+        checkpoint.configs,
+        {k: v for k, v in checkpoint.tensors.items() if not k.endswith("0.mlp.up_proj.weight_scale")},
+    )
+    with pytest.raises(PtqError, match="up_proj"):
+        from_pretrained(damaged.save(tmp_path / "d"))
+    plain = from_pretrained(sources["llama"], dtype=torch.float32)
+    assert torch.equal(logits(plain), logits(load_model(sources["llama"])))
+
+
+def test_what_is_saved_is_the_float_model(sources: Mapping[str, Path], tmp_path: Path) -> None:
+    path = quantized(sources["qwen3_moe"], "compressed_tensors", "nvfp4").save(tmp_path / "q")
+    model = from_pretrained(path, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    again = from_pretrained(tmp_path / "saved")
+    assert getattr(again.config, "quantization_config", None) is None
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_plain_models_and_asked_for_quantizers_stay_with_transformers(
+    sources: Mapping[str, Path], tmp_path: Path
+) -> None:
+    assert not isinstance(getattr(from_pretrained(sources["llama"]), "hf_quantizer", None), PackedQuantizer)
+    checkpoint = quantized(sources["llama"], "compressed_tensors", "nvfp4")
+    described: dict[str, Any] = dict(checkpoint.config)["quantization_config"]  # type: ignore[assignment]
+    config = transformers.CompressedTensorsConfig(**described, dequantize=True)
+    path = checkpoint.save(tmp_path / "q")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, quantization_config=config)
+    assert torch.equal(logits(model.eval()), logits(load_model(path, dtype="bfloat16")))
+
+
+def test_integers_stay_with_transformers() -> None:
+    args = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    described = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": args}},
+    }
+    assert not takes(described)
+    assert not takes({"quant_method": "gptq", "bits": 4})
+    assert not takes({"quant_method": "fp8"} if torch.accelerator.is_available() else {"quant_method": "awq"})
+
+
+def test_registering_is_undone_by_unregistering() -> None:
+    merge = auto.AutoHfQuantizer.merge_quantization_configs
+    register()
+    assert auto.AutoHfQuantizer.merge_quantization_configs is merge
+    unregister()
+    try:
+        assert auto.AutoHfQuantizer.merge_quantization_configs is not merge
+        assert "modelopt" not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+        assert "ptqpipe" not in auto.AUTO_QUANTIZER_MAPPING
+        unregister()
+    finally:
+        register()
+    assert "modelopt" in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import ptqpipe; from transformers import AutoModelForCausalLM",
+        "from transformers import AutoModelForCausalLM; import ptqpipe",
+        "import transformers.quantizers.auto; import ptqpipe",
+        "import ptqpipe.runtime.hf",
+        "import ptqpipe; import ptqpipe.api; import transformers.quantizers",
+    ],
+)
+def test_any_order_of_imports_registers(imports: str) -> None:
+    check = "from transformers.quantizers import auto; assert 'modelopt' in auto.AUTO_QUANTIZATION_CONFIG_MAPPING"
+    code = f"import warnings; warnings.simplefilter('error', UserWarning); {imports}; {check}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_importing_ptqpipe_does_not_import_transformers() -> None:
+    code = "import sys, ptqpipe; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_containers_know_what_is_taken() -> None:
+    """Every container's method that transformers cannot read is registered."""
+    for name in ("modelopt", "ptqpipe"):
+        assert get_container(name).QUANT_METHOD in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+
+
+@pytest.mark.shared
+def test_every_golden_checkpoint_loads_as_load_model_does(shared_dir: Path) -> None:
+    tokens = torch.randint(3, 500, (2, 32), generator=torch.Generator().manual_seed(3))
+    folders = sorted(path.parent for path in (shared_dir / "golden").glob("*/config.json"))
+    assert len(folders) == 24
+    for folder in folders:
+        theirs = from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            assert torch.equal(theirs(tokens).logits, load_model(folder)(tokens).logits), folder.name
