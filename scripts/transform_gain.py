@@ -25,7 +25,8 @@ from ptqpipe.evaluation.bootstrap import cluster_sums, interval, standard_error
 from ptqpipe.evaluation.scores import ModelLogits, Scores, Window, score
 from ptqpipe.evaluation.text import load_tokenizer, read_text
 from ptqpipe.runtime.load import load_model
-from ptqpipe.stages.transform import TransformOptions, transform
+from ptqpipe.stages.transform import transform
+from ptqpipe.stages.transform_plan import TransformOptions
 
 WINDOW = 256
 FORMATS = ("nvfp4", "nvfp4_w4a4", "mxfp4a16", "mxfp4")

@@ -50,8 +50,9 @@ def transform(
 ) -> None:
     """Fold smoothing factors or rotations into MODEL: an equivalent model that quantizes better."""
     from ptqpipe.stages import transform as stage
+    from ptqpipe.stages.transform_plan import TransformOptions
 
-    options = stage.TransformOptions(
+    options = TransformOptions(
         apply=apply,
         alpha=alpha,
         powers_of_two=power_of_two,

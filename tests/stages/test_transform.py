@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.errors import AlreadyComplete, NumericsError, OutputError, PtqError, UsageError
-from ptqpipe.stages.transform import Transformed, TransformOptions, transform
+from ptqpipe.stages.transform import Transformed, transform
+from ptqpipe.stages.transform_plan import TransformOptions
 from tests import tiny
 from tests.transforms.models import logits, make_model, make_statistics, token_ids
 
