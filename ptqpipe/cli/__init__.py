@@ -9,13 +9,16 @@ import sys
 import click
 
 from ptqpipe._version import __version__
+from ptqpipe.cli.calibrate import calibrate
 from ptqpipe.cli.convert import convert
 from ptqpipe.cli.demo import demo, formats
 from ptqpipe.cli.evaluate import evaluate
 from ptqpipe.cli.look import diff, inspect, verify
+from ptqpipe.cli.plan import plan
 from ptqpipe.cli.report import report
 from ptqpipe.cli.rewrite import dequantize, relayout
 from ptqpipe.cli.transform import transform
+from ptqpipe.cli.tune import tune
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -27,5 +30,20 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-for _command in (convert, verify, evaluate, inspect, report, diff, demo, formats, relayout, dequantize, transform):
+for _command in (
+    convert,
+    plan,
+    calibrate,
+    verify,
+    evaluate,
+    inspect,
+    report,
+    diff,
+    demo,
+    formats,
+    relayout,
+    dequantize,
+    transform,
+    tune,
+):
     main.add_command(_command)
