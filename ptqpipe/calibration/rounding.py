@@ -1,0 +1,175 @@
+"""Learned rounding: each weight goes to one of its two neighbours in the format, chosen so that a whole decoder block
+computes what it did before.
+
+The scales are those of the exact search and stay. Of the two codes around a weight the upper one is taken where
+p + v >= 1/2: p is the weight's place between their values, v in [-1/2, 1/2] is learned, 0 gives the nearest. The loss
+is the mean squared difference of the block's output to that of the float block, where the block is given what the
+quantized blocks before it return and the float block what float blocks return. v moves by the sign of its
+straight-through gradient, with a step that falls to zero. After AdaRound (Nagel et al., arXiv 2004.10568) and SignRound
+(Cheng et al., arXiv 2309.05516); what differs: scales proven optimal instead of learned clips, and a gate, which keeps
+the nearest codes where samples that were not trained on do not gain.
+
+Must not know files; it knows blocks as functions of hidden states, and formats.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.errors import NumericsError
+from ptqpipe.formats import Codec
+from ptqpipe.qtensor import QTensor, code_values
+
+Forward = Callable[[torch.Tensor, int, Mapping[str, torch.Tensor]], torch.Tensor]
+"""(inputs of a batch, its number, weights by key) -> outputs of the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How long and how carefully.
+
+    steps       of gradient descent
+    windows     samples in one step
+    held_out    share of the batches that decide whether what was learned is kept
+    seed        of the order of the samples
+    """
+
+    steps: int = 200
+    windows: int = 8
+    held_out: float = 0.125
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What learning a block gave: mean squared errors of its output on the samples that were not trained on.
+
+    codes  key -> uint8 codes [N, K]; the nearest ones where ``kept`` is False
+    """
+
+    codes: Mapping[str, torch.Tensor]
+    nearest_loss: float
+    learned_loss: float
+    kept: bool
+    moved: float  # share of the weights that are not at their nearest code
+
+
+class _Choice:
+    """The two neighbours of every weight of one matrix, and what chooses between them."""
+
+    def __init__(self, w: torch.Tensor, q: QTensor) -> None:
+        codec = q.fmt.element
+        block = q.fmt.block_extent(q.shape)
+        scale = q.block_scales().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        values, codes = _sorted_codes(codec)
+        nearest = q.codes
+        y = torch.where(scale > 0, w.float() / scale, torch.zeros(())).clamp(float(values[0]), float(values[-1]))
+        upper = torch.searchsorted(values, y).clamp(max=len(values) - 1)
+        lower = torch.where(values[upper] == y, upper, (upper - 1).clamp(min=0))
+        span = values[upper] - values[lower]
+        self._codes = codes
+        self._lower, self._upper = lower.to(torch.int16), upper.to(torch.int16)
+        self._nearest = nearest
+        self.base = values[lower] * scale
+        self.step = span * scale
+        # The nearest code is the encoder's word, ties included; p lies on its side of one half.
+        p = torch.where(span > 0, (y - values[lower]) / span.clamp(min=1e-30), torch.zeros(()))
+        is_upper = code_values(nearest, codec) >= values[upper]
+        self.place = torch.where(is_upper, p.clamp(min=0.5), p.clamp(max=0.5 - 2**-20))
+        self.v = torch.zeros_like(self.place, requires_grad=True)
+
+    def weight(self) -> torch.Tensor:
+        """The decoded matrix, float32, with the straight-through gradient to ``v``."""
+        hard = (self.place + self.v.detach() >= 0.5).float()
+        return self.base + self.step * (hard + (self.v - self.v.detach()))
+
+    def codes(self) -> torch.Tensor:
+        """uint8 [N, K]: those chosen; the sign of a zero is that of the nearest code."""
+        with torch.no_grad():
+            up = self.place + self.v >= 0.5
+            chosen = self._codes[torch.where(up, self._upper, self._lower).long()]
+            return torch.where((up == (self.place >= 0.5)) | (self.step == 0), self._nearest, chosen)
+
+
+def learn(
+    originals: Mapping[str, torch.Tensor],
+    quantized: Mapping[str, QTensor],
+    *,
+    forward: Forward,
+    inputs: Callable[[int], torch.Tensor],
+    targets: Callable[[int], torch.Tensor],
+    batches: int,
+    windows_per_batch: int,
+    settings: Settings,
+) -> Learned:
+    """Learns the codes of one block.
+
+    originals, quantized  by key: matrices [N, K], and their QTensors at the scales that stay
+    inputs, targets       hidden states of a batch: what the block will be given, and what it should then return
+
+    NumericsError for a loss that is not finite.
+    """
+    choices = {key: _Choice(originals[key], q) for key, q in quantized.items()}
+    order = list(range(batches))
+    held = order[-max(1, round(batches * settings.held_out)) :] if batches > 1 else order
+    trained = order[: -len(held)] or order
+
+    def loss(batch: int) -> torch.Tensor:
+        out = forward(inputs(batch), batch, {key: choice.weight() for key, choice in choices.items()})
+        return (out.float() - targets(batch).float()).square().mean()
+
+    def held_loss() -> float:
+        with torch.no_grad():
+            return float(torch.stack([loss(batch) for batch in held]).mean())
+
+    nearest = held_loss()
+    _descend(choices, loss, trained, per_step=max(1, settings.windows // windows_per_batch), settings=settings)
+    learned = held_loss()
+    if not (nearest < float("inf") and learned < float("inf")):
+        raise NumericsError(f"learned rounding: the loss is {learned}; check the model's weights and the data")
+    kept = learned < nearest
+    if not kept:
+        for choice in choices.values():
+            choice.v.data.zero_()
+    moved = sum(int((choice.codes() != quantized[key].codes).sum()) for key, choice in choices.items())
+    total = sum(choice.v.numel() for choice in choices.values())
+    return Learned({k: choice.codes() for k, choice in choices.items()}, nearest, learned, kept, moved / total)
+
+
+def _descend(
+    choices: Mapping[str, _Choice],
+    loss: Callable[[int], torch.Tensor],
+    batches: Sequence[int],
+    *,
+    per_step: int,
+    settings: Settings,
+) -> None:
+    generator = torch.Generator().manual_seed(settings.seed)
+    variables = [choice.v for choice in choices.values()]
+    queue: list[int] = []
+    for step in range(settings.steps):
+        for _ in range(per_step):
+            if not queue:
+                queue = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+            gradients = torch.autograd.grad(loss(queue.pop()), variables)
+            for v, gradient in zip(variables, gradients, strict=True):
+                v.grad = gradient if v.grad is None else v.grad + gradient
+        rate = (1 - step / settings.steps) / settings.steps
+        for v in variables:
+            assert v.grad is not None
+            v.data.sub_(v.grad.sign_(), alpha=rate).clamp_(-0.5, 0.5)
+            v.grad = None
+
+
+def _sorted_codes(codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every distinct value of a codec, ascending, and a code of it."""
+    codes = torch.arange(1 << codec.bits, dtype=torch.uint8)
+    values = code_values(codes, codec)
+    finite = torch.isfinite(values)
+    codes, values = codes[finite], values[finite]
+    order = torch.argsort(values, stable=True)
+    codes, values = codes[order], values[order]
+    first = torch.ones(len(values), dtype=torch.bool)
+    first[1:] = values[1:] != values[:-1]
+    return values[first], codes[first]

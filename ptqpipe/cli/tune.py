@@ -1,0 +1,72 @@
+"""ptqpipe tune."""
+
+import json
+from pathlib import Path
+
+import click
+
+from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resume_command, says_how_to_resume
+
+
+@click.command()
+@click.argument("model")
+@click.option("--data", multiple=True, metavar="FILE", help="Text like what the model will serve. Repeatable.")
+@click.option("--field", metavar="NAME", help="Field of a row [messages, text, content, prompt, ...].")
+@click.option("--format", "scheme", metavar="NAME", help="nvfp4 (default), nvfp4_w4a4, mxfp4, ...")
+@click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="A YAML recipe instead of --format.")
+@click.option("--ignore", multiple=True, metavar="PATTERN", help="Keep these modules. Repeatable.")
+@click.option("--samples", type=int, default=128, show_default=True, metavar="N", help="Windows to learn from.")
+@click.option("--seqlen", type=int, metavar="N", help="Tokens of a window [2048, at most the model's positions].")
+@click.option("--seed", type=int, default=0, show_default=True, help="Chooses the windows and their order.")
+@click.option("--steps", type=int, default=200, show_default=True, metavar="N", help="Steps of descent in each block.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder of codes to write.")
+@click.option(
+    "--max-memory", type=Size(), default="8GiB", show_default=True, help="Samples that do not fit go to disk."
+)
+@click.option("--workers", type=int, metavar="N", help="Threads [processors, at most 16].")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
+@one_line_errors
+def tune(
+    model: str,
+    data: tuple[str, ...],
+    field: str | None,
+    scheme: str | None,
+    recipe_path: Path | None,
+    ignore: tuple[str, ...],
+    samples: int,
+    seqlen: int | None,
+    seed: int,
+    steps: int,
+    out: Path,
+    max_memory: int,
+    workers: int | None,
+    device: str,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Learn how MODEL's weights are rounded, block by block; `ptqpipe convert MODEL --rounding OUT` writes them."""
+    from ptqpipe.calibration.rounding import Settings
+    from ptqpipe.recipe import RecipeOptions
+    from ptqpipe.stages import tune as stage
+    from ptqpipe.stages import tune_text as text
+
+    options = stage.TuneOptions(samples, seqlen, seed, field, Settings(steps=steps, seed=seed))
+    machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
+    with says_how_to_resume(resume_command()):
+        done = stage.tune(
+            model,
+            data,
+            out,
+            recipe=RecipeOptions(scheme=scheme, ignore=ignore),
+            recipe_path=recipe_path,
+            options=options,
+            mode=mode_of(resume, overwrite),
+            machine=machine,
+        )
+    click.echo(json.dumps(text.to_json(done)) if as_json else text.render(done))

@@ -1,0 +1,91 @@
+"""Learned codes of a model's weights, as a folder: what `ptqpipe tune` found and `ptqpipe convert --rounding` writes.
+
+    ROUNDING/rounding.json             model, data, settings, and for every weight its format and file
+    ROUNDING/<block>.safetensors       <weight>.data, .scales and, where the format has one, .global_scale
+
+This file must not know models, searches or containers.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.formats import Format
+from ptqpipe.qtensor import QTensor
+
+ROUNDING_FILE = "rounding.json"
+ROUNDING_VERSION = 1
+
+
+class Rounding:
+    """An open folder of learned codes. Use as a context manager, or `close` it."""
+
+    def __init__(self, path: Path, reader: CheckpointReader, content: Mapping[str, Any]) -> None:
+        """Use `open`."""
+        self.path = path
+        self._reader = reader
+        self.content = content
+
+    @classmethod
+    def open(cls, path: Path) -> "Rounding":
+        """UsageError for a folder that is no finished tuning; CheckpointError for a damaged one."""
+        file = Path(path) / ROUNDING_FILE
+        if not file.is_file():
+            raise UsageError(f"{path} holds no {ROUNDING_FILE}; make it with: ptqpipe tune MODEL -o {path}")
+        try:
+            content = json.loads(file.read_bytes())
+            version, complete = content["version"], isinstance(content["weights"], dict)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{file} is damaged: {error}; tune again") from None
+        if version != ROUNDING_VERSION or not complete:
+            raise CheckpointError(f"{file} has version {version}, expected {ROUNDING_VERSION}; tune again")
+        return cls.of_files(Path(path), content)
+
+    @classmethod
+    def of_files(cls, path: Path, content: Mapping[str, Any]) -> "Rounding":
+        """A folder whose index is still in the making: ``content`` has its "weights"."""
+        return cls(path, CheckpointReader.open(path), content)
+
+    def __enter__(self) -> "Rounding":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def digest(self) -> str:
+        """sha256 that identifies the codes; decides the bytes of what is made of them."""
+        return str(self.content["digest"])
+
+    @property
+    def model_fingerprint(self) -> str:
+        """``CheckpointReader.fingerprint`` of the model that was tuned."""
+        return str(self.content["model"]["fingerprint"])
+
+    def has(self, weight: str) -> bool:
+        """Whether codes of a weight (with its expert in brackets, in a stack) were learned."""
+        return weight in self.content["weights"]
+
+    def of(self, weight: str, fmt: Format, *, shape: tuple[int, int]) -> QTensor:
+        """The learned QTensor [N, K]. UsageError where there is none, or one of another format or shape."""
+        entry = self.content["weights"].get(weight)
+        if entry is None:
+            raise UsageError(f"{self.path} has no codes of '{weight}'; tune the model that holds it")
+        if entry["format"] != fmt.name or tuple(entry["shape"]) != shape:
+            raise UsageError(
+                f"{self.path} has '{weight}' in {entry['format']} {entry['shape']}, the recipe wants {fmt.name} "
+                f"{list(shape)}; tune with the same --format or --recipe"
+            )
+        data = self._reader.read(f"{weight}.data")
+        scales = self._reader.read(f"{weight}.scales")
+        g = self._reader.read(f"{weight}.global_scale").reshape(()) if fmt.has_global else None
+        return QTensor(fmt, shape, data.view(torch.uint8), scales, g)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._reader.close()
