@@ -7,6 +7,7 @@ evaluation sets, so they need no network.
 
 import difflib
 import io
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -88,6 +89,7 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
     UsageError as `check_tasks`, and for data that lm-eval cannot load.
     """
     check_tasks(request)
+    from datasets.exceptions import DatasetsError
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -96,7 +98,7 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
     with _quiet(progress):
         try:
             tasks = manager.load(specs)["tasks"]
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, DatasetsError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UsageError(
                 f"the tasks {', '.join(request.names)} cannot be loaded: {one_line(first)}; local_ tasks need no hub"
@@ -202,8 +204,25 @@ def _local_config(name: str, task_data: Path | None) -> dict[str, Any]:
         place = next((place for place in places if place.is_file()), None)
         if place is None:
             raise UsageError(f"task {name!r} needs {file} in {task_data} or one folder down; it is not there")
+        _check_rows(place, config["metadata"]["fields"])
         found[split] = str(place.resolve())
     return {**config, "dataset_kwargs": {"data_files": found}}
+
+
+def _check_rows(file: Path, fields: Sequence[str]) -> None:
+    """UsageError for a line that is no object with ``fields``: lm-eval would fail on it somewhere within."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text (byte {error.start}); expected JSON lines") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line.strip() else dict.fromkeys(fields)
+        except (ValueError, RecursionError):
+            raise UsageError(f"{file}, line {number} is not JSON; expected one object a line") from None
+        missing = [field for field in fields if not isinstance(row, dict) or field not in row]
+        if missing:
+            raise UsageError(f"{file}, line {number} has no {missing[0]!r}; expected {', '.join(fields)}")
 
 
 @contextmanager

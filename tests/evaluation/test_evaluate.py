@@ -1,0 +1,225 @@
+"""Claims about ``ptqpipe eval`` from end to end, on the embedded model and what convert makes of it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import ptqpipe
+from ptqpipe.cli import main
+from ptqpipe.stages import evaluate as stage
+
+MODEL = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
+TEXT = MODEL / "heldout.txt"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("converted")
+    for name in ("nvfp4", "mxfp4", "fp8"):
+        ptqpipe.convert(MODEL, format=name, out=root / name)
+    ptqpipe.convert(MODEL, format="nvfp4", out=root / "modelopt", container="modelopt")
+    return {path.name: path for path in root.iterdir() if path.is_dir()}
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["eval", *map(str, arguments)])
+
+
+def measured(out: Path, *arguments: object) -> dict[str, Any]:
+    result = run(*arguments, "-o", out)
+    assert result.exit_code == 0, result.output
+    content: dict[str, Any] = json.loads(out.read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def against_float(path: Path, out: Path, cache: Path, *more: object) -> dict[str, Any]:
+    return measured(
+        out,
+        path,
+        "--baseline",
+        MODEL,
+        "--data",
+        TEXT,
+        "--window",
+        128,
+        "--max-tokens",
+        2048,
+        "--cache-dir",
+        cache,
+        *more,
+    )
+
+
+def test_the_file_says_everything(checkpoints: dict[str, Path], tmp_path: Path, cache: Path) -> None:
+    found = against_float(checkpoints["nvfp4"], tmp_path / "a.json", cache)
+    record = json.loads((checkpoints["nvfp4"] / "ptqpipe.json").read_text())
+    assert found["version"] == 1
+    assert found["checkpoint"] == {"name": "nvfp4", "path": str(checkpoints["nvfp4"]), "run_id": record["run_id"]}
+    assert found["baseline"] == {"name": "demo_model", "path": str(MODEL)}
+    assert found["settings"]["dtype"] == "float32"
+    assert found["settings"]["activations"] == "simulated"
+    assert found["tasks"] == []
+    (row,) = found["perplexity"]
+    assert (row["data"], row["window"], row["stride"]) == (str(TEXT), 128, 128)
+    assert row["tokens"] == 2048 - 2048 // 128
+    assert row["checkpoint"] == pytest.approx(math.exp(row["nll"]))
+    assert row["baseline"] == pytest.approx(math.exp(row["nll_baseline"]))
+    assert row["difference"] == pytest.approx(row["checkpoint"] - row["baseline"])
+    assert row["interval"][0] < row["difference"] < row["interval"][1]
+    (kl,) = found["kl"]
+    assert kl["tokens"] == row["tokens"]
+    assert kl["interval"][0] < kl["mean"] < kl["interval"][1]
+    assert 0 < kl["percentiles"]["50"] < kl["percentiles"]["99.9"] <= kl["max"]
+    assert 0.5 < kl["top1_agreement"] < 1
+
+
+def test_coarser_formats_diverge_more(checkpoints: dict[str, Path], tmp_path: Path, cache: Path) -> None:
+    means = {
+        name: against_float(checkpoints[name], tmp_path / f"{name}.json", cache)["kl"][0]["mean"]
+        for name in ("fp8", "nvfp4", "mxfp4")
+    }
+    assert means["fp8"] < 0.3 * means["nvfp4"]
+    assert means["nvfp4"] < 0.5 * means["mxfp4"]  # whose activations are quantized, too
+
+
+def test_two_layouts_of_one_model_measure_the_same(checkpoints: dict[str, Path], tmp_path: Path, cache: Path) -> None:
+    first = against_float(checkpoints["nvfp4"], tmp_path / "a.json", cache)
+    other = against_float(checkpoints["modelopt"], tmp_path / "b.json", cache)
+    assert first["kl"] == other["kl"]
+    assert first["perplexity"] == other["perplexity"]
+
+
+def test_the_cache_changes_no_number(
+    checkpoints: dict[str, Path], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = against_float(checkpoints["nvfp4"], tmp_path / "a.json", tmp_path / "none", "--cache-size", "0")
+    assert not (tmp_path / "none").exists()
+    missed = against_float(checkpoints["nvfp4"], tmp_path / "b.json", tmp_path / "fresh")
+    loaded: list[Path] = []
+    load = stage.load_model
+    monkeypatch.setattr(stage, "load_model", lambda path, **options: (loaded.append(path), load(path, **options))[1])
+    hit = against_float(checkpoints["nvfp4"], tmp_path / "c.json", tmp_path / "fresh")
+    assert without["kl"] == missed["kl"] == hit["kl"]
+    assert loaded == [checkpoints["nvfp4"]]
+
+
+def test_without_activations_the_weights_alone_count(checkpoints: dict[str, Path], tmp_path: Path, cache: Path) -> None:
+    simulated = against_float(checkpoints["mxfp4"], tmp_path / "a.json", cache)
+    weights = against_float(checkpoints["mxfp4"], tmp_path / "b.json", cache, "--activations", "none")
+    assert weights["settings"]["activations"] == "none"
+    assert weights["kl"][0]["mean"] < simulated["kl"][0]["mean"]
+
+
+def test_a_shorter_stride_gives_more_context(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    common = (checkpoints["nvfp4"], "--data", TEXT, "--window", 64, "--max-tokens", 1024)
+    apart = measured(tmp_path / "a.json", *common)
+    overlapping = measured(tmp_path / "b.json", *common, "--stride", 16)
+    assert overlapping["perplexity"][0]["tokens"] == 1023
+    assert overlapping["perplexity"][0]["checkpoint"] < apart["perplexity"][0]["checkpoint"]
+    assert apart["baseline"] is None
+    assert apart["kl"] == []
+    assert apart["perplexity"][0]["difference"] is None
+    assert apart["perplexity"][0]["interval"] is not None
+
+
+def test_tasks_are_compared_with_the_baseline(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    rows = [
+        {"query": f"Return the {word}", "choices": ["value", "zebra"], "gold": 0} for word in ("same", "new", "old")
+    ]
+    (tmp_path / "copa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = measured(
+        tmp_path / "a.json", checkpoints["nvfp4"], "--baseline", MODEL, "--tasks", "local_copa", "--task-data", tmp_path
+    )
+    (row,) = found["tasks"]
+    assert (row["task"], row["metric"], row["samples"], row["higher_is_better"]) == ("local_copa", "acc", 3, True)
+    assert row["recovery"] == pytest.approx(100 * row["checkpoint"] / row["baseline"])
+    assert row["difference"] == pytest.approx(row["checkpoint"] - row["baseline"])
+    assert len(row["interval"]) == 2
+    assert found["perplexity"] == found["kl"] == []
+
+
+def test_the_default_name_lies_beside_the_checkpoint(checkpoints: dict[str, Path]) -> None:
+    result = run(checkpoints["fp8"], "--data", TEXT, "--window", 32, "--max-tokens", 64, "--json")
+    assert result.exit_code == 0, result.output
+    written = checkpoints["fp8"].parent / "fp8.eval.json"
+    assert json.loads(written.read_text()) == json.loads(result.stdout)
+    written.unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to measure"),
+        (["--data", "none.txt"], "none.txt does not exist"),
+        (["--data", "BINARY"], "is not UTF-8"),
+        (["--data", "RANGE"], "token 99999, outside the model's vocabulary"),
+        (["--tasks", "pika"], "task 'pika' is unknown; near it are"),
+        (["--tasks", "local_piqa"], "--task-data DIR"),
+        (["--data", "TEXT", "--window", "100000"], "positions; choose a smaller one"),
+        (["--data", "TEXT", "--window", "8", "--stride", "9"], "--stride 9"),
+        (["--data", "TEXT", "--dtype", "int3"], "dtype 'int3' is unknown"),
+        (["--data", "TEXT", "--max-tokens", "0"], "--max-tokens 0"),
+        (["--data", "TEXT", "--baseline", "nowhere/at all"], "nowhere/at all"),
+        (["--data", "TEXT", "--baseline", "OTHER"], "vocabulary"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_nothing_is_written(
+    checkpoints: dict[str, Path], tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "range.jsonl").write_text('{"input_ids": [1, 2, 99999]}\n')
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((MODEL / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 77}))
+    (other / "model.safetensors").write_bytes((MODEL / "model.safetensors").read_bytes())
+    names = {"BINARY": tmp_path / "binary", "RANGE": tmp_path / "range.jsonl", "TEXT": TEXT, "OTHER": other}
+    given = [str(names.get(argument, argument)) for argument in arguments]
+    result = run(checkpoints["nvfp4"], *given, "-o", tmp_path / "out.json")
+    assert result.exit_code == 2, result.output
+    assert result.output.count("\n") == 1
+    assert result.output.startswith("Error: ")
+    assert message in result.output
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_broken_model_writes_nothing(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in MODEL.iterdir():
+        if file.suffix == ".json":
+            (broken / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(MODEL / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    result = run(broken, "--data", TEXT, "--window", 32, "--max-tokens", 64, "-o", tmp_path / "out.json")
+    assert result.exit_code == 1
+    assert "gives no probability" in result.output
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.shared
+def test_the_bench_model_has_the_recorded_perplexity(shared_dir: Path, tmp_path: Path) -> None:
+    """assets/models/bench-4m/SOURCE.md: 56.05 on the first 24,576 tokens; here on the first 8,192 of them."""
+    model, text = shared_dir / "assets/models/bench-4m/hf", shared_dir / "assets/data/wikitext2/wiki.test.raw"
+    out = tmp_path / "q"
+    ptqpipe.convert(model, format="nvfp4", out=out, search="absmax", global_scale="absmax")
+    found = measured(
+        tmp_path / "a.json", out, "--baseline", model, "--data", text, "--window", 256, "--max-tokens", 8192,
+        "--cache-dir", tmp_path / "cache",
+    )  # fmt: skip
+    assert found["baseline"]["name"] == "bench-4m"
+    assert found["perplexity"][0]["baseline"] == pytest.approx(56.05, rel=0.15)
+    assert found["kl"][0]["mean"] == pytest.approx(0.0080, abs=0.0003)

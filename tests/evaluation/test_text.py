@@ -1,0 +1,90 @@
+"""Claims about texts: what becomes tokens, and one line for what does not."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.evaluation.text import Tokenizer, read_text
+
+
+def letters(text: str, *, verbose: bool = True) -> dict[str, list[int]]:
+    """A token a letter."""
+    return {"input_ids": [ord(c) for c in text]}
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    return path
+
+
+def test_a_text_is_one_stream(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("hello\nyou")
+    found = read_text(file, letters)
+    assert bytes(found.tokens.tolist()) == b"hello\nyou"
+    assert found.name == str(file)
+
+
+def test_the_digest_is_of_the_tokens_that_are_used(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("abcdef")
+    expected = hashlib.sha256(b"".join(ord(c).to_bytes(8, "little") for c in "abc")).hexdigest()
+    assert read_text(file, letters, max_tokens=3).sha256 == expected
+    file.write_text("abcxyz")
+    assert read_text(file, letters, max_tokens=3).sha256 == expected
+
+
+def test_rows_of_text_are_parted_by_a_blank_line(tmp_path: Path) -> None:
+    found = read_text(lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two", "id": 3}), letters)
+    assert bytes(found.tokens.tolist()) == b"one\n\ntwo"
+
+
+def test_rows_of_tokens_need_no_tokenizer(tmp_path: Path) -> None:
+    found = read_text(lines(tmp_path / "a.jsonl", {"input_ids": [5, 6]}, {"input_ids": [7]}), Tokenizer(tmp_path))
+    assert found.tokens.tolist() == [5, 6, 7]
+
+
+def test_parquet_columns(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+    assert bytes(read_text(tmp_path / "a.parquet", letters).tokens.tolist()) == b"one\n\ntwo"
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 not")
+    with pytest.raises(UsageError, match="is not a parquet file"):
+        read_text(tmp_path / "b.parquet", letters)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "gives 0 tokens"),
+        ("a.txt", b"x", "gives 1 tokens"),
+        ("a.txt", b"abc\xff", r"not UTF-8 text \(byte 3\)"),
+        ("a.jsonl", b'{"text": "a"}\n{oops\n', "line 2 is not JSON"),
+        ("a.jsonl", b"[1, 2]\n", "line 1 is list"),
+        ("a.jsonl", b'{"prompt": "a"}\n', "row 1 has prompt; expected 'text'"),
+        ("a.jsonl", b'{"input_ids": "12"}\n', "row 1 has input_ids"),
+        ("a.jsonl", b'{"input_ids": [1, 2]}\n{"text": "a"}\n', "mixes"),
+    ],
+)
+def test_bad_files_are_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_text(tmp_path / name, letters)
+
+
+def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        read_text(tmp_path / "none.txt", letters)
+    with pytest.raises(UsageError, match="is no file"):
+        read_text(tmp_path, letters)
+
+
+def test_no_tokenizer_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        read_text(tmp_path / "a.txt", Tokenizer(tmp_path))
