@@ -21,6 +21,7 @@ GLOBAL_SCALE_MODES = ("search", "absmax")
 ALGORITHMS = ("rtn", "gptq")
 WEIGHTINGS = ("none", "diagonal", "block")
 ORDERS = ("static", "none")
+SCALE_MODES = ("auto", "first", "entry")
 
 # The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
 IGNORED = "ignored on request"
@@ -73,7 +74,8 @@ class Rule:
     weighting  what the block scales minimize: "none", "diagonal" (E[x^2] by column) or "block" (16x16 moments)
     damping    gptq: share of the mean diagonal that is added to the moment
     order      gptq: columns by their second moment, the largest first ("static"), or as they are ("none")
-    refine     gptq: sweeps of coordinate descent over the codes afterwards
+    scales     gptq: block scales "first", at block "entry", or "auto" (at entry unless they are powers of two)
+    refine     gptq: sweeps of coordinate descent over scales and codes afterwards
     """
 
     match: str
@@ -84,7 +86,8 @@ class Rule:
     weighting: str = "none"
     damping: float = 0.01
     order: str = "static"
-    refine: int = 0
+    scales: str = "auto"
+    refine: int = 3
 
     def __post_init__(self) -> None:
         check_pattern(self.match)
@@ -94,6 +97,7 @@ class Rule:
             ("algorithm", self.algorithm, ALGORITHMS),
             ("weighting", self.weighting, WEIGHTINGS),
             ("order", self.order, ORDERS),
+            ("scales", self.scales, SCALE_MODES),
         ):
             if value not in known:
                 raise RecipeError(f"{name} {value!r} is unknown; use {', '.join(known)}")
@@ -264,14 +268,15 @@ def parse_recipe(raw: Any) -> Recipe:
 
 def _rule(item: Any, index: int) -> Rule:
     where = f"rules[{index}]"
-    texts = ("search", "global_scale", "algorithm", "weighting", "order")
+    texts = ("search", "global_scale", "algorithm", "weighting", "order", "scales")
     raw = _mapping(item, where, {"match", "format", *texts, "damping", "refine"})
     if "match" not in raw or "format" not in raw:
         raise RecipeError(f"{where} needs both match and format")
     name = _text(raw["format"], f"{where}.format")
     scheme = None if name.lower() == "keep" else get_scheme(name)
     rule = Rule(_text(raw["match"], f"{where}.match"), scheme)
-    rule = replace(rule, **{key: _text(raw[key], f"{where}.{key}") for key in texts if key in raw})
+    given: dict[str, Any] = {key: _text(raw[key], f"{where}.{key}") for key in texts if key in raw}
+    rule = replace(rule, **given)
     if "damping" in raw:
         rule = replace(rule, damping=_number(raw["damping"], f"{where}.damping"))
     if "refine" in raw:

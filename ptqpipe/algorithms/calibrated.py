@@ -48,14 +48,23 @@ class Options:
     weighting  what the scales minimize: "none", "diagonal" (sum h_i r_i^2), "block" (r^T H_b r)
     order      gptq visits columns "static" (by second moment, the largest first) or "none" (as they are)
     damping    share of the mean diagonal that is added to the moment
-    refine     at most so many sweeps of coordinate descent after gptq
+    scales     gptq chooses block scales "first" (weighted search, then the codes), at block "entry", or "auto": at
+               entry where scales are finer than powers of two
+    refine     sweeps of coordinate descent over scales and codes after gptq
     """
 
     algorithm: str = "rtn"
     weighting: str = "diagonal"
     order: str = "static"
     damping: float = DAMPING
-    refine: int = 0
+    scales: str = "auto"
+    refine: int = 3
+
+    def at_entry(self, fmt: Format) -> bool:
+        """Whether gptq chooses the scales of this format at block entry."""
+        if self.algorithm != "gptq" or not gptq.has_block_scales(fmt):
+            return False
+        return self.scales == "entry" or (self.scales == "auto" and not fmt.scale.power_of_two)
 
     @property
     def needs_full(self) -> bool:
@@ -117,7 +126,7 @@ def quantize(
     metric: Metric | None = None
     for index, (weight, known, name) in enumerate(zip(weights, inputs, names, strict=True)):
         if options.needs_full and (index == 0 or known is not inputs[index - 1]):
-            metric = _metric(known, options, name, device)
+            metric = _metric(known, options, fmt, name, device)
         rows, error, outcome = _weight(
             weight, fmt, known, options=options, search=search, g=g, plain=plain, joint=joint, metric=metric
         )
@@ -191,13 +200,14 @@ def _joint_scales(
     return quantize_rows(whole, fmt, search=search, importance=_importance(known, options)).scales
 
 
-def _metric(known: LayerInput, options: Options, name: str, device: torch.device) -> Metric:
+def _metric(known: LayerInput, options: Options, fmt: Format, name: str, device: torch.device) -> Metric:
     if known.full_moment is None:
         raise NumericsError(
             f"gptq needs the full second moment of the input of '{name}'; calibrate with --moments full"
         )
     moment = known.full_moment.to(device)
-    order = descending(moment) if options.order == "static" else None
+    group = fmt.block[1] if options.at_entry(fmt) else 1
+    order = descending(moment, group=group) if options.order == "static" else None
     return make_metric(moment, damping=options.damping, order=order, name=f"the input of '{name}'")
 
 
@@ -224,11 +234,14 @@ def _weight(
         w = weight.rows(start, stop).to(device)
         absmax += total_error(w, fmt, search="absmax", global_scale=plain)
         rtn = _rtn(w, fmt, search=search, g=g, joint=joint, importance=None)
-        q = _rtn(w, fmt, search=search, g=g, joint=joint, importance=h)
-        if metric is not None:
-            q = gptq.quantize(w, q.scales, fmt, metric=metric, global_scale=g)
-            if options.refine:
-                q = refine(q, w, moment=metric.moment, sweeps=options.refine)
+        if metric is not None and options.at_entry(fmt):
+            q = gptq.quantize_at_entry(w, fmt, metric=metric, global_scale=g)
+        else:
+            q = _rtn(w, fmt, search=search, g=g, joint=joint, importance=h)
+            if metric is not None:
+                q = gptq.quantize(w, q.scales, fmt, metric=metric, global_scale=g)
+        if metric is not None and options.refine:
+            q = refine(q, w, moment=metric.moment, sweeps=options.refine)
         made.append((start, q))
         simple.append((start, rtn))
         errors.add(q, w, judge)

@@ -1,20 +1,33 @@
-"""GPTQ: codes chosen column by column, each making up for the output error of those before it. Scales are fixed first.
+"""GPTQ: codes chosen column by column, each making up for the output error of those before it.
 
-The scales are chosen on the weights in their own order; the columns are then visited in the metric's order (static
-activation order), so no scale belongs to columns that are apart and the checkpoint needs no permutation.
+Two ways to get the block scales, both with static activation order (the checkpoint needs no permutation):
 
-Works on any format with enumerable elements: E2M1, E4M3, ... at the block scales that are given. Rows are independent:
-a run of rows is quantized as the whole matrix would be. Knows tensors and formats; must not know statistics files.
+* ``quantize``: scales are fixed first, on the weights in their own order, and the columns are then visited by their
+  second moment, the largest first;
+* ``quantize_at_entry``: whole blocks are visited, by their summed second moment, and a block's scale is chosen when its
+  turn comes, on the weights with all feedback so far, together with its codes.
+
+Rows are independent: a run of rows is quantized as the whole matrix would be. Knows tensors and formats; must not know
+statistics files. Source: Frantar et al. 2022 (columns, damping, lazy blocks of 128).
 """
 
 import torch
 
+from ptqpipe.algorithms.columns import (
+    absmax_index,
+    as_qtensor,
+    choose_block,
+    column_scales,
+    feed_forward,
+    scale_ladder,
+)
 from ptqpipe.algorithms.metric import Metric
-from ptqpipe.formats import Codec, Format
-from ptqpipe.qtensor import QTensor, check_finite, code_values, magnitude_codes, to_blocks
-from ptqpipe.qtensor import from_blocks as unblock
+from ptqpipe.errors import FormatError
+from ptqpipe.formats import Format
+from ptqpipe.qtensor import QTensor, check_finite, code_values
 
 BLOCK = 128  # columns between two updates of all later ones
+BELOW, ABOVE = 6, 8  # scales tried beside the one that just does not clip
 
 
 def quantize(
@@ -27,33 +40,55 @@ def quantize(
     check_finite(w)
     s = column_scales(scales, fmt, shape=(w.shape[0], w.shape[1]), global_scale=global_scale)
     order = metric.order
-    exact = w.float().t()[order]  # [K, n]: what is done at once lies in one line
-    s = s.t()[order]
+    exact, s = w.float().t()[order], s.t()[order]
     codes = torch.empty(exact.shape, dtype=torch.uint8, device=w.device)
     error = torch.empty_like(exact)
     for start in range(0, len(exact), BLOCK):
-        stop = min(start + BLOCK, len(exact))
-        target = torch.addmm(exact[start:stop], metric.factor[:start, start:stop].t(), error[:start])
-        for i in range(start, stop):
-            codes[i], decoded = nearest(target[i - start], s[i], fmt.element)
-            torch.sub(exact[i], decoded, out=error[i])
-            target[i - start + 1 :].addr_(metric.factor[i, i + 1 : stop], error[i])
+        run = slice(start, min(start + BLOCK, len(exact)))
+        target = torch.addmm(exact[run], metric.factor[:start, run].t(), error[:start])
+        feedback = metric.factor[run, run].contiguous()
+        codes[run], error[run] = feed_forward(exact[run], target, s[run], feedback=feedback, element=fmt.element)
     placed = torch.empty_like(codes)
     placed[order] = codes
-    return QTensor.from_codes(placed.t().contiguous(), scales, fmt=fmt, global_scale=global_scale)
+    return as_qtensor(placed, scales, fmt, global_scale)
 
 
-def column_scales(
-    scales: torch.Tensor, fmt: Format, *, shape: tuple[int, int], global_scale: torch.Tensor | None
-) -> torch.Tensor:
-    """float32 [N, K]: what multiplies each code's value."""
-    like = torch.ones(shape, device=scales.device)
-    template = QTensor.from_codes(like.to(torch.uint8), scales, fmt=fmt, global_scale=global_scale)
-    return unblock(to_blocks(like, fmt) * template.block_scales().reshape(-1, 1), fmt=fmt, shape=shape)
+def has_block_scales(fmt: Format) -> bool:
+    """Whether the format's blocks lie in rows and their scales are a list to choose from."""
+    return fmt.block[0] == 1 and fmt.block[1] > 1 and fmt.scale.enumerable
 
 
-def nearest(target: torch.Tensor, s: torch.Tensor, element: Codec) -> tuple[torch.Tensor, torch.Tensor]:
-    """(uint8 codes, float32 decoded values) nearest to ``target`` at scales ``s``, as ``qtensor.encode`` rounds."""
-    codes = magnitude_codes(target.abs() * (1.0 / s), element).to(torch.uint8)
-    codes |= torch.signbit(target).to(torch.uint8) << (element.bits - 1)
-    return codes, code_values(codes, element) * s
+def quantize_at_entry(
+    w: torch.Tensor, fmt: Format, *, metric: Metric, global_scale: torch.Tensor | None = None
+) -> QTensor:
+    """Scales and codes of ``w`` [n, K]; the metric's order must keep the format's blocks together.
+
+    Raises NumericsError for NaN and inf in ``w``, FormatError for a format without block scales along rows.
+    """
+    if not has_block_scales(fmt):
+        raise FormatError(f"{fmt.name} has no block scales along its rows to choose at block entry; fix them first")
+    check_finite(w)
+    size, order = fmt.block[1], metric.order
+    exact = w.float().t()[order]
+    codes = torch.empty(exact.shape, dtype=torch.uint8, device=w.device)
+    error = torch.empty_like(exact)
+    scales = torch.empty(fmt.scale_shape((w.shape[0], w.shape[1])), dtype=torch.uint8, device=w.device)
+    ladder = scale_ladder(fmt, global_scale, w.device)
+    for start in range(0, len(exact), size):
+        run = slice(start, start + size)
+        target = torch.addmm(exact[run], metric.factor[:start, run].t(), error[:start])
+        found = choose_block(
+            target,
+            ladder,
+            (absmax_index(target, ladder, fmt.element) - BELOW).clamp(min=0),
+            count=BELOW + ABOVE + 1,
+            feedback=metric.factor[run, run].contiguous(),
+            weight=metric.weight[run],
+            element=fmt.element,
+        )
+        codes[run] = found.codes
+        error[run] = exact[run] - code_values(found.codes, fmt.element) * ladder[found.scales]
+        scales[:, int(order[start]) // size] = (found.scales + fmt.scale.first_scale_code).to(torch.uint8)
+    placed = torch.empty_like(codes)
+    placed[order] = codes
+    return as_qtensor(placed, scales, fmt, global_scale)

@@ -1,43 +1,109 @@
-"""Refinement: coordinate descent over codes, which lowers the output error of any quantized weight and never raises it.
+"""Refinement: coordinate descent that lowers the output error of any quantized weight, and never raises it.
 
 With all other codes fixed, tr(E H E^T) is a parabola in one decoded value, so the code nearest to its minimum is the
-best one. A sweep visits every column once; the scales stay. Knows tensors and formats; must not know statistics files.
+best one (``columns.descend``). With all other blocks fixed it is a quadratic form in one block, so a block's scale and
+codes are tried together, and taken where they are better than what there was. A sweep does the second for every block
+(for formats that have scales along rows) and then the first for every column. Knows tensors and formats; must not know
+statistics files.
 """
+
+from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.algorithms.gptq import BLOCK, column_scales, nearest
+from ptqpipe.algorithms.columns import as_qtensor, choose_block, column_scales, descend, scale_ladder
+from ptqpipe.algorithms.gptq import BLOCK, has_block_scales
 from ptqpipe.formats import Format
-from ptqpipe.qtensor import QTensor
+from ptqpipe.qtensor import QTensor, code_values
+
+WINDOW = 6  # scales tried on either side of a block's own
+ENOUGH = 1e-6  # a gain below this share of a block's cost is rounding
+
+
+@dataclass(slots=True)
+class _State:
+    """A weight in the middle of it. [K, n] but for ``scales``: uint8 [n, K/b].
+
+    slope  moment @ error: half of the derivative by each decoded value, negated
+    """
+
+    exact: torch.Tensor
+    codes: torch.Tensor
+    error: torch.Tensor
+    slope: torch.Tensor
+    scales: torch.Tensor
 
 
 def refine(q: QTensor, w: torch.Tensor, *, moment: torch.Tensor, sweeps: int) -> QTensor:
-    """``q`` with codes that fit ``w`` [n, K] better in the metric ``moment`` [K, K], after at most ``sweeps`` sweeps.
+    """``q`` with scales and codes that fit ``w`` [n, K] better in ``moment`` [K, K] (damped), after ``sweeps`` sweeps.
 
-    Stops early where a sweep changes nothing: no single code can then be improved.
+    The global scale stays.
     """
-    fmt: Format = q.fmt
     exact = w.float().t().contiguous()
-    s = column_scales(q.scales, fmt, shape=q.shape, global_scale=q.global_scale).t().contiguous()
-    codes = q.codes.t().contiguous()
     error = exact - q.dequantize().t()
-    slope = moment @ error  # [K, n]: half of the derivative by each decoded value, negated
-    curvature = moment.diagonal().clamp(min=torch.finfo(torch.float32).tiny)
+    state = _State(exact, q.codes.t().contiguous(), error, moment @ error, q.scales.clone())
     for _ in range(sweeps):
-        changed = 0
-        for start in range(0, len(exact), BLOCK):
-            stop = min(start + BLOCK, len(exact))
-            before = error[start:stop].clone()
-            near = slope[start:stop]
-            for i in range(start, stop):
-                target = exact[i] - error[i] + near[i - start] / curvature[i]
-                codes[i], decoded = nearest(target, s[i], fmt.element)
-                moved = exact[i] - decoded - error[i]
-                error[i] += moved
-                near = near.addr(moment[start:stop, i], moved)
-            step = error[start:stop] - before
-            changed += int((step != 0).sum())
-            slope.addmm_(moment[:, start:stop], step)
-        if not changed:
-            break
-    return QTensor.from_codes(codes.t().contiguous(), q.scales, fmt=fmt, global_scale=q.global_scale)
+        if has_block_scales(q.fmt):
+            _sweep_blocks(state, q.fmt, q.global_scale, moment)
+        _sweep_columns(state, q.fmt, q.global_scale, moment)
+    return as_qtensor(state.codes, state.scales, q.fmt, q.global_scale)
+
+
+def _sweep_columns(state: _State, fmt: Format, global_scale: torch.Tensor | None, moment: torch.Tensor) -> None:
+    columns, rows = state.exact.shape
+    s = column_scales(state.scales, fmt, shape=(rows, columns), global_scale=global_scale).t().contiguous()
+    for start in range(0, columns, BLOCK):
+        run = slice(start, min(start + BLOCK, columns))
+        before = state.error[run].clone()
+        near = state.slope[run].clone()
+        corner = moment[run, run].contiguous()
+        descend(state.exact[run], state.error[run], state.codes[run], near, s[run], moment=corner, element=fmt.element)
+        state.slope.addmm_(moment[:, run], state.error[run] - before)
+
+
+def _sweep_blocks(state: _State, fmt: Format, global_scale: torch.Tensor | None, moment: torch.Tensor) -> None:
+    size = fmt.block[1]
+    ladder = scale_ladder(fmt, global_scale, state.exact.device)
+    window = 2 if fmt.scale.power_of_two else WINDOW
+    for block in range(len(state.exact) // size):
+        run = slice(block * size, (block + 1) * size)
+        metric = _block_metric(moment[run, run])
+        if metric is None:
+            continue
+        feedback, weight, inverse = metric
+        decoded = state.exact[run] - state.error[run]
+        # the block's part of the objective is (target - decoded)^T moment (target - decoded), up to a constant
+        target = decoded + inverse @ state.slope[run]
+        current = state.scales[:, block].long() - fmt.scale.first_scale_code
+        found = choose_block(
+            target,
+            ladder,
+            (current - window).clamp(min=0),
+            count=2 * window + 1,
+            feedback=feedback,
+            weight=weight,
+            element=fmt.element,
+        )
+        better = found.cost < _cost(target - decoded, feedback, weight) * (1.0 - ENOUGH)
+        codes = torch.where(better, found.codes, state.codes[run])
+        chosen = torch.where(better, found.scales, current)
+        error = state.exact[run] - code_values(codes, fmt.element) * ladder[chosen]
+        state.slope.addmm_(moment[:, run], error - state.error[run])
+        state.codes[run], state.error[run] = codes, error
+        state.scales[:, block] = (chosen + fmt.scale.first_scale_code).to(torch.uint8)
+
+
+def _block_metric(corner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """(feedback, weight, inverse) of one block's moment; None where it is not positive definite."""
+    exact = corner.double()
+    lower, failed = torch.linalg.cholesky_ex(exact.flip(0, 1))
+    if int(failed):
+        return None
+    upper = lower.flip(0, 1)
+    diagonal = upper.diagonal()
+    return (upper / diagonal).float().contiguous(), diagonal.square().float(), torch.linalg.inv(exact).float()
+
+
+def _cost(left: torch.Tensor, feedback: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """float32 [n]: the cost of what is left [b, n] of a target, in the metric of ``columns.choose_block``."""
+    return (feedback.t() @ left).square_().mul_(weight.unsqueeze(1)).sum(dim=0)

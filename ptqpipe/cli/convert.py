@@ -25,6 +25,7 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
 @click.option(
     "--global-scale", type=click.Choice(["search", "absmax"]), help="Search the global scale (default) or take amax."
 )
+@click.option("--rounding", type=click.Path(path_type=Path), help="Learned codes of `ptqpipe tune`.")
 @click.option("--stats", type=click.Path(path_type=Path), help="Statistics of `ptqpipe calibrate`.")
 @click.option("--algorithm", type=click.Choice(["rtn", "gptq"]), help="With --stats: how codes are chosen [gptq].")
 @click.option(
@@ -63,6 +64,7 @@ def convert(
     container: str | None,
     search: str | None,
     global_scale: str | None,
+    rounding: Path | None,
     stats: Path | None,
     algorithm: str | None,
     weighting: str | None,
@@ -103,7 +105,7 @@ def convert(
         refine=refine,
     )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
-    prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats)
+    prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats, rounding=rounding)
     with prepared.source:
         if dry_run:
             click.echo(

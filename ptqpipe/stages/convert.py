@@ -71,6 +71,7 @@ class Prepared:
     container: Container
     run_parts: Mapping[str, str]
     statistics: Statistics | None = None
+    rounding: Rounding | None = None
 
     @property
     def run_id(self) -> str:
@@ -97,8 +98,12 @@ def prepare(
     recipe_path: Path | None = None,
     out: Path | None = None,
     stats: Path | None = None,
+    rounding: Path | None = None,
 ) -> Prepared:
-    """Everything that can be decided from headers. Raises before any weight is read; writes nothing."""
+    """Everything that can be decided from headers. Raises before any weight is read; writes nothing.
+
+    stats     a folder of `ptqpipe calibrate`; rounding  one of `ptqpipe tune`: its codes are written as they are
+    """
     recipe = build_recipe(options or RecipeOptions(), path=recipe_path)
     for rule in recipe.rules:
         get_search(rule.search)
@@ -107,13 +112,14 @@ def prepare(
     check_supported(container, recipe)
     path = resolve_source(str(model))
     source = Source.open(path)
-    statistics = None
+    statistics = learned = None
     try:
         source.check_requantizable()
         plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))
         outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
         check_readable(outputs, plan, source, container)
         statistics = open_statistics(stats, source, plan)
+        learned = open_rounding(rounding, source, plan)
         target = out if out is not None else default_out(str(model), path, recipe)
         check_disjoint(path, target)
         parts = {
@@ -124,12 +130,34 @@ def prepare(
         }
         if statistics is not None:
             parts["statistics"] = statistics.digest
-        return Prepared(path, target, recipe, plan, outputs, source, container, parts, statistics)
+        if learned is not None:
+            parts["rounding"] = learned.digest
+        return Prepared(path, target, recipe, plan, outputs, source, container, parts, statistics, learned)
     except BaseException:
-        source.close()
-        if statistics is not None:
-            statistics.close()
+        for opened in (source, statistics, learned):
+            if opened is not None:
+                opened.close()
         raise
+
+
+def open_rounding(path: Path | None, source: Source, plan: Plan) -> Rounding | None:
+    """Learned codes, checked against model and plan. UsageError where they are another model's, or lack a weight."""
+    if path is None:
+        return None
+    found = Rounding.open(path)
+    if found.model_fingerprint != source.reader.fingerprint():
+        found.close()
+        raise UsageError(f"{path} was tuned on another model than {source.reader.path}; tune this one")
+    for unit in plan.units:
+        keys = [member.key for member in unit.members]
+        missing = [key for key in keys if not found.has(key)]
+        if missing and len(missing) < len(keys):
+            found.close()
+            raise UsageError(f"{path} has no codes of '{missing[0]}', but of what shares its scale; tune again")
+    if not any(found.has(member.key) for unit in plan.units for member in unit.members):
+        found.close()
+        raise UsageError(f"{path} has codes of no weight that the recipe quantizes; tune with the same recipe")
+    return found
 
 
 def default_out(model: str, path: Path, recipe: Recipe) -> Path:
@@ -193,13 +221,12 @@ def _quantize(
         SourceRows(prepared.source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in unit.members
     ]
     written = _PartWriter(job, writer, input_amax=prepared.recipe.input_amax)
-    result, outcomes = _quantize_unit(unit, weights, prepared.statistics, written.take, machine.device)
+    result, outcomes = _quantize_unit(unit, weights, prepared, written.take, machine.device)
     _check_kept_alive(unit, result.errors)
     hashes = written.finish()
     members = {}
     for member, error, sha256, outcome in zip(unit.members, result.errors, hashes, outcomes, strict=True):
-        name = member.weight if member.stack is None else f"{member.weight}[{member.source.expert}]"
-        members[name] = {
+        members[member.key] = {
             "shape": list(member.shape),
             "format": fmt.name,
             "scheme": unit.scheme.name,
@@ -221,13 +248,17 @@ def _quantize(
 def _quantize_unit(
     unit: Unit,
     weights: Sequence[SourceRows],
-    statistics: Statistics | None,
+    prepared: Prepared,
     sink: rtn.Sink,
     device: torch.device,
 ) -> tuple[rtn.UnitResult, list[dict[str, Any]]]:
     """Quantizes a unit by its rule: (the result, what the record says of each weight's calibration)."""
-    rule = unit.rule
+    rule, statistics = unit.rule, prepared.statistics
     names = [member.weight for member in unit.members]
+    if prepared.rounding is not None and prepared.rounding.has(unit.members[0].key):
+        fmt = unit.scheme.fmt
+        codes = [prepared.rounding.of(m.key, fmt, shape=m.shape) for m in unit.members]
+        return stored.quantize(weights, codes, fmt, names=names, sink=sink), [{"algorithm": "learned"} for _ in names]
     search_global = rule.global_scale == "search"
     if not rule.calibrated:
         plain = rtn.quantize(
@@ -371,6 +402,7 @@ def make_record(prepared: Prepared, done: Mapping[str, Mapping[str, Any]]) -> di
         "source": {"name": prepared.source_path.name, "fingerprint": prepared.run_parts["source"]},
         "recipe": describe_recipe(prepared.recipe),
         **({} if prepared.statistics is None else {"statistics": describe_statistics(prepared.statistics)}),
+        **({} if prepared.rounding is None else {"rounding": {"digest": prepared.rounding.digest}}),
         "weights": weights,
         "kept": kept,
         "consumed": sorted(prepared.source.consumed),

@@ -52,6 +52,7 @@ def options_of(rule: Rule) -> Options:
         weighting=rule.weighting,
         order=rule.order,
         damping=rule.damping,
+        scales=rule.scales,
         refine=rule.refine,
     )
 
