@@ -1,0 +1,198 @@
+"""Watches the linear inputs of one block while it runs: which modules there are, which share an input, their moments.
+
+Watched: linear layers, GPT-2's Conv1D, routers (modules with a matrix of their own that their input fits), and every
+expert of stacked experts. Modules that are given the same tensor (q, k and v; gate and up; a router and its experts'
+neighbours) share one entry, that of the first of them.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptqpipe.calibration.experts import is_stacked, observe
+from ptqpipe.calibration.moments import Moments
+from ptqpipe.errors import NumericsError
+
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)|(?<=\[)\d+(?=\]$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One linear input to watch.
+
+    id       its name in the model, for an expert of a stack with the expert's number
+    names    checkpoint modules whose input it is
+    columns  K
+    """
+
+    id: str
+    names: tuple[str, ...]
+    columns: int
+
+    @property
+    def group(self) -> str | None:
+        """What stands in for each other: the same projection of all experts. None for what is no expert."""
+        found = _EXPERT.sub("*", self.names[0])
+        return found if found != self.names[0] else None
+
+
+class Collector:
+    """Collects while it is open; use as a context manager around the run of a block."""
+
+    def __init__(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        origins: Mapping[str, tuple[str, ...]],
+        *,
+        block: bool,
+        full: bool,
+        device: torch.device,
+    ) -> None:
+        """
+        name, module  the part of the model to watch
+        origins       its parameters and the checkpoint tensors that make them
+        block, full   which outer products to sum
+        """
+        self.slots: dict[str, Slot] = {slot.id: slot for slot in find_slots(name, module, origins)}
+        self.leaders: dict[str, str] = {}
+        self.moments: dict[str, Moments] = {}
+        self._name = name
+        self._module = module
+        self.empty: Callable[[int], Moments] = lambda columns: Moments.empty(
+            columns, block=block, full=full, device=device
+        )
+        self._hooks: list[Any] = []
+        self._stacked: list[torch.nn.Module] = []
+        self._seen: dict[tuple[int, int, int, int], tuple[str, torch.Tensor]] = {}
+
+    def __enter__(self) -> "Collector":
+        self._hooks.append(self._module.register_forward_pre_hook(lambda *_: self._seen.clear()))
+        for path, module in _named(self._name, self._module):
+            if is_stacked(module):
+                observe(module, self._expert_observer(path))
+                self._stacked.append(module)
+            elif path in self.slots:
+                self._hooks.append(module.register_forward_pre_hook(self._hook(path), with_kwargs=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._stacked:
+            observe(module, None)
+        self._hooks, self._stacked, self._seen = [], [], {}
+
+    def see(self, slot: str, x: torch.Tensor) -> None:
+        """Adds the rows [..., K] that a slot is given. NumericsError where one is not finite."""
+        columns = self.slots[slot].columns
+        if x.shape[-1] != columns or not x.numel():
+            return
+        leader = self.leaders.get(slot) or self._assign(slot, x)
+        if leader != slot:
+            return
+        if slot not in self.moments:
+            self.moments[slot] = self.empty(columns)
+        if not self.moments[slot].add(x.reshape(-1, columns)):
+            bad = int((~torch.isfinite(x)).sum())
+            raise NumericsError(
+                f"the input of '{self.slots[slot].names[0]}' has {bad} values that are not finite of {x.numel()}; "
+                "use --dtype float32, or check the model's weights"
+            )
+
+    def forget(self) -> None:
+        """Ends a batch of inputs that are shown by `see` alone."""
+        self._seen.clear()
+
+    def _assign(self, slot: str, x: torch.Tensor) -> str:
+        """The slot that has this very tensor already; kept alive until the block's next batch, so its place is its
+        name."""
+        place = (x.data_ptr(), x.numel(), x.shape[-1], x._version)
+        leader = self._seen.setdefault(place, (slot, x))[0]
+        self.leaders[slot] = leader
+        return leader
+
+    def _hook(self, slot: str) -> Callable[..., None]:
+        def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else next(iter(kwargs.values()), None)
+            if isinstance(x, torch.Tensor):
+                self.see(slot, x)
+
+        return hook
+
+    def _expert_observer(self, path: str) -> Callable[[int, str, torch.Tensor], None]:
+        return lambda expert, side, x: self.see(f"{path}[{expert}].{side}", x)
+
+
+def find_attention(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The checkpoint's name of the attention module of a block, None where there is none."""
+    for path, child in _named(name, module):
+        if path != name and hasattr(child, "layer_idx") and "attention" in type(child).__name__.lower():
+            for parameter, found in origins.items():
+                leaf = parameter.removeprefix(f"{path}.")
+                if parameter.startswith(f"{path}.") and found and found[0].endswith(f".{leaf}"):
+                    return found[0].removesuffix(f".{leaf}")
+            return path
+    return None
+
+
+def _named(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for path, child in module.named_modules():
+        yield (f"{name}.{path}" if path else name), child
+
+
+def find_slots(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]) -> Iterator[Slot]:
+    """The linear inputs of a part of a model that have a name in the checkpoint."""
+    for path, child in _named(name, module):
+        if is_stacked(child):
+            yield from _expert_slots(path, child, origins)
+            continue
+        columns = _columns(child)
+        names = tuple(origin.removesuffix(".weight") for origin in origins.get(f"{path}.weight", ()))
+        if columns and names:
+            yield Slot(path, names, columns)
+
+
+def _columns(module: torch.nn.Module) -> int:
+    """K of a module that multiplies its input by a matrix of its own, else 0."""
+    from transformers.pytorch_utils import Conv1D
+
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2 or isinstance(module, torch.nn.Embedding):
+        return 0
+    return int(weight.shape[0] if isinstance(module, Conv1D) else weight.shape[1])
+
+
+def _expert_slots(path: str, module: Any, origins: Mapping[str, tuple[str, ...]]) -> Iterator[Slot]:
+    """The inputs of both products of every expert, with the names that they have in the checkpoint."""
+    up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    for leaf, side in ((up, "up"), ("down_proj", "down")):
+        stack = getattr(module, leaf)
+        columns = int(stack.shape[1] if module.is_transposed else stack.shape[2])
+        found = origins.get(f"{path}.{leaf}", ())
+        for expert in range(stack.shape[0]):
+            names = _expert_names(found, expert)
+            if names:
+                yield Slot(f"{path}[{expert}].{side}", names, columns)
+
+
+def _expert_names(origins: Sequence[str], expert: int) -> tuple[str, ...]:
+    """Checkpoint modules of one expert: its own where experts are apart, else its place in the stack.
+
+    A stack goes by both names that a converted checkpoint may have for it: ``experts.down_proj[3]`` and
+    ``experts.3.down_proj``; of gate_up_proj also ``experts.3.gate_proj`` and ``experts.3.up_proj``.
+    """
+    names: list[str] = []
+    for origin in origins:
+        module = origin.removesuffix(".weight")
+        number = re.search(r"\.experts\.(\d+)\.", origin)
+        if number is not None:
+            names += [module] if int(number[1]) == expert else []
+            continue
+        parent, _, leaf = module.rpartition(".")
+        parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+        names += [f"{origin}[{expert}]", *(f"{parent}.{expert}.{part}" for part in parts)]
+    return tuple(names)

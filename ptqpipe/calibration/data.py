@@ -1,0 +1,119 @@
+"""Samples for calibration: the rows of files as token windows, chosen by a seed.
+
+Rows are tokenized one by one with the model's own tokenizer (its special tokens included; message lists through its
+chat template) and follow each other in one stream. The stream is cut in windows of equal length; ``samples`` of them
+are chosen without replacement. The sha256 of the chosen tokens identifies them.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.calibration.rows import read_rows
+from ptqpipe.errors import CheckpointError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a model is calibrated on.
+
+    windows     [samples, seqlen] int64
+    sha256      of ``windows`` as little-endian int64
+    files       (name, rows, tokens) of every --data
+    candidates  how many windows there were to choose from
+    """
+
+    windows: torch.Tensor
+    sha256: str
+    files: tuple[tuple[str, int, int], ...]
+    candidates: int
+
+
+def load_samples(
+    names: Sequence[str], model: Path, *, samples: int, seqlen: int, seed: int = 0, field: str | None = None
+) -> Samples:
+    """Tokenizes, cuts and chooses.
+
+    names   files, or data sets by name
+    model   the folder with the tokenizer
+
+    Raises UsageError for no or bad data and for too few tokens, CheckpointError for a model without tokenizer.
+    """
+    if not names:
+        raise UsageError(
+            "no data to calibrate on; give --data FILE: text like what the model will serve (.txt, .jsonl with text or "
+            "messages, .parquet), about --samples x --seqlen tokens"
+        )
+    if samples < 1 or seqlen < 1:
+        raise UsageError(f"--samples {samples} --seqlen {seqlen}: expected 1 or more of each")
+    tokenizer = _load_tokenizer(model)
+    files: list[tuple[str, int, int]] = []
+    stream: list[int] = []
+    for name in names:
+        before, rows = len(stream), 0
+        for where, value in read_rows(name, field=field):
+            stream += _tokens(tokenizer, value, where)
+            rows += 1
+        if not rows:
+            raise UsageError(f"{name} is empty; give a file with text")
+        files.append((name, rows, len(stream) - before))
+    candidates = len(stream) // seqlen
+    if candidates < samples:
+        raise UsageError(
+            f"the data give {len(stream)} tokens, {candidates} windows of {seqlen}, expected {samples}; give more "
+            "data, or lower --samples or --seqlen"
+        )
+    windows = torch.tensor(stream[: candidates * seqlen], dtype=torch.int64).view(candidates, seqlen)
+    chosen = torch.randperm(candidates, generator=torch.Generator().manual_seed(seed))[:samples].sort().values
+    windows = windows[chosen]
+    return Samples(windows, tokens_digest(windows), tuple(files), candidates)
+
+
+def tokens_digest(windows: torch.Tensor) -> str:
+    """sha256 of token ids as little-endian int64, row by row."""
+    return hashlib.sha256(windows.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def _load_tokenizer(model: Path) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise UsageError("calibration needs transformers; pip install 'ptqpipe[hf]'") from None
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{model} has no tokenizer that transformers reads: {first}") from None
+
+
+def _tokens(tokenizer: Any, value: Any, where: str) -> list[int]:
+    """The tokens of one row: text, messages, or token ids as they are."""
+    if isinstance(value, str):
+        return list(tokenizer(value, verbose=False)["input_ids"])
+    if isinstance(value, list) and value and all(isinstance(token, int) for token in value):
+        return value
+    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+        return _chat_tokens(tokenizer, value, where)
+    raise UsageError(f"{where} is {type(value).__name__}, expected a text, a list of messages or a list of token ids")
+
+
+def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> list[int]:
+    from jinja2 import TemplateError
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(
+            f"{where} is a list of messages, and the model's tokenizer has no chat template; give plain text with "
+            "--field"
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, ValueError, KeyError, TypeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"{where} does not fit the model's chat template: {first}; expected role and content"
+        ) from None
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,0 +1,70 @@
+"""Largest keys and values of an attention module, seen where they are cached.
+
+The observer stands in for transformers' cache: ``update`` is given keys and values exactly as a server would store
+them, keys after the rotary embedding and before they are repeated for the query heads, and returns them unchanged.
+"""
+
+from typing import Any
+
+import torch
+
+from ptqpipe.errors import NumericsError
+
+_PLAIN = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+class KeyValueObserver:
+    """max |k| and max |v| by key-value head, of the calls since `start`."""
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self.k_amax: torch.Tensor | None = None
+        self.v_amax: torch.Tensor | None = None
+
+    def start(self, name: str) -> None:
+        """Begins to watch the attention module ``name``."""
+        self._name, self.k_amax, self.v_amax = name, None, None
+
+    def stop(self) -> None:
+        """Watches no longer; what was found stays."""
+        self._name = None
+
+    def see(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keys and values [samples, heads, tokens, head size]. NumericsError where one is not finite."""
+        if self._name is None:
+            return
+        self.k_amax = self._largest("keys", keys, self.k_amax)
+        self.v_amax = self._largest("values", values, self.v_amax)
+
+    def _largest(self, what: str, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        found = x.detach().abs().amax(dim=(0, 2, 3)).float().cpu()
+        if not bool(torch.isfinite(found).all()):
+            raise NumericsError(
+                f"the {what} of '{self._name}' are not finite; use --dtype float32, or check the model's weights"
+            )
+        return found if before is None else torch.maximum(before, found)
+
+
+def make_cache(observer: KeyValueObserver, config: Any) -> Any:
+    """A cache that holds nothing and shows the observer what it is given.
+
+    None for models with layers that are no attention, whose cache holds more than keys and values.
+    """
+    from transformers import DynamicCache
+
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    if not set(kinds) <= _PLAIN:
+        return None
+
+    class ObservedCache(DynamicCache):  # type: ignore[misc]
+        """Always empty, so every batch is a beginning."""
+
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            """Shows keys and values, and returns them."""
+            if key_states.ndim == 4 and value_states.ndim == 4:
+                observer.see(key_states, value_states)
+            return key_states, value_states
+
+    return ObservedCache()

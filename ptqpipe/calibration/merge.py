@@ -1,0 +1,60 @@
+"""Statistics of one block from several processes as one: counts and sums add, maxima are the largest.
+
+Runs over torch.distributed's default group (gloo). All ranks take part in every call, in the same order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ptqpipe.calibration.collect import Collector
+
+
+def merge_ranks(collector: Collector, *, world: int) -> None:
+    """Replaces what the collector of every rank holds by the sum over ranks (float64), which rank 0 then writes.
+
+    A module that only some ranks have seen (an expert without tokens) joins the group that those put it in.
+    """
+    if world == 1:
+        return
+    collector.leaders = _agree(collector.leaders, collector, world)
+    for leader in dict.fromkeys(collector.leaders.values()):
+        columns = collector.slots[leader].columns
+        moments = collector.moments.setdefault(leader, collector.empty(columns))
+        count = torch.tensor([moments.tokens], dtype=torch.int64)
+        torch.distributed.all_reduce(count)
+        moments.tokens = int(count)
+        moments.amax = _reduced(moments.amax, torch.distributed.ReduceOp.MAX)
+        for tensor in moments.sums():
+            tensor.copy_(_reduced(tensor, torch.distributed.ReduceOp.SUM))
+
+
+def merge_largest(tensor: torch.Tensor | None, *, world: int) -> torch.Tensor | None:
+    """The largest over ranks of a tensor that every rank has."""
+    if world == 1 or tensor is None:
+        return tensor
+    return _reduced(tensor, torch.distributed.ReduceOp.MAX)
+
+
+def _agree(leaders: Mapping[str, str], collector: Collector, world: int) -> dict[str, str]:
+    """One assignment of slots to leaders, in the order of the slots.
+
+    Each rank has moments under its own leader, the first of the modules that it saw with one tensor. Modules that are
+    given one tensor are run together, so ranks that saw them saw the same of them.
+    """
+    found: list[Any] = [None] * world
+    torch.distributed.all_gather_object(found, dict(leaders))
+    merged: dict[str, str] = {}
+    for slot in collector.slots:
+        leader = next((mine[slot] for mine in found if slot in mine), None)
+        if leader is not None:
+            merged[slot] = leader
+    return merged
+
+
+def _reduced(tensor: torch.Tensor, how: Any) -> torch.Tensor:
+    """The same on every rank; through the CPU, where gloo works."""
+    host = tensor.to("cpu").contiguous()
+    torch.distributed.all_reduce(host, op=how)
+    return host.to(tensor.device)

@@ -1,0 +1,156 @@
+"""Streamed moments of the rows of one linear input: exact maxima, sums in float64, quantiles from a histogram.
+
+Pure tensor code: it must not know modules, names or files. Sums over the tokens of one call of `Moments.add` are in
+float64 (mean, second moment) or in one float32 matrix product (outer products), and calls are added in float64: the
+error of an outer product is that of a float32 dot product of as many tokens as one batch has.
+
+Quantiles: |x| is counted in 32768 bins, those of its float32 bits without the lower 16 (eight bits of exponent, seven
+of mantissa). A bin is at most 1/128 of its value wide, which bounds the relative error of a quantile.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.statistics import BLOCK, QUANTILES
+
+BINS = 1 << 15
+QUANTILE_ERROR = 2.0**-7  # relative, half of it on average
+MAX_ROWS = 8192  # rows that one float32 product may sum
+
+
+@dataclass(slots=True)
+class Moments:
+    """What is known so far about the rows x [tokens, K] of one linear input. Tensors on the device of the rows.
+
+    amax        [K] float32, max |x|
+    total       [K] float64, sum of x
+    squares     [K] float64, sum of x^2
+    histogram   [BINS] int64, elements by bin of |x|
+    block_gram  [K/16, 16, 16] float64, sum of x x^T in blocks of 16 columns, or None
+    gram        [K, K] float64, sum of x x^T, or None; the blocks are cut from it where it is there
+    """
+
+    tokens: int
+    amax: torch.Tensor
+    total: torch.Tensor
+    squares: torch.Tensor
+    histogram: torch.Tensor
+    block_gram: torch.Tensor | None
+    gram: torch.Tensor | None
+
+    @classmethod
+    def empty(cls, columns: int, *, block: bool, full: bool, device: torch.device) -> "Moments":
+        """No rows yet. Blocks are left out where 16 does not divide the columns."""
+        f64 = torch.float64
+        blocks = columns // BLOCK if block and not full and columns % BLOCK == 0 else 0
+        return cls(
+            tokens=0,
+            amax=torch.zeros(columns, device=device),
+            total=torch.zeros(columns, dtype=f64, device=device),
+            squares=torch.zeros(columns, dtype=f64, device=device),
+            histogram=torch.zeros(BINS, dtype=torch.int64, device=device),
+            block_gram=torch.zeros(blocks, BLOCK, BLOCK, dtype=f64, device=device) if blocks else None,
+            gram=torch.zeros(columns, columns, dtype=f64, device=device) if full else None,
+        )
+
+    @staticmethod
+    def nbytes(columns: int, *, block: bool, full: bool) -> int:
+        """What the moments of an input of K columns take."""
+        outer = columns * (columns if full else BLOCK if block else 0)
+        return 8 * (BINS + 2 * columns + outer) + 4 * columns
+
+    def add(self, x: torch.Tensor) -> bool:
+        """Adds rows [tokens, K] of any float dtype; False, with nothing added, where one is not finite."""
+        for rows in torch.split(x.detach(), MAX_ROWS):
+            if not self._add(rows if rows.dtype == torch.float64 else rows.float()):
+                return False
+        return True
+
+    def _add(self, x: torch.Tensor) -> bool:
+        magnitude = x.abs()
+        amax = magnitude.amax(0)
+        if not bool(torch.isfinite(amax).all()):
+            return False
+        self.tokens += x.shape[0]
+        self.amax = torch.maximum(self.amax, amax.float())
+        self.total += x.sum(0, dtype=torch.float64)
+        self.squares += torch.linalg.vector_norm(x, dim=0, dtype=torch.float64).square_()
+        bins = magnitude.float().view(torch.int32).bitwise_right_shift_(16)
+        self.histogram += torch.bincount(bins.flatten(), minlength=BINS)
+        if self.gram is not None:
+            self.gram += x.t() @ x
+        elif self.block_gram is not None:
+            blocks = x.view(x.shape[0], -1, BLOCK).transpose(0, 1)  # [K/16, tokens, 16]
+            self.block_gram += blocks.transpose(1, 2) @ blocks
+        return True
+
+    def sums(self) -> list[torch.Tensor]:
+        """What adds over processes, beside the tokens; ``amax`` is the one that does not."""
+        found = [self.total, self.squares, self.histogram, self.block_gram, self.gram]
+        return [tensor for tensor in found if tensor is not None]
+
+    def merge(self, other: "Moments") -> None:
+        """Adds the rows that ``other`` has seen."""
+        self.tokens += other.tokens
+        self.amax = torch.maximum(self.amax, other.amax)
+        for mine, theirs in zip(self.sums(), other.sums(), strict=True):
+            mine += theirs
+
+    def quantiles(self) -> dict[float, float]:
+        """p -> the p-quantile of |x| over all elements, within QUANTILE_ERROR of itself."""
+        ranks = self.histogram.cumsum(0).tolist()
+        top = float(self.amax.max()) if self.amax.numel() else 0.0
+        return {p: _quantile(ranks, p, top) for p in QUANTILES}
+
+    def tensors(self, *, block: bool) -> dict[str, torch.Tensor]:
+        """The means over tokens by their names in a statistics folder: float32 on the CPU, outer products symmetric."""
+        count = max(1, self.tokens)
+        found = {"amax": self.amax, "mean": self.total / count, "second_moment": self.squares / count}
+        columns = self.amax.numel()
+        if self.gram is not None:
+            if block and columns % BLOCK == 0:
+                found["block_moment"] = _diagonal_blocks(self.gram) / count
+            # In place: this is the largest tensor of all. Rounding each half alone keeps it symmetric.
+            found["full_moment"] = self.gram.div_(count)
+            self.gram = None
+        elif self.block_gram is not None:
+            found["block_moment"] = self.block_gram / count
+        return {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in found.items()}
+
+
+def _diagonal_blocks(gram: torch.Tensor) -> torch.Tensor:
+    """[K/16, 16, 16] of [K, K]."""
+    count = gram.shape[0] // BLOCK
+    parts = gram.view(count, BLOCK, count, BLOCK)
+    return torch.diagonal(parts, dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def _quantile(ranks: Sequence[int], p: float, top: float) -> float:
+    """Linear inside the bin, at most ``top``; 0.0 of no elements."""
+    target = p * ranks[-1] if ranks else 0.0
+    low, high = 0, len(ranks)
+    while low < high:  # the first bin whose elements reach the rank
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if ranks[middle] < target else (low, middle)
+    if not target or low >= len(ranks):
+        return 0.0
+    before = ranks[low - 1] if low else 0
+    edges = torch.tensor([low << 16, (low + 1) << 16], dtype=torch.int32).view(torch.float32)
+    lower, upper = float(edges[0]), float(edges[1])
+    part = (target - before) / (ranks[low] - before)
+    return min(lower + part * (upper - lower) if math.isfinite(upper) else lower, top)
+
+
+def stand_in(measured: Sequence[Moments]) -> tuple[Moments, dict[float, float]]:
+    """What an expert without data gets from its group: the largest amax and quantiles, the means over all tokens."""
+    first = measured[0]
+    whole = Moments.empty(
+        first.amax.numel(), block=first.block_gram is not None, full=first.gram is not None, device=first.amax.device
+    )
+    for moments in measured:
+        whole.merge(moments)
+    found = [moments.quantiles() for moments in measured]
+    return whole, {p: max(quantiles[p] for quantiles in found) for p in QUANTILES}

@@ -1,0 +1,319 @@
+"""Runs a model of a checkpoint decoder block by decoder block, with the weights of one block in memory at a time.
+
+    with Runner.open(Skeleton.of(source, dtype=...), windows) as runner:
+        for block in runner.blocks():       # weights of this block loaded
+            block.inputs(i), block.forward(x, i), block.module, block.origins ...
+            block.advance()                 # outputs of all batches become the next block's inputs
+        for x in runner.head_inputs(): ...  # what the language-model head sees
+
+Public for algorithms that need a block with its inputs and outputs. How it works: the model itself is run once for each
+size of a batch with blocks that only note their arguments (masks, position embeddings: they depend on the shape alone,
+which is checked), and the embeddings are noted for every batch. Each block is then run alone. It must not know
+statistics or files of its own.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
+from ptqpipe.calibration.experts import check_known, is_stacked, observe
+from ptqpipe.calibration.kv import KeyValueObserver, make_cache
+from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.errors import CheckpointError, NumericsError, UsageError
+
+BATCH_TOKENS = 2048  # tokens of one forward of a block, at least one window
+
+
+class _StopError(Exception):
+    """Leaves a model's forward where nothing after it is of use."""
+
+
+@dataclass(slots=True)
+class Block:
+    """One decoder block with its weights loaded.
+
+    index, name  its place and its name in the model ("model.layers.0")
+    module       of transformers
+    origins      parameter of the block (by its name in the model) -> checkpoint tensors that make it
+    """
+
+    index: int
+    name: str
+    module: torch.nn.Module
+    origins: Mapping[str, tuple[str, ...]]
+    _runner: "Runner"
+    advanced: bool = field(default=False)
+
+    @property
+    def batches(self) -> int:
+        """How many batches of samples there are."""
+        return len(self._runner.batches)
+
+    def inputs(self, batch: int) -> torch.Tensor:
+        """Hidden states [samples, tokens, hidden] that enter this block, on the device. Before `advance` only."""
+        if self.advanced:
+            raise ValueError(f"the inputs of {self.name} are gone: advance() has replaced them")
+        return self._runner.activations.get(batch).to(self._runner.device)
+
+    def forward(
+        self, x: torch.Tensor, batch: int, *, parameters: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Hidden states [samples, tokens, hidden] that leave this block when ``x`` enters it, with some ``parameters``
+        (by their names in the block) instead of its own. Records gradients unless the caller is under
+        ``torch.no_grad``."""
+        args, kwargs = self._runner.arguments[x.shape[0]][self.index]
+        if parameters:
+            out = torch.func.functional_call(self.module, dict(parameters), (x, *args), kwargs)
+        else:
+            out = self.module(x, *args, **kwargs)
+        if isinstance(out, tuple):
+            out = out[0]
+        if not isinstance(out, torch.Tensor) or out.shape != x.shape:
+            raise CheckpointError(
+                f"'{self.name}' does not turn hidden states into hidden states; it cannot be run alone"
+            )
+        return out
+
+    def advance(self) -> None:
+        """Runs every batch; the outputs become the inputs of the next block. Once: later calls do nothing.
+
+        NumericsError for an output that is not finite.
+        """
+        if self.advanced:
+            return
+        with torch.no_grad():
+            for batch in range(self.batches):
+                out = self.forward(self.inputs(batch), batch)
+                if not bool(torch.isfinite(out).all()):
+                    raise NumericsError(
+                        f"the outputs of '{self.name}' are not finite in {str(out.dtype).removeprefix('torch.')} "
+                        f"(batch {batch} of {self.batches}); use --dtype float32, or check the model's weights"
+                    )
+                self._runner.activations.put(batch, out)
+        self.advanced = True
+
+
+class Runner:
+    """A model that is run block by block; use as a context manager, or `close` it."""
+
+    def __init__(
+        self, skeleton: Skeleton, batches: Sequence[torch.Tensor], *, device: torch.device, activations: Activations
+    ) -> None:
+        """Use `open`."""
+        self.skeleton = skeleton
+        self.batches = batches
+        self.device = device
+        self.activations = activations
+        self.arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+        self.key_values = KeyValueObserver()
+        self._cache = make_cache(self.key_values, skeleton.model.config)
+        self._tuples = False  # whether the model takes what its blocks return as a tuple
+
+    @classmethod
+    def open(
+        cls,
+        skeleton: Skeleton,
+        windows: torch.Tensor,
+        *,
+        device: torch.device | None = None,
+        memory_bytes: int | None = None,
+        spill: Path | None = None,
+    ) -> "Runner":
+        """Reads the embeddings and runs them; no block yet.
+
+        skeleton      of the model, which is this runner's from now on
+        windows       [samples, tokens] int64
+        memory_bytes  what weights of a block and hidden states may take together; hidden states that do not fit go to
+                      a file in ``spill``, which is a folder that exists
+
+        Raises UsageError for tokens that the model does not have, CheckpointError for a model that cannot be run so.
+        """
+        device = device or torch.device("cpu")
+        _check_windows(windows, skeleton)
+        for name, module in skeleton.model.named_modules():
+            if is_stacked(module):
+                check_known(module, name)
+                observe(module, None)
+        size = max(1, BATCH_TOKENS // windows.shape[1])
+        activations = _activations(skeleton, windows, memory_bytes, spill)
+        runner = cls(skeleton, list(torch.split(windows, size)), device=device, activations=activations)
+        try:
+            runner._embed()
+        except BaseException:
+            runner.close()
+            raise
+        return runner
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the blocks, in order."""
+        return tuple(name for name, _ in self.skeleton.blocks)
+
+    def blocks(self) -> Iterator[Block]:
+        """Every block, its weights loaded while it is the current one; those that the caller did not advance are."""
+        skeleton = self.skeleton
+        for index, (name, module) in enumerate(skeleton.blocks):
+            names = skeleton.names_in(name)
+            skeleton.load(names, self.device)
+            module.to(self.device)  # buffers
+            origins = {n: skeleton.origins[n] for n in names if n in skeleton.origins}
+            block = Block(index, name, module, origins, self)
+            yield block
+            block.advance()
+            skeleton.free(names)
+
+    def head_inputs(self) -> Iterator[torch.Tensor]:
+        """What the language-model head sees, [samples, tokens, hidden] a batch; after the last block."""
+        model = self.skeleton.model
+        head = model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        modules = [module for _, module in self.skeleton.blocks]
+        for index, ids in enumerate(self.batches):
+            x = self.activations.get(index).to(self.device)
+            found: list[torch.Tensor] = []
+
+            def stop(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], found: Any = found) -> None:
+                found.append(args[0])
+                raise _StopError
+
+            hook = head.register_forward_pre_hook(stop)
+            embedding.forward = lambda _ids, x=x: x
+            for module in modules:
+                module.forward = lambda *_args, x=x, **_kwargs: (x,) if self._tuples else x
+            try:
+                with torch.no_grad():
+                    self._call(ids)
+            finally:
+                hook.remove()
+                for module in (embedding, *modules):
+                    del module.forward
+            yield found[0]
+
+    def close(self) -> None:
+        """Gives hidden states and weights back."""
+        self.activations.close()
+        self.skeleton.free(tuple(self.skeleton.model.state_dict()))
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _embed(self) -> None:
+        """Notes the hidden states that enter the first block, and the further arguments of every block."""
+        skeleton = self.skeleton
+        outside = skeleton.outside
+        skeleton.load(outside, self.device)
+        for name, module in skeleton.model.named_modules():
+            if not any(name == block or name.startswith(f"{block}.") for block in self.names):
+                for leaf, buffer in list(module._buffers.items()):
+                    module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
+        checked: set[int] = set()
+        for index, ids in enumerate(self.batches):
+            hidden, arguments = self._capture(ids)
+            self.activations.put(index, hidden)
+            known = self.arguments.setdefault(ids.shape[0], arguments)
+            if known is not arguments and ids.shape[0] not in checked:
+                checked.add(ids.shape[0])
+                if not _same(known, arguments):
+                    raise CheckpointError(
+                        f"{type(skeleton.model).__name__} gives its blocks more of a sample than hidden states; it "
+                        "cannot be run block by block"
+                    )
+        embedding = skeleton.model.get_input_embeddings()
+        skeleton.free([name for name in outside if skeleton.model.get_submodule(name.rpartition(".")[0]) is embedding])
+
+    def _capture(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+        """One run of the model around blocks that do nothing."""
+        try:
+            return self._capture_once(ids)
+        except _ShapeError:  # the model takes the first item of what a block returns
+            self._tuples = True
+        try:
+            return self._capture_once(ids)
+        except _ShapeError:
+            name = type(self.skeleton.model).__name__
+            raise CheckpointError(f"{name} changes hidden states between its blocks; it cannot be run so") from None
+
+    def _capture_once(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+        arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        first: list[torch.Tensor] = []
+        modules = [module for _, module in self.skeleton.blocks]
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            rest = dict(kwargs)
+            x = args[0] if args else rest.pop("hidden_states")
+            first.append(x) if not first else None
+            if x.shape != first[0].shape:
+                raise _ShapeError
+            arguments.append((args[1:], rest))
+            if len(arguments) == len(modules):
+                raise _StopError
+            return (x,) if self._tuples else x
+
+        for module in modules:
+            module.forward = note
+        try:
+            with torch.no_grad():
+                self._call(ids)
+        finally:
+            for module in modules:
+                del module.forward
+        if len(arguments) != len(modules):
+            raise CheckpointError(f"{type(self.skeleton.model).__name__} ran {len(arguments)} of {len(modules)} blocks")
+        return first[0], arguments
+
+    def _call(self, ids: torch.Tensor) -> None:
+        with contextlib.suppress(_StopError):
+            self.skeleton.model(
+                input_ids=ids.to(self.device), past_key_values=self._cache, use_cache=self._cache is not None
+            )
+
+
+class _ShapeError(Exception):
+    """A block was given something else than the hidden states that the one before it returned."""
+
+
+def _check_windows(windows: torch.Tensor, skeleton: Skeleton) -> None:
+    config = skeleton.model.config.get_text_config()
+    rows = skeleton.model.get_input_embeddings().weight.shape[0]
+    low, high = int(windows.min()), int(windows.max())
+    if low < 0 or high >= rows:
+        worst = low if low < 0 else high
+        raise UsageError(
+            f"the data have token id {worst}, the model's embedding has {rows} rows; use data and tokenizer of this "
+            "model"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and windows.shape[1] > positions:
+        raise UsageError(
+            f"--seqlen {windows.shape[1]} is more than the model's {positions} positions; choose {positions} or less"
+        )
+
+
+def _activations(
+    skeleton: Skeleton, windows: torch.Tensor, memory_bytes: int | None, spill: Path | None
+) -> Activations:
+    if memory_bytes is None or spill is None:
+        return InMemory()
+    hidden = skeleton.model.config.get_text_config().hidden_size
+    need = windows.numel() * hidden * torch.empty(0, dtype=skeleton.dtype).element_size()
+    largest = max(skeleton.nbytes(name) for name, _ in skeleton.blocks)
+    return InMemory() if need + largest <= memory_bytes else OnDisk(spill)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two captured arguments are equal, whatever they nest."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return a is b or bool(a == b)

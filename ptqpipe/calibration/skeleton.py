@@ -1,0 +1,215 @@
+"""A transformers model without weights, and the loading of any part of it from a checkpoint by name.
+
+Parameters are on the meta device until they are asked for; buffers are real. Which checkpoint tensor belongs to which
+parameter, and how experts become stacks, is transformers' own conversion mapping (written for 5.23), applied to the
+tensors of one part at a time. A quantized checkpoint is decoded as it is read (`runtime/state.py`).
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.runtime.load import read_config
+from ptqpipe.runtime.state import LazyTensor, lazy_state
+from ptqpipe.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A model whose parameters come and go.
+
+    model         of transformers, in evaluation mode
+    blocks        names and modules of its decoder blocks, in order
+    origins       parameter (or persistent buffer) -> the checkpoint tensors that it is made of
+    unplaced      checkpoint tensors that the model has no place for
+    """
+
+    model: Any
+    blocks: tuple[tuple[str, torch.nn.Module], ...]
+    origins: Mapping[str, tuple[str, ...]]
+    unplaced: tuple[str, ...]
+    dtype: torch.dtype
+    state: Mapping[str, LazyTensor]
+    conversions: Sequence[Any]
+
+    @classmethod
+    def of(cls, source: Source, *, dtype: torch.dtype) -> "Skeleton":
+        """Names and shapes only. CheckpointError for a model that transformers cannot run block by block."""
+        config = read_config(source.reader.path)
+        model = _empty_model(config, dtype, source)
+        conversions = _conversions(model)
+        state = lazy_state(source)
+        origins, unplaced = _place(state, model, conversions)
+        return cls(model, _find_blocks(model, source), origins, unplaced, dtype, state, conversions)
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Parameters and persistent buffers outside of the blocks, the head's aside: it is never run."""
+        head = self.head_name
+        skip = tuple(f"{name}." for name, _ in self.blocks) + ((f"{head}.",) if head else ())
+        return tuple(name for name in self.model.state_dict() if not name.startswith(skip))
+
+    @property
+    def head_name(self) -> str | None:
+        """The name of the language-model head in the model."""
+        head = self.model.get_output_embeddings()
+        return next((name for name, module in self.model.named_modules() if module is head), None)
+
+    def load(self, names: Sequence[str], device: torch.device) -> None:
+        """Fills parameters and persistent buffers. CheckpointError for one that the checkpoint lacks, or whose shape
+        differs."""
+        lost = next((name for name in names if name not in self.origins and not self._is_buffer(name)), None)
+        path = next(iter(self.state.values())).source.reader.path
+        if lost is not None:
+            raise CheckpointError(f"{path} lacks '{lost}', which its model needs; names must be those of its own model")
+        wanted = {origin: self.state[origin] for name in names for origin in self.origins.get(name, ())}
+        info = _load(self, wanted, device)
+        if info.mismatched_keys:
+            name, found, expected = sorted(info.mismatched_keys, key=str)[0]
+            raise CheckpointError(
+                f"{path} has '{name}' of {tuple(found)}, its config.json says {tuple(expected)}; check config.json"
+            )
+        for name in names:
+            if self._tensor(name).is_meta:
+                raise CheckpointError(
+                    f"transformers did not make '{name}' of {self.origins[name]}; update transformers"
+                )
+
+    def free(self, names: Sequence[str]) -> None:
+        """Gives the memory of parameters back."""
+        for name in names:
+            parent, _, leaf = name.rpartition(".")
+            module = self.model.get_submodule(parent)
+            if leaf in module._parameters:
+                found = module._parameters[leaf]
+                module._parameters[leaf] = torch.nn.Parameter(found.to("meta"), requires_grad=False)
+
+    def names_in(self, part: str) -> tuple[str, ...]:
+        """Parameters and persistent buffers of a part of the model."""
+        return tuple(name for name in self.model.state_dict() if name.startswith(f"{part}."))
+
+    def nbytes(self, part: str) -> int:
+        """Bytes of a part's parameters."""
+        return sum(p.numel() * p.element_size() for p in self.model.get_submodule(part).parameters())
+
+    def _is_buffer(self, name: str) -> bool:
+        parent, _, leaf = name.rpartition(".")
+        return leaf in self.model.get_submodule(parent)._buffers
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        parent, _, leaf = name.rpartition(".")
+        found: torch.Tensor = getattr(self.model.get_submodule(parent), leaf)
+        return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars and reports of transformers: what matters in them becomes an error of ours."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _empty_model(config: Any, dtype: torch.dtype, source: Source) -> Any:
+    try:
+        from accelerate import init_empty_weights
+    except ImportError:
+        raise UsageError("calibration needs accelerate; pip install 'ptqpipe[hf]'") from None
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(
+            f"{source.reader.path} is a {config.model_type!r} model, which transformers has no causal model for"
+        )
+    with _quiet(), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def _conversions(model: Any) -> list[Any]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model))
+
+
+def _place(
+    state: Mapping[str, LazyTensor], model: Any, conversions: Sequence[Any]
+) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Parameters with the checkpoint tensors that make them, and the tensors that make none."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    known = model.state_dict()
+    prefix = model.base_model_prefix
+    origins: dict[str, list[str]] = defaultdict(list)
+    unplaced = []
+    for name in sorted(state, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if target not in known and name in known:
+            target, pattern = rename_source_key(name, [], [], prefix, known)
+        if target not in known:
+            unplaced.append(name)
+            continue
+        converter = next((c for c in converters if pattern is not None and pattern in c.source_patterns), None)
+        for made in _targets(target, converter, known):
+            origins[made].append(name)
+    return {name: tuple(found) for name, found in origins.items()}, tuple(unplaced)
+
+
+def _targets(first: str, converter: Any, known: Mapping[str, Any]) -> list[str]:
+    """Every parameter that a conversion makes: its first target, and those that its pattern names beside it."""
+    if converter is None:
+        return [first]
+    patterns = converter.target_patterns
+    found = [first.replace(patterns[0], pattern) for pattern in patterns]
+    return [name for name in dict.fromkeys(found) if name in known] or [first]
+
+
+def _load(skeleton: Skeleton, wanted: Mapping[str, LazyTensor], device: torch.device) -> Any:
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    settings = LoadStateDictConfig(
+        device_map={"": device}, dtype=skeleton.dtype, weight_mapping=list(skeleton.conversions)
+    )
+    try:
+        with _quiet(), torch.no_grad():
+            info, _ = convert_and_load_state_dict_in_model(skeleton.model, dict(wanted), settings)
+    except RuntimeError as error:
+        first = (re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"the weights do not fit config.json: {first}") from None
+    for parameter in skeleton.model.parameters():
+        parameter.requires_grad_(False)
+    return info
+
+
+def _find_blocks(model: Any, source: Source) -> tuple[tuple[str, torch.nn.Module], ...]:
+    """The list of modules that has as many as the config says layers, the outermost one."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count
+    ]
+    if not lists:
+        raise CheckpointError(
+            f"{source.reader.path}: {type(model).__name__} has no list of {count} decoder blocks; it cannot be run "
+            "block by block"
+        )
+    name, found = min(lists, key=lambda entry: entry[0].count("."))
+    return tuple((f"{name}.{i}", module) for i, module in enumerate(found))

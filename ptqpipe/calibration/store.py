@@ -1,0 +1,150 @@
+"""Writes what was found of one block: a safetensors file, and its part of stats.json.
+
+Entries, experts without data and attention are named here; `statistics.py` is how they are read again.
+"""
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.calibration.collect import Collector, Slot
+from ptqpipe.calibration.moments import Moments, stand_in
+from ptqpipe.checkpoint.direct import bytes_of
+from ptqpipe.checkpoint.header import header_bytes
+from ptqpipe.checkpoint.partial import output_errors
+
+LEAST_EXPERT_TOKENS = 16  # an expert with fewer has no statistics of its own
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """One block's part of stats.json, and what the tables say of it.
+
+    modules    checkpoint module -> its entry
+    attention  attention module -> its entry
+    unused     modules that no sample reached
+    sha256     of the file
+    """
+
+    modules: Mapping[str, Mapping[str, Any]]
+    attention: Mapping[str, Mapping[str, Any]]
+    unused: tuple[str, ...]
+    file: str
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As a journal keeps it."""
+        return {
+            "modules": {name: dict(entry) for name, entry in self.modules.items()},
+            "attention": {name: dict(entry) for name, entry in self.attention.items()},
+            "unused": list(self.unused),
+            "file": self.file,
+            "sha256": self.sha256,
+        }
+
+
+def write_block(
+    folder: Path,
+    name: str,
+    collector: Collector,
+    *,
+    block: bool,
+    key_values: tuple[str, torch.Tensor, torch.Tensor] | None = None,
+) -> BlockRecord | None:
+    """Writes ``<name>.safetensors`` and says what it holds; None where nothing was seen. Consumes the moments.
+
+    key_values  an attention module's name, and its largest keys and values [heads]
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    modules: dict[str, dict[str, Any]] = {}
+    unused: list[str] = []
+    stand_ins = _stand_ins(collector)
+    for key, (whole, _) in stand_ins.items():
+        _put(tensors, key, whole, block=block)
+    for slot in collector.slots.values():
+        leader = collector.leaders.get(slot.id)
+        moments = collector.moments.get(leader) if leader is not None else None
+        tokens = moments.tokens if moments is not None else 0
+        if slot.group is not None and slot.group in stand_ins and tokens < LEAST_EXPERT_TOKENS:
+            entry = _entry(slot.group, tokens, stand_ins[slot.group][1], name, measured=False)
+        elif moments is None or leader is None or not tokens:
+            unused += slot.names
+            continue
+        else:
+            key = collector.slots[leader].names[0]
+            entry = _entry(key, tokens, moments.quantiles(), name, measured=True)
+            if leader == slot.id:
+                _put(tensors, key, moments, block=block)
+        modules |= dict.fromkeys(slot.names, entry)
+    attention: dict[str, dict[str, Any]] = {}
+    if key_values is not None:
+        module, k_amax, v_amax = key_values
+        tensors |= {f"{module}.k_amax": k_amax, f"{module}.v_amax": v_amax}
+        attention[module] = {"heads": k_amax.numel(), "k_amax": float(k_amax.max()), "v_amax": float(v_amax.max())}
+    if not tensors:
+        return None
+    file = f"{name}.safetensors"
+    return BlockRecord(modules, attention, tuple(unused), file, _write(folder / file, tensors))
+
+
+def _put(tensors: dict[str, torch.Tensor], key: str, moments: Moments, *, block: bool) -> None:
+    tensors |= {f"{key}.{name}": tensor for name, tensor in moments.tensors(block=block).items()}
+
+
+def _entry(key: str, tokens: int, quantiles: Mapping[float, float], block: str, *, measured: bool) -> dict[str, Any]:
+    return {
+        "file": f"{block}.safetensors",
+        "key": key,
+        "tokens": tokens,
+        "measured": measured,
+        "quantiles": {repr(p): value for p, value in quantiles.items()},
+    }
+
+
+def _stand_ins(collector: Collector) -> dict[str, tuple[Moments, dict[float, float]]]:
+    """For every group of experts with one that saw too little: what those that saw enough give it.
+
+    Where none saw enough, all that saw anything count.
+    """
+    groups: dict[str, list[Slot]] = defaultdict(list)
+    for slot in collector.slots.values():
+        if slot.group is not None:
+            groups[slot.group].append(slot)
+    found = {}
+    for group, slots in groups.items():
+        moments = [collector.moments.get(collector.leaders.get(slot.id, slot.id)) for slot in slots]
+        counts = [0 if m is None else m.tokens for m in moments]
+        if min(counts) >= LEAST_EXPERT_TOKENS:
+            continue
+        least = min(LEAST_EXPERT_TOKENS, max(counts))
+        measured = [m for m in moments if m is not None and m.tokens and m.tokens >= least]
+        if measured:
+            found[group] = stand_in(measured)
+    return found
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+    """A safetensors file of float32 tensors, on disk when this returns; its sha256."""
+    names = sorted(tensors)
+    digest = hashlib.sha256()
+    chunks = [memoryview(header_bytes([(name, "F32", tuple(tensors[name].shape)) for name in names]))]
+    chunks += [bytes_of(tensors[name].float().contiguous()) for name in names]
+    with output_errors(path), open(path, "wb") as file:
+        for chunk in chunks:
+            digest.update(chunk)
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def digest_of(blocks: Mapping[str, Mapping[str, Any]]) -> str:
+    """sha256 of all blocks: of their files' digests and of what stats.json says of them."""
+    return hashlib.sha256(json.dumps(blocks, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,77 @@
+"""ptqpipe calibrate."""
+
+import json
+from pathlib import Path
+
+import click
+
+from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks_of, resume_command, says_how_to_resume
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="FILE",
+    help="Text like what the model will serve: .txt, .jsonl, .parquet, or a data set NAME:CONFIG:SPLIT. Repeatable.",
+)
+@click.option("--field", metavar="NAME", help="Field of a row [messages, text, content, prompt, ...].")
+@click.option("--samples", type=int, default=128, show_default=True, metavar="N", help="Windows to run.")
+@click.option("--seqlen", type=int, metavar="N", help="Tokens of a window [2048, at most the model's positions].")
+@click.option("--seed", type=int, default=0, show_default=True, help="Chooses the windows.")
+@click.option(
+    "--moments",
+    default="diagonal,block",
+    show_default=True,
+    metavar="KINDS",
+    help="diagonal, block (16x16), full (for GPTQ).",
+)
+@click.option("--dtype", default="float32", show_default=True, help="float32, float64, bfloat16, float16 or auto.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Statistics folder to write.")
+@click.option(
+    "--max-memory", type=Size(), default="8GiB", show_default=True, help="Samples that do not fit go to disk."
+)
+@click.option("--workers", type=int, metavar="N", help="Threads [processors, at most 16].")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N; one GPU for each rank.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
+@one_line_errors
+def calibrate(
+    model: str,
+    data: tuple[str, ...],
+    field: str | None,
+    samples: int,
+    seqlen: int | None,
+    seed: int,
+    moments: str,
+    dtype: str,
+    out: Path,
+    max_memory: int,
+    workers: int | None,
+    device: str,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Run MODEL (a folder, or a hub name) on text, block by block, and keep statistics of its linear inputs."""
+    from ptqpipe.stages import calibrate as stage
+    from ptqpipe.stages import calibrate_text as text
+
+    options = stage.CalibrateOptions(
+        samples=samples,
+        seqlen=seqlen,
+        seed=seed,
+        field=field,
+        moments=tuple(kind for kind in moments.replace(" ", "").split(",") if kind),
+        dtype=dtype,
+    )
+    machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
+    mode = mode_of(resume, overwrite)
+    with says_how_to_resume(resume_command()):
+        done = stage.calibrate(model, data, out, options=options, mode=mode, machine=machine, ranks=ranks_of())
+    if done is not None:
+        click.echo(json.dumps(text.to_json(done)) if as_json else text.render(done))
