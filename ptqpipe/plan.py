@@ -76,6 +76,11 @@ class Member:
         return self.weight.removesuffix(".weight")
 
     @property
+    def key(self) -> str:
+        """What names it in records: the weight's name, with the expert in brackets in a stack."""
+        return self.weight if self.stack is None else f"{self.weight}[{self.source.expert}]"
+
+    @property
     def elements(self) -> int:
         """How many weights it holds."""
         return self.shape[0] * self.shape[1]

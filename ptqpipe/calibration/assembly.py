@@ -50,11 +50,6 @@ class Assembly:
         return made if self.stacked else made[0]
 
 
-def key_of(member: Member) -> str:
-    """What names a weight: its name, with the expert in a stack."""
-    return member.weight if member.stack is None else f"{member.weight}[{member.source.expert}]"
-
-
 def assemble(
     parameters: Mapping[str, torch.Tensor],
     origins: Mapping[str, Sequence[str]],

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.algorithms import calibrated, rtn
+from ptqpipe.algorithms import calibrated, rtn, stored
 from ptqpipe.checkpoint.direct import margin
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.containers import Container, Part, Role, encode_part, get_container, part_offset
-from ptqpipe.errors import NumericsError
+from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
+from ptqpipe.rounding import Rounding
 from ptqpipe.search import get_search
 from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.stages.jobs import (

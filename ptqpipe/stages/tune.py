@@ -21,7 +21,7 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.algorithms import rtn
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
-from ptqpipe.calibration.assembly import Assembly, assemble, key_of
+from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Learned, Settings, learn
 from ptqpipe.calibration.runner import Block, Runner
@@ -161,7 +161,7 @@ def _tune_block(
             given.put(batch, block.inputs(batch))
     units = _units_of(block, prepared)
     weights = _weights_of(units, prepared)
-    members = {key_of(m): m for unit in units for m in unit.members}
+    members = {m.key: m for unit in units for m in unit.members}
     parameters = {name.removeprefix(f"{block.name}."): t for name, t in _parameters(block, runner).items()}
     origins = {name.removeprefix(f"{block.name}."): found for name, found in block.origins.items()}
     assemblies = assemble(parameters, origins, members, weights)
@@ -241,7 +241,7 @@ def _weights_of(units: Sequence[Unit], prepared: convert.Prepared) -> dict[str, 
     found = {}
     for unit in units:
         for m in unit.members:
-            found[key_of(m)] = SourceRows(prepared.source, m.source, shape=m.shape).rows(0, m.shape[0])
+            found[m.key] = SourceRows(prepared.source, m.source, shape=m.shape).rows(0, m.shape[0])
     return found
 
 
@@ -270,14 +270,14 @@ def _quantize(unit: Unit, weights: Mapping[str, torch.Tensor]) -> dict[str, QTen
     """The unit as convert would write it: scales searched, codes nearest."""
     runs: dict[tuple[int, int], QTensor] = {}
     rtn.quantize(
-        [_Rows(weights[key_of(m)]) for m in unit.members],
+        [_Rows(weights[m.key]) for m in unit.members],
         unit.scheme.fmt,
         names=[m.weight for m in unit.members],
         search=unit.rule.search,
         search_global=unit.rule.global_scale == "search",
         sink=lambda member, row, q: runs.__setitem__((member, row), q),
     )
-    return {key_of(m): _joined([runs[at] for at in sorted(runs) if at[0] == i]) for i, m in enumerate(unit.members)}
+    return {m.key: _joined([runs[at] for at in sorted(runs) if at[0] == i]) for i, m in enumerate(unit.members)}
 
 
 def _joined(runs: Sequence[QTensor]) -> QTensor:
@@ -316,7 +316,7 @@ def _quantizers(
     assemblies: Sequence[Assembly], members: Mapping[str, Member], units: Sequence[Unit], amax: Mapping[str, float]
 ) -> dict[str, InputQuantizer]:
     """Module of the block -> what its scheme does with its input. Inputs of stacked experts are left as they are."""
-    schemes = {key_of(m): unit.scheme for unit in units for m in unit.members}
+    schemes = {m.key: unit.scheme for unit in units for m in unit.members}
     found = {}
     for a in assemblies:
         module, activation = a.parameter.rpartition(".")[0], schemes[a.keys[0]].activation
@@ -324,7 +324,7 @@ def _quantizers(
             continue
         scale = None
         if activation is Activation.NVFP4_STATIC_GLOBAL:
-            fused = {k for u in units for k in map(key_of, u.members) if any(key_of(m) == a.keys[0] for m in u.members)}
+            fused = {k for u in units for k in (m.key for m in u.members) if any(m.key == a.keys[0] for m in u.members)}
             shared = [amax.get(b.parameter.rpartition(".")[0], 0.0) for b in assemblies if fused & set(b.keys)]
             scale = max(*shared, 1e-12) / 2688.0
         found[module] = InputQuantizer(activation, scale)
@@ -378,7 +378,7 @@ def _read_codes(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dic
     """What a former run has learned of a block."""
     content = {"weights": folder.done[block.name]["weights"]}
     with Rounding.of_files(folder.paths.growing, content) as stored:
-        return {key_of(m): stored.of(key_of(m), unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
+        return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
 
 
 def _content(prepared: convert.Prepared, samples: Samples, options: TuneOptions, folder: BlockFolder) -> dict[str, Any]:
