@@ -120,7 +120,10 @@ def _give_state(model_class: Any, quantizer: PackedQuantizer, source: Source) ->
 
 def takes(described: Mapping[str, Any]) -> bool:
     """Whether ptqpipe reads a checkpoint with this ``quantization_config`` in transformers' place."""
-    container = _SHARED.get(str(described.get("quant_method")))
+    method = str(described.get("quant_method"))
+    if method in _OURS:
+        return True
+    container = _SHARED.get(method)
     config = {"quantization_config": described}
     if container is None or not get_container(container).detect(config, {}):
         return False
@@ -135,36 +138,45 @@ def takes(described: Mapping[str, Any]) -> bool:
     return True
 
 
-_original_merge: Any = None
+_originals: dict[str, Any] = {}
 
 
 def register() -> None:
-    """Enters the quantizer into transformers' registry. Doing it twice is doing it once."""
-    global _original_merge
-    if _original_merge is not None:
+    """Enters the quantizer into transformers' registry. Doing it twice is doing it once.
+
+    Methods that transformers does not know are registered as it offers. Those that it shares with ptqpipe are decided
+    where it turns a dict into a config; lm-eval does that itself and passes the result on.
+    """
+    if _originals:
         return
     auto.AUTO_QUANTIZER_MAPPING.setdefault(METHOD, PackedQuantizer)
     for method in _OURS:
         auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(method, PackedConfig)
-    original = auto.AutoHfQuantizer.merge_quantization_configs
+    _originals["merge"] = auto.AutoHfQuantizer.__dict__["merge_quantization_configs"]
+    _originals["from_dict"] = auto.AutoQuantizationConfig.__dict__["from_dict"]
+    read, merge = auto.AutoQuantizationConfig.from_dict, auto.AutoHfQuantizer.merge_quantization_configs
 
-    def merge(quantization_config: Any, quantization_config_from_args: Any = None) -> Any:
-        asked = quantization_config_from_args is not None
-        if not asked and isinstance(quantization_config, Mapping) and takes(quantization_config):
-            return PackedConfig(quantization_config)
-        return original(quantization_config, quantization_config_from_args)
+    def from_dict(quantization_config_dict: Any) -> Any:
+        taken = isinstance(quantization_config_dict, Mapping) and takes(quantization_config_dict)
+        return PackedConfig(quantization_config_dict) if taken else read(quantization_config_dict)
 
-    _original_merge = auto.AutoHfQuantizer.__dict__["merge_quantization_configs"]
-    auto.AutoHfQuantizer.merge_quantization_configs = staticmethod(merge)
+    def merge_configs(quantization_config: Any, quantization_config_from_args: Any = None) -> Any:
+        if isinstance(quantization_config, Mapping) and takes(quantization_config):
+            if quantization_config_from_args is None or isinstance(quantization_config_from_args, PackedConfig):
+                return PackedConfig(quantization_config)
+            quantization_config = read(quantization_config)  # a quantizer of transformers is asked for
+        return merge(quantization_config, quantization_config_from_args)
+
+    auto.AutoQuantizationConfig.from_dict = staticmethod(from_dict)
+    auto.AutoHfQuantizer.merge_quantization_configs = staticmethod(merge_configs)
 
 
 def unregister() -> None:
     """Takes the quantizer out again: transformers reads every checkpoint by itself."""
-    global _original_merge
-    if _original_merge is None:
+    if not _originals:
         return
-    auto.AutoHfQuantizer.merge_quantization_configs = _original_merge
-    _original_merge = None
+    auto.AutoHfQuantizer.merge_quantization_configs = _originals.pop("merge")
+    auto.AutoQuantizationConfig.from_dict = _originals.pop("from_dict")
     auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
     for method in _OURS:
         if auto.AUTO_QUANTIZATION_CONFIG_MAPPING.get(method) is PackedConfig:

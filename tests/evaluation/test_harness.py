@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import ptqpipe
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation import score
 from ptqpipe.evaluation.harness import LOCAL_TASKS, Metric, TaskRequest, check_tasks, compare, run_tasks
@@ -124,12 +125,45 @@ def test_limit_takes_the_first_samples(model: Any, tokenizer: Any, data: Path) -
     assert [metric.samples for metric in found] == [1, 1]
 
 
-def test_a_folder_of_further_tasks(model: Any, tokenizer: Any, data: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def further(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two more tasks, of which one has damaged data."""
+    folder = tmp_path_factory.mktemp("further")
+    (folder / "bad.jsonl").write_text('{"query": 1\n')
     text = (LOCAL_TASKS / "local_copa.yaml").read_text()
-    text = text.replace("local_copa", "mine").replace("copa.jsonl", str(next(data.rglob("copa.jsonl"))))
-    (tmp_path / "mine.yaml").write_text(text)
-    found = run_tasks(model, tokenizer, TaskRequest(("mine",), include_path=tmp_path))
+    for name, file in (("mine", next(data.rglob("copa.jsonl"))), ("damaged", folder / "bad.jsonl")):
+        (folder / f"{name}.yaml").write_text(text.replace("local_copa", name).replace("copa.jsonl", str(file)))
+    return folder
+
+
+def test_a_folder_of_further_tasks(model: Any, tokenizer: Any, further: Path) -> None:
+    found = run_tasks(model, tokenizer, TaskRequest(("mine",), include_path=further))
     assert [(metric.task, metric.samples) for metric in found] == [("mine", 2)]
+
+
+def test_data_that_lm_eval_cannot_load_is_one_line(model: Any, tokenizer: Any, further: Path) -> None:
+    with pytest.raises(UsageError, match="the tasks damaged cannot be loaded") as caught:
+        run_tasks(model, tokenizer, TaskRequest(("damaged",), include_path=further))
+    assert "\n" not in str(caught.value)
+
+
+def test_lm_eval_reads_a_packed_checkpoint_by_its_path(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """What ``lm_eval --model hf`` does, in a process that has imported ptqpipe."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    path = tmp_path / "modelopt"
+    ptqpipe.convert(MODEL, format="nvfp4", out=path, container="modelopt")
+    arguments = ("Return a list of the", " items")
+
+    def likelihood_of(lm: Any) -> float:
+        request = Instance(request_type="loglikelihood", doc={}, arguments=arguments, idx=0)
+        return float(lm.loglikelihood([request], disable_tqdm=True)[0][0])
+
+    by_path = HFLM(pretrained=str(path), dtype="float32", device="cpu", batch_size=1)
+    by_model = HFLM(pretrained=load_model(path), tokenizer=tokenizer, batch_size=1)
+    assert likelihood_of(by_path) == likelihood_of(by_model)
+    assert likelihood_of(by_path) != likelihood_of(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1))
 
 
 def test_unknown_tasks_are_named_with_their_neighbours(data: Path) -> None:
@@ -161,16 +195,6 @@ def test_damaged_local_data_is_one_line(tmp_path: Path, content: bytes, message:
     (tmp_path / "copa.jsonl").write_bytes(content)
     with pytest.raises(UsageError, match=message):
         check_tasks(TaskRequest(("local_copa",), task_data=tmp_path))
-
-
-def test_data_that_lm_eval_cannot_load_is_one_line(model: Any, tokenizer: Any, data: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"query": 1\n')
-    text = (LOCAL_TASKS / "local_copa.yaml").read_text()
-    (tmp_path / "mine.yaml").write_text(text.replace("local_copa", "mine").replace("copa.jsonl", str(bad)))
-    with pytest.raises(UsageError, match="the tasks mine cannot be loaded") as caught:
-        run_tasks(model, tokenizer, TaskRequest(("mine",), include_path=tmp_path))
-    assert "\n" not in str(caught.value)
 
 
 def test_without_lm_eval_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,15 @@ def test_plain_models_and_asked_for_quantizers_stay_with_transformers(
     assert torch.equal(logits(model.eval()), logits(load_model(path, dtype="bfloat16")))
 
 
+def test_a_config_made_by_transformers_own_factory_is_ours(sources: Mapping[str, Path], tmp_path: Path) -> None:
+    """lm-eval reads config.json itself and passes the quantization config that it made of it."""
+    checkpoint = quantized(sources["qwen3_moe"], "compressed_tensors", "nvfp4")
+    path = checkpoint.save(tmp_path / "q")
+    config = auto.AutoQuantizationConfig.from_dict(checkpoint.config["quantization_config"])
+    model = from_pretrained(path, dtype=torch.float32, quantization_config=config)
+    assert torch.equal(logits(model), logits(load_model(path)))
+
+
 def test_integers_stay_with_transformers() -> None:
     args = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
     described = {
@@ -132,12 +141,13 @@ def test_integers_stay_with_transformers() -> None:
 
 
 def test_registering_is_undone_by_unregistering() -> None:
-    merge = auto.AutoHfQuantizer.merge_quantization_configs
+    merge, read = auto.AutoHfQuantizer.merge_quantization_configs, auto.AutoQuantizationConfig.from_dict
     register()
     assert auto.AutoHfQuantizer.merge_quantization_configs is merge
     unregister()
     try:
         assert auto.AutoHfQuantizer.merge_quantization_configs is not merge
+        assert auto.AutoQuantizationConfig.from_dict is not read
         assert "modelopt" not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
         assert "ptqpipe" not in auto.AUTO_QUANTIZER_MAPPING
         unregister()
