@@ -40,7 +40,7 @@ def quantize(
     check_finite(w)
     s = column_scales(scales, fmt, shape=(w.shape[0], w.shape[1]), global_scale=global_scale)
     order = metric.order
-    exact, s = w.float().t()[order], s.t()[order]
+    exact, s = w.float().t()[order].contiguous(), s.t()[order].contiguous()
     codes = torch.empty(exact.shape, dtype=torch.uint8, device=w.device)
     error = torch.empty_like(exact)
     for start in range(0, len(exact), BLOCK):
@@ -69,7 +69,7 @@ def quantize_at_entry(
         raise FormatError(f"{fmt.name} has no block scales along its rows to choose at block entry; fix them first")
     check_finite(w)
     size, order = fmt.block[1], metric.order
-    exact = w.float().t()[order]
+    exact = w.float().t()[order].contiguous()
     codes = torch.empty(exact.shape, dtype=torch.uint8, device=w.device)
     error = torch.empty_like(exact)
     scales = torch.empty(fmt.scale_shape((w.shape[0], w.shape[1])), dtype=torch.uint8, device=w.device)

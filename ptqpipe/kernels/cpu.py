@@ -13,6 +13,9 @@ import torch
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Codec, Format
 from ptqpipe.kernels import cpu_library as lib
+from ptqpipe.kernels.cpu_columns import choose_block as choose_block
+from ptqpipe.kernels.cpu_columns import descend as descend
+from ptqpipe.kernels.cpu_columns import feed_forward as feed_forward
 from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import check_finite, code_values
 

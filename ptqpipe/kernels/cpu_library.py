@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from ptqpipe.errors import FormatError
 
-ABI = 4
+ABI = 5
 ISAS = ("avx512", "avx2", "baseline")  # best first
 OK, NOT_FINITE = 0, 1
 
@@ -67,6 +67,17 @@ class Long(ctypes.Structure):
         ("block_rows", _LONG), ("block_cols", _LONG),
         ("dtype", _INT), ("element", _INT), ("rule", _INT), ("unused", _INT),
         ("importance", _POINTER), ("scales", _POINTER),
+    )  # fmt: skip
+
+
+class Columns(ctypes.Structure):
+    """``struct ptq_columns``."""
+
+    _fields_ = (
+        ("columns", _LONG), ("rows", _LONG), ("kind", _INT), ("element", _INT),
+        ("exact", _POINTER), ("target", _POINTER), ("s", _POINTER), ("error", _POINTER), ("slope", _POINTER),
+        ("matrix", _POINTER), ("weight", _POINTER), ("ladder", _POINTER), ("ladder_size", _LONG), ("count", _LONG),
+        ("first", _POINTER), ("codes", _POINTER), ("scales", _POINTER), ("cost", _POINTER),
     )  # fmt: skip
 
 

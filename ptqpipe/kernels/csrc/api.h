@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 4
+#define PTQ_ABI 5
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3 };       // element
@@ -14,6 +14,7 @@ enum { PTQ_SCALE_MINIFLOAT3 = 0, PTQ_SCALE_E8M0 = 1 };                 // scale 
 // rule: the exact search, the scales given, or one of the baselines of ptqpipe/search
 enum { PTQ_EXACT = 0, PTQ_GIVEN = 1, PTQ_ABSMAX = 2, PTQ_ABSMAX_PZ = 3, PTQ_FOUR_OVER_SIX = 4, PTQ_OCP_FLOOR = 5,
        PTQ_OCP_EVEN = 6, PTQ_OCP_CEIL = 7 };
+enum { PTQ_FEED_FORWARD = 0, PTQ_DESCEND = 1, PTQ_CHOOSE_BLOCK = 2 };  // kind of a step over columns
 enum { PTQ_OK = 0, PTQ_NOT_FINITE = 1, PTQ_UNSUPPORTED = 2, PTQ_NO_MEMORY = 3 };
 
 // Blocks of `block` consecutive columns of a [rows, cols] matrix whose rows are `row_stride` elements apart.
@@ -74,6 +75,25 @@ struct ptq_long {
     uint16_t *scales;             // [rows/block_rows, cols/block_cols], rounded up
 };
 
+// A step of ptqpipe/algorithms/columns.py over [columns, rows] matrices; what a kind does not need is null.
+struct ptq_columns {
+    int64_t columns, rows;
+    int32_t kind, element;
+    const float *exact;           // FEED_FORWARD, DESCEND
+    const float *target;          // FEED_FORWARD, CHOOSE_BLOCK
+    const float *s;               // FEED_FORWARD, DESCEND: the scale of every weight
+    float *error;                 // FEED_FORWARD: out; DESCEND: in and out
+    float *slope;                 // DESCEND: in and out
+    const float *matrix;          // [columns, columns] feedback, or moment for DESCEND
+    const float *weight;          // CHOOSE_BLOCK: [columns]
+    const float *ladder;          // CHOOSE_BLOCK: [ladder_size] scales, ascending
+    int64_t ladder_size, count;   // CHOOSE_BLOCK: scales to try from first[row] on
+    const int64_t *first;
+    uint8_t *codes;               // out
+    int64_t *scales;              // CHOOSE_BLOCK: [rows] out
+    float *cost;                  // CHOOSE_BLOCK: [rows] out
+};
+
 struct ptq_ops {
     const char *name;
     int32_t (*quantize_blocks)(const struct ptq_blocks *job);
@@ -81,6 +101,7 @@ struct ptq_ops {
     int32_t (*decode)(const struct ptq_decode *job);
     int32_t (*encode)(const struct ptq_encode *job);
     int32_t (*quantize_long)(const struct ptq_long *job);
+    int32_t (*columns)(const struct ptq_columns *job);
 };
 
 extern "C" const struct ptq_ops ptq_ops_avx512, ptq_ops_avx2, ptq_ops_baseline;

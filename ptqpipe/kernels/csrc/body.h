@@ -13,6 +13,7 @@ namespace {
 #include "blocks.h"
 #include "stream.h"
 #include "long.h"
+#include "columns.h"
 }  // namespace
 
-extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode, quantize_long};
+extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode, quantize_long, columns};

@@ -51,6 +51,11 @@ EXPORT int32_t ptq_quantize_long(const char *name, const struct ptq_long *job) {
     return ops ? ops->quantize_long(job) : PTQ_UNSUPPORTED;
 }
 
+EXPORT int32_t ptq_columns_step(const char *name, const struct ptq_columns *job) {
+    const struct ptq_ops *ops = ops_called(name);
+    return ops ? ops->columns(job) : PTQ_UNSUPPORTED;
+}
+
 // An empty module, so that `import ptqpipe.kernels._cpu` says whether the kernels were built.
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__cpu(void) { return PyModule_Create(&definition); }

@@ -1,0 +1,127 @@
+// Codes of a few columns for many rows: the torch references of ptqpipe/algorithms/columns.py, operation by operation.
+//
+// Matrices lie as [columns, rows], so a lane is a row and no step crosses lanes.
+
+enum { MAX_COLUMNS = 256 };
+
+template <class E> struct Step { vi code; vf decoded; };
+
+// The code nearest to t at scale s and what it decodes to.
+template <class E> INLINE Step<E> step_of(vf t, vf s) {
+    const vf inv = 1.0f / s;
+    const vf y = min_of(abs_of(t) * inv, splat(E::max));
+    const Rounded r = round_minifloat(y, E::mantissa, E::emin);
+    const vi sign = bits(t) & (int32_t)0x80000000;
+    Step<E> found;
+    found.code = minifloat_code(y, E::mantissa, E::emin) | shift_right(sign, 32 - E::code_bits);
+    found.decoded = from_bits(bits((r.sum - r.power) * s) | sign);
+    return found;
+}
+
+INLINE vf load_some(const float *p, int64_t count, float rest) {
+    vf v = splat(rest);
+    memcpy(&v, p, (size_t)(count < W ? count : W) * 4);
+    return v;
+}
+INLINE void store_some(float *p, int64_t count, vf v) { memcpy(p, &v, (size_t)(count < W ? count : W) * 4); }
+INLINE void store_codes(uint8_t *p, int64_t count, vi codes) {
+    const int n = (int)(count < W ? count : W);
+    for (int lane = 0; lane < n; ++lane) p[lane] = (uint8_t)codes[lane];
+}
+
+template <class E> static void feed_forward(const struct ptq_columns *job, int64_t row) {
+    const int b = (int)job->columns;
+    const int64_t n = job->rows, left = n - row;
+    vf t[MAX_COLUMNS];
+    for (int i = 0; i < b; ++i) t[i] = load_some(job->target + i * n + row, left, 0.0f);
+    for (int i = 0; i < b; ++i) {
+        const Step<E> found = step_of<E>(t[i], load_some(job->s + i * n + row, left, 1.0f));
+        const vf e = load_some(job->exact + i * n + row, left, 0.0f) - found.decoded;
+        store_codes(job->codes + i * n + row, left, found.code);
+        store_some(job->error + i * n + row, left, e);
+        const float *f = job->matrix + (int64_t)i * b;
+        for (int j = i + 1; j < b; ++j) t[j] = t[j] + f[j] * e;
+    }
+}
+
+template <class E> static void descend(const struct ptq_columns *job, int64_t row) {
+    const int b = (int)job->columns;
+    const int64_t n = job->rows, left = n - row;
+    vf slope[MAX_COLUMNS];
+    for (int i = 0; i < b; ++i) slope[i] = load_some(job->slope + i * n + row, left, 0.0f);
+    for (int i = 0; i < b; ++i) {
+        const float *m = job->matrix + (int64_t)i * b;
+        const vf exact = load_some(job->exact + i * n + row, left, 0.0f);
+        const vf before = load_some(job->error + i * n + row, left, 0.0f);
+        const vf target = m[i] > 0.0f ? (exact - before) + slope[i] * (1.0f / m[i]) : exact;
+        const Step<E> found = step_of<E>(target, load_some(job->s + i * n + row, left, 1.0f));
+        const vf e = exact - found.decoded, moved = e - before;
+        store_codes(job->codes + i * n + row, left, found.code);
+        store_some(job->error + i * n + row, left, e);
+        for (int j = 0; j < b; ++j) slope[j] = slope[j] + job->matrix[(int64_t)j * b + i] * moved;
+    }
+    for (int i = 0; i < b; ++i) store_some(job->slope + i * n + row, left, slope[i]);
+}
+
+// The cost of a block at scale s; its codes too where `codes` is not null.
+template <class E, int B>
+INLINE vf block_cost(const struct ptq_columns *job, const vf *target, vf s, uint8_t *codes, int64_t left) {
+    const int b = B ? B : (int)job->columns;
+    vf t[B ? B : MAX_COLUMNS], cost = splat(0.0f);
+    for (int i = 0; i < b; ++i) t[i] = target[i];
+    for (int i = 0; i < b; ++i) {
+        const Step<E> found = step_of<E>(t[i], s);
+        const vf rest = t[i] - found.decoded, e = target[i] - found.decoded;
+        cost = cost + rest * rest * job->weight[i];
+        if (codes) store_codes(codes + i * job->rows, left, found.code);
+        const float *f = job->matrix + (int64_t)i * b;
+        for (int j = i + 1; j < b; ++j) t[j] = t[j] + f[j] * e;
+    }
+    return cost;
+}
+
+template <class E, int B> static void choose_block(const struct ptq_columns *job, int64_t row) {
+    const int b = (int)job->columns;
+    const int64_t n = job->rows, left = n - row, top = job->ladder_size - 1;
+    const int lanes = (int)(left < W ? left : W);
+    vf target[MAX_COLUMNS], best = splat(0.0f), best_s = splat(1.0f);
+    int64_t chosen[W] = {0};
+    for (int i = 0; i < b; ++i) target[i] = load_some(job->target + i * n + row, left, 0.0f);
+    for (int c = 0; c < job->count; ++c) {
+        vf s = splat(1.0f);
+        int64_t index[W] = {0};
+        for (int lane = 0; lane < lanes; ++lane) {
+            const int64_t at = job->first[row + lane] + c;
+            index[lane] = at < 0 ? 0 : at > top ? top : at;
+            s[lane] = job->ladder[index[lane]];
+        }
+        const vf cost = block_cost<E, B>(job, target, s, nullptr, left);
+        for (int lane = 0; lane < lanes; ++lane)
+            if (c == 0 || cost[lane] < best[lane]) best[lane] = cost[lane], best_s[lane] = s[lane], chosen[lane] = index[lane];
+    }
+    block_cost<E, B>(job, target, best_s, job->codes + row, left);
+    store_some(job->cost + row, left, best);
+    memcpy(job->scales + row, chosen, (size_t)lanes * sizeof(int64_t));
+}
+
+template <class E> static int32_t run_columns(const struct ptq_columns *job) {
+    for (int64_t row = 0; row < job->rows; row += W) {
+        if (job->kind == PTQ_FEED_FORWARD) feed_forward<E>(job, row);
+        else if (job->kind == PTQ_DESCEND) descend<E>(job, row);
+        else if (job->columns == 16) choose_block<E, 16>(job, row);
+        else if (job->columns == 32) choose_block<E, 32>(job, row);
+        else choose_block<E, 0>(job, row);
+    }
+    return PTQ_OK;
+}
+
+static int32_t columns(const struct ptq_columns *job) {
+    if (job->columns > MAX_COLUMNS) return PTQ_UNSUPPORTED;
+    switch (job->element) {
+        case PTQ_E2M1: return run_columns<Minifloat<1, 0, 2, 4, 48, 28>>(job);
+        case PTQ_E4M3: return run_columns<E4M3>(job);
+        case PTQ_E2M3: return run_columns<E2M3>(job);
+        case PTQ_E3M2: return run_columns<E3M2>(job);
+    }
+    return PTQ_UNSUPPORTED;
+}
