@@ -25,10 +25,12 @@ from ptqpipe.evaluation.bootstrap import cluster_sums, interval, standard_error
 from ptqpipe.evaluation.scores import ModelLogits, Scores, Window, score
 from ptqpipe.evaluation.text import load_tokenizer, read_text
 from ptqpipe.runtime.load import load_model
+from ptqpipe.schemes import Activation, get_scheme
 from ptqpipe.stages.transform import transform
 from ptqpipe.stages.transform_plan import TransformOptions
 
 WINDOW = 256
+SAME_TOKENS = 1024  # on which a transformed float model is compared with its source
 FORMATS = ("nvfp4", "nvfp4_w4a4", "mxfp4a16", "mxfp4")
 
 
@@ -51,24 +53,20 @@ def variants(scheme: str, asked: Sequence[str]) -> dict[str, TransformOptions]:
         return TransformOptions(apply, dtype="fp32", untie=True, format=scheme, **options)
 
     every = {
-        "smoothquant a=0.25": make("smoothquant", alpha=0.25),
-        "smoothquant a=0.5": make("smoothquant", alpha=0.5),
-        "smoothquant a=0.75": make("smoothquant", alpha=0.75),
-        "smoothquant a=0.5 2^k": make("smoothquant", powers_of_two=True),
-        "smooth_swiglu a=0.5": make("smooth_swiglu", alpha=0.5),
-        "smooth_swiglu a=1": make("smooth_swiglu", alpha=1.0),
+        "smoothquant": make("smoothquant"),
+        "smoothquant 2^k": make("smoothquant", powers_of_two=True),
+        "smooth_swiglu": make("smooth_swiglu"),
         "awq": make("awq"),
         "awq 2^k": make("awq", powers_of_two=True),
-        "awq norm": make("awq", edges=("norm",)),
         "aqas": make("aqas"),
-        "aqas 2^k": make("aqas", powers_of_two=True),
         "rotate_residual 16": make("rotate_residual", block=16),
         "rotate_residual 32": make("rotate_residual", block=32),
         "rotate_residual 128": make("rotate_residual", block=128),
         "rotate_values 32": make("rotate_values", block=32),
-        "rotate 32": make("rotate", block=32),
         "aqas,rotate 32": make("aqas,rotate", block=32),
     }
+    if get_scheme(scheme).activation is Activation.NONE:
+        del every["aqas"]  # it is awq then
     return {name: options for name, options in every.items() if not asked or any(name.startswith(a) for a in asked)}
 
 
@@ -118,6 +116,7 @@ def measure(
     args: argparse.Namespace, scheme: str, name: str, tokens: torch.Tensor, reference: Remembered, folder: Path
 ) -> None:
     """The lines of one format."""
+    few = Remembered(reference.give)
     ptqpipe.convert(args.model, format=scheme, out=folder / "plain")
     plain = kl_of(load_model(folder / "plain"), tokens, reference)
     first = {"model": name, "format": scheme, "tokens": len(tokens)}
@@ -131,7 +130,7 @@ def measure(
             print(json.dumps({**row, "refused": str(error)}), flush=True)
             continue
         assert done is not None
-        same = kl_of(load_model(floats), tokens, reference)
+        same = kl_of(load_model(floats), tokens[:SAME_TOKENS], few)
         assert same.kl is not None
         ptqpipe.convert(floats, format=scheme, out=quantized)
         row |= row_of(kl_of(load_model(quantized), tokens, reference), plain)

@@ -48,7 +48,10 @@ def transform(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Fold smoothing factors or rotations into MODEL: an equivalent model that quantizes better."""
+    """Fold smoothing factors or rotations into MODEL: an equivalent model that quantizes better.
+
+    Statistics of MODEL are not those of the result: calibrate that again for `ptqpipe convert --stats`.
+    """
     from ptqpipe.stages import transform as stage
     from ptqpipe.stages.transform_plan import TransformOptions
 

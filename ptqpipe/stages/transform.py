@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,10 @@ from ptqpipe.stages.jobs import (
 from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
 from ptqpipe.stages.transform_plan import TORCH_DTYPES, Job, Prepared, TransformOptions, prepare
 from ptqpipe.stages.transform_weights import Weights, input_quantizer, make_problem, weight_quantizer
-from ptqpipe.transforms import ROTATIONS, get_scaling
+from ptqpipe.transforms import ROTATIONS, get_rotation, get_scaling
 from ptqpipe.transforms.folding import Op, is_exact, move_factors
-from ptqpipe.transforms.problem import SolveOptions
+from ptqpipe.transforms.problem import Solution, SolveOptions
+from ptqpipe.transforms.structure import Edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,7 @@ def _fold(name: str, job: Job, prepared: Prepared, weights: Weights) -> list[dic
     """Adds what one transform folds in this component; one entry of the record for each edge."""
     options = prepared.options
     if name in ROTATIONS:
-        rotation = import_module(f"ptqpipe.transforms.{name}")
-        foldings = rotation.fold(
+        foldings = get_rotation(name).fold(
             prepared.structure, job.edges, writers=job.writers, embeddings=job.embeddings, block=options.block,
             read=weights.whole,
         )  # fmt: skip
@@ -149,24 +148,27 @@ def _fold(name: str, job: Job, prepared: Prepared, weights: Weights) -> list[dic
             entries.append({"transform": name, "edge": edge.id, "kind": edge.kind, "skipped": "nothing is quantized"})
             continue
         solution = scaling.solve(problem, _solve_options(prepared, name))
-        factors = solution.factors
-        weights.add(move_factors(edge, factors))
-        weights.divide_inputs(edge, factors)
-        entry: dict[str, Any] = {
-            "transform": name,
-            "edge": edge.id,
-            "kind": edge.kind,
-            "channels": edge.channels,
-            "least": float(factors.amin()),
-            "largest": float(factors.amax()),
-            "changed": int((factors != 1).sum()),
-            "tensors": edge.tensors(),
-            **solution.facts,
-        }
-        if solution.error is not None:
-            entry |= {"error": solution.error, "plain_error": solution.plain_error}
-        entries.append(entry)
+        weights.add(move_factors(edge, solution.factors))
+        weights.divide_inputs(edge, solution.factors)
+        entries.append(_entry(name, edge, solution))
     return entries
+
+
+def _entry(name: str, edge: Edge, solution: Solution) -> dict[str, Any]:
+    """What the record says of the factors on one edge."""
+    factors = solution.factors
+    entry: dict[str, Any] = {
+        "transform": name,
+        "edge": edge.id,
+        "kind": edge.kind,
+        "channels": edge.channels,
+        "least": float(factors.amin()),
+        "largest": float(factors.amax()),
+        "changed": int((factors != 1).sum()),
+        "tensors": edge.tensors(),
+        **solution.facts,
+    }
+    return entry if solution.error is None else entry | {"error": solution.error, "plain_error": solution.plain_error}
 
 
 def _solve_options(prepared: Prepared, name: str) -> SolveOptions:

@@ -6,7 +6,6 @@ know how factors are found.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from ptqpipe._version import __version__
@@ -17,7 +16,7 @@ from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.dequantize import DTYPES
 from ptqpipe.statistics import Statistics
-from ptqpipe.transforms import ROTATIONS, SCALINGS, get_scaling, transform_names
+from ptqpipe.transforms import ROTATIONS, SCALINGS, get_rotation, get_scaling, transform_names
 from ptqpipe.transforms.find_structure import find_structure
 from ptqpipe.transforms.folding import BLOCKS
 from ptqpipe.transforms.structure import Edge, Matrix, Structure
@@ -107,8 +106,8 @@ def prepare(source: Source, out: Path, *, stats: Path | None, options: Transform
     structure = find_structure(source.tensors, source.reader.config)
     for name in names:
         if name in ROTATIONS:
-            import_module(f"ptqpipe.transforms.{name}").check(structure, options.block, untie=options.untie)
-    exact = _exact(names, options, structure)
+            get_rotation(name).check(structure, options.block, untie=options.untie)
+    exact = _exact(names, options, structure) and options.dtype in (None, "fp32")
     dtype = options.dtype if options.dtype is not None else None if exact else "fp32"
     jobs, origins = _jobs(source, structure, names, dtype=dtype, options=options)
     layout = ShardLayout.plan([job.specs for job in jobs], shard_bytes=options.shard_bytes)

@@ -22,7 +22,8 @@ from ptqpipe.transforms.problem import Consumer, Inputs, Problem, Quantize
 from ptqpipe.transforms.structure import Edge, Matrix
 
 RUN_ELEMENTS = 1 << 20  # a run is computed in float64
-SAMPLE_ELEMENTS = 1 << 21  # of one weight, for searches
+SAMPLE_ELEMENTS = 1 << 23  # of all weights of a problem together, for searches
+FULL_ELEMENTS = 1 << 26  # of the full moments of a problem; beyond it blocks of 16 columns have to do
 SAMPLE_ROWS = 16  # adjacent rows of a sample
 
 
@@ -97,10 +98,10 @@ class Weights:
             found = torch.maximum(found, rows.abs().amax(dim=0))
         return found
 
-    def sample(self, matrix: Matrix) -> torch.Tensor:
-        """float32 [n, K]: a small weight whole, of a large one runs of 16 rows spread evenly."""
+    def sample(self, matrix: Matrix, elements: int) -> torch.Tensor:
+        """float32 [n, K]: a weight of at most ``elements`` whole, of a larger one runs of 16 rows spread evenly."""
         n, k = matrix.shape
-        wanted = min(n, max(SAMPLE_ROWS, SAMPLE_ELEMENTS // max(1, k)))
+        wanted = min(n, max(SAMPLE_ROWS, elements // max(1, k)))
         if wanted == n:
             return torch.cat([rows.float() for _, rows in self.rows(matrix)])
         runs = max(1, wanted // SAMPLE_ROWS)
@@ -129,27 +130,30 @@ def make_problem(
     ]
     if not quantized:
         return None
-    inputs = {consumer: _inputs(consumer, statistics, columns, searched) for consumer in quantized}
-    consumers = []
-    if searched:
-        for group in dict.fromkeys(consumer.group for consumer in quantized):
-            members = [consumer for consumer in quantized if consumer.group == group]
-            rows = torch.cat([weights.sample(member) for member in members])
-            consumers.append(Consumer(rows, inputs[members[0]]))
+    inputs, consumers = [], []
+    groups = list(dict.fromkeys(consumer.group for consumer in quantized))
+    full = searched and len(groups) * columns.numel() ** 2 <= FULL_ELEMENTS
+    for group in groups:
+        members = [consumer for consumer in quantized if consumer.group == group]
+        inputs += [_inputs(member, statistics, columns, full=False, block=False) for member in members]
+        if searched:
+            rows = torch.cat([weights.sample(member, SAMPLE_ELEMENTS // len(quantized)) for member in members])
+            consumers.append(Consumer(rows, _inputs(members[0], statistics, columns, full=full, block=True)))
     return Problem(
         edge.id,
         edge.channels,
         edge.channel_of(),
-        torch.stack([found.amax for found in inputs.values()]).amax(dim=0),
+        torch.stack([found.amax for found in inputs]).amax(dim=0),
         torch.stack([weights.column_amax(consumer) for consumer in quantized]).amax(dim=0),
         tuple(consumers),
     )
 
 
-def _inputs(consumer: Matrix, statistics: Statistics, columns: torch.Tensor, moments: bool) -> Inputs:
+def _inputs(consumer: Matrix, statistics: Statistics, columns: torch.Tensor, *, full: bool, block: bool) -> Inputs:
+    """Statistics of a consumer's inputs as they are by now; ``full`` and ``block`` say which moments may be read."""
     module = next((name for name in consumer.modules if name in statistics.modules), consumer.modules[0])
-    full = moments and statistics.has(module, "full_moment")
-    block = moments and not full and statistics.has(module, "block_moment")
+    full = full and statistics.has(module, "full_moment")
+    block = block and not full and statistics.has(module, "block_moment")
     found = statistics.of(module, block=block, full=full)
     if found.amax.shape != columns.shape:
         raise UsageError(

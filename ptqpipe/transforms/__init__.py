@@ -10,11 +10,16 @@ Tensors and structure in, factors out: nothing here knows files, statistics fold
 handed in as a callable.
 """
 
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
+import torch
+
 from ptqpipe.errors import UsageError
+from ptqpipe.transforms.folding import Folding
 from ptqpipe.transforms.problem import Problem, Solution, SolveOptions
+from ptqpipe.transforms.structure import Edge, Matrix, Structure
 
 SCALINGS = ("smoothquant", "awq", "aqas", "smooth_swiglu")
 ROTATIONS = ("rotate_residual", "rotate_values")
@@ -32,6 +37,23 @@ class Scaling(Protocol):
     ALWAYS_POWERS_OF_TWO: bool
 
     def solve(self, problem: Problem, options: SolveOptions) -> Solution: ...
+
+
+class Rotation(Protocol):
+    """The shape of a rotation's file."""
+
+    def check(self, structure: Structure, block: int, *, untie: bool) -> None: ...
+
+    def fold(
+        self,
+        structure: Structure,
+        edges: Sequence[Edge],
+        *,
+        writers: Sequence[Matrix],
+        embeddings: Sequence[str],
+        block: int,
+        read: Callable[[str], torch.Tensor],
+    ) -> list[Folding]: ...
 
 
 def transform_names(asked: str) -> tuple[str, ...]:
@@ -58,3 +80,8 @@ def transform_names(asked: str) -> tuple[str, ...]:
 def get_scaling(name: str) -> Scaling:
     """The module of one of ``SCALINGS``."""
     return cast(Scaling, import_module(f"{__name__}.{name}"))
+
+
+def get_rotation(name: str) -> Rotation:
+    """The module of one of ``ROTATIONS``."""
+    return cast(Rotation, import_module(f"{__name__}.{name}"))

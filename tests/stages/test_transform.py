@@ -210,6 +210,15 @@ def test_the_cost_of_rounding_is_that_of_the_written_dtype(tmp_path: Path, dtype
     }[dtype]  # fmt: skip
 
 
+def test_powers_of_two_in_a_narrower_dtype_are_not_called_exact(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    stats = make_statistics(model, tmp_path / "stats", token_ids())
+    options = TransformOptions("smooth_swiglu", alpha=1.0, dtype="bf16")
+    done = run(model, tmp_path / "out", options, stats)
+    assert not done.exact
+    assert 0 < done.rounding <= 2.0**-18
+
+
 def test_numbers_that_fp16_cannot_hold_are_refused(tmp_path: Path) -> None:
     tensors = tiny.llama(layers=1, dtype=torch.float32)
     tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e6
