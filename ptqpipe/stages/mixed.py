@@ -29,7 +29,8 @@ from ptqpipe.statistics import Statistics
 
 POINTS = 9  # of the Pareto curve
 _MARK = "# Converts to "
-_ATTEMPTS = 12
+_ATTEMPTS = 24
+_SLACK = 16  # bytes a group: by so much its header entries may be overestimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,8 @@ class _Limits:
             size = f"{least} bytes ({size_text(least)})"
             raise UsageError(f"--budget {size_text(budget.nbytes)} is too small; the smallest possible is {size}")
         fixed = least - sum(row[0] for row in sizes)
-        return cls(sizes, budget.nbytes - fixed, budget.nbytes, f"{size_text(budget.nbytes)} on disk")
+        slack = _SLACK * len(groups)  # header entries are estimates: begin above, exact sizes decide
+        return cls(sizes, budget.nbytes - fixed + slack, budget.nbytes, f"{size_text(budget.nbytes)} on disk")
 
 
 def _decide(source: Source, groups: list[Group], costs: Costs, how: str, limits: _Limits) -> MixedPlan:
@@ -163,7 +165,7 @@ def _decide(source: Source, groups: list[Group], costs: Costs, how: str, limits:
             curve = _curve(groups, rows, limits.sizes, point)
             name = source.reader.path.resolve().name
             return MixedPlan(name, tuple(groups), chosen, costs, how, point, curve, size, content)
-        limit -= size - limits.file_budget
+        limit = solution.nbytes - max(1, (size - limits.file_budget) // 2)
     raise UsageError("no choice of formats was found within this budget; give a few kilobytes more")
 
 

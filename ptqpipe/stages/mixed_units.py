@@ -26,7 +26,7 @@ KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
 _EXPERTS = re.compile(r"(?:^|\.)experts\.\d+\.")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
-_OFFSET_DIGITS = 11
+_OFFSET_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True)
