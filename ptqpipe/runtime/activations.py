@@ -71,7 +71,7 @@ def _nvfp4(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
     assert quantizer.scale is not None
     wanted = x.abs().amax(-1, keepdim=True) / _E2M1_MAX
     wanted = wanted * quantizer.scale if quantizer.divides else wanted / quantizer.scale
-    scale = _e4m3(wanted)
+    scale = round_to_e4m3(wanted)
     # A block scale that underflows makes every code zero, whatever replaces it; so only the division must be safe.
     scale = torch.where(scale == 0, 0.125, scale)
     return _e2m1(x, scale / quantizer.scale if quantizer.divides else scale * quantizer.scale)
@@ -83,20 +83,20 @@ def _mxfp4(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
 
 def _mxfp8(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
     scale = _power_of_two(x, offset=8)
-    return _e4m3(x / scale) * scale
+    return round_to_e4m3(x / scale) * scale
 
 
 def _fp8_dynamic(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
     scale = x.abs().amax(-1, keepdim=True) / _E4M3_MAX
     scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
-    return _e4m3(x / scale) * scale
+    return round_to_e4m3(x / scale) * scale
 
 
 def _fp8_static(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
     assert quantizer.scale is not None
     if quantizer.divides:
-        return _e4m3(x * quantizer.scale) / quantizer.scale
-    return _e4m3(x / quantizer.scale) * quantizer.scale
+        return round_to_e4m3(x * quantizer.scale) / quantizer.scale
+    return round_to_e4m3(x / quantizer.scale) * quantizer.scale
 
 
 _QUANTIZE: dict[Activation, Callable[[InputQuantizer, torch.Tensor], torch.Tensor]] = {
@@ -109,7 +109,7 @@ _QUANTIZE: dict[Activation, Callable[[InputQuantizer, torch.Tensor], torch.Tenso
 }
 
 
-def _e4m3(x: torch.Tensor) -> torch.Tensor:
+def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """float32 rounded to E4M3: saturating, ties to even. NaN stays NaN."""
     return x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float()
 

@@ -14,6 +14,8 @@ import torch
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime.activations import InputQuantizer, experts_forward
+from ptqpipe.runtime.kv_cache import simulate_kv_cache
+from ptqpipe.runtime.names import targets
 from ptqpipe.runtime.state import checkpoint_name
 from ptqpipe.schemes import Activation
 from ptqpipe.source import Source
@@ -22,10 +24,12 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def simulate_activations(model: Any, source: Source) -> int:
-    """Quantizes the inputs of ``model``, loaded from ``source``, as the checkpoint says. How many modules it changed.
+    """Quantizes the inputs of ``model``, loaded from ``source``, as the checkpoint says, and what its kv cache keeps.
 
-    UsageError for activations that cannot be simulated, CheckpointError for a weight that no module holds.
+    Returns how many modules get quantized inputs. UsageError for activations that cannot be simulated, CheckpointError
+    for a weight that no module holds.
     """
+    simulate_kv_cache(model, source)
     if all(stored.scheme.activation is Activation.NONE for stored in source.stored.values()):
         return 0
     experts: dict[str, dict[str, dict[int, InputQuantizer]]] = {}
@@ -42,28 +46,6 @@ def simulate_activations(model: Any, source: Source) -> int:
     for module, found in experts.items():
         done |= {module} if _quantize_experts(model, module, found) else set()
     return len(done)
-
-
-def targets(model: Any, weight: str) -> list[str]:
-    """The parameters of ``model`` that the checkpoint's tensor ``weight`` went to.
-
-    CheckpointError where there is none. ``model`` must have been loaded by transformers, which notes the conversions.
-    """
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    state = model.state_dict()
-    entries = getattr(model, "_weight_conversions", None) or []
-    renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
-    name, pattern = rename_source_key(weight, renamings, converters, model.base_model_prefix, state)
-    if name not in state and weight in state:
-        name, pattern = weight, None
-    converter = next((c for c in converters if pattern is not None and pattern in c.source_patterns), None)
-    parts = [name] if converter is None else converter.target_patterns
-    found = [name.replace(parts[0], part) for part in parts]
-    if any(target not in state for target in found):
-        raise CheckpointError(f"no module of the model holds {weight!r}; its activations cannot be quantized")
-    return found
 
 
 def _quantizers(source: Source, stored: StoredWeight) -> Iterator[tuple[int | None, InputQuantizer]]:

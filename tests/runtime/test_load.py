@@ -149,13 +149,6 @@ def test_experts_that_llm_compressor_misnames_find_their_place(sources: Mapping[
     assert torch.equal(logits(misnamed), logits(load_model(checkpoint.save(tmp_path / "q"))))
 
 
-def test_kv_scales_need_no_parameter(sources: Mapping[str, Path], tmp_path: Path) -> None:
-    checkpoint = quantized(sources["llama"], "compressed_tensors", "nvfp4")
-    scale = {"model.layers.0.self_attn.k_scale": torch.tensor([0.02])}
-    with_scale = Checkpoint(checkpoint.configs, {**checkpoint.tensors, **scale}).save(tmp_path / "kv")
-    assert torch.equal(logits(load_model(with_scale)), logits(load_model(checkpoint.save(tmp_path / "q"))))
-
-
 def broken(checkpoint: Checkpoint, **changes: torch.Tensor | None) -> Checkpoint:
     tensors = {**checkpoint.tensors, **{k: v for k, v in changes.items() if v is not None}}
     return Checkpoint(checkpoint.configs, {k: v for k, v in tensors.items() if changes.get(k, v) is not None})
