@@ -29,7 +29,7 @@ from ptqpipe.statistics import Statistics
 
 POINTS = 9  # of the Pareto curve
 _MARK = "# Converts to "
-_ATTEMPTS = 24
+_ATTEMPTS = 64
 _SLACK = 16  # bytes a group: by so much its header entries may be overestimated
 
 
@@ -153,7 +153,7 @@ class _Limits:
 def _decide(source: Source, groups: list[Group], costs: Costs, how: str, limits: _Limits) -> MixedPlan:
     rows = [[costs[(g.id, o.name)] if o.scheme is not None else 0.0 for o in g.options] for g in groups]
     limit = limits.limit
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         solution = solve(rows, limits.sizes, limit)
         if solution is None:
             break
@@ -165,7 +165,7 @@ def _decide(source: Source, groups: list[Group], costs: Costs, how: str, limits:
             curve = _curve(groups, rows, limits.sizes, point)
             name = source.reader.path.resolve().name
             return MixedPlan(name, tuple(groups), chosen, costs, how, point, curve, size, content)
-        limit = solution.nbytes - max(1, (size - limits.file_budget) // 2)
+        limit = solution.nbytes - (1 if attempt < _ATTEMPTS // 2 else max(1, size - limits.file_budget))
     raise UsageError("no choice of formats was found within this budget; give a few kilobytes more")
 
 
