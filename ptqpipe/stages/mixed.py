@@ -30,7 +30,7 @@ from ptqpipe.statistics import Statistics
 POINTS = 9  # of the Pareto curve
 _MARK = "# Converts to "
 _ATTEMPTS = 64
-_SLACK = 16  # bytes a group: by so much its header entries may be overestimated
+_SLACK = 64  # bytes: by so much header entries may be overestimated, and 4 a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +140,14 @@ class _Limits:
                 raise UsageError(f"--budget {budget.bits:g}bits is too small; the smallest possible is {bits:.3f}bits")
             return cls(sizes, limit, None, f"{budget.bits:g} bits per weight")
         assert budget.nbytes is not None
-        sizes = tuple(tuple(o.nbytes + o.header_bytes for o in group.options) for group in groups)
+        offsets = 2 * len(str(budget.nbytes)) + 1  # of a header entry: two numbers of about so many digits
+        sizes = tuple(tuple(o.nbytes + o.header_bytes + offsets * o.tensors for o in g.options) for g in groups)
         least = forecast(source, recipe_content(groups, smallest, description=""), groups, smallest)
         if least > budget.nbytes:
             size = f"{least} bytes ({size_text(least)})"
             raise UsageError(f"--budget {size_text(budget.nbytes)} is too small; the smallest possible is {size}")
         fixed = least - sum(row[0] for row in sizes)
-        slack = _SLACK * len(groups)  # header entries are estimates: begin above, exact sizes decide
+        slack = _SLACK + 4 * len(groups)  # header entries are estimates: begin above, exact sizes decide
         return cls(sizes, budget.nbytes - fixed + slack, budget.nbytes, f"{size_text(budget.nbytes)} on disk")
 
 

@@ -26,16 +26,17 @@ KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
 _EXPERTS = re.compile(r"(?:^|\.)experts\.\d+\.")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
-_OFFSET_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One scheme for a group (None: keep): the bytes of its tensors, and about those of their header entries."""
+    """One scheme for a group (None: keep): the bytes of its tensors, how many these are, and the bytes of their header
+    entries without the offsets."""
 
     scheme: Scheme | None
     nbytes: int
     header_bytes: int
+    tensors: int
 
     @property
     def name(self) -> str:
@@ -113,7 +114,9 @@ def _keep(units: tuple[Unit, ...], source: Source) -> Option:
     """The source's tensors as they are; a quantized source's decoded, as they would be written."""
     names = dict.fromkeys(member.source.tensor for unit in units for member in unit.members)
     specs = [(name, *source.tensors[name]) for name in names]
-    return Option(None, sum(_nbytes(dtype, shape) for _, dtype, shape in specs), sum(_entry(*spec) for spec in specs))
+    return Option(
+        None, sum(_nbytes(dtype, shape) for _, dtype, shape in specs), sum(_entry(*spec) for spec in specs), len(specs)
+    )
 
 
 def _quantized(units: tuple[Unit, ...], scheme: Scheme, container: Container) -> Option | None:
@@ -127,7 +130,7 @@ def _quantized(units: tuple[Unit, ...], scheme: Scheme, container: Container) ->
         except FormatError:
             return None
     size = sum(_nbytes(part.dtype, part.shape) for part in parts)
-    return Option(scheme, size, sum(_entry(part.name, part.dtype, part.shape) for part in parts))
+    return Option(scheme, size, sum(_entry(part.name, part.dtype, part.shape) for part in parts), len(parts))
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -135,8 +138,8 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """About the bytes of a tensor's entry in a safetensors header."""
-    place = [10**_OFFSET_DIGITS - 1] * 2
+    """About the bytes of a tensor's entry in a safetensors header: its name, dtype and shape; offsets aside."""
+    place: list[int] = []
     return len(json.dumps({name: {"dtype": dtype, "shape": list(shape), "data_offsets": place}}))
 
 
