@@ -42,9 +42,10 @@ def refine(q: QTensor, w: torch.Tensor, *, moment: torch.Tensor, sweeps: int) ->
     exact = w.float().t().contiguous()
     error = exact - q.dequantize().t()
     state = _State(exact, q.codes.t().contiguous(), error, moment @ error, q.scales.clone())
+    blocks = _block_metrics(moment, q.fmt.block[1]) if has_block_scales(q.fmt) else None
     for _ in range(sweeps):
-        if has_block_scales(q.fmt):
-            _sweep_blocks(state, q.fmt, q.global_scale, moment)
+        if blocks is not None:
+            _sweep_blocks(state, q.fmt, q.global_scale, moment, blocks)
         _sweep_columns(state, q.fmt, q.global_scale, moment)
     return as_qtensor(state.codes, state.scales, q.fmt, q.global_scale)
 
@@ -61,16 +62,30 @@ def _sweep_columns(state: _State, fmt: Format, global_scale: torch.Tensor | None
         state.slope.addmm_(moment[:, run], state.error[run] - before)
 
 
-def _sweep_blocks(state: _State, fmt: Format, global_scale: torch.Tensor | None, moment: torch.Tensor) -> None:
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The metric of every block by itself: float32 [K/b, b, b] but for ``weight`` [K/b, b].
+
+    usable  [K/b] whether the block's moment is positive definite
+    """
+
+    feedback: torch.Tensor
+    weight: torch.Tensor
+    inverse: torch.Tensor
+    usable: list[bool]
+
+
+def _sweep_blocks(
+    state: _State, fmt: Format, global_scale: torch.Tensor | None, moment: torch.Tensor, blocks: _Blocks
+) -> None:
     size = fmt.block[1]
     ladder = scale_ladder(fmt, global_scale, state.exact.device)
     window = 2 if fmt.scale.power_of_two else WINDOW
     for block in range(len(state.exact) // size):
         run = slice(block * size, (block + 1) * size)
-        metric = _block_metric(moment[run, run])
-        if metric is None:
+        if not blocks.usable[block]:
             continue
-        feedback, weight, inverse = metric
+        feedback, weight, inverse = blocks.feedback[block], blocks.weight[block], blocks.inverse[block]
         decoded = state.exact[run] - state.error[run]
         # the block's part of the objective is (target - decoded)^T moment (target - decoded), up to a constant
         target = decoded + inverse @ state.slope[run]
@@ -93,15 +108,17 @@ def _sweep_blocks(state: _State, fmt: Format, global_scale: torch.Tensor | None,
         state.scales[:, block] = (chosen + fmt.scale.first_scale_code).to(torch.uint8)
 
 
-def _block_metric(corner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """(feedback, weight, inverse) of one block's moment; None where it is not positive definite."""
-    exact = corner.double()
-    lower, failed = torch.linalg.cholesky_ex(exact.flip(0, 1))
-    if int(failed):
-        return None
-    upper = lower.flip(0, 1)
-    diagonal = upper.diagonal()
-    return (upper / diagonal).float().contiguous(), diagonal.square().float(), torch.linalg.inv(exact).float()
+def _block_metrics(moment: torch.Tensor, size: int) -> _Blocks:
+    """The diagonal blocks of ``moment`` [K, K], factored as ``metric.make_metric`` does."""
+    count = len(moment) // size
+    parts = moment.reshape(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
+    lower, failed = torch.linalg.cholesky_ex(parts.flip(1, 2))
+    upper = lower.flip(1, 2)
+    diagonal = upper.diagonal(dim1=1, dim2=2)
+    eye = torch.eye(size, dtype=torch.float64, device=moment.device)
+    inverse = torch.linalg.inv(torch.where(failed.view(-1, 1, 1) == 0, parts, eye))
+    feedback = (upper / diagonal.unsqueeze(1)).float().contiguous()
+    return _Blocks(feedback, diagonal.square().float().contiguous(), inverse.float(), (failed == 0).tolist())
 
 
 def _cost(left: torch.Tensor, feedback: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

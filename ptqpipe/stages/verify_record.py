@@ -41,6 +41,19 @@ class Claim:
     global_scale: float | None
     numbers: Mapping[str, float]
     sha256: Mapping[str, str]
+    algorithm: str = "rtn"
+    weighting: str = "none"
+    reverted: bool = False
+
+    @property
+    def nearest(self) -> bool:
+        """Whether every code must be the nearest to its weight."""
+        return self.algorithm == "rtn" or self.reverted
+
+    @property
+    def unweighted(self) -> bool:
+        """Whether the scales minimize the plain squared error, as far as the search does."""
+        return self.nearest and (self.weighting == "none" or self.reverted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +131,17 @@ def _claim(name: str, entry: Any) -> Claim:
     numbers = {key: float(entry[key]) for key in _NUMBERS if isinstance(entry.get(key), float | int)}
     hashes = _object(entry, "sha256")
     fmt, scheme, search = (_text(entry, key, where) for key in ("format", "scheme", "search"))
-    return Claim(tuple(shape), fmt, scheme, search, proven, None if g is None else float(g), numbers, dict(hashes))
+    algorithm, weighting, reverted = (
+        entry.get("algorithm", "rtn"),
+        entry.get("weighting", "none"),
+        entry.get("reverted"),
+    )
+    if not isinstance(algorithm, str) or not isinstance(weighting, str) or not isinstance(reverted, bool | None):
+        raise CheckpointError(f"{where}: algorithm, weighting or reverted has the wrong type")
+    return Claim(
+        tuple(shape), fmt, scheme, search, proven, None if g is None else float(g), numbers, dict(hashes),
+        algorithm, weighting, bool(reverted),
+    )  # fmt: skip
 
 
 def _kept(name: str, entry: Any) -> tuple[str, int]:
@@ -319,5 +342,8 @@ def _check_identity(record: Record, planned: Replanned, findings: Findings) -> N
         "layout": planned.outputs.layout.digest,
         "version": str(record.raw.get("ptqpipe")),
     }
+    for key in ("statistics", "rounding"):
+        if isinstance(record.raw.get(key), Mapping):
+            parts[key] = str(record.raw[key].get("digest"))
     if record.raw.get("run_id") != run_id_of(parts):
         findings.fault("record", RECORD_FILE, "its run_id is not that of its recipe, layout, version and source")
