@@ -47,6 +47,9 @@ class Weight:
     squared_error        sum (decode - w)^2, ``energy`` sum w^2; None where neither source nor record tells
     choices              in the order of the report's ``choice_names``; those that do not apply are left out
     versus_plain_global  squared error beside that at the abs-max global scale, as recorded
+    algorithm, weighting  how codes were chosen and what the block scales minimize; "" where nothing says so
+    versus_rtn           output error beside that of plain rounding, by the statistics of the inputs
+    reverted             whether the gate went back to plain rounding
     """
 
     name: str
@@ -65,6 +68,15 @@ class Weight:
     energy: float | None = None
     choices: tuple[Choice, ...] = ()
     versus_plain_global: float | None = None
+    algorithm: str = ""
+    weighting: str = ""
+    versus_rtn: float | None = None
+    reverted: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether its codes are the nearest ones and its scales minimize the unweighted error, as far as is known."""
+        return self.reverted or (self.algorithm in ("", "rtn") and self.weighting in ("", "none"))
 
     @property
     def elements(self) -> int:

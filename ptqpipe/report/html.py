@@ -55,6 +55,7 @@ def render_html(report: Report) -> str:
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     early = (TEMPLATES / "theme.js").read_text(encoding="utf-8")
     rows = view.by_role(report)
+    ratios = [weight.versus_rtn for weight in report.weights if weight.versus_rtn is not None]
     template = _environment().get_template("report.html.jinja")
     return str(
         template.render(
@@ -69,6 +70,9 @@ def render_html(report: Report) -> str:
             error_lines=view.error_lines(rows),
             error_strips=view.error_strips(rows),
             worst=view.worst_weights(report),
+            calibrated=view.calibrated(rows),
+            calibrated_count=len(ratios),
+            rtn_ratio=sum(ratios) / len(ratios) if ratios else None,
             choice_dots=view.choice_dots(report, rows),
             choice_lines=view.choice_lines(report),
             choice_colour=view.CHOICE_COLOUR,

@@ -95,14 +95,19 @@ def _quality(report: Report) -> str:
 
 def _roles(report: Report, rows: Sequence[view.RoleRow]) -> str:
     names = report.choice_names
+    calibrated = any(weight.versus_rtn is not None for weight in report.weights)
     body = []
     for row in rows:
         by_name = {c.name: c.versus_absmax for c in row.choices}
         mse = pooled_mse(row.weights)
         cells = [code(row.role), row.format, str(len(row.weights)), numbers.db(row.sqnr_db), numbers.sci(mse)]
         body.append(cells + [numbers.ratio(by_name.get(name)) for name in names if name != "abs-max"])
+        if calibrated:
+            known = [w.versus_rtn for w in row.weights if w.versus_rtn is not None]
+            body[-1].append(numbers.ratio(sum(known) / len(known) if known else None))
     head = ["role", "format", "weights", "SQNR dB", "relative MSE"]
     head += [f"{name} / abs-max" for name in names if name != "abs-max"]
+    head += ["output error / plain rounding"] if calibrated else []
     return "### Weights\n\n" + table(head, body, text_columns=2)
 
 

@@ -184,6 +184,42 @@ def choice_lines(report: Report) -> Drawn | None:
     return Drawn(wide, narrow)
 
 
+def calibrated(rows: Sequence[RoleRow]) -> Drawn | None:
+    """Output error beside plain rounding, by role; None where nothing was calibrated."""
+    strips = []
+    for row in rows:
+        values = tuple(
+            (w.versus_rtn, f"{shown(w.name)}: {w.versus_rtn:.4f} of plain rounding, {how(w)}")
+            for w in row.weights
+            if w.versus_rtn is not None
+        )
+        if values:
+            mean = sum(v for v, _ in values) / len(values)
+            back = sum(w.reverted for w in row.weights)
+            note = numbers.ratio(mean) + (f", {back} back" if back else "")
+            strips.append(charts.Strip(row_label(row, rows), row.index, values, mean, note))
+    if not strips:
+        return None
+    label = "output error beside that of plain rounding, by role"
+    wide, narrow = (
+        charts.strip_chart(
+            strips, wide=w, label=label, unit="output error, plain rounding = 1 (left is better)", least_span=0.1
+        )
+        for w in (True, False)
+    )
+    return Drawn(wide, narrow)
+
+
+def how(weight: Weight) -> str:
+    """How a weight's scales and codes were chosen, in a few words."""
+    words = [weight.search]
+    words += [weight.algorithm] if weight.algorithm not in ("", "rtn") else []
+    words += [f"{weight.weighting} weights"] if weight.weighting not in ("", "none") else []
+    words += ["went back to rounding"] if weight.reverted else []
+    words += ["proven"] if weight.proven else []
+    return ", ".join(word for word in words if word)
+
+
 @dataclass(frozen=True, slots=True)
 class ScalePanel:
     """The histograms of one format: all roles together, then each. ``charts`` are (name, chart)."""
@@ -342,7 +378,6 @@ def table_data(report: Report) -> dict[str, object]:
 
     rows: list[list[object]] = []
     for w in report.weights:
-        how = ", ".join(part for part in (w.search, "proven" if w.proven else "") if part)
         rows.append(
             [
                 shown(w.name),
@@ -353,7 +388,7 @@ def table_data(report: Report) -> dict[str, object]:
                 _round(w.sqnr_db, 2),
                 _round(w.choices[-1].versus_absmax if w.choices else None, 3),
                 round(100 * w.codes.largest / max(1, w.codes.elements), 2),
-                word(how),
+                word(how(w)),
             ]
         )
     for k in report.kept:

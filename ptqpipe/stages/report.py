@@ -110,6 +110,12 @@ def _gather(
             f"{len(illegal)} weights hold numbers that no quantizer may write, the first {illegal[0]}; ptqpipe verify"
         )
     notes += lost
+    reverted = [weight.name for weight in weights if weight.reverted]
+    if reverted:
+        notes.append(
+            f"{len(reverted)} of {len(weights)} weights went back to plain rounding, since calibration did not help on "
+            f"their statistics; the first {reverted[0]}"
+        )
     before = 2 * overview.params
     if original is not None:
         before = sum(entry.nbytes for entry in original.reader.entries.values())

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
@@ -103,6 +103,29 @@ def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | Non
         energy=energy,
         choices=choices,
         versus_plain_global=numbers.get("versus_plain_global") if fmt.has_global else None,
+        **_calibration(record, name),
+    )
+
+
+class _Calibration(TypedDict):
+    algorithm: str
+    weighting: str
+    versus_rtn: float | None
+    reverted: bool
+
+
+def _calibration(record: Record | None, name: str) -> _Calibration:
+    """What the record says of a weight's calibration."""
+    weights = record.raw.get("weights") if record is not None else None
+    entry = weights.get(name) if isinstance(weights, Mapping) else None
+    raw: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
+    versus = raw.get("versus_rtn")
+    finite = isinstance(versus, int | float) and math.isfinite(versus)
+    return _Calibration(
+        algorithm=str(raw.get("algorithm") or ""),
+        weighting=str(raw.get("weighting") or ""),
+        versus_rtn=float(versus) if finite else None,  # type: ignore[arg-type]
+        reverted=raw.get("reverted") is True,
     )
 
 
@@ -185,12 +208,19 @@ def worst_blocks(scans: Iterable[Scan]) -> tuple[WorstBlock, ...]:
 def prove_sample(
     opened: Source, items: list[Item], weights: list[Weight], record: Record | None, *, threads: int
 ) -> Proof:
-    """Brute force on a sample of the weights that are claimed optimal, where there is a source."""
+    """Brute force on a sample of the weights that are claimed optimal, where there is a source.
+
+    Scales that minimize a weighted error are optimal by another measure than the one that is checked here: left out.
+    """
     claimed = None if record is None else sum(weight.proven is True for weight in weights)
     provable = [
         item
         for item, weight in zip(items, weights, strict=True)
-        if item.rows is not None and weight.proven and weight.energy and item.stored.scheme.fmt.block != (0, 0)
+        if item.rows is not None
+        and weight.proven
+        and weight.plain
+        and weight.energy
+        and item.stored.scheme.fmt.block != (0, 0)
     ]
     step = -(-len(provable) // PROOF_WEIGHTS) or 1
     chosen = provable[::step]

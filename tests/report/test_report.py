@@ -194,6 +194,28 @@ def test_the_proof_is_checked_by_brute_force_and_a_spoiled_scale_is_seen(
     assert "that are not" in render_markdown(gather(folder, source=pair[0]))
 
 
+def test_what_calibration_did_is_shown_and_its_scales_are_not_held_to_the_unweighted_error(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "calibrated"
+    folder.mkdir()
+    for file in pair[1].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    record = json.loads((folder / "ptqpipe.json").read_text())
+    for index, entry in enumerate(record["weights"].values()):
+        entry |= {"algorithm": "gptq", "weighting": "diagonal", "versus_rtn": 0.5, "reverted": index == 0}
+    record["statistics"] = {"digest": "d" * 64}
+    (folder / "ptqpipe.json").write_text(json.dumps(record))
+    report = gather(folder, source=pair[0])
+    assert report.proof.weights == 1  # the reverted one
+    assert any("went back to plain rounding" in note for note in report.notes)
+    page, text = "".join(Page(render_html(report)).text), render_markdown(report)
+    assert "What calibration bought" in page
+    assert "d" * 64 in page
+    assert "| 0.500 |" in text
+    assert "What calibration bought" not in "".join(Page(render_html(gather(pair[1]))).text)
+
+
 def test_names_from_files_stay_text_in_the_page(pair: tuple[Path, Path], sourced: Report) -> None:
     text = render_html(sourced)
     page = Page(text)
