@@ -30,6 +30,7 @@ from ptqpipe.cli.common import Size, one_line_errors
 @click.option("--limit", type=int, metavar="N", help="Use the first N samples of each task.")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Of the tasks.")
 @click.option("--dtype", default="float32", show_default=True, help="float32, bfloat16, float16 or auto.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option(
     "--activations",
     type=click.Choice(["simulated", "none"]),
@@ -56,6 +57,7 @@ def evaluate(
     limit: int | None,
     batch_size: int,
     dtype: str,
+    device: str,
     activations: str,
     cache_dir: Path | None,
     cache_size: int,
@@ -81,6 +83,7 @@ def evaluate(
         limit=limit,
         batch_size=batch_size,
         dtype=dtype,
+        device=device,
         activations=cast(Literal["simulated", "none"], activations),
         cache_dir=None if cache_size == 0 else cache_dir or _user_cache(),
         cache_limit=cache_size,

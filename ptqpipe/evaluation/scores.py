@@ -121,7 +121,7 @@ class ModelLogits:
             logits[row, window.first - 1 - window.start : window.stop - 1 - window.start]
             for row, window in enumerate(batch)
         ]
-        return torch.cat(parts).cpu()
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
 
 
 def score(

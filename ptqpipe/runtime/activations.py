@@ -155,7 +155,7 @@ def experts_forward(
             hidden = project(first, expert, inner[expert](x[token]))
             hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
             hidden = project("down_proj", expert, outer[expert](hidden))
-            if module.has_post_expert_norm:
+            if getattr(module, "has_post_expert_norm", False):  # absent before transformers 5.20
                 hidden = module.post_expert_norm(hidden)
             out.index_add_(0, token, (hidden * top_k_weights[token, place, None]).to(out.dtype))
         return out

@@ -5,8 +5,9 @@
 
 Taken over are ModelOpt's layout and ptqpipe's own, of which transformers knows nothing; those compressed-tensors and
 Quark checkpoints whose every scheme ptqpipe reads (transformers 5.23 loads NVFP4 experts wrong by their global scale,
-refuses FP8-block and MXFP8 experts, and needs two further packages); and, where there is no accelerator, the FP8 and
-MXFP8 methods, which transformers decodes there to bfloat16 alone and without quantized activations. The weights are
+refuses FP8-block and MXFP8 experts, and needs two further packages); and, where there is no accelerator, the FP8,
+MXFP8 and MXFP4 methods, which transformers decodes there, some to bfloat16 alone, without quantized activations. The
+weights are
 decoded to the asked dtype while they are loaded, the inputs of linear layers are quantized as the format says, and the
 model is otherwise a float model of transformers. Everything else stays with transformers, and so does every call that
 passes a ``quantization_config`` of its own.
@@ -17,6 +18,7 @@ files, it is given the decoded state instead (`_give_state`), by the names of th
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ _SHARED = {
     "quark": "quark",
     "fp8": "deepseek_fp8",
     "mxfp8": "mxfp8_hf",
+    "mxfp4": "gptoss_mxfp4",
 }
 
 
@@ -110,8 +113,8 @@ def _give_state(model_class: Any, quantizer: PackedQuantizer, source: Source) ->
             del model_class._load_pretrained_model
         else:
             model_class._load_pretrained_model = own
-        if load_config.hf_quantizer is quantizer:
-            state_dict = lazy_state(source)
+        if load_config.hf_quantizer is quantizer:  # the state is a float model's: nothing is left for a quantizer
+            state_dict, load_config = lazy_state(source), replace(load_config, hf_quantizer=None)
         with torch.no_grad():
             return original(model, state_dict, checkpoint_files, load_config, *rest, **named)
 
@@ -129,7 +132,7 @@ def takes(described: Mapping[str, Any]) -> bool:
         return False
     if container == "quark":  # transformers' way needs the package
         return find_spec("quark") is None
-    if container in ("deepseek_fp8", "mxfp8_hf") and torch.accelerator.is_available():
+    if method in ("fp8", "mxfp8", "mxfp4") and torch.accelerator.is_available():
         return False  # transformers runs these with its own kernels
     try:
         get_container(container).stored_weights(config, {})

@@ -22,20 +22,27 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_model(
-    ckpt: Path | str, *, dtype: torch.dtype | str = torch.float32, activations: Activations = "simulated"
+    ckpt: Path | str,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    activations: Activations = "simulated",
+    device: str = "cpu",
 ) -> Any:
-    """A transformers causal language model in evaluation mode, on the CPU.
+    """A transformers causal language model in evaluation mode.
 
     ckpt         a checkpoint folder, plain or in any container; dense or mixture of experts
     dtype        what the model computes in; float32, the default, is exact for every decoded weight. "auto": the
                  checkpoint's own
-    activations  "simulated" quantizes the inputs of linear layers as the scheme says, "none" leaves them
+    activations  "simulated" quantizes the inputs of linear layers and the kv cache as the checkpoint says, "none"
+                 leaves them
+    device       where it computes: cpu, cuda, cuda:N
 
     Raises UsageError without transformers or for an unknown dtype, CheckpointError where the checkpoint and the model
     do not fit together: a weight missing, one without a place, a shape that differs.
     """
     if activations not in ("simulated", "none"):
         raise UsageError(f"activations {activations!r} is unknown; use simulated or none")
+    check_device(device)
     with Source.open(Path(ckpt)) as source:
         config = read_config(source.reader.path)
         model = _fill(source, config, dtype_of(dtype, config))
@@ -43,7 +50,17 @@ def load_model(
             from ptqpipe.runtime.simulate import simulate_activations
 
             simulate_activations(model, source)
-    return model
+    return model.to(device)
+
+
+def check_device(device: str) -> None:
+    """UsageError for a device that is not here."""
+    if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
+        raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N")
+    if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"device {device} needs a GPU that torch can use; it sees {torch.cuda.device_count()}, use cpu"
+        )
 
 
 def read_config(path: Path) -> Any:

@@ -22,7 +22,7 @@ from ptqpipe.evaluation.harness import Metric, TaskRequest, check_tasks, run_tas
 from ptqpipe.evaluation.measures import divergence, perplexity
 from ptqpipe.evaluation.scores import Window, score, windows
 from ptqpipe.evaluation.text import Text, Tokenizer, read_text
-from ptqpipe.runtime.load import dtype_of, load_model, read_config
+from ptqpipe.runtime.load import check_device, dtype_of, load_model, read_config
 from ptqpipe.stages.evaluate_report import Measured, TaskRow, result_json
 
 DEFAULT_WINDOW = 2048
@@ -36,7 +36,7 @@ class Options:
                  2048) that begin every ``stride`` (None: ``window``)
     max_tokens   of each file
     tasks        lm-eval's or local ones; with `task_data`, `include_path`, `limit` and `batch_size` as ``TaskRequest``
-    dtype        what both models compute in
+    dtype        what both models compute in, on ``device``
     activations  whether the inputs of linear layers are quantized as each checkpoint's format says
     cache_dir    where the baseline's logits are kept, at most ``cache_limit`` bytes; None: nowhere
     """
@@ -51,6 +51,7 @@ class Options:
     limit: int | None = None
     batch_size: int = 8
     dtype: str = "float32"
+    device: str = "cpu"
     activations: Literal["simulated", "none"] = "simulated"
     cache_dir: Path | None = None
     cache_limit: int = DEFAULT_LIMIT
@@ -71,7 +72,10 @@ class _Model:
 
     def get(self) -> Any:
         if self._model is None:
-            self._model = load_model(self.path, dtype=self._options.dtype, activations=self._options.activations)
+            options = self._options
+            self._model = load_model(
+                self.path, dtype=options.dtype, activations=options.activations, device=options.device
+            )
         return self._model
 
     def drop(self) -> None:
@@ -129,6 +133,7 @@ def _prepare(ckpt: str, baseline: str | None, options: Options, progress: bool) 
     other = None if baseline is None else resolve_source(baseline)
     config = read_config(path)
     dtype_of(options.dtype, config)
+    check_device(options.device)
     if other is not None:
         ours, theirs = (int(c.get_text_config().vocab_size) for c in (config, read_config(other)))
         if ours != theirs:
@@ -179,6 +184,7 @@ def _reference(job: _Job, text: Text, other: _Model) -> Any:
             "window": job.window,
             "stride": job.stride,
             "activations": options.activations,
+            "device": options.device.partition(":")[0],
             "transformers": _transformers_version(),
         }
     store = open_cache(
@@ -222,6 +228,7 @@ def _settings(job: _Job) -> Mapping[str, Any]:
     options = job.options
     return {
         "dtype": options.dtype,
+        "device": options.device,
         "activations": options.activations,
         "max_tokens": options.max_tokens,
         "limit": options.limit,
