@@ -7,10 +7,9 @@ Taken over are ModelOpt's layout and ptqpipe's own, of which transformers knows 
 Quark checkpoints whose every scheme ptqpipe reads (transformers 5.23 loads NVFP4 experts wrong by their global scale,
 refuses FP8-block and MXFP8 experts, and needs two further packages); and, where there is no accelerator, the FP8,
 MXFP8 and MXFP4 methods, which transformers decodes there, some to bfloat16 alone, without quantized activations. The
-weights are
-decoded to the asked dtype while they are loaded, the inputs of linear layers are quantized as the format says, and the
-model is otherwise a float model of transformers. Everything else stays with transformers, and so does every call that
-passes a ``quantization_config`` of its own.
+weights are decoded to the asked dtype while they are loaded, the inputs of linear layers are quantized as the format
+says, and the model is otherwise a float model of transformers. Everything else stays with transformers, and so does
+every call that passes a ``quantization_config`` of its own.
 
 What transformers 5 offers a quantizer are operations on single tensors, found by patterns of names. Decoding needs the
 parts of a weight together, whatever they are called. So the names are left alone: when transformers comes to load the
