@@ -4,6 +4,7 @@ Sensitivities come from ``mixed_cost.py`` or ``mixed_measure.py``, the choice fr
 a budget into bytes, asks for the choice, and makes sure that the recipe does what the plan says, to the byte.
 """
 
+import json
 import math
 import os
 from collections import defaultdict
@@ -11,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from ptqpipe.checkpoint.source import resolve_source
 from ptqpipe.errors import OutputError, UsageError
@@ -202,7 +201,7 @@ def _curve(
 def write_recipe(plan: MixedPlan, path: Path) -> None:
     """Writes the recipe as YAML. OutputError where ``path`` exists and is no recipe, or cannot be written."""
     check_recipe_target(path)
-    text = yaml.safe_dump(dict(plan.content), sort_keys=False, width=10**9, allow_unicode=True)
+    text = recipe_text(plan.content)
     note = f"{_MARK}{plan.file_bytes} bytes of weights and index: ptqpipe convert {plan.source} --recipe {path.name}\n"
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -210,6 +209,18 @@ def write_recipe(plan: MixedPlan, path: Path) -> None:
         os.replace(partial, path)
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror}; give another -o") from None
+
+
+def recipe_text(content: Mapping[str, Any]) -> str:
+    """A recipe as YAML, in the style of recipes/*.yaml. JSON's strings are YAML's double-quoted ones."""
+    lines = [f"version: {content['version']}", f"description: {_quoted(content['description'])}", "rules:"]
+    for rule in content["rules"]:
+        lines += [f"  - match: {_quoted(rule['match'])}", f"    format: {rule['format']}"]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def check_recipe_target(path: Path) -> None:

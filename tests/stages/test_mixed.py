@@ -174,6 +174,17 @@ def test_patterns_match_their_modules_alone(modules: Sequence[str], others: Sequ
     assert not any(matches(pattern, module) for pattern in found for module in others)
 
 
+def test_recipes_survive_names_of_any_characters(tmp_path: Path) -> None:
+    t = Tensors(6)
+    for layer in range(2):
+        t.add(f'model.layers.{layer}.a"b\\d+🙂: #x.up_proj.weight', 32, 64)
+        t.add(f"model.layers.{layer}.mlp.up_proj.weight", 32, 64)
+    model = save(tmp_path / "model", t.made)
+    plan = plan_mixed(model, Budget(bits=6.0), formats=("nvfp4", "fp8_dynamic"))
+    assert set(plan.chosen.values()) == {"nvfp4", "fp8_dynamic"}
+    assert weight_bytes(converted(model, plan, tmp_path)) == plan.file_bytes
+
+
 def test_recipes_are_compact(tmp_path: Path) -> None:
     tensors = llama(layers=12, hidden=64, inner=64)
     plan = plan_mixed(save(tmp_path / "model", tensors), Budget(bits=5.5))
