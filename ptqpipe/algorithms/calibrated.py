@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.algorithms import gptq
+from ptqpipe.algorithms import block_objective, gptq
 from ptqpipe.algorithms.metric import DAMPING, Metric, block_output_error, descending, make_metric, output_error
 from ptqpipe.algorithms.refine import refine
 from ptqpipe.algorithms.rows import checked_amax, chunks, encode_rows, measure, quantize_rows, total_error
@@ -226,6 +226,9 @@ def _weight(
     """(row runs of the better of the calibrated and the plain weight, its errors, what became of it)."""
     judge = _Judge.of(known, device := torch.device("cpu") if metric is None else metric.moment.device)
     h = _importance(known, options)
+    moments = None
+    if options.weighting == "block":
+        moments = block_objective.moments_for(fmt, full=known.full_moment, blocks=known.block_moment).to(device)
     made: list[tuple[int, QTensor]] = []
     simple: list[tuple[int, QTensor]] = []
     errors, base = _Errors(), _Errors()
@@ -237,7 +240,11 @@ def _weight(
         if metric is not None and options.at_entry(fmt):
             q = gptq.quantize_at_entry(w, fmt, metric=metric, global_scale=g)
         else:
-            q = _rtn(w, fmt, search=search, g=g, joint=joint, importance=h)
+            if moments is None:
+                q = _rtn(w, fmt, search=search, g=g, joint=joint, importance=h)
+            else:
+                scales = block_objective.search(w, fmt, moments=moments, global_scale=g)
+                q = encode_rows(w, scales, fmt, global_scale=g)
             if metric is not None:
                 q = gptq.quantize(w, q.scales, fmt, metric=metric, global_scale=g)
         if metric is not None and options.refine:

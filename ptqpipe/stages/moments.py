@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.algorithms.calibrated import LayerInput, Options
+from ptqpipe.algorithms.gptq import has_block_scales
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Member, Plan, Unit
 from ptqpipe.recipe import Rule
@@ -65,7 +66,7 @@ def inputs_of(unit: Unit, statistics: Statistics, options: Options) -> list[Laye
         key = statistics.content["modules"][module]["key"]
         if key not in found:
             block = not options.needs_full and statistics.has(module, "block_moment")
-            known = statistics.of(module, block=block or options.weighting == "block", full=options.needs_full)
+            known = statistics.of(module, block=block, full=options.needs_full)
             found[key] = LayerInput(known.second_moment, known.block_moment, known.full_moment)
     return [found[statistics.content["modules"][module_of(m)]["key"]] for m in unit.members]
 
@@ -87,9 +88,11 @@ def describe_statistics(statistics: Statistics) -> Mapping[str, Any]:
 def _check_unit(unit: Unit, statistics: Statistics) -> None:
     if not unit.rule.calibrated:
         return
-    options = options_of(unit.rule)
+    options, fmt = options_of(unit.rule), unit.scheme.fmt
+    if options.weighting == "block" and not has_block_scales(fmt):
+        raise UsageError(f"{fmt.name} has no block scales along its rows to weight by blocks; use --weighting diagonal")
     wanted = ["second_moment"] + ["full_moment"] * options.needs_full
-    wanted += ["block_moment"] * (options.weighting == "block")
+    wanted += ["block_moment"] * (options.weighting == "block" and not options.needs_full)
     for member in unit.members:
         module = module_of(member)
         if module not in statistics.content["modules"]:
