@@ -1,13 +1,14 @@
-"""Learned rounding: each weight goes to one of its two neighbours in the format, chosen so that a whole decoder block
+"""Learned rounding: each weight goes to one of two neighbours in the format, chosen so that a whole decoder block
 computes what it did before.
 
-The scales are those of the exact search and stay. Of the two codes around a weight the upper one is taken where
-p + v >= 1/2: p is the weight's place between their values, v in [-1/2, 1/2] is learned, 0 gives the nearest. The loss
-is the mean squared difference of the block's output to that of the float block, where the block is given what the
-quantized blocks before it return and the float block what float blocks return. v moves by the sign of its
-straight-through gradient, with a step that falls to zero. After AdaRound (Nagel et al., arXiv 2004.10568) and SignRound
-(Cheng et al., arXiv 2309.05516); what differs: scales proven optimal instead of learned clips, and a gate, which keeps
-the nearest codes where samples that were not trained on do not gain.
+The start is the nearest codes, or those of another algorithm (GPTQ); the scales are the start's and stay. A weight
+moves from its code to the next one towards the float weight where p + v >= 1/2: p is the float weight's place between
+the two, below 1/2 at the start, and v in [-1/2, 1/2] is learned. The loss is the mean squared difference of the block's
+output to that of the float block, where the block is given what the quantized blocks before it return and the float
+block what float blocks return. v moves by the sign of its straight-through gradient, with a step that falls to zero.
+After AdaRound (Nagel et al., arXiv 2004.10568) and SignRound (Cheng et al., arXiv 2309.05516); what differs: scales
+proven optimal instead of learned clips, and a gate, which keeps the start where samples that were not trained on do not
+gain.
 
 Must not know files; it knows blocks as functions of hidden states, and formats.
 """
@@ -45,38 +46,34 @@ class Settings:
 class Learned:
     """What learning a block gave: mean squared errors of its output on the samples that were not trained on.
 
-    codes  key -> uint8 codes [N, K]; the nearest ones where ``kept`` is False
+    codes  key -> uint8 codes [N, K]; those of the start where ``kept`` is False
     """
 
     codes: Mapping[str, torch.Tensor]
-    nearest_loss: float
+    start_loss: float
     learned_loss: float
     kept: bool
-    moved: float  # share of the weights that are not at their nearest code
+    moved: float  # share of the weights that left the code of the start
 
 
 class _Choice:
-    """The two neighbours of every weight of one matrix, and what chooses between them."""
+    """The code of every weight of one matrix, its neighbour towards the float weight, and what chooses between them."""
 
     def __init__(self, w: torch.Tensor, q: QTensor) -> None:
         codec = q.fmt.element
         block = q.fmt.block_extent(q.shape)
         scale = q.block_scales().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
         values, codes = _sorted_codes(codec)
-        nearest = q.codes
-        y = torch.where(scale > 0, w.float() / scale, torch.zeros(())).clamp(float(values[0]), float(values[-1]))
-        upper = torch.searchsorted(values, y).clamp(max=len(values) - 1)
-        lower = torch.where(values[upper] == y, upper, (upper - 1).clamp(min=0))
-        span = values[upper] - values[lower]
-        self._codes = codes
-        self._lower, self._upper = lower.to(torch.int16), upper.to(torch.int16)
-        self._nearest = nearest
-        self.base = values[lower] * scale
+        y = torch.where(scale > 0, w.float() / scale, torch.zeros(()))
+        start = torch.searchsorted(values, code_values(q.codes, codec))
+        # The other choice lies on the side of the float weight: none for a weight beyond the largest code.
+        other = (start + torch.where(y >= values[start], 1, -1)).clamp(0, len(values) - 1)
+        span = values[other] - values[start]
+        self._codes, self._start, self._other = codes, q.codes, other.to(torch.int16)
+        self.base = values[start] * scale
         self.step = span * scale
-        # The nearest code is the encoder's word, ties included; p lies on its side of one half.
-        p = torch.where(span > 0, (y - values[lower]) / span.clamp(min=1e-30), torch.zeros(()))
-        is_upper = code_values(nearest, codec) >= values[upper]
-        self.place = torch.where(is_upper, p.clamp(min=0.5), p.clamp(max=0.5 - 2**-20))
+        place = torch.where(span != 0, (y - values[start]) / span.masked_fill(span == 0, 1.0), torch.zeros(()))
+        self.place = place.clamp(max=0.5 - 2**-20)
         self.v = torch.zeros_like(self.place, requires_grad=True)
 
     def weight(self) -> torch.Tensor:
@@ -85,11 +82,10 @@ class _Choice:
         return self.base + self.step * (hard + (self.v - self.v.detach()))
 
     def codes(self) -> torch.Tensor:
-        """uint8 [N, K]: those chosen; the sign of a zero is that of the nearest code."""
+        """uint8 [N, K]: those chosen."""
         with torch.no_grad():
-            up = self.place + self.v >= 0.5
-            chosen = self._codes[torch.where(up, self._upper, self._lower).long()]
-            return torch.where((up == (self.place >= 0.5)) | (self.step == 0), self._nearest, chosen)
+            moves = (self.place + self.v >= 0.5) & (self.step != 0)
+            return torch.where(moves, self._codes[self._other.long()], self._start)
 
 
 def learn(
@@ -123,18 +119,18 @@ def learn(
         with torch.no_grad():
             return float(torch.stack([loss(batch) for batch in held]).mean())
 
-    nearest = held_loss()
+    start = held_loss()
     _descend(choices, loss, trained, per_step=max(1, settings.windows // windows_per_batch), settings=settings)
     learned = held_loss()
-    if not (nearest < float("inf") and learned < float("inf")):
+    if not (start < float("inf") and learned < float("inf")):
         raise NumericsError(f"learned rounding: the loss is {learned}; check the model's weights and the data")
-    kept = learned < nearest
+    kept = learned < start
     if not kept:
         for choice in choices.values():
             choice.v.data.zero_()
     moved = sum(int((choice.codes() != quantized[key].codes).sum()) for key, choice in choices.items())
     total = sum(choice.v.numel() for choice in choices.values())
-    return Learned({k: choice.codes() for k, choice in choices.items()}, nearest, learned, kept, moved / total)
+    return Learned({k: choice.codes() for k, choice in choices.items()}, start, learned, kept, moved / total)
 
 
 def _descend(

@@ -15,6 +15,8 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resum
 @click.option("--format", "scheme", metavar="NAME", help="nvfp4 (default), nvfp4_w4a4, mxfp4, ...")
 @click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="A YAML recipe instead of --format.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Keep these modules. Repeatable.")
+@click.option("--stats", type=click.Path(path_type=Path), help="Statistics of `ptqpipe calibrate`, for the start.")
+@click.option("--algorithm", type=click.Choice(["rtn", "gptq"]), help="With --stats: the codes to start from.")
 @click.option("--samples", type=int, default=128, show_default=True, metavar="N", help="Windows to learn from.")
 @click.option("--seqlen", type=int, metavar="N", help="Tokens of a window [2048, at most the model's positions].")
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the windows and their order.")
@@ -37,6 +39,8 @@ def tune(
     scheme: str | None,
     recipe_path: Path | None,
     ignore: tuple[str, ...],
+    stats: Path | None,
+    algorithm: str | None,
     samples: int,
     seqlen: int | None,
     seed: int,
@@ -63,8 +67,9 @@ def tune(
             model,
             data,
             out,
-            recipe=RecipeOptions(scheme=scheme, ignore=ignore),
+            recipe=RecipeOptions(scheme=scheme, ignore=ignore, algorithm=algorithm),
             recipe_path=recipe_path,
+            stats=stats,
             options=options,
             mode=mode_of(resume, overwrite),
             machine=machine,

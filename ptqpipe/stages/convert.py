@@ -222,7 +222,7 @@ def _quantize(
         SourceRows(prepared.source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in unit.members
     ]
     written = _PartWriter(job, writer, input_amax=prepared.recipe.input_amax)
-    result, outcomes = _quantize_unit(unit, weights, prepared, written.take, machine.device)
+    result, outcomes = quantize_unit(unit, weights, prepared, sink=written.take, device=machine.device)
     _check_kept_alive(unit, result.errors)
     hashes = written.finish()
     members = {}
@@ -246,12 +246,8 @@ def _quantize(
     return {"members": members}
 
 
-def _quantize_unit(
-    unit: Unit,
-    weights: Sequence[SourceRows],
-    prepared: Prepared,
-    sink: rtn.Sink,
-    device: torch.device,
+def quantize_unit(
+    unit: Unit, weights: Sequence[rtn.Weight], prepared: Prepared, *, sink: rtn.Sink, device: torch.device | None = None
 ) -> tuple[rtn.UnitResult, list[dict[str, Any]]]:
     """Quantizes a unit by its rule: (the result, what the record says of each weight's calibration)."""
     rule, statistics = unit.rule, prepared.statistics

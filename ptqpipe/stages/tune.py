@@ -1,9 +1,9 @@
 """tune: learned codes for the weights of a model, decoder block by decoder block, into a folder (`rounding.py`).
 
-The plan is convert's, so what is tuned is what a conversion with the same recipe will quantize; scales come from the
-same exact search. Two streams of hidden states go through the model: of the float blocks, which say what is wanted, and
-of the blocks with the codes that were learned, activations quantized as the scheme says, which say what will be there.
-A killed run runs the finished blocks again with their codes and goes on.
+The plan is convert's, so what is tuned is what a conversion with the same recipe will quantize; the start, scales and
+codes, is what that would write. Two streams of hidden states go through the model: of the float blocks, which say what
+is wanted, and of the blocks with the codes that were learned, activations quantized as the scheme says, which say what
+will be there. A killed run runs the finished blocks again with their codes and goes on.
 """
 
 import hashlib
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.algorithms import rtn
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.data import Samples, load_samples
@@ -84,6 +83,7 @@ def tune(
     *,
     recipe: RecipeOptions | None = None,
     recipe_path: Path | None = None,
+    stats: Path | None = None,
     options: TuneOptions | None = None,
     mode: Mode = "new",
     machine: Machine | None = None,
@@ -95,7 +95,7 @@ def tune(
     """
     begun = time.monotonic()
     options, machine = options or TuneOptions(), machine or Machine()
-    prepared = convert.prepare(model, options=recipe, recipe_path=recipe_path, out=out)
+    prepared = convert.prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
     with prepared.source as source:
         check_disjoint(prepared.source_path, out)
         config = read_config(prepared.source_path)
@@ -112,6 +112,7 @@ def tune(
             "stage": "tune",
             "the model": source.reader.fingerprint(),
             "the recipe": prepared.run_parts["recipe"],
+            "the statistics": prepared.run_parts.get("statistics", ""),
             "the data": samples.sha256,
             "the settings": json.dumps(asdict(options.settings)),
             "the version of ptqpipe": __version__,
@@ -170,7 +171,9 @@ def _tune_block(
     if block.name in folder.done:
         codes = _read_codes(folder, block, units)
     else:
-        codes, record = _learn(block, units, weights, assemblies, quantizers, settings, wanted=wanted, given=given)
+        codes, record = _learn(
+            block, prepared, units, weights, assemblies, quantizers, settings, wanted=wanted, given=given
+        )
         record |= _write(folder.paths.growing, block.name, codes)
         folder.commit(block.name, record)
     decoded = {key: q.dequantize() for key, q in codes.items()}
@@ -184,6 +187,7 @@ def _tune_block(
 
 def _learn(
     block: Block,
+    prepared: convert.Prepared,
     units: Sequence[Unit],
     weights: Mapping[str, torch.Tensor],
     assemblies: Sequence[Assembly],
@@ -194,9 +198,9 @@ def _learn(
     given: Activations,
 ) -> tuple[dict[str, QTensor], dict[str, Any]]:
     """The codes of every weight of the block, and what the journal says of them."""
-    nearest = {key: q for unit in units for key, q in _quantize(unit, weights).items()}
+    start = {key: q for unit in units for key, q in _quantize(unit, weights, prepared).items()}
     learnable = {key for a in assemblies for key in a.keys}
-    fixed = {key: q.dequantize() for key, q in nearest.items() if key not in learnable}
+    fixed = {key: q.dequantize() for key, q in start.items() if key not in learnable}
 
     def forward(x: torch.Tensor, batch: int, chosen: Mapping[str, torch.Tensor]) -> torch.Tensor:
         built = {a.parameter: a.build({**fixed, **chosen}) for a in assemblies}
@@ -207,7 +211,7 @@ def _learn(
     if learnable:
         learned = learn(
             {key: weights[key] for key in learnable},
-            {key: nearest[key] for key in learnable},
+            {key: start[key] for key in learnable},
             forward=forward,
             inputs=given.get,
             targets=wanted.get,
@@ -219,14 +223,14 @@ def _learn(
         key: q if learned is None or key not in learned.codes else QTensor.from_codes(
             learned.codes[key], q.scales, fmt=q.fmt, global_scale=q.global_scale
         )
-        for key, q in nearest.items()
+        for key, q in start.items()
     }  # fmt: skip
     return codes, {
-        "nearest_loss": learned.nearest_loss if learned else None,
+        "start_loss": learned.start_loss if learned else None,
         "learned_loss": learned.learned_loss if learned else None,
         "kept": bool(learned and learned.kept),
         "moved": learned.moved if learned else 0.0,
-        "not_learned": sorted(nearest.keys() - learnable),
+        "not_learned": sorted(start.keys() - learnable),
     }
 
 
@@ -266,15 +270,13 @@ class _Rows:
         return self._w[start:stop]
 
 
-def _quantize(unit: Unit, weights: Mapping[str, torch.Tensor]) -> dict[str, QTensor]:
-    """The unit as convert would write it: scales searched, codes nearest."""
+def _quantize(unit: Unit, weights: Mapping[str, torch.Tensor], prepared: convert.Prepared) -> dict[str, QTensor]:
+    """The unit as convert would write it."""
     runs: dict[tuple[int, int], QTensor] = {}
-    rtn.quantize(
+    convert.quantize_unit(
+        unit,
         [_Rows(weights[m.key]) for m in unit.members],
-        unit.scheme.fmt,
-        names=[m.weight for m in unit.members],
-        search=unit.rule.search,
-        search_global=unit.rule.global_scale == "search",
+        prepared,
         sink=lambda member, row, q: runs.__setitem__((member, row), q),
     )
     return {m.key: _joined([runs[at] for at in sorted(runs) if at[0] == i]) for i, m in enumerate(unit.members)}

@@ -20,12 +20,12 @@ def to_json(done: Tuned) -> dict[str, Any]:
 def render(done: Tuned) -> str:
     """A line a block, then what to do next."""
     lines = [
-        f"{'block':<24} {'nearest':>10} {'learned':>10} {'ratio':>6} {'moved':>6}   output error on held-out samples"
+        f"{'block':<24} {'start':>10} {'learned':>10} {'ratio':>6} {'moved':>6}   output error on held-out samples"
     ]
     lines += [_line(name, entry) for name, entry in done.content["blocks"].items()]
     left = [weight for entry in done.content["blocks"].values() for weight in entry["not_learned"]]
     if left:
-        lines.append(f"nearest codes, since the model holds them in a way that is not known: {', '.join(left)}")
+        lines.append(f"not learned, since the model holds them in a way that is not known: {', '.join(left)}")
     lines.append(
         f"{done.out}: {len(done.content['weights'])} weights in {done.seconds:.1f} s, peak memory "
         f"{done.peak_rss_bytes >> 20} MiB; write them with: ptqpipe convert MODEL --rounding {done.out}"
@@ -34,8 +34,8 @@ def render(done: Tuned) -> str:
 
 
 def _line(name: str, entry: Mapping[str, Any]) -> str:
-    before, after = entry["nearest_loss"], entry["learned_loss"]
+    before, after = entry["start_loss"], entry["learned_loss"]
     if before is None:
         return f"{name:<24} {'-':>10} {'-':>10}"
-    note = "" if entry["kept"] else "   not better: nearest codes kept"
+    note = "" if entry["kept"] else "   not better: the start is kept"
     return f"{name:<24} {before:10.4g} {after:10.4g} {after / before:6.3f} {entry['moved']:6.1%}{note}"

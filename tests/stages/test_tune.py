@@ -1,0 +1,109 @@
+"""tune, and convert --rounding: codes from folder to checkpoint, resumed, refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ptqpipe.api import load_tensors
+from ptqpipe.calibration.rounding import Settings
+from ptqpipe.cli import main
+from ptqpipe.errors import UsageError
+from ptqpipe.formats import get_format
+from ptqpipe.recipe import RecipeOptions
+from ptqpipe.rounding import Rounding
+from ptqpipe.stages import convert as convert_stage
+from ptqpipe.stages import demo, tune
+from ptqpipe.stages.machine import Machine
+
+DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
+OPTIONS = tune.TuneOptions(samples=16, seqlen=64, settings=Settings(steps=8))
+ONE = Machine(workers=1)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(str(__builtins__) + (json.__doc__ or "") + (Path.__doc__ or "") for _ in range(12)))
+    return path
+
+
+@pytest.fixture(scope="module", params=["nvfp4", "mxfp4"])
+def tuned(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    out = tmp_path_factory.mktemp("tuned") / "codes"
+    tune.tune(DEMO, [str(text)], out, recipe=RecipeOptions(scheme=request.param), options=OPTIONS, machine=ONE)
+    return request.param, out
+
+
+def test_the_codes_that_were_learned_are_the_codes_that_are_written(tuned: tuple[str, Path], tmp_path: Path) -> None:
+    scheme, codes = tuned
+    out = tmp_path / "out"
+    done = CliRunner().invoke(
+        main, ["convert", str(DEMO), "--format", scheme, "--rounding", str(codes), "-o", str(out)]
+    )
+    assert done.exit_code == 0, done.output
+    record = json.loads((out / "ptqpipe.json").read_text())
+    tensors = load_tensors(out)
+    with Rounding.open(codes) as stored:
+        assert record["rounding"]["digest"] == stored.digest
+        for name, entry in record["weights"].items():
+            q = stored.of(name, get_format(entry["format"]), shape=tuple(entry["shape"]))
+            assert torch.equal(tensors[name].dequantize(), q.dequantize())
+            assert entry["algorithm"] == "learned"
+
+
+def test_every_block_says_what_it_gained_and_none_got_worse(tuned: tuple[str, Path]) -> None:
+    content = json.loads((tuned[1] / "rounding.json").read_text())
+    assert len(content["blocks"]) == json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
+    for entry in content["blocks"].values():
+        assert entry["not_learned"] == []
+        assert entry["kept"] == (entry["learned_loss"] < entry["start_loss"])
+
+
+def test_a_stopped_run_goes_on_to_the_same_codes(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tune.tune(DEMO, [str(text)], tmp_path / "whole", options=OPTIONS, machine=ONE)
+    real, calls = tune.learn, []
+
+    def stops(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(tune, "learn", stops)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(DEMO, [str(text)], tmp_path / "cut", options=OPTIONS, machine=ONE)
+    assert not (tmp_path / "cut").exists()
+    again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=OPTIONS, mode="resume", machine=ONE)
+    assert again.content["digest"] == whole.content["digest"]
+    assert len(calls) == 1 + len(whole.content["blocks"])
+
+
+def test_codes_of_another_model_or_format_are_refused(tuned: tuple[str, Path], tmp_path: Path) -> None:
+    scheme, codes = tuned
+    other = "mxfp8" if scheme == "mxfp4" else "fp8"
+    done = CliRunner().invoke(
+        main, ["convert", str(DEMO), "--format", other, "--rounding", str(codes), "-o", str(tmp_path / "out")]
+    )
+    assert done.exit_code == 2
+    assert "tune with the same --format" in done.output
+    assert not (tmp_path / "out").exists()
+    content = json.loads((codes / "rounding.json").read_text())
+    content["model"]["fingerprint"] = "another"
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in codes.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "rounding.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="another model"):
+        convert_stage.prepare(DEMO, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", rounding=copy)
+
+
+def test_no_data_is_one_line_that_says_what_to_give(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["tune", str(DEMO), "-o", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert "give --data" in done.output
+    assert not (tmp_path / "out").exists()
