@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -264,6 +266,20 @@ def test_markdown_names_cannot_break_out_of_tables(sourced: Report) -> None:
             assert widths.setdefault(header, cells) == cells, line
         else:
             header = line if line.startswith("#") else header
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to run the page in")
+def test_the_page_runs_in_a_browser(sourced: Report, tmp_path: Path) -> None:
+    """The script runs under the page's policy, fills the table, and nothing is reported to the console."""
+    (tmp_path / "page.html").write_text(render_html(sourced), encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command = ["chromium", *flags, f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    tables = done.stdout[done.stdout.index('<table id="all">') :]
+    rows = tables[: tables.index("</table>")].count("<tr")
+    assert rows == 1 + len(sourced.weights) + len(sourced.kept)
+    assert "&lt;script&gt;" in tables
 
 
 def test_every_tensor_is_in_the_table_once(pair: tuple[Path, Path], sourced: Report) -> None:
