@@ -38,7 +38,7 @@ def _parse(content: Mapping[str, Any]) -> Evaluation:
     settings = content.get("settings") or {}
     return Evaluation(
         baseline=str(baseline["name"]) if baseline else "",
-        settings=", ".join(f"{key} {_plain(value)}" for key, value in settings.items()),
+        settings=", ".join(f"{key} {_plain(value)}" for key, value in settings.items() if value is not None),
         perplexity=tuple(_perplexity(entry) for entry in content.get("perplexity") or ()),
         divergence=tuple(_divergence(entry) for entry in content.get("kl") or ()),
         tasks=tuple(_task(entry) for entry in content.get("tasks") or ()),
@@ -62,7 +62,7 @@ def _perplexity(entry: Mapping[str, Any]) -> Perplexity:
     low, high = _interval(entry)
     window = entry.get("window")
     return Perplexity(
-        str(entry["data"]),
+        Path(str(entry["data"])).name,
         int(entry["tokens"]),
         None if window is None else int(window),
         float(entry["checkpoint"]),
@@ -76,7 +76,7 @@ def _perplexity(entry: Mapping[str, Any]) -> Perplexity:
 def _divergence(entry: Mapping[str, Any]) -> Divergence:
     low, high = _interval(entry)
     return Divergence(
-        str(entry["data"]),
+        Path(str(entry["data"])).name,
         int(entry["tokens"]),
         float(entry["mean"]),
         low,

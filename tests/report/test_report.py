@@ -345,7 +345,7 @@ EVAL = {
          "baseline": 12.25, "nll": 2.5, "nll_baseline": 2.4, "difference": 0.25, "interval": [0.125, 0.375]}
     ],
     "kl": [
-        {"data": "held.txt", "tokens": 1000, "mean": 0.0175, "standard_error": 0.001, "interval": [0.016, 0.019],
+        {"data": "/some/folder/held.txt", "tokens": 1000, "mean": 0.0175, "standard_error": 0.001, "interval": [0.016, 0.019],
          "percentiles": {"50": 0.01, "99": 0.2}, "max": 1.5, "top1_agreement": 0.925}
     ],
     "tasks": [
@@ -360,8 +360,9 @@ def test_an_eval_file_is_shown(pair: tuple[Path, Path], tmp_path: Path) -> None:
     file.write_text(json.dumps(EVAL))
     report = gather(pair[1], evaluation=file)
     page = "".join(Page(render_html(report)).text)
-    for shown in ("0.0175", "12.500", "12.250", "97.6", "92.5 %", "<b>base</b>", "+0.2500"):
+    for shown in ("0.0175", "12.500", "12.250", "97.6", "92.5\xa0%", "<b>base</b>", "+0.2500"):
         assert shown in page
+    assert "/some/folder" not in page  # a report goes to others
     assert "97.62 %" in render_markdown(report)
 
 
