@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
 NUMBERS = {"errors", "formats", "schemes", "packing", "qtensor"}
 STAGES = NUMBERS | {
     "_version", "global_scale", "kernels", "search", "algorithms", "transforms", "containers", "checkpoint", "recipe",
-    "plan", "source", "statistics", "calibration", "runtime", "evaluation", "report",
+    "plan", "source", "statistics", "rounding", "calibration", "runtime", "evaluation", "report",
 }  # fmt: skip
 
 # fmt: off
@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan":         NUMBERS | {"recipe", "checkpoint"},
     "source":       NUMBERS | {"checkpoint", "containers", "plan", "recipe"},
     "statistics":   {"errors", "checkpoint"},
+    "rounding":     NUMBERS | {"checkpoint"},
     "calibration":  NUMBERS | {"checkpoint", "recipe", "plan", "source", "statistics", "runtime"},
     "runtime":      NUMBERS | {"kernels", "containers", "checkpoint", "plan", "source"},
     "evaluation":   NUMBERS | {"checkpoint", "source", "runtime"},
@@ -64,7 +65,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "safetensors": ("checkpoint",),
     "triton": ("kernels", "runtime"),
     "yaml": ("recipe", "evaluation.harness"),
-    "jinja2": ("report",),
+    "jinja2": ("report", "calibration.data"),
     "matplotlib": ("report",),
     "fastapi": ("runtime",),
     "uvicorn": ("runtime",),

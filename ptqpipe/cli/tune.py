@@ -55,12 +55,11 @@ def tune(
     quiet: bool,
 ) -> None:
     """Learn how MODEL's weights are rounded, block by block; `ptqpipe convert MODEL --rounding OUT` writes them."""
-    from ptqpipe.calibration.rounding import Settings
     from ptqpipe.recipe import RecipeOptions
     from ptqpipe.stages import tune as stage
     from ptqpipe.stages import tune_text as text
 
-    options = stage.TuneOptions(samples, seqlen, seed, field, Settings(steps=steps, seed=seed))
+    options = stage.TuneOptions(samples, seqlen, seed, field, stage.Settings(steps=steps, seed=seed))
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
     with says_how_to_resume(resume_command()):
         done = stage.tune(
