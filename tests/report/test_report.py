@@ -345,7 +345,8 @@ EVAL = {
          "baseline": 12.25, "nll": 2.5, "nll_baseline": 2.4, "difference": 0.25, "interval": [0.125, 0.375]}
     ],
     "kl": [
-        {"data": "/some/folder/held.txt", "tokens": 1000, "mean": 0.0175, "standard_error": 0.001, "interval": [0.016, 0.019],
+        {"data": "/some/folder/held.txt", "tokens": 1000, "mean": 0.0175, "standard_error": 0.001,
+         "interval": [0.016, 0.019],
          "percentiles": {"50": 0.01, "99": 0.2}, "max": 1.5, "top1_agreement": 0.925}
     ],
     "tasks": [
