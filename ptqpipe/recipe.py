@@ -18,6 +18,8 @@ from ptqpipe.errors import PtqError, RecipeError
 from ptqpipe.schemes import Scheme, get_scheme
 
 GLOBAL_SCALE_MODES = ("search", "absmax")
+INPUT_SCALES = ("absmax", "percentile", "mse")
+KV_CACHES = ("none", "fp8", "fp8_per_head")
 ALGORITHMS = ("rtn", "gptq")
 WEIGHTINGS = ("none", "diagonal", "block")
 ORDERS = ("static", "none")
@@ -122,6 +124,9 @@ class Recipe:
     fuse          leaf names that share one scheme and one global scale below one parent
     container     on-disk layout; None takes the default of the schemes
     input_amax    for static activation scales without calibration: the largest activation that must not clip
+    input_scale   for static activation scales with statistics: "absmax", "percentile" (99.99 %) or "mse"
+    headroom      what that activation is multiplied by, for those that calibration did not see
+    kv_cache      scales of an FP8 cache from statistics: "none", "fp8" (one a layer), "fp8_per_head"
     shard_bytes   None: chosen from the total size
     """
 
@@ -130,6 +135,9 @@ class Recipe:
     fuse: tuple[tuple[str, ...], ...] = DEFAULT_FUSE
     container: str | None = None
     input_amax: float = 336.0
+    input_scale: str = "absmax"
+    headroom: float = 1.0
+    kv_cache: str = "none"
     shard_bytes: int | None = None
     description: str = ""
 
@@ -144,6 +152,14 @@ class Recipe:
             raise RecipeError(f"fuse names {twice!r} in two groups; a weight can share one global scale only")
         if not 0.0 < self.input_amax < 1e30:
             raise RecipeError(f"input_amax {self.input_amax} must be a positive number")
+        if not 0.1 <= self.headroom <= 1000.0:
+            raise RecipeError(f"headroom {self.headroom} is out of range; use 0.1 to 1000 (1: none)")
+        for name, value, known in (
+            ("input_scale", self.input_scale, INPUT_SCALES),
+            ("kv_cache", self.kv_cache, KV_CACHES),
+        ):
+            if value not in known:
+                raise RecipeError(f"{name} {value!r} is unknown; use {', '.join(known)}")
 
     def rule_for(self, module: str) -> tuple[Rule | None, str]:
         """(the rule that quantizes ``module``, "") or (None, why it is kept)."""
@@ -193,6 +209,9 @@ class RecipeOptions:
     weighting: str | None = None
     damping: float | None = None
     refine: int | None = None
+    input_scale: str | None = None
+    headroom: float | None = None
+    kv_cache: str | None = None
 
 
 def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
@@ -209,7 +228,7 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
             search=rule.search if options.search is None else options.search,
             global_scale=rule.global_scale if options.global_scale is None else options.global_scale,
             algorithm=rule.algorithm if options.algorithm is None else options.algorithm,
-            weighting=rule.weighting if options.weighting is None else options.weighting,
+            weighting=_weighting(rule, options),
             damping=rule.damping if options.damping is None else options.damping,
             refine=rule.refine if options.refine is None else options.refine,
         )
@@ -221,8 +240,18 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
         keep=tuple((pattern, IGNORED) for pattern in options.ignore) + recipe.keep,
         container=recipe.container if options.container is None else options.container,
         input_amax=options.input_amax if options.input_amax is not None else recipe.input_amax,
+        input_scale=recipe.input_scale if options.input_scale is None else options.input_scale,
+        headroom=recipe.headroom if options.headroom is None else options.headroom,
+        kv_cache=recipe.kv_cache if options.kv_cache is None else options.kv_cache,
         shard_bytes=options.shard_bytes if options.shard_bytes is not None else recipe.shard_bytes,
     )
+
+
+def _weighting(rule: Rule, options: RecipeOptions) -> str:
+    """What the scales minimize: as asked, else gptq goes with the diagonal."""
+    if options.weighting is not None:
+        return options.weighting
+    return "diagonal" if options.algorithm == "gptq" and rule.weighting == "none" else rule.weighting
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -243,9 +272,8 @@ def load_recipe(path: Path) -> Recipe:
 
 def parse_recipe(raw: Any) -> Recipe:
     """A recipe from parsed YAML; RecipeError for unknown keys, wrong types and contradictions."""
-    top = _mapping(
-        raw, "the recipe", {"version", "description", "rules", "keep", "fuse", "container", "input_amax", "shard_bytes"}
-    )
+    known = {"version", "description", "rules", "keep", "fuse", "container", "shard_bytes"}
+    top = _mapping(raw, "the recipe", known | {"input_amax", "input_scale", "headroom", "kv_cache"})
     if top.get("version") != 1:
         raise RecipeError(f"version is {top.get('version')!r}, expected 1")
     rules = tuple(_rule(item, index) for index, item in enumerate(_list(top.get("rules"), "rules")))
@@ -263,6 +291,10 @@ def parse_recipe(raw: Any) -> Recipe:
         recipe = replace(recipe, fuse=groups)
     if "input_amax" in top:
         recipe = replace(recipe, input_amax=_number(top["input_amax"], "input_amax"))
+    if "headroom" in top:
+        recipe = replace(recipe, headroom=_number(top["headroom"], "headroom"))
+    chosen: dict[str, Any] = {key: _text(top[key], key) for key in ("input_scale", "kv_cache") if key in top}
+    recipe = replace(recipe, **chosen)
     return recipe
 
 
@@ -275,7 +307,8 @@ def _rule(item: Any, index: int) -> Rule:
     name = _text(raw["format"], f"{where}.format")
     scheme = None if name.lower() == "keep" else get_scheme(name)
     rule = Rule(_text(raw["match"], f"{where}.match"), scheme)
-    given: dict[str, Any] = {key: _text(raw[key], f"{where}.{key}") for key in texts if key in raw}
+    given: dict[str, Any] = {"weighting": "diagonal"} if raw.get("algorithm") == "gptq" else {}
+    given |= {key: _text(raw[key], f"{where}.{key}") for key in texts if key in raw}
     rule = replace(rule, **given)
     if "damping" in raw:
         rule = replace(rule, damping=_number(raw["damping"], f"{where}.damping"))

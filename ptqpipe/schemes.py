@@ -21,7 +21,7 @@ class Activation(StrEnum):
     MXFP8 = "mxfp8"  # E4M3 per 32 with E8M0, all at run time
     FP8_TOKEN = "fp8_token"  # E4M3, one scale per token at run time
     FP8_GROUP = "fp8_group"  # E4M3, one scale per token and 128 columns at run time
-    FP8_TENSOR_STATIC = "fp8_static"  # E4M3, one static scale per layer; read and laid out anew, never chosen here
+    FP8_TENSOR_STATIC = "fp8_static"  # E4M3, one static scale per layer
     UNKNOWN = "unknown"  # a checkpoint's config says something that this table has no word for
 
 
@@ -75,6 +75,7 @@ def _rows() -> tuple[Scheme, ...]:
         Scheme("mxfp8a16", f("mxfp8"), a.NONE, "MXFP8A16"),
         Scheme("fp8_dynamic", f("fp8_channel"), a.FP8_TOKEN, "FP8-Dynamic", ("fp8", "fp8_channel")),
         Scheme("fp8_tensor", f("fp8_tensor"), a.FP8_TOKEN, "FP8-Tensor", ("fp8_per_tensor",)),
+        Scheme("fp8_static", f("fp8_tensor"), a.FP8_TENSOR_STATIC, "FP8", ("fp8_tensor_static",)),
         Scheme("fp8_block", f("fp8_block"), a.FP8_GROUP, "FP8-Block", container="deepseek_fp8"),
     )
 

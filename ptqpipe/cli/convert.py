@@ -45,6 +45,17 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
     help="W4A4 without calibration: the largest activation that must not clip [336].",
 )
 @click.option(
+    "--input-scale",
+    type=click.Choice(["absmax", "percentile", "mse"]),
+    help="Static activation scales with --stats: by which activation [absmax].",
+)
+@click.option("--headroom", type=float, metavar="F", help="That activation is multiplied by F [1].")
+@click.option(
+    "--kv-cache",
+    type=click.Choice(["none", "fp8", "fp8_per_head"]),
+    help="With --stats: scales of an FP8 key-value cache [none].",
+)
+@click.option(
     "--shard-size", type=Size(), metavar="SIZE", help="Largest weight file [about 1/32 of all, 256MiB to 4GiB]."
 )
 @click.option("--workers", type=int, metavar="N", help="Units in flight [processors, at most 16].")
@@ -72,6 +83,9 @@ def convert(
     refine: int | None,
     ignore: tuple[str, ...],
     input_amax: float | None,
+    input_scale: str | None,
+    headroom: float | None,
+    kv_cache: str | None,
     shard_size: int | None,
     workers: int | None,
     device: str,
@@ -91,6 +105,8 @@ def convert(
     from ptqpipe.stages import tables
 
     mode = mode_of(resume, overwrite)
+    if stats is not None and recipe_path is None and algorithm is None and weighting is None:
+        algorithm = "gptq"  # the best of what statistics allow
     options = RecipeOptions(
         scheme,
         container,
@@ -103,6 +119,9 @@ def convert(
         weighting=weighting,
         damping=damping,
         refine=refine,
+        input_scale=input_scale,
+        headroom=headroom,
+        kv_cache=kv_cache,
     )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
     prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats, rounding=rounding)

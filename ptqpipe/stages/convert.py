@@ -30,6 +30,7 @@ from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
 from ptqpipe.rounding import Rounding
 from ptqpipe.search import get_search
 from ptqpipe.source import Scratch, Source, SourceRows
+from ptqpipe.stages import kv_cache
 from ptqpipe.stages.jobs import (
     RECORD_FILE,
     carried_files,
@@ -40,7 +41,13 @@ from ptqpipe.stages.jobs import (
     write_checkpoint,
 )
 from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
-from ptqpipe.stages.moments import describe_statistics, inputs_of, open_statistics, options_of
+from ptqpipe.stages.moments import (
+    describe_statistics,
+    input_scales,
+    inputs_of,
+    open_statistics,
+    options_of,
+)
 from ptqpipe.stages.outputs import (
     Job,
     Outputs,
@@ -120,6 +127,7 @@ def prepare(
         outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
         check_readable(outputs, plan, source, container)
         statistics = open_statistics(stats, source, plan)
+        kv_cache.check_statistics(dict(job.cache for job in outputs.jobs if job.cache is not None), statistics)
         learned = open_rounding(rounding, source, plan)
         target = out if out is not None else default_out(str(model), path, recipe)
         check_disjoint(path, target)
@@ -181,6 +189,9 @@ def convert(
     def work(job: Job, writer: CheckpointWriter, cache_bytes: int) -> Mapping[str, Any]:
         if job.unit is not None:
             return _quantize(job, prepared, writer, machine, cache_bytes)
+        if job.cache is not None:
+            assert prepared.statistics is not None  # `prepare` has looked
+            return {"kept": kv_cache.write_scales(*job.cache, prepared.statistics, writer)}
         return _keep(job, prepared.source, writer)
 
     record = write_checkpoint(
@@ -221,12 +232,14 @@ def _quantize(
     weights = [
         SourceRows(prepared.source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in unit.members
     ]
-    written = _PartWriter(job, writer, input_amax=prepared.recipe.input_amax)
+    scales = input_scales(unit, prepared.recipe, prepared.statistics)
+    written = _PartWriter(job, writer, input_scales=scales)
     result, outcomes = quantize_unit(unit, weights, prepared, sink=written.take, device=machine.device)
     _check_kept_alive(unit, result.errors)
     hashes = written.finish()
     members = {}
-    for member, error, sha256, outcome in zip(unit.members, result.errors, hashes, outcomes, strict=True):
+    told = zip(unit.members, result.errors, hashes, outcomes, scales, strict=True)
+    for member, error, sha256, outcome, scale in told:
         members[member.key] = {
             "shape": list(member.shape),
             "format": fmt.name,
@@ -241,6 +254,7 @@ def _quantize(
             "versus_absmax": error.versus_absmax,
             "bits_per_weight": fmt.bits_per_weight(member.shape),
             "sha256": sha256,
+            **({} if scale is None else {"input_scale": float(scale)}),
             **outcome,
         }
     return {"members": members}
@@ -308,12 +322,12 @@ def _check_kept_alive(unit: Unit, errors: Sequence[rtn.WeightError]) -> None:
 class _PartWriter:
     """Takes a unit's quantized rows and writes their parts at their places, with a running hash of each part."""
 
-    def __init__(self, job: Job, writer: CheckpointWriter, *, input_amax: float) -> None:
+    def __init__(self, job: Job, writer: CheckpointWriter, *, input_scales: Sequence[torch.Tensor | None]) -> None:
         self._job = job
         self._writer = writer
         self._last: dict[int, QTensor] = {}
         self._hashes: dict[str, Any] = {}
-        self._input_scale = torch.tensor(input_amax, dtype=torch.float32) / 2688.0
+        self._input_scales = input_scales
 
     def take(self, member: int, row: int, q: QTensor) -> None:
         """Rows from ``row`` on of member number ``member``; row 0 begins (again)."""
@@ -340,7 +354,7 @@ class _PartWriter:
         assert unit is not None
         where = unit.members[member]
         expert = where.source.expert if where.stack is not None else None
-        tensor = encode_part(part, q, input_global_scale=self._input_scale).contiguous()
+        tensor = encode_part(part, q, input_global_scale=self._input_scales[member]).contiguous()
         offset = part_offset(part, q.fmt, where.shape, row, expert=expert)
         raw = tensor.reshape(-1).view(torch.uint8)
         self._writer.write(part.name, raw, byte_offset=offset)

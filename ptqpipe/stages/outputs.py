@@ -11,6 +11,7 @@ from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.plan import Abilities, Kept, Member, Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.source import Source
+from ptqpipe.stages.kv_cache import cache_specs, config_with_cache
 
 # What each container can store beside plain matrices.
 ABILITIES = {
@@ -29,6 +30,7 @@ class Job:
     unit: Unit | None = None
     parts: tuple[tuple[Part, ...], ...] = ()  # of each member
     kept: Kept | None = None
+    cache: tuple[str, tuple[TensorSpec, TensorSpec]] | None = None  # an attention module and its kv-cache scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Outputs:
     layout: ShardLayout
     jobs: tuple[Job, ...]
     targets: tuple[Target, ...]
+    kv_cache: str = "none"
 
 
 def abilities_of(container_name: str) -> Abilities:
@@ -95,8 +98,12 @@ def make_outputs(plan: Plan, source: Source, container: Container, *, container_
             targets.setdefault(member.weight, target)
         read = sum(member.elements * _element_bytes(source, member) for member in item.members)
         jobs.append(Job(item.id, group_of[first], int(read), unit=item, parts=parts))
+    specs = cache_specs(source, recipe.kv_cache, container_name=container_name)
+    for module, pair in specs.items():
+        groups.append(list(pair))
+        jobs.append(Job(f"kv:{module}", len(groups) - 1, 0, cache=(module, pair)))
     layout = ShardLayout.plan(groups, shard_bytes=recipe.shard_bytes)
-    return Outputs(container_name, layout, tuple(jobs), tuple(targets.values()))
+    return Outputs(container_name, layout, tuple(jobs), tuple(targets.values()), recipe.kv_cache)
 
 
 def config_files(
@@ -104,7 +111,10 @@ def config_files(
 ) -> dict[str, dict[str, Any]]:
     """The config files by name, from the container."""
     return container.configs(
-        source.reader.config, outputs.targets, kept_modules=plan.kept_modules, provenance=provenance
+        config_with_cache(source.reader.config, outputs.kv_cache),
+        outputs.targets,
+        kept_modules=plan.kept_modules,
+        provenance=provenance,
     )
 
 

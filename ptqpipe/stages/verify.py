@@ -209,7 +209,7 @@ def _check_plan(run: _Run, source: Source, record: Record) -> None:
     planned = replan(record, source)
     if record.converted:
         check_plan(run.ckpt, source, record, planned, run.findings)
-    check_input_scales(run.ckpt, planned, run.findings)
+    check_input_scales(run.ckpt, planned, record, run.findings)
     run.planned = planned
 
 

@@ -44,6 +44,7 @@ class Claim:
     algorithm: str = "rtn"
     weighting: str = "none"
     reverted: bool = False
+    input_scale: float = 0.0
 
     @property
     def nearest(self) -> bool:
@@ -131,16 +132,15 @@ def _claim(name: str, entry: Any) -> Claim:
     numbers = {key: float(entry[key]) for key in _NUMBERS if isinstance(entry.get(key), float | int)}
     hashes = _object(entry, "sha256")
     fmt, scheme, search = (_text(entry, key, where) for key in ("format", "scheme", "search"))
-    algorithm, weighting, reverted = (
-        entry.get("algorithm", "rtn"),
-        entry.get("weighting", "none"),
-        entry.get("reverted"),
-    )
+    algorithm, weighting = entry.get("algorithm", "rtn"), entry.get("weighting", "none")
+    reverted, input_scale = entry.get("reverted"), entry.get("input_scale", 0.0)
     if not isinstance(algorithm, str) or not isinstance(weighting, str) or not isinstance(reverted, bool | None):
         raise CheckpointError(f"{where}: algorithm, weighting or reverted has the wrong type")
+    if not isinstance(input_scale, float | int):
+        raise CheckpointError(f"{where}: input_scale is {input_scale!r:.60}, expected a number")
     return Claim(
         tuple(shape), fmt, scheme, search, proven, None if g is None else float(g), numbers, dict(hashes),
-        algorithm, weighting, bool(reverted),
+        algorithm, weighting, bool(reverted), float(input_scale),
     )  # fmt: skip
 
 
@@ -264,6 +264,9 @@ def _recipe_of(described: Mapping[str, Any]) -> Recipe:
             fuse=tuple(tuple(map(str, leaves)) for leaves in described["fuse"]),
             container=described["container"],
             input_amax=described["input_amax"],
+            input_scale=described["input_scale"],
+            headroom=described["headroom"],
+            kv_cache=described["kv_cache"],
             shard_bytes=described["shard_bytes"],
             description=described["description"],
         )

@@ -14,10 +14,11 @@ from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.source import Source, SourceRows
+from ptqpipe.stages.moments import LARGEST
 from ptqpipe.stages.verify_findings import Findings
 from ptqpipe.stages.verify_judge import judge_proof
 from ptqpipe.stages.verify_optimal import prove_joint
-from ptqpipe.stages.verify_record import Claim, Replanned, check_numbers
+from ptqpipe.stages.verify_record import Claim, Record, Replanned, check_numbers
 from ptqpipe.stages.verify_weights import multiplying
 
 
@@ -105,18 +106,22 @@ def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:
     return ""
 
 
-def check_input_scales(ckpt: Source, planned: Replanned, findings: Findings) -> None:
-    """Without calibration every static input scale is the constant that the recipe gives."""
-    constant = torch.tensor(planned.recipe.input_amax, dtype=torch.float32) / 2688.0
+def check_input_scales(ckpt: Source, planned: Replanned, record: Record, findings: Findings) -> None:
+    """Every static input scale is the one that the record claims; without statistics that is the recipe's constant."""
     roles: Sequence[Role] = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
-    for stored in ckpt.stored.values():
+    measured = isinstance(record.raw.get("statistics"), Mapping)
+    for name, stored in ckpt.stored.items():
+        largest = LARGEST.get(stored.scheme.activation)
+        if largest is None:
+            continue
+        constant = torch.tensor(planned.recipe.input_amax, dtype=torch.float32) / largest
         for part in stored.parts:
-            if part.role in roles:
-                wanted = 1.0 / constant if part.role is Role.INPUT_GLOBAL_DIVISOR else constant
-                values = ckpt.reader.read(part.name).float()
-                if not bool((values == wanted).all()):
-                    findings.fault(
-                        "scales",
-                        part.name,
-                        f"is {values.flatten()[0].item():.9g}, the recipe gives {wanted.item():.9g}",
-                    )
+            if part.role not in roles:
+                continue
+            for expert, value in enumerate(ckpt.reader.read(part.name).float().reshape(-1)):
+                claim = record.weights.get(name if stored.experts is None else f"{name}[{expert}]")
+                claimed = constant if not measured else torch.tensor(claim.input_scale if claim is not None else 0.0)
+                wanted = 1.0 / claimed if part.role is Role.INPUT_GLOBAL_DIVISOR else claimed
+                if not torch.equal(value, wanted):
+                    given = f"is {value.item():.9g}, {'the record' if measured else 'the recipe'} gives"
+                    findings.fault("scales", part.name, f"{given} {wanted.item():.9g}")

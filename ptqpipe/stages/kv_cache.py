@@ -1,0 +1,105 @@
+"""Scales of an FP8 key-value cache: where they are stored, and their numbers from statistics.
+
+Which attention modules there are follows from the source's names, the number of heads from its config, so the layout is
+decided before statistics are read. Must not know how statistics were made.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ptqpipe.algorithms.activation_scale import fp8_scale
+from ptqpipe.checkpoint.layout import TensorSpec
+from ptqpipe.checkpoint.writer import CheckpointWriter
+from ptqpipe.containers import kv_scale, quantization_config
+from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.source import Source
+from ptqpipe.statistics import Statistics
+
+CONTAINERS = ("compressed_tensors", "modelopt")
+REASON = "scale of the FP8 kv cache"
+
+
+def cache_specs(source: Source, kind: str, *, container_name: str) -> dict[str, tuple[TensorSpec, TensorSpec]]:
+    """Attention module -> the tensors of its k and v scales, as the container spells them; empty for ``none``.
+
+    UsageError where the container, the config or the source has no room for them.
+    """
+    if kind == "none":
+        return {}
+    if container_name not in CONTAINERS:
+        raise UsageError(f"{container_name} has no words for a kv cache; use --container {' or '.join(CONTAINERS)}")
+    heads = _heads(source.reader.config) if kind == "fp8_per_head" else 0
+    if heads and container_name != "compressed_tensors":
+        raise UsageError(f"{container_name} has one kv-cache scale a layer; use --kv-cache fp8, or compressed_tensors")
+    found = {}
+    for name in source.tensors:
+        module, leaf = name.removesuffix(".weight").rpartition(".")[::2]
+        if leaf == "k_proj" and f"{module}.v_proj.weight" in source.tensors:
+            found[module] = (_spec(module, "k", heads, container_name), _spec(module, "v", heads, container_name))
+    if not found:
+        raise UsageError("the source has no k_proj and v_proj side by side; leave kv_cache at none")
+    taken = next((spec.name for specs in found.values() for spec in specs if spec.name in source.tensors), None)
+    if taken is not None:
+        raise UsageError(f"the source already has {taken}; leave kv_cache at none to keep its scales")
+    return found
+
+
+def config_with_cache(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The source's config with the scheme of the cache where containers look for one."""
+    if kind == "none":
+        return config
+    strategy = "attn_head" if kind == "fp8_per_head" else "tensor"
+    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False}
+    return {**config, "quantization_config": {**quantization_config(config), "kv_cache_scheme": scheme}}
+
+
+def check_statistics(modules: Mapping[str, object], statistics: Statistics | None) -> None:
+    """UsageError where a module's keys and values were not seen."""
+    if modules and statistics is None:
+        raise UsageError("kv_cache needs statistics; make them with `ptqpipe calibrate` and give --stats FOLDER")
+    for module in modules:
+        assert statistics is not None
+        if module not in statistics.attentions:
+            raise UsageError(f"{statistics.path} has no keys and values of '{module}'; calibrate again")
+
+
+def write_scales(
+    module: str, specs: tuple[TensorSpec, TensorSpec], statistics: Statistics, writer: CheckpointWriter
+) -> dict[str, Any]:
+    """Writes both scales of a module; the record's entries of kept tensors."""
+    known = statistics.attention(module)
+    told = {}
+    for spec, amax in zip(specs, (known.k_amax, known.v_amax), strict=True):
+        raw = _scales(spec, amax).reshape(-1).view(torch.uint8)
+        writer.write(spec.name, raw)
+        told[spec.name] = {"reason": REASON, "sha256": hashlib.sha256(raw.numpy().data).hexdigest(), "bytes": len(raw)}
+    return told
+
+
+def _scales(spec: TensorSpec, amax: torch.Tensor) -> torch.Tensor:
+    if not bool(torch.isfinite(amax).all()):
+        raise NumericsError(f"{spec.name} would not be finite; calibrate again with --dtype float32")
+    if len(spec.shape) == 3:
+        if len(amax) != spec.shape[0]:
+            raise UsageError(f"{spec.name} has {spec.shape[0]} heads, the statistics {len(amax)}; calibrate this model")
+        return torch.stack([fp8_scale(float(a)) for a in amax])
+    return fp8_scale(float(amax.max()))
+
+
+def _spec(module: str, kind: str, heads: int, container_name: str) -> TensorSpec:
+    shape: tuple[int, ...] = (heads, 1, 1) if heads else (1,)
+    part = kv_scale(f"{module}.{kind}_scale", "F32", shape, container=container_name)
+    assert part is not None
+    return TensorSpec(part.name, part.dtype, part.shape)
+
+
+def _heads(config: Mapping[str, Any]) -> int:
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else config
+    heads = inner.get("num_key_value_heads") or inner.get("num_attention_heads")
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+        raise UsageError(f"config.json has num_key_value_heads {heads!r}, expected a number; use --kv-cache fp8")
+    return heads
