@@ -324,3 +324,5 @@ def _check_width(weight: Weight, known: LayerInput, name: str) -> None:
             f"the statistics of '{name}' are of {known.second_moment.shape[0]} columns, the weight has "
             f"{weight.shape[1]}; calibrate this model"
         )
+    if not bool(torch.isfinite(known.second_moment).all()) or bool((known.second_moment < 0).any()):
+        raise NumericsError(f"the second moment of the input of '{name}' is not finite or negative; calibrate again")

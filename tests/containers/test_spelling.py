@@ -57,6 +57,16 @@ SPELLINGS: dict[tuple[str, str], list[tuple[str, str, tuple[int, ...]]]] = {
     ],
     ("ptqpipe", "mxfp6_e3m2"): [("weight_packed", "U8", (256, 288)), ("weight_scale", "U8", (256, 12))],
     ("ptqpipe", "fp8_dynamic"): [("weight_packed", "U8", (256, 384)), ("weight_scale", "BF16", (256, 1))],
+    ("compressed_tensors", "fp8_static"): [
+        ("weight", "F8_E4M3", (256, 384)),
+        ("weight_scale", "BF16", (1,)),
+        ("input_scale", "BF16", (1,)),
+    ],
+    ("modelopt", "fp8_static"): [
+        ("weight", "F8_E4M3", (256, 384)),
+        ("weight_scale", "F32", ()),
+        ("input_scale", "F32", ()),
+    ],
     ("ptqpipe", "e2m1/8/ue5m3"): [("weight_packed", "U8", (256, 192)), ("weight_scale", "U8", (256, 48))],
     ("ptqpipe", "e1m1/4/fp16"): [("weight_packed", "U8", (256, 144)), ("weight_scale", "F16", (256, 96))],
     ("ptqpipe", "e2m2/16/fp32/global"): [

@@ -1,0 +1,238 @@
+"""Claims about convert with statistics: what the numbers become, what is refused, and that machines change no byte."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import ptqpipe
+from ptqpipe.errors import PtqError, RecipeError, UsageError
+from ptqpipe.qtensor import QTensor
+from ptqpipe.recipe import RecipeOptions
+from ptqpipe.stages.convert import convert, prepare
+from ptqpipe.stages.machine import Machine
+from ptqpipe.stages.verify import verify
+from tests import tiny
+from tests.algorithms.inputs import correlated, inputs_of_llama, write_statistics
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+WITH_DATA = ("nvfp4_weighted", "nvfp4_block", "nvfp4_gptq", "nvfp4_w4a4_gptq", "mxfp4_gptq", "fp8_gptq", "fp8_static")
+ATTENTION = {f"model.layers.{i}.self_attn": (torch.tensor([3.0, 7.0]), torch.tensor([0.5, 0.25])) for i in range(2)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("source") / "model", tiny.llama())
+
+
+@pytest.fixture(scope="module")
+def stats(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stats") / "stats"
+    return write_statistics(folder, model, inputs_of_llama(tiny.llama()), attention=ATTENTION)
+
+
+def run(
+    model: Path,
+    stats: Path | None,
+    out: Path,
+    machine: Machine | None = None,
+    *,
+    recipe: Path | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    prepared = prepare(model, options=RecipeOptions(**options), recipe_path=recipe, out=out, stats=stats)
+    with prepared.source:
+        done = convert(prepared, machine=machine)
+    assert done is not None
+    return dict(done.record)
+
+
+def tensor(folder: Path, name: str) -> torch.Tensor:
+    with safe_open(folder / "model.safetensors", framework="pt") as opened:
+        found: torch.Tensor = opened.get_tensor(name)
+    return found
+
+
+def output_errors(folder: Path) -> dict[str, float]:
+    """E|(W - What) x|^2 of every weight, from the bytes and the inputs themselves, float64."""
+    source, inputs = tiny.llama(), inputs_of_llama(tiny.llama())
+    found = {}
+    with ptqpipe.load_tensors(folder) as loaded:
+        for module, x in inputs.items():
+            q = loaded[f"{module}.weight"]
+            assert isinstance(q, QTensor)
+            error = source[f"{module}.weight"].double() - q.dequantize().double()
+            found[module] = float((x.double() @ error.t()).square().sum()) / len(x)
+    return found
+
+
+@pytest.mark.parametrize("name", WITH_DATA)
+def test_every_recipe_with_data_converts_and_verifies(name: str, model: Path, stats: Path, tmp_path: Path) -> None:
+    record = run(model, stats, tmp_path / "out", recipe=RECIPES / f"{name}.yaml")
+    assert record["statistics"]["digest"] == json.loads((stats / "stats.json").read_text())["digest"]
+    report = verify(tmp_path / "out", source=model, optimal=True)
+    assert [fault.message for fault in report.faults] == []
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4a16", "fp8"])
+def test_each_step_lowers_the_output_error(scheme: str, model: Path, stats: Path, tmp_path: Path) -> None:
+    run(model, None, tmp_path / "rtn", scheme=scheme)
+    run(model, stats, tmp_path / "weighted", scheme=scheme, weighting="diagonal")
+    run(model, stats, tmp_path / "gptq", scheme=scheme, algorithm="gptq", refine=0)
+    run(model, stats, tmp_path / "refined", scheme=scheme, algorithm="gptq")
+    rtn, weighted, gptq, refined = (
+        sum(output_errors(tmp_path / name).values()) for name in ("rtn", "weighted", "gptq", "refined")
+    )
+    assert refined < gptq < 0.7 * rtn
+    assert weighted <= rtn
+
+
+def test_no_weight_is_worse_at_its_output_than_round_to_nearest(model: Path, stats: Path, tmp_path: Path) -> None:
+    record = run(model, stats, tmp_path / "out", scheme="nvfp4", algorithm="gptq")
+    found = output_errors(tmp_path / "out")
+    for name, entry in record["weights"].items():
+        assert entry["versus_rtn"] <= 1.0
+        assert entry["output_error"] == pytest.approx(found[name.removesuffix(".weight")], rel=1e-3)
+        assert (entry["algorithm"], entry["weighting"], entry["reverted"]) == ("gptq", "diagonal", False)
+        assert entry["damping"] == 0.01
+
+
+def test_the_weighted_error_of_weighted_scales_is_the_lowest(model: Path, stats: Path, tmp_path: Path) -> None:
+    weighted = run(model, stats, tmp_path / "w", scheme="mxfp4a16", weighting="diagonal")["weights"]
+    plain = run(model, None, tmp_path / "p", scheme="mxfp4a16")["weights"]
+    inputs, source = inputs_of_llama(tiny.llama()), tiny.llama()
+    with ptqpipe.load_tensors(tmp_path / "p") as loaded:
+        for name, entry in weighted.items():
+            q = loaded[name]
+            assert isinstance(q, QTensor)
+            h = inputs[name.removesuffix(".weight")].double().square().mean(dim=0)
+            error = (source[name].double() - q.dequantize().double()).square()
+            assert entry["weighted_error"] <= float((error * h).sum()) * (1 + 1e-6)
+            assert entry["squared_error"] >= plain[name]["squared_error"] * (1 - 1e-9)
+
+
+def test_workers_and_memory_change_no_byte(model: Path, stats: Path, tmp_path: Path) -> None:
+    for name, workers in (("one", 1), ("three", 3)):
+        run(model, stats, tmp_path / name, Machine(workers=workers), scheme="nvfp4_w4a4", algorithm="gptq")
+    assert tiny.bytes_of(tmp_path / "one") == tiny.bytes_of(tmp_path / "three")
+
+
+def test_other_statistics_are_another_run(model: Path, stats: Path, tmp_path: Path) -> None:
+    other = write_statistics(tmp_path / "other", model, inputs_of_llama(tiny.llama(), seed=9))
+    options = RecipeOptions(algorithm="gptq")
+    runs = [prepare(model, out=tmp_path / "o", stats=folder, options=options) for folder in (stats, other)]
+    for prepared in runs:
+        prepared.source.close()
+    assert runs[0].run_id != runs[1].run_id
+
+
+def test_nvfp4_input_scales_are_those_of_the_largest_activation(model: Path, stats: Path, tmp_path: Path) -> None:
+    run(model, stats, tmp_path / "out", scheme="nvfp4_w4a4", headroom=1.25)
+    inputs = inputs_of_llama(tiny.llama())
+    for module, x in inputs.items():
+        divisor = tensor(tmp_path / "out", f"{module}.input_global_scale")
+        assert float(divisor) == pytest.approx(2688.0 / (1.25 * float(x.abs().max())), rel=2e-4)
+    same = [tensor(tmp_path / "out", f"model.layers.0.self_attn.{p}_proj.input_global_scale") for p in "qkv"]
+    assert torch.equal(same[0], same[1])
+    assert torch.equal(same[0], same[2])
+
+
+@pytest.mark.parametrize(("policy", "least", "most"), [("percentile", 0.0, 1.0), ("mse", 0.0, 1.0)])
+def test_other_policies_clip_rare_activations(
+    policy: str, least: float, most: float, model: Path, stats: Path, tmp_path: Path
+) -> None:
+    record = run(model, stats, tmp_path / "out", scheme="fp8_static", input_scale=policy)["weights"]
+    plain = run(model, stats, tmp_path / "plain", scheme="fp8_static")["weights"]
+    ratios = [record[name]["input_scale"] / plain[name]["input_scale"] for name in record]
+    assert all(least < ratio <= most for ratio in ratios)
+    if policy == "percentile":
+        assert min(ratios) < 1.0
+
+
+def test_fp8_scales_are_bfloat16_numbers_that_do_not_clip(model: Path, stats: Path, tmp_path: Path) -> None:
+    run(model, stats, tmp_path / "out", scheme="fp8_static", kv_cache="fp8_per_head")
+    for module, x in inputs_of_llama(tiny.llama()).items():
+        scale = tensor(tmp_path / "out", f"{module}.input_scale").float()
+        assert 1.0 <= float(scale) * 448.0 / float(x.abs().max()) < 1.01
+    k = tensor(tmp_path / "out", "model.layers.0.self_attn.k_scale")
+    assert k.shape == (2, 1, 1)
+    assert torch.equal(k.bfloat16().float(), k)
+    assert bool((k.reshape(-1) * 448.0 >= torch.tensor([3.0, 7.0])).all())
+    assert bool((k.reshape(-1) * 448.0 <= torch.tensor([3.0, 7.0]) * 1.01).all())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["kv_cache_scheme"]["strategy"] == "attn_head"
+
+
+@pytest.mark.parametrize(
+    ("container", "name", "shape"),
+    [("compressed_tensors", "self_attn.v_scale", (1,)), ("modelopt", "self_attn.v_proj.v_scale", ())],
+)
+def test_kv_cache_scales_have_the_containers_names(
+    container: str, name: str, shape: tuple[int, ...], model: Path, stats: Path, tmp_path: Path
+) -> None:
+    record = run(model, stats, tmp_path / "out", scheme="nvfp4", container=container, kv_cache="fp8")
+    found = tensor(tmp_path / "out", f"model.layers.1.{name}")
+    assert found.shape == shape
+    assert float(found) == pytest.approx(0.5 / 448.0, rel=0.01)
+    assert record["kept"][f"model.layers.1.{name}"]["reason"] == "scale of the FP8 kv cache"
+
+
+def _other_model(model: Path, tmp_path: Path) -> Path:
+    other = tiny.save(tmp_path / "other", tiny.llama(seed=5))
+    return write_statistics(tmp_path / "s", other, inputs_of_llama(tiny.llama()))
+
+
+def _without_a_module(model: Path, tmp_path: Path) -> Path:
+    inputs = inputs_of_llama(tiny.llama())
+    del inputs["model.layers.1.mlp.down_proj"]
+    return write_statistics(tmp_path / "s", model, inputs)
+
+
+def _without_full(model: Path, tmp_path: Path) -> Path:
+    return write_statistics(tmp_path / "s", model, inputs_of_llama(tiny.llama()), moments=())
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (_other_model, {"algorithm": "gptq"}, "fingerprints differ; calibrate this model"),
+        (_without_a_module, {"weighting": "diagonal"}, "no statistics of 'model.layers.1.mlp.down_proj'"),
+        (_without_full, {"algorithm": "gptq"}, "no full_moment of 'model.layers.0.*--moments full"),
+        (_without_full, {"weighting": "block"}, "no block_moment of 'model.layers.0.*--moments block"),
+        (_without_full, {"kv_cache": "fp8"}, "no keys and values of 'model.layers.0.self_attn'"),
+        (lambda *_: None, {"algorithm": "gptq"}, "needs statistics; make them with `ptqpipe calibrate`"),
+        (lambda *_: None, {"kv_cache": "fp8"}, "needs statistics"),
+        (_without_full, {"scheme": "fp8", "weighting": "block"}, "use --weighting diagonal"),
+        (_without_full, {"kv_cache": "fp8", "container": "ptqpipe"}, "ptqpipe has no words for a kv cache"),
+        (_without_full, {"kv_cache": "fp8_per_head", "container": "modelopt"}, "one kv-cache scale a layer"),
+        (lambda m, _: m, {"algorithm": "gptq"}, "holds no stats.json"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    make: Callable[[Path, Path], Path | None], options: dict[str, str], words: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        prepare(model, options=RecipeOptions(**options), out=tmp_path / "out", stats=make(model, tmp_path))  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [{"algorithm": "awq"}, {"weighting": "x"}, {"damping": -1.0}, {"refine": -1}, {"headroom": 0.0}]
+)
+def test_unknown_words_and_numbers_out_of_range_are_recipe_errors(options: dict[str, Any], model: Path) -> None:
+    with pytest.raises(RecipeError):
+        prepare(model, options=RecipeOptions(**options))
+
+
+def test_statistics_that_are_not_finite_are_one_line(model: Path, tmp_path: Path) -> None:
+    inputs = inputs_of_llama(tiny.llama())
+    bad = correlated(64, 256, seed=3)
+    bad[5, 7] = float("inf")
+    inputs["model.layers.0.mlp.down_proj"] = bad
+    stats = write_statistics(tmp_path / "s", model, inputs)
+    with pytest.raises(PtqError, match=r"model\.layers\.0\.mlp\.down_proj"):
+        run(model, stats, tmp_path / "out", algorithm="gptq")
