@@ -1,0 +1,179 @@
+"""Who is compared in bench_quality.py, and the commands that produce each entry's checkpoint.
+
+Knows command lines; must not import torch, ptqpipe or a peer. An entry is one tool's way to do a format; its steps are
+processes that run one after another, whose costs add up.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FORMATS = ("nvfp4", "nvfp4_w4a4", "mxfp4a16", "mxfp4", "fp8")
+LLMC_SCHEMES = {
+    "nvfp4": "NVFP4A16",
+    "nvfp4_w4a4": "NVFP4",
+    "mxfp4a16": "MXFP4A16",
+    "mxfp4": "MXFP4",
+    "fp8": "FP8_DYNAMIC",
+}
+MODELOPT_CONFIGS = {
+    "nvfp4": "NVFP4_DEFAULT_CFG",
+    "nvfp4_w4a4": "NVFP4_DEFAULT_CFG",
+    "mxfp4a16": "MXFP4_DEFAULT_CFG",
+    "mxfp4": "MXFP4_DEFAULT_CFG",
+    "fp8": "FP8_PER_CHANNEL_PER_TOKEN_CFG",
+}
+SWEEP, HESSIAN = "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG", "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG"
+AWQ, FOUR_OVER_SIX = "NVFP4_AWQ_LITE_CFG", "NVFP4_FOUR_OVER_SIX_CFG"
+# AutoRound has no preset for E4M3 weights per row with inputs per token.
+AUTOROUND_FP8 = json.dumps(
+    {
+        "bits": 8,
+        "group_size": -1,
+        "data_type": "fp",
+        "sym": True,
+        "act_bits": 8,
+        "act_group_size": -1,
+        "act_data_type": "fp",
+        "act_dynamic": True,
+        "act_sym": True,
+    }
+)
+AUTOROUND_SCHEMES = {
+    "nvfp4": "NVFP4",
+    "nvfp4_w4a4": "NVFP4",
+    "mxfp4a16": "MXFP4",
+    "mxfp4": "MXFP4",
+    "fp8": AUTOROUND_FP8,
+}
+NV, FP4 = ("nvfp4", "nvfp4_w4a4"), FORMATS[:4]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tool's way.
+
+    name        of the method; with the tool it identifies the entry
+    formats     that it does
+    calibrated  whether its weights depend on the calibration text
+    options     of `ptqpipe convert`, or of the peer's script
+    transform   ptqpipe: what `transform --apply` does first, on statistics of the model; then it is calibrated again
+    tune        ptqpipe: options of `tune`, whose codes are converted; None: no tuning
+    """
+
+    tool: str
+    name: str
+    formats: tuple[str, ...] = FORMATS
+    calibrated: bool = False
+    options: tuple[str, ...] = ()
+    transform: str | None = None
+    tune: tuple[str, ...] | None = None
+
+    @property
+    def key(self) -> str:
+        """What the command line calls it."""
+        return f"{self.tool}:{self.name}"
+
+    def needs_text(self, fmt: str) -> bool:
+        """Whether it runs the model on calibration text: for its weights, or for a peer's static input scales."""
+        return self.calibrated or (fmt == "nvfp4_w4a4" and self.tool != "ptqpipe")
+
+
+def _ours(name: str, *options: str, **more: str | tuple[str, ...] | bool | None) -> Entry:
+    formats = more.pop("formats", FORMATS)
+    return Entry("ptqpipe", name, formats, bool(more.pop("calibrated", True)), options, **more)  # type: ignore[arg-type]
+
+
+ENTRIES = (
+    _ours("absmax", "--search", "absmax", "--global-scale", "absmax", calibrated=False, formats=(*NV, "fp8")),
+    _ours("floor", "--search", "ocp_floor", calibrated=False, formats=("mxfp4a16", "mxfp4")),
+    _ours("exact", calibrated=False),
+    _ours("exact, inputs", "--algorithm", "rtn", "--weighting", "none", formats=("nvfp4_w4a4",)),
+    _ours("exact, diagonal", "--algorithm", "rtn", "--weighting", "diagonal"),
+    _ours("exact, 16x16", "--algorithm", "rtn", "--weighting", "block", formats=FP4),
+    _ours("gptq", "--algorithm", "gptq"),
+    _ours("awq", "--algorithm", "rtn", "--weighting", "diagonal", transform="awq", formats=FP4),
+    _ours("awq + gptq", "--algorithm", "gptq", transform="awq", formats=FP4),
+    _ours("aqas + gptq", "--algorithm", "gptq", transform="aqas", formats=("nvfp4_w4a4", "mxfp4", "fp8")),
+    _ours("tune", tune=()),
+    Entry("llm-compressor", "rtn", options=("--method", "rtn")),
+    Entry("llm-compressor", "expanded_mse", NV, options=("--method", "rtn", "--observer", "nvfp4_expanded_mse")),
+    Entry("llm-compressor", "mse", FORMATS[2:], options=("--method", "rtn", "--observer", "memoryless_mse")),
+    Entry("llm-compressor", "imatrix_mse", FORMATS, True, ("--method", "rtn", "--observer", "imatrix_mse")),
+    Entry("llm-compressor", "gptq", FORMATS, True, ("--method", "gptq")),
+    Entry("llm-compressor", "gptq + expanded_mse", NV, True, ("--method", "gptq", "--observer", "nvfp4_expanded_mse")),
+    Entry("modelopt", "max"),
+    Entry("modelopt", "mse", NV, options=("--config", SWEEP, "--algorithm", '{"method": "mse"}')),
+    Entry("modelopt", "mse", ("fp8",), options=("--algorithm", '{"method": "mse"}')),
+    Entry("modelopt", "fp8 sweep", NV, options=("--config", SWEEP)),
+    Entry("modelopt", "four_over_six", NV, options=("--config", FOUR_OVER_SIX)),
+    Entry("modelopt", "local_hessian", NV, True, ("--config", HESSIAN)),
+    Entry("modelopt", "awq_lite", NV, True, ("--config", AWQ)),
+    Entry("fouroversix", "mse", NV, options=("--rule", "mse")),
+    Entry("fouroversix", "static_6", FORMATS[2:4], options=("--rule", "static_6")),
+    Entry("auto-round", "opt_rtn", FORMATS, True, ("--iters", "0")),
+    Entry("auto-round", "tuned", FORMATS, True, ("--iters", "200")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An entry on one model and format. ``calibration`` is the file of token rows, ``out`` the checkpoint to write."""
+
+    entry: Entry
+    fmt: str
+    source: Path
+    out: Path
+    calibration: Path
+    seed: int
+    rows: int
+    row_tokens: int
+
+
+def peer_command(job: Job, python: str) -> list[str]:
+    """The process of a peer."""
+    entry, fmt = job.entry, job.fmt
+    weights_only = fmt in ("nvfp4", "mxfp4a16")
+    text = ["--calibration", str(job.calibration)] if entry.needs_text(fmt) else []
+    script = HERE / f"peers_{entry.tool.replace('-', '')}.py"
+    head = [python, str(script), str(job.source), str(job.out)]
+    if entry.tool == "llm-compressor":
+        return [*head, "--scheme", LLMC_SCHEMES[fmt], *entry.options, *text]
+    if entry.tool == "fouroversix":
+        return [*head, "--dtype", "nvfp4" if fmt in NV else "mxfp4", *entry.options, *text]
+    narrow = ["--weights-only"] if weights_only else []
+    if entry.tool == "auto-round":
+        seed = ["--seed", str(job.seed), "--calibration", str(job.calibration)]
+        return [*head, "--scheme", AUTOROUND_SCHEMES[fmt], *entry.options, *narrow, *seed]
+    config = [] if "--config" in entry.options else ["--config", MODELOPT_CONFIGS[fmt]]
+    export = [] if entry.name == "awq_lite" or fmt in ("mxfp4a16", "mxfp4") else ["--export"]
+    return [*head, *config, *entry.options, *narrow, *text, *export]
+
+
+def calibrate_command(python: str, source: Path, stats: Path, job: Job) -> list[str]:
+    """`ptqpipe calibrate` on the same rows that every peer gets."""
+    rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens)]
+    moments = ["--moments", "diagonal,block,full"]
+    head = [python, "-m", "ptqpipe", "calibrate", str(source), "--data", str(job.calibration), *rows, *moments]
+    return [*head, "-o", str(stats), "--workers", "1", "-q"]
+
+
+def own_steps(job: Job, python: str, stats: Path) -> list[list[str]]:
+    """The processes of a ptqpipe entry after calibration, whose statistics are in ``stats``."""
+    entry, tool = job.entry, [python, "-m", "ptqpipe"]
+    end = ["-o", str(job.out), "--workers", "1", "-q"]
+    convert = ["--format", job.fmt, *entry.options, *end]
+    if entry.tune is not None:
+        codes = job.out.with_name(job.out.name + "-codes")
+        rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
+        learn = [*tool, "tune", str(job.source), "--data", str(job.calibration), "--format", job.fmt, *rows]
+        learn += [*entry.tune, "-o", str(codes), "--workers", "1", "-q"]
+        return [learn, [*tool, "convert", str(job.source), "--rounding", str(codes), *convert]]
+    if entry.transform:
+        floats, again = (job.out.with_name(job.out.name + tail) for tail in ("-float", "-stats"))
+        fold = [*tool, "transform", str(job.source), "--apply", entry.transform, "--stats", str(stats)]
+        fold += ["--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(floats), "--workers", "1", "-q"]
+        last = [*tool, "convert", str(floats), "--stats", str(again), *convert]
+        return [fold, calibrate_command(python, floats, again, job), last]
+    return [[*tool, "convert", str(job.source), *(["--stats", str(stats)] if entry.calibrated else []), *convert]]

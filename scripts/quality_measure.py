@@ -1,0 +1,125 @@
+"""How bench_quality.py measures: one text, one forward pass, one decode for every tool's output.
+
+A checkpoint in a known container is decoded and its inputs quantized by ``ptqpipe.runtime.load_model``. A folder of
+plain weights, with inputs/scales.safetensors beside them where inputs have static scales or factors, is a dump of weights that
+a tool has quantized and decoded itself: the same input quantizers are put on the layers whose weights it changed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transform_gain import Remembered, positions
+
+from ptqpipe.evaluation.bootstrap import cluster_sums, standard_error
+from ptqpipe.evaluation.measures import perplexity
+from ptqpipe.evaluation.scores import ModelLogits, score
+from ptqpipe.evaluation.text import load_tokenizer, read_text
+from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.load import load_model
+from ptqpipe.schemes import Activation
+
+DYNAMIC = {"mxfp4": Activation.MXFP4, "fp8": Activation.FP8_TOKEN}
+WINDOW, ROWS = 256, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Held-out tokens [T], T a multiple of ``window``, and the tokens that calibration rows are cut from."""
+
+    held_out: torch.Tensor
+    calibration: torch.Tensor
+    window: int
+
+    def rows(self, seed: int) -> torch.Tensor:
+        """[at most 128, window] calibration rows, chosen by the seed among those that do not overlap."""
+        cut = len(self.calibration) // self.window
+        chosen = torch.randperm(cut, generator=torch.Generator().manual_seed(seed))[:ROWS].sort().values
+        return self.calibration[: cut * self.window].view(cut, self.window)[chosen]
+
+
+def read_texts(model: Path, held_out: Path, calibration: Path, *, tokens: int, shared: bool) -> Texts:
+    """The texts of a model. One file for both is divided after the held-out tokens, unless ``shared``."""
+    from ptqpipe.runtime.load import read_config
+
+    tokenizer = load_tokenizer(model)
+    window = min(WINDOW, getattr(read_config(model), "max_position_embeddings", WINDOW))
+    every = read_text(held_out, tokenizer).tokens
+    count = min(tokens, len(every)) // window * window
+    rest = every if shared else every[count:]
+    return Texts(every[:count], rest if calibration == held_out else read_text(calibration, tokenizer).tokens, window)
+
+
+@dataclass(slots=True)
+class Baseline:
+    """The float model: its weights and its logits on the held-out text."""
+
+    texts: Texts
+    state: Mapping[str, torch.Tensor]
+    reference: Remembered
+    perplexity: float
+
+    @classmethod
+    def of(cls, source: Path, texts: Texts) -> "Baseline":
+        """Loads it in float32."""
+        model = load_model(source)
+        window = min(texts.window, positions(model))
+        reference = Remembered(ModelLogits(model))
+        found = perplexity(score(model, texts.held_out, window=window, reference=reference))
+        return cls(texts, model.state_dict(), reference, found.value)
+
+    def measure(self, out: Path, fmt: str) -> dict[str, Any]:
+        """KL and perplexity of a checkpoint or dump; ``kl_windows`` are the sums by window, which intervals need."""
+        model = load_model(out)
+        own = model.state_dict()
+        changed = [n for n, w in self.state.items() if w.dim() > 1 and not torch.equal(w.float(), own[n].float())]
+        dump = not (out / "hf_quant_config.json").exists() and "quantization_config" not in (
+            out / "config.json"
+        ).read_text(encoding="utf-8")
+        if dump:
+            quantize_inputs(model, out, fmt, [name.removesuffix(".weight") for name in changed])
+        scores = score(model, self.texts.held_out, window=self.texts.window, reference=self.reference)
+        assert scores.kl is not None
+        assert scores.agree is not None
+        sums, counts = cluster_sums(scores.kl, scores.cluster)
+        return {
+            "kl": float(sums.sum() / counts.sum()),
+            "standard_error": standard_error(sums, counts),
+            "perplexity": perplexity(scores).value,
+            "top1_agreement": float(scores.agree.double().mean()),
+            "tokens": len(scores.kl),
+            "window": self.texts.window,
+            "weights": len(changed),
+            "read": "decoded weights" if dump else "checkpoint",
+            "kl_windows": [float(f"{value:.6g}") for value in sums],
+        }
+
+
+def quantize_inputs(model: Any, out: Path, fmt: str, modules: list[str]) -> None:
+    """Puts on ``modules`` of a dump the input quantizers that a checkpoint of the format would have."""
+    file = out / "inputs" / "scales.safetensors"
+    extra = load_file(file) if file.exists() else {}
+    for name in modules:
+        factor, scale = extra.get(f"{name}.pre_quant_scale"), extra.get(f"{name}.input_scale")
+        if fmt == "nvfp4_w4a4":
+            if scale is None:
+                raise SystemExit(f"{out} has no static scale of the input of {name}")
+            quantizer = InputQuantizer(Activation.NVFP4_STATIC_GLOBAL, float(scale))
+        elif fmt in DYNAMIC:
+            quantizer = InputQuantizer(DYNAMIC[fmt])
+        else:
+            continue
+        model.get_submodule(name).register_forward_pre_hook(hook(quantizer, factor))
+
+
+def hook(quantizer: InputQuantizer, factor: torch.Tensor | None) -> Callable[..., Any]:
+    """A forward pre-hook: quantizes x times ``factor``, and takes the factor out again (the weight holds it)."""
+
+    def run(_module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x = args[0]
+        return (quantizer(x) if factor is None else quantizer(x * factor) / factor, *args[1:])
+
+    return run

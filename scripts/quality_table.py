@@ -1,0 +1,117 @@
+"""The tables of bench_quality.py's results: mean KL by entry and format, and who is lowest by how much.
+
+Knows result lines alone. A later line replaces an earlier one of the same entry, model, format and seed.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ptqpipe.evaluation.bootstrap import interval
+
+OWN = "ptqpipe"
+DEFAULT = {False: "exact", True: "gptq"}  # what ptqpipe stands for among data-free and among calibrated entries
+
+
+class Cell:
+    """The seeds of one entry on one model and format."""
+
+    def __init__(self, lines: list[dict[str, Any]]) -> None:
+        self.tool, self.entry, self.calibrated = (lines[0][name] for name in ("tool", "entry", "calibrated"))
+        self.kls = [line["kl"] for line in lines]
+        self.perplexity = float(np.mean([line["perplexity"] for line in lines]))
+        self.sums = np.mean([line["kl_windows"] for line in lines], axis=0)
+        self.counts = np.full(len(self.sums), lines[0]["window"] - 1.0)
+        self.cpu_s = float(np.median([line["cpu_s"] for line in lines]))
+        self.peak_mib = max(line["peak_rss_mib"] for line in lines)
+
+    @property
+    def kl(self) -> float:
+        """Mean over seeds."""
+        return float(np.mean(self.kls))
+
+    @property
+    def name(self) -> str:
+        """Tool and entry."""
+        return f"{self.tool} {self.entry}"
+
+    def minus(self, other: "Cell") -> tuple[float, tuple[float, float] | None]:
+        """Difference of the mean KL to another entry, and its 95 % interval, paired over windows."""
+        return self.kl - other.kl, interval((self.sums, other.sums), self.counts, of=np.subtract)
+
+
+def cells_of(lines: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Cell]]:
+    """(model, format) -> name -> cell."""
+    last: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in lines:
+        if "kl" in line:
+            last[line["model"], line["format"], line["tool"], line["entry"], line["seed"]] = line
+    grouped: dict[tuple[str, str], dict[tuple[str, str], list[dict[str, Any]]]] = {}
+    for (model, fmt, tool, entry, _), line in last.items():
+        grouped.setdefault((model, fmt), {}).setdefault((tool, entry), []).append(line)
+    return {
+        key: {cell.name: cell for cell in (Cell(group) for group in groups.values())} for key, groups in grouped.items()
+    }
+
+
+def render(lines: list[dict[str, Any]]) -> str:
+    """Markdown: for each model its entries by formats, then where ptqpipe stands."""
+    cells = cells_of(lines)
+    perplexities = {line["model"]: line["perplexity"] for line in lines if line["tool"] == "float"}
+    parts = []
+    for model in dict.fromkeys(model for model, _ in cells):
+        formats = [fmt for name, fmt in cells if name == model]
+        parts.append(entry_table(model, perplexities.get(model), {fmt: cells[model, fmt] for fmt in formats}))
+    parts.append(standing(cells))
+    return "\n\n".join(parts)
+
+
+def entry_table(model: str, perplexity: float | None, by_format: dict[str, dict[str, Cell]]) -> str:
+    """Rows are entries, data-free ones first; the lowest of a column is bold, the lowest data-free one in italics."""
+    every = {cell.name: cell for found in by_format.values() for cell in found.values()}
+    names = sorted(every, key=lambda name: (every[name].calibrated, every[name].tool != OWN, list(every).index(name)))
+    head = f"{model}, mean KL x 1000" + (f" (float perplexity {perplexity:.3f})" if perplexity else "")
+    rows = [f"| {head} | data | {' | '.join(by_format)} |", "|---" * (len(by_format) + 2) + "|"]
+    for name in names:
+        columns = [column(found, name) for found in by_format.values()]
+        rows.append(f"| {name} | {'yes' if every[name].calibrated else 'no'} | {' | '.join(columns)} |")
+    return "\n".join(rows)
+
+
+def column(found: dict[str, Cell], name: str) -> str:
+    """One cell: mean over seeds, and their range where there are several."""
+    if name not in found:
+        return ""
+    cell = found[name]
+    text = f"{1000 * cell.kl:.2f}"
+    if len(cell.kls) > 1:
+        text += f" ±{500 * (max(cell.kls) - min(cell.kls)):.2f}"
+    if cell.kl == min(other.kl for other in found.values()):
+        return f"**{text}**"
+    free = [other.kl for other in found.values() if not other.calibrated]
+    return f"_{text}_" if free and not cell.calibrated and cell.kl == min(free) else text
+
+
+def standing(cells: dict[tuple[str, str], dict[str, Cell]]) -> str:
+    """ptqpipe's default beside the best peer of its kind, for every model and format."""
+    rows = [
+        "| model, format | data | ptqpipe | its best | best peer | difference x 1000 [95 %] | lower by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (model, fmt), found in cells.items():
+        for calibrated in (False, True):
+            own = found.get(f"{OWN} {DEFAULT[calibrated]}")
+            kind = [cell for cell in found.values() if calibrated or not cell.calibrated]
+            peers = [cell for cell in kind if cell.tool != OWN]
+            if own is None or not peers:
+                continue
+            best = min((cell for cell in kind if cell.tool == OWN), key=lambda cell: cell.kl)
+            peer = min(peers, key=lambda cell: cell.kl)
+            difference, spread = best.minus(peer)
+            limits = "" if spread is None else f" [{1000 * spread[0]:.3f}, {1000 * spread[1]:.3f}]"
+            rows.append(
+                f"| {model} {fmt} | {'any' if calibrated else 'no'} | {1000 * own.kl:.3f} | {best.entry} "
+                f"{1000 * best.kl:.3f} | {peer.name} {1000 * peer.kl:.3f} | {1000 * difference:+.3f}{limits} | "
+                f"{1 - best.kl / peer.kl:.1%} |"
+            )
+    return "\n".join(rows)

@@ -1,0 +1,37 @@
+"""The process of bench_quality.py that holds the float model and measures checkpoints against it.
+
+These functions run in it, one after another; importing this file imports neither torch nor ptqpipe.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quality_measure import Baseline
+
+_current: list["Baseline"] = []
+
+
+def begin(source: Path, held_out: Path, calibration: Path, tokens: int, shared: bool) -> dict[str, Any]:
+    """Loads a float model in the place of the one before; its perplexity."""
+    import torch
+    from quality_measure import Baseline, read_texts
+
+    torch.set_num_threads(1)
+    _current.clear()
+    texts = read_texts(source, held_out, calibration, tokens=tokens, shared=shared)
+    _current.append(Baseline.of(source, texts))
+    return {"perplexity": _current[0].perplexity, "tokens": len(texts.held_out)}
+
+
+def write_rows(seed: int, file: Path) -> tuple[int, int]:
+    """Writes the calibration rows of a seed as {"input_ids": [...]} lines; how many there are, and tokens in each."""
+    rows = _current[0].texts.rows(seed)
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows.tolist()))
+    return rows.shape[0], rows.shape[1]
+
+
+def measure(out: Path, fmt: str) -> dict[str, Any]:
+    """What a checkpoint measures."""
+    return _current[0].measure(out, fmt)
