@@ -47,6 +47,7 @@ from ptqpipe.stages.moments import (
     inputs_of,
     open_statistics,
     options_of,
+    unit_extra_bytes,
 )
 from ptqpipe.stages.outputs import (
     Job,
@@ -204,6 +205,7 @@ def convert(
         ranks=ranks,
         work=work,
         unit_bytes=max((job.source_bytes for job in prepared.outputs.jobs if job.unit is not None), default=0),
+        extra_bytes=max((unit_extra_bytes(unit) for unit in prepared.plan.units), default=0),
         finish=lambda writer: _finish(prepared, writer),
     )
     if record is None:

@@ -20,7 +20,7 @@ from ptqpipe.checkpoint.partial import check_unfinished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import OutputError
-from ptqpipe.stages.machine import Machine, Ranks
+from ptqpipe.stages.machine import WORKER_BYTES, Machine, Ranks
 from ptqpipe.stages.progress import AnyJob, Progress
 
 RECORD_FILE = "ptqpipe.json"
@@ -47,12 +47,14 @@ def write_checkpoint(
     ranks: Ranks,
     work: Callable[[J, CheckpointWriter, int], Mapping[str, Any]],
     unit_bytes: int = 0,
+    extra_bytes: int = 0,
     finish: Callable[[CheckpointWriter], R],
 ) -> R | None:
     """Does the jobs that this rank owns and that are not done yet; rank 0 then finishes and has the result.
 
     work        (job, writer, bytes that it may cache) -> its record; called on several threads
     unit_bytes  what the largest job would like to cache
+    extra_bytes  what a worker needs beside that and what every worker has
     finish      called once, on rank 0, when every job of every rank is on disk
 
     None on the other ranks. Raises what the jobs raise, and OutputError; what is done stays resumable. AlreadyComplete
@@ -70,8 +72,8 @@ def write_checkpoint(
         done = writer.done()
         owners = layout.group_ranks(ranks.world)
         mine = [job for job in jobs if owners[job.group] == ranks.rank and job.id not in done]
-        threads, cache_bytes = machine.divide_memory(unit_bytes, len(mine))
-        with machine.threads(), Progress(mine, shown=machine.progress and ranks.rank == 0) as progress:
+        threads, cache_bytes = machine.divide_memory(unit_bytes, len(mine), worker_bytes=WORKER_BYTES + extra_bytes)
+        with machine.threads(single=True), Progress(mine, shown=machine.progress and ranks.rank == 0) as progress:
 
             def do(job: J) -> None:
                 record = work(job, writer, cache_bytes)

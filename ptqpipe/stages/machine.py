@@ -67,24 +67,27 @@ class Machine:
                 f"--max-memory {self.memory_bytes >> 20} MiB is too small; one worker needs {least >> 20} MiB"
             )
 
-    def divide_memory(self, largest_unit_bytes: int, jobs: int) -> tuple[int, int]:
+    def divide_memory(self, largest_unit_bytes: int, jobs: int, *, worker_bytes: int = WORKER_BYTES) -> tuple[int, int]:
         """(threads, bytes of a unit that each may cache): the workers that fit, then the cache from what is left.
 
         READ_AHEAD threads more than workers, where they leave the largest unit its cache: while some wait for the disk,
         as many as there are workers compute.
         """
         free = self.memory_bytes - BASE_BYTES
-        threads = max(1, min(self.workers, jobs, free // WORKER_BYTES))
+        threads = max(1, min(self.workers, jobs, free // worker_bytes))
         ahead = min(threads + READ_AHEAD, max(threads, jobs))
-        if free // ahead - WORKER_BYTES >= largest_unit_bytes:
+        if free // ahead - worker_bytes >= largest_unit_bytes:
             threads = ahead
-        return threads, free // threads - WORKER_BYTES
+        return threads, max(0, free // threads - worker_bytes)
 
     @contextlib.contextmanager
-    def threads(self) -> Iterator[None]:
-        """Torch's own threads would multiply the workers: one for each while the stage runs."""
+    def threads(self, *, single: bool = False) -> Iterator[None]:
+        """Torch's own threads would multiply the workers: one for each while the stage runs.
+
+        ``single``: also for one worker, since the number of threads changes the last bits of products.
+        """
         before = torch.get_num_threads()
-        torch.set_num_threads(1 if self.workers > 1 else before)
+        torch.set_num_threads(1 if single or self.workers > 1 else before)
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ import torch
 from ptqpipe.algorithms.activation_scale import fp8_scale, nvfp4_scale, static_amax
 from ptqpipe.algorithms.calibrated import LayerInput, Options
 from ptqpipe.algorithms.gptq import has_block_scales
+from ptqpipe.algorithms.rows import CHUNK_ELEMENTS
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Member, Plan, Unit
 from ptqpipe.recipe import Recipe, Rule
@@ -77,6 +78,15 @@ def inputs_of(unit: Unit, statistics: Statistics, options: Options) -> list[Laye
             known = statistics.of(module, block=block, full=options.needs_full)
             found[key] = LayerInput(known.second_moment, known.block_moment, known.full_moment)
     return [found[statistics.content["modules"][module_of(m)]["key"]] for m in unit.members]
+
+
+def unit_extra_bytes(unit: Unit) -> int:
+    """About how much memory the calibrated algorithm of a unit takes beside its weights."""
+    if not unit.rule.calibrated:
+        return 0
+    columns = max(member.shape[1] for member in unit.members)
+    squares = 32 * columns * columns if options_of(unit.rule).needs_full else 0  # the moment, damped and factored
+    return squares + 40 * min(CHUNK_ELEMENTS, unit.elements)
 
 
 def input_scales(unit: Unit, recipe: Recipe, statistics: Statistics | None) -> list[torch.Tensor | None]:
