@@ -3,12 +3,13 @@ computes what it did before.
 
 The start is the nearest codes, or those of another algorithm (GPTQ); the scales are the start's and stay. A weight
 moves from its code to the next one towards the float weight where p + v >= 1/2: p is the float weight's place between
-the two, below 1/2 at the start, and v in [-1/2, 1/2] is learned. The loss is the mean squared difference of the block's
-output to that of the float block, where the block is given what the quantized blocks before it return and the float
-block what float blocks return. v moves by the sign of its straight-through gradient, with a step that falls to zero.
-After AdaRound (Nagel et al., arXiv 2004.10568) and SignRound (Cheng et al., arXiv 2309.05516); what differs: scales
-proven optimal instead of learned clips, and a gate, which keeps the start where samples that were not trained on do not
-gain.
+the two (0 where the start left it more than half a step away, on purpose), and v in [-1/2, 1/2] is learned. The loss is
+the mean squared difference of the block's output to that of the float block, where the block is given what the
+quantized blocks before it return and the float block what float blocks return. v follows Adam on the straight-through
+gradient, with a step that falls to zero. After AdaRound (Nagel et al., arXiv 2004.10568) and SignRound (Cheng et al.,
+arXiv 2309.05516); what differs: scales proven optimal instead of learned clips, Adam instead of signs (a third less
+error on the model that it was tried on), any start, and a gate, which keeps the start where samples that were not
+trained on do not gain.
 
 Must not know files; it knows blocks as functions of hidden states, and formats.
 """
@@ -31,12 +32,14 @@ class Settings:
     """How long and how carefully.
 
     steps       of gradient descent
+    rate        how far a step moves v at first
     windows     samples in one step
     held_out    share of the batches that decide whether what was learned is kept
     seed        of the order of the samples
     """
 
     steps: int = 200
+    rate: float = 0.002
     windows: int = 8
     held_out: float = 0.125
     seed: int = 0
@@ -73,7 +76,7 @@ class _Choice:
         self.base = values[start] * scale
         self.step = span * scale
         place = torch.where(span != 0, (y - values[start]) / span.masked_fill(span == 0, 1.0), torch.zeros(()))
-        self.place = place.clamp(max=0.5 - 2**-20)
+        self.place = torch.where(place < 0.5 + 2**-20, place.clamp(max=0.5 - 2**-20), torch.zeros(()))
         self.v = torch.zeros_like(self.place, requires_grad=True)
 
     def weight(self) -> torch.Tensor:
@@ -143,19 +146,19 @@ def _descend(
 ) -> None:
     generator = torch.Generator().manual_seed(settings.seed)
     variables = [choice.v for choice in choices.values()]
+    optimizer = torch.optim.Adam(variables, lr=settings.rate, betas=(0.9, 0.99), eps=1e-12)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / settings.steps)
     queue: list[int] = []
-    for step in range(settings.steps):
+    for _ in range(settings.steps):
+        optimizer.zero_grad()
         for _ in range(per_step):
             if not queue:
                 queue = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-            gradients = torch.autograd.grad(loss(queue.pop()), variables)
-            for v, gradient in zip(variables, gradients, strict=True):
-                v.grad = gradient if v.grad is None else v.grad + gradient
-        rate = (1 - step / settings.steps) / settings.steps
+            torch.autograd.backward(loss(queue.pop()))
+        optimizer.step()
+        schedule.step()
         for v in variables:
-            assert v.grad is not None
-            v.data.sub_(v.grad.sign_(), alpha=rate).clamp_(-0.5, 0.5)
-            v.grad = None
+            v.data.clamp_(-0.5, 0.5)
 
 
 def _sorted_codes(codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:

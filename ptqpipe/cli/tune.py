@@ -59,7 +59,7 @@ def tune(
     from ptqpipe.stages import tune as stage
     from ptqpipe.stages import tune_text as text
 
-    options = stage.TuneOptions(samples, seqlen, seed, field, stage.Settings(steps=steps, seed=seed))
+    options = stage.TuneOptions(samples, seqlen, seed, field, stage.settings_of(steps, seed=seed))
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
     with says_how_to_resume(resume_command()):
         done = stage.tune(

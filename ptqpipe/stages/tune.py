@@ -30,6 +30,7 @@ from ptqpipe.checkpoint.header import DTYPE_NAMES, header_bytes
 from ptqpipe.checkpoint.partial import output_errors
 from ptqpipe.checkpoint.source import check_disjoint
 from ptqpipe.checkpoint.writer import Mode
+from ptqpipe.errors import UsageError
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
@@ -55,6 +56,13 @@ class TuneOptions:
     seed: int = 0
     data_field: str | None = None
     settings: Settings = field(default_factory=Settings)
+
+
+def settings_of(steps: int, *, seed: int) -> Settings:
+    """UsageError for a number of steps that is none."""
+    if steps < 1:
+        raise UsageError(f"--steps {steps} is too few; use 1 or more")
+    return Settings(steps=steps, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
