@@ -82,12 +82,18 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
+def named(entry: Entry, parts: list[str]) -> bool:
+    """Whether the command line names an entry: by its key, or by a part of it that is no entry's key."""
+    keys = {other.key for other in ENTRIES}
+    return any(part == entry.key or (part not in keys and part in entry.key) for part in parts)
+
+
 def wanted(args: argparse.Namespace) -> Iterator[tuple[int | None, str, Entry]]:
     """(seed or None, format, entry) in the order of a run: all formats and entries with one seed, then the next."""
     for number, seed in enumerate(args.seeds):
         for fmt in args.formats:
             for entry in ENTRIES:
-                if fmt not in entry.formats or (args.entries and not any(part in entry.key for part in args.entries)):
+                if fmt not in entry.formats or (args.entries and not named(entry, args.entries)):
                     continue
                 if entry.needs_text(fmt) or number == 0:
                     yield (seed if entry.needs_text(fmt) else None), fmt, entry
@@ -199,7 +205,7 @@ def main() -> None:
     args.scratch = args.scratch.resolve()
     args.versions = {tool: version_of(python, PACKAGES[tool]) for tool, python in args.pythons.items()}
     args.versions["ptqpipe"] = __version__
-    redo = [f"{entry.tool}:{entry.name}" for entry in ENTRIES if any(part in entry.key for part in args.redo)]
+    redo = [f"{entry.tool}:{entry.name}" for entry in ENTRIES if named(entry, args.redo)]
     lines = read_lines(args.results)
     done = {key_of(line) for line in lines if f"{line['tool']}:{line.get('entry')}" not in redo}
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:

@@ -1,9 +1,9 @@
 """Quantizes the linear weights of a model's layers with fouroversix's own PyTorch code and writes their decode.
 
 Run by bench_quality.py under an interpreter that has fouroversix; must not import ptqpipe. fouroversix has no export
-for other readers, so the output is plain float32 safetensors. It quantizes inputs with a global scale of each call; here
-inputs/scales.safetensors holds static scales ``<module>.input_scale`` from the calibration tokens instead (the largest
-magnitude over 6 x 448), as checkpoints have them.
+for other readers, so the output is plain float32 safetensors. It quantizes inputs with a global scale of each call;
+here inputs/scales.safetensors holds static scales ``<module>.input_scale`` from the calibration tokens instead (the
+largest magnitude over 6 x 448), as checkpoints have them.
 
     python scripts/peers_fouroversix.py MODEL OUT --dtype nvfp4 --rule mse [--calibration FILE]
 """

@@ -1,8 +1,9 @@
 """How bench_quality.py measures: one text, one forward pass, one decode for every tool's output.
 
 A checkpoint in a known container is decoded and its inputs quantized by ``ptqpipe.runtime.load_model``. A folder of
-plain weights, with inputs/scales.safetensors beside them where inputs have static scales or factors, is a dump of weights that
-a tool has quantized and decoded itself: the same input quantizers are put on the layers whose weights it changed.
+plain weights, with inputs/scales.safetensors beside them where inputs have static scales or factors, is a dump of
+weights that a tool has quantized and decoded itself: the same input quantizers are put on the layers whose weights it
+changed.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,0 +1,151 @@
+"""Claims about the quality benchmark: all tools are measured alike, on text that nothing was calibrated on."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ptqpipe
+from ptqpipe.qtensor import QTensor
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+DEMO = SCRIPTS.parent / "ptqpipe" / "demo_model"
+TOKENS = 1024
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[Any]:
+    """Imports the benchmark's files by name, as they import each other."""
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    sys.path.insert(0, str(SCRIPTS))
+    yield import_module
+    sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture(scope="module")
+def measure(modules: Any) -> ModuleType:
+    module: ModuleType = modules("quality_measure")
+    return module
+
+
+@pytest.fixture(scope="module")
+def baseline(measure: ModuleType) -> Any:
+    texts = measure.read_texts(DEMO, DEMO / "heldout.txt", DEMO / "heldout.txt", tokens=TOKENS, shared=False)
+    return measure.Baseline.of(DEMO, texts)
+
+
+def decoded(checkpoint: Path, out: Path) -> None:
+    """A dump as the peers' scripts write it: the decode of every weight as plain safetensors."""
+    tensors: dict[str, torch.Tensor] = {}
+    with ptqpipe.load_tensors(checkpoint) as weights:
+        for name, value in weights.items():
+            tensors[name] = value.dequantize() if isinstance(value, QTensor) else value.clone()
+    out.mkdir()
+    save_file(tensors, str(out / "model.safetensors"))
+    suffix = "input_global_scale"  # divides in a checkpoint, multiplies in a dump
+    stored = load_file(checkpoint / "model.safetensors")
+    inputs = {n.replace(suffix, "input_scale"): 1 / w.float().reshape(1) for n, w in stored.items() if suffix in n}
+    if inputs:
+        (out / "inputs").mkdir()
+        save_file(inputs, str(out / "inputs" / "scales.safetensors"))
+    shutil.copy(DEMO / "config.json", out)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_w4a4", "mxfp4", "fp8"])
+def test_decoded_weights_measure_what_their_checkpoint_measures(baseline: Any, tmp_path: Path, fmt: str) -> None:
+    ptqpipe.convert(DEMO, format=fmt, out=tmp_path / "ckpt")
+    decoded(tmp_path / "ckpt", tmp_path / "dump")
+    stored_one, dump = (baseline.measure(tmp_path / name, fmt) for name in ("ckpt", "dump"))
+    assert (stored_one.pop("read"), dump.pop("read")) == ("checkpoint", "decoded weights")
+    assert stored_one == dump
+    assert 0 < dump["kl"] < 1
+
+
+def test_a_factor_of_the_input_is_taken_out_after_quantizing(measure: ModuleType) -> None:
+    from ptqpipe.runtime.activations import InputQuantizer
+    from ptqpipe.schemes import Activation
+
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    plain = InputQuantizer(Activation.MXFP4)
+    # Powers of two per block of 32 move its exponent and no code.
+    (got,) = measure.hook(plain, torch.full((32,), 8.0))(None, (x,))
+    assert torch.equal(got, plain(x))
+    uneven = torch.cat([torch.full((16,), 64.0), torch.ones(16)])
+    (other,) = measure.hook(plain, uneven)(None, (x,))
+    assert torch.equal(other, plain(x * uneven) / uneven)
+    assert not torch.equal(other, plain(x))
+
+
+def test_calibration_rows_do_not_overlap_the_held_out_text(measure: ModuleType) -> None:
+    file = DEMO / "heldout.txt"
+    every = measure.read_texts(DEMO, file, file, tokens=10**9, shared=True).calibration
+    texts = measure.read_texts(DEMO, file, file, tokens=TOKENS, shared=False)
+    assert torch.equal(texts.held_out, every[:TOKENS])
+    assert torch.equal(texts.calibration, every[TOKENS:])
+    one, again, other = texts.rows(1), texts.rows(1), texts.rows(2)
+    assert torch.equal(one, again)
+    assert one.shape[1] == texts.window == 256
+    assert one.shape == other.shape
+    cut = {tuple(row) for row in every[TOKENS:].split(256) for row in [row.tolist()]}
+    assert all(tuple(row) in cut for row in one.tolist())
+
+
+def test_entries_are_told_apart_by_tool_name_and_format(modules: Any) -> None:
+    entries = modules("quality_entries")
+    keys = [(entry.tool, entry.name, fmt) for entry in entries.ENTRIES for fmt in entry.formats]
+    assert len(keys) == len(set(keys))
+    assert {fmt for _, _, fmt in keys} == set(entries.FORMATS)
+    assert {tool for tool, _, _ in keys} == {"ptqpipe", *modules("bench_quality").PACKAGES}
+
+
+def line(tool: str, entry: str, kl: float, *, calibrated: bool = False, seed: int | None = None) -> dict[str, Any]:
+    """A result whose KL is the same in every one of four windows of three tokens."""
+    costs = {"cpu_s": 1.0, "peak_rss_mib": 1, "seconds": 1.0}
+    found = {"kl": kl, "kl_windows": [3 * kl] * 4, "window": 4, "tokens": 12, "perplexity": 2.0}
+    names = {"model": "m", "format": "nvfp4", "tool": tool, "entry": entry, "seed": seed, "calibrated": calibrated}
+    return {**names, **costs, **found}
+
+
+def test_the_table_shows_the_lowest_and_pairs_by_window(modules: Any) -> None:
+    lines = [
+        line("ptqpipe", "exact", 0.005),
+        line("ptqpipe", "exact", 0.002),  # made again: replaces the one before
+        line("peer", "rtn", 0.003),
+        line("ptqpipe", "gptq", 0.0008, calibrated=True, seed=0),
+        line("ptqpipe", "gptq", 0.0012, calibrated=True, seed=1),
+        {**line("peer", "gptq", 0.0, calibrated=True), "kl": None} | {"failed": "why"},
+    ]
+    lines[-1].pop("kl")
+    text = modules("quality_table").render(lines)
+    assert "| ptqpipe exact | no | _2.00_ |" in text
+    assert "| ptqpipe gptq | yes | **1.00 ±0.20** |" in text
+    assert "| peer rtn | no | 3.00 |" in text
+    assert "| m nvfp4 | no | 2.000 | exact 2.000 | peer rtn 3.000 | -1.000 [-1.000, -1.000] | 33.3% |" in text
+    assert "peer gptq" not in text
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_a_second_run_makes_only_what_is_missing(modules: Any, shared_dir: Path, tmp_path: Path) -> None:
+    script = SCRIPTS / "bench_quality.py"
+    command = [sys.executable, str(script), "--shared", str(shared_dir), "--scratch", str(tmp_path / "scratch")]
+    command += ["--results", str(tmp_path / "lines.jsonl"), "--models", "demo_model", "--tokens", "512"]
+    env = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
+    for entries in (["ptqpipe:absmax"], ["ptqpipe:absmax"], ["ptqpipe:absmax", "ptqpipe:exact"]):
+        extra = ["--formats", "fp8", "--seeds", "0", "--entries", *entries]
+        done = subprocess.run([*command, *extra], capture_output=True, text=True, env=env, timeout=240)
+        assert done.returncode == 0, done.stderr
+        found = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
+        made = [one for one in found if one["tool"] != "float"]
+        assert [f"{one['tool']}:{one['entry']}" for one in made] == entries
+        assert all("kl" in one for one in made)
