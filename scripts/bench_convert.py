@@ -7,13 +7,15 @@ A case is SHAPE:FORMAT[:absmax] (absmax: the global scale from amax instead of t
 
 convert  ``python -m ptqpipe convert``, from the start of the interpreter to its exit, everything on disk
 copy     reading all bytes of the source and writing as many as the output has, through one loop of 8 MiB pieces, fsync
+direct   the same past the page cache, as convert reads and writes (ptqpipe/checkpoint/direct.py), in pieces of 32 MiB
 search   what convert computes for every unit (scales, codes, errors), weights in memory, on the same number of threads;
          loading is not timed
 
 The source's pages are dropped from the system's cache before every convert and copy (posix_fadvise), outputs deleted
 after. Memory is sampled every 20 ms over the process and its children, and asked from the kernel at the end (the larger
-counts). One JSON line a case: medians, all runs, ratio = convert / max(copy, search). The disk must hold the source and
-one output (25 GB for llama-8b to fp8); a source is made by make_synthetic_model.py and removed after its cases.
+counts). One JSON line a case: medians, all runs, ratio = convert / max(copy, search), ratio_direct with the direct
+copy. The disk must hold the source and one output (25 GB for llama-8b to fp8); a source is made by
+make_synthetic_model.py and removed after its cases.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from typing import Any
 import psutil
 
 PIECE = 8 << 20
+DIRECT_PIECE = 32 << 20
 SAMPLE_SECONDS = 0.02
 HELD_BYTES = 3 << 30  # weights that the search measurement holds at once
 DEFAULT_CASES = (
@@ -138,6 +141,34 @@ def copy_child(source: Path, target: Path, write_bytes: int) -> None:
         os.fsync(out.fileno())
 
 
+def direct_child(source: Path, target: Path, write_bytes: int) -> None:
+    """``copy_child`` past the page cache."""
+    import torch
+
+    from ptqpipe.checkpoint.direct import DirectFile, OutputFile, bytes_of, margin
+
+    total = folder_bytes(source)
+    read = written = 0
+    memory = torch.empty(DIRECT_PIECE + margin(), dtype=torch.uint8)
+    out = OutputFile(target)
+    os.ftruncate(out.fd, write_bytes)
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        fd = os.open(path, os.O_RDONLY)
+        file, size = DirectFile(path, fd), path.stat().st_size
+        for start in range(0, size, DIRECT_PIECE):
+            got = file.read(memory, start, min(DIRECT_PIECE, size - start))
+            if got is None:
+                raise SystemExit(f"{path} ended early")
+            read += got.numel()
+            step = write_bytes * read // total - written
+            out.write(bytes_of(got)[:step], written)
+            written += step
+        file.close()
+        os.close(fd)
+    os.fsync(out.fd)
+    out.close()
+
+
 def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     """Seconds of what convert computes, weights in memory, summed over groups of units that fit ``HELD_BYTES``."""
     import torch
@@ -196,6 +227,7 @@ def measure_case(
     out, copied = scratch / "converted", scratch / "copied"
     converts: list[Run] = []
     copies: list[Run] = []
+    directs: list[Run] = []
     searches: list[dict[str, float]] = []
     written = 0
     load = os.getloadavg()
@@ -212,11 +244,16 @@ def measure_case(
         run, _ = measured([sys.executable, __file__, "--child-copy", str(source), str(copied), str(written)])
         copies.append(run)
         copied.unlink()
+        drop_cache(source)
+        run, _ = measured([sys.executable, __file__, "--child-direct", str(source), str(copied), str(written)])
+        directs.append(run)
+        copied.unlink()
         spelled = f"{case.shape}:{case.format}:{case.global_scale}"
         _, output = measured([sys.executable, __file__, "--child-search", str(source), spelled, str(workers)])
         searches.append(json.loads(output))
     wall = statistics.median(run.seconds for run in converts)
     copy = statistics.median(run.seconds for run in copies)
+    direct = statistics.median(run.seconds for run in directs)
     search = statistics.median(run["seconds"] for run in searches)
     peak = max(run.peak_bytes for run in converts)
     elements = searches[0]["elements"]
@@ -232,6 +269,8 @@ def measure_case(
         "search_s": round(search, 2),
         "ratio": round(wall / max(copy, search), 3),
         "ratio_goal": 1.25,
+        "direct_s": round(direct, 2),
+        "ratio_direct": round(wall / max(direct, search), 3),
         "peak_rss_mib": round(peak / 2**20, 1),
         "peak_rss_goal_mib": 2048,
         "convert_cpu_s": round(statistics.median(run.cpu_seconds for run in converts), 2),
@@ -240,6 +279,7 @@ def measure_case(
         "convert_mparam_per_s": round(elements / wall / 1e6, 1),
         "all_convert_s": [round(run.seconds, 2) for run in converts],
         "all_copy_s": [round(run.seconds, 2) for run in copies],
+        "all_direct_s": [round(run.seconds, 2) for run in directs],
         "all_search_s": [round(run["seconds"], 2) for run in searches],
         "load_average_before": round(load[0], 1),
         "processors": os.cpu_count(),
@@ -259,6 +299,9 @@ def main() -> None:
     """Parses the options, measures, prints."""
     if sys.argv[1:2] == ["--child-copy"]:
         copy_child(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+        return
+    if sys.argv[1:2] == ["--child-direct"]:
+        direct_child(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
         return
     if sys.argv[1:2] == ["--child-search"]:
         print(json.dumps(search_child(Path(sys.argv[2]), Case.parse(sys.argv[3]), int(sys.argv[4]))))
