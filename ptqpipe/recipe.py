@@ -126,6 +126,7 @@ class Recipe:
     input_amax    for static activation scales without calibration: the largest activation that must not clip
     input_scale   for static activation scales with statistics: "absmax", "percentile" (99.99 %) or "mse"
     headroom      what that activation is multiplied by, for those that calibration did not see
+    bias_correction  with statistics: biases make up for the mean error of their weights
     kv_cache      scales of an FP8 cache from statistics: "none", "fp8" (one a layer), "fp8_per_head"
     shard_bytes   None: chosen from the total size
     """
@@ -138,6 +139,7 @@ class Recipe:
     input_scale: str = "absmax"
     headroom: float = 1.0
     kv_cache: str = "none"
+    bias_correction: bool = False
     shard_bytes: int | None = None
     description: str = ""
 
@@ -212,6 +214,7 @@ class RecipeOptions:
     input_scale: str | None = None
     headroom: float | None = None
     kv_cache: str | None = None
+    bias_correction: bool | None = None
 
 
 def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
@@ -243,6 +246,7 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
         input_scale=recipe.input_scale if options.input_scale is None else options.input_scale,
         headroom=recipe.headroom if options.headroom is None else options.headroom,
         kv_cache=recipe.kv_cache if options.kv_cache is None else options.kv_cache,
+        bias_correction=recipe.bias_correction if options.bias_correction is None else options.bias_correction,
         shard_bytes=options.shard_bytes if options.shard_bytes is not None else recipe.shard_bytes,
     )
 
@@ -273,7 +277,7 @@ def load_recipe(path: Path) -> Recipe:
 def parse_recipe(raw: Any) -> Recipe:
     """A recipe from parsed YAML; RecipeError for unknown keys, wrong types and contradictions."""
     known = {"version", "description", "rules", "keep", "fuse", "container", "shard_bytes"}
-    top = _mapping(raw, "the recipe", known | {"input_amax", "input_scale", "headroom", "kv_cache"})
+    top = _mapping(raw, "the recipe", known | {"input_amax", "input_scale", "headroom", "kv_cache", "bias_correction"})
     if top.get("version") != 1:
         raise RecipeError(f"version is {top.get('version')!r}, expected 1")
     rules = tuple(_rule(item, index) for index, item in enumerate(_list(top.get("rules"), "rules")))
@@ -294,7 +298,7 @@ def parse_recipe(raw: Any) -> Recipe:
     if "headroom" in top:
         recipe = replace(recipe, headroom=_number(top["headroom"], "headroom"))
     chosen: dict[str, Any] = {key: _text(top[key], key) for key in ("input_scale", "kv_cache") if key in top}
-    recipe = replace(recipe, **chosen)
+    recipe = replace(recipe, **chosen, bias_correction=_optional_flag(top, "bias_correction"))
     return recipe
 
 
@@ -348,6 +352,13 @@ def _whole(raw: Any, where: str) -> int:
     if isinstance(raw, bool) or not isinstance(raw, int):
         raise RecipeError(f"{where} must be a whole number, got {raw!r}")
     return raw
+
+
+def _optional_flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key, False)
+    if not isinstance(value, bool):
+        raise RecipeError(f"{key} must be true or false, got {value!r}")
+    return value
 
 
 def _optional(raw: Mapping[str, Any], key: str, kind: type) -> Any:

@@ -50,6 +50,7 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
     help="Static activation scales with --stats: by which activation [absmax].",
 )
 @click.option("--headroom", type=float, metavar="F", help="That activation is multiplied by F [1].")
+@click.option("--bias-correction", is_flag=True, help="With --stats: biases make up for the mean error.")
 @click.option(
     "--kv-cache",
     type=click.Choice(["none", "fp8", "fp8_per_head"]),
@@ -85,6 +86,7 @@ def convert(
     input_amax: float | None,
     input_scale: str | None,
     headroom: float | None,
+    bias_correction: bool,
     kv_cache: str | None,
     shard_size: int | None,
     workers: int | None,
@@ -122,6 +124,7 @@ def convert(
         input_scale=input_scale,
         headroom=headroom,
         kv_cache=kv_cache,
+        bias_correction=bias_correction or None,
     )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
     prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats, rounding=rounding)

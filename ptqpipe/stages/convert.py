@@ -31,6 +31,7 @@ from ptqpipe.rounding import Rounding
 from ptqpipe.search import get_search
 from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.stages import kv_cache
+from ptqpipe.stages.biases import MeanErrors, corrected_biases, with_reasons
 from ptqpipe.stages.jobs import (
     RECORD_FILE,
     carried_files,
@@ -45,6 +46,7 @@ from ptqpipe.stages.moments import (
     describe_statistics,
     input_scales,
     inputs_of,
+    means_of,
     open_statistics,
     options_of,
     unit_extra_bytes,
@@ -125,9 +127,10 @@ def prepare(
     try:
         source.check_requantizable()
         plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))
+        plan = with_reasons(plan, corrected_biases(plan, source, recipe))
         outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
         check_readable(outputs, plan, source, container)
-        statistics = open_statistics(stats, source, plan)
+        statistics = open_statistics(stats, source, plan, recipe=recipe)
         kv_cache.check_statistics(dict(job.cache for job in outputs.jobs if job.cache is not None), statistics)
         learned = open_rounding(rounding, source, plan)
         target = out if out is not None else default_out(str(model), path, recipe)
@@ -236,7 +239,11 @@ def _quantize(
     ]
     scales = input_scales(unit, prepared.recipe, prepared.statistics)
     written = _PartWriter(job, writer, input_scales=scales)
-    result, outcomes = quantize_unit(unit, weights, prepared, sink=written.take, device=machine.device)
+    biases = dict(zip((b.removesuffix("bias") + "weight" for b in job.biases), job.biases, strict=True))
+    means = means_of(unit, prepared.statistics, set(biases))
+    errors = MeanErrors(weights, means, written.take)
+    sink = errors.take if biases else written.take
+    result, outcomes = quantize_unit(unit, weights, prepared, sink=sink, device=machine.device)
     _check_kept_alive(unit, result.errors)
     hashes = written.finish()
     members = {}
@@ -259,7 +266,7 @@ def _quantize(
             **({} if scale is None else {"input_scale": float(scale)}),
             **outcome,
         }
-    return {"members": members}
+    return {"members": members, "kept": errors.write(unit.members, biases, prepared.source, writer)}
 
 
 def quantize_unit(

@@ -19,13 +19,14 @@ from ptqpipe.plan import Member, Plan, Unit
 from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.schemes import Activation
 from ptqpipe.source import Source
+from ptqpipe.stages.biases import corrected_biases
 from ptqpipe.statistics import Statistics
 
 # What an input reaches at a static scale of one.
 LARGEST = {Activation.NVFP4_STATIC_GLOBAL: 2688.0, Activation.FP8_TENSOR_STATIC: 448.0}
 
 
-def open_statistics(path: Path | None, source: Source, plan: Plan) -> Statistics | None:
+def open_statistics(path: Path | None, source: Source, plan: Plan, *, recipe: Recipe) -> Statistics | None:
     """The statistics of this source with every moment that the plan's rules need; None where no folder was given.
 
     UsageError for statistics of another model, for a module or moment that is missing, and for rules that need
@@ -38,6 +39,8 @@ def open_statistics(path: Path | None, source: Source, plan: Plan) -> Statistics
                 f"algorithm {needy.algorithm} with weighting {needy.weighting} needs statistics; make them with "
                 "`ptqpipe calibrate` and give --stats FOLDER"
             )
+        if recipe.bias_correction:
+            raise UsageError("bias_correction needs statistics; make them with `ptqpipe calibrate` and give --stats")
         return None
     statistics = Statistics.open(path)
     try:
@@ -49,6 +52,8 @@ def open_statistics(path: Path | None, source: Source, plan: Plan) -> Statistics
             )
         for unit in plan.units:
             _check_unit(unit, statistics)
+        for weight in corrected_biases(plan, source, recipe):
+            statistics.of(weight.removesuffix(".weight"))
     except BaseException:
         statistics.close()
         raise
@@ -125,6 +130,13 @@ def _sharing(module: str, recipe: Recipe, statistics: Statistics) -> list[str]:
         return [module]
     pattern = re.compile(re.escape(match[1]) + r"\.\d+\.(?:" + "|".join(map(re.escape, leaves)) + ")")
     return [name for name in statistics.modules if pattern.fullmatch(name)]
+
+
+def means_of(unit: Unit, statistics: Statistics | None, weights: set[str]) -> list[torch.Tensor | None]:
+    """E[x] of the members among ``weights``, float32 [K]."""
+    if statistics is None:
+        return [None] * len(unit.members)
+    return [statistics.of(module_of(m)).mean if m.weight in weights else None for m in unit.members]
 
 
 def module_of(member: Member) -> str:

@@ -11,6 +11,7 @@ from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.plan import Abilities, Kept, Member, Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.source import Source
+from ptqpipe.stages.biases import corrected_biases
 from ptqpipe.stages.kv_cache import cache_specs, config_with_cache
 
 # What each container can store beside plain matrices.
@@ -30,6 +31,7 @@ class Job:
     unit: Unit | None = None
     parts: tuple[tuple[Part, ...], ...] = ()  # of each member
     kept: Kept | None = None
+    biases: tuple[str, ...] = ()  # that are corrected with the unit
     cache: tuple[str, tuple[TensorSpec, TensorSpec]] | None = None  # an attention module and its kv-cache scales
 
 
@@ -75,7 +77,9 @@ def make_outputs(plan: Plan, source: Source, container: Container, *, container_
     """Parts, shards and jobs of a plan, in the order of the source's tensors."""
     order = {name: index for index, name in enumerate(source.tensors)}
     todo: list[tuple[int, Unit | Kept]] = [(min(order[m.source.tensor] for m in u.members), u) for u in plan.units]
-    todo += [(order[kept.name], kept) for kept in plan.kept]
+    biases = corrected_biases(plan, source, recipe)
+    corrected = set(biases.values())
+    todo += [(order[kept.name], kept) for kept in plan.kept if kept.name not in corrected]
     todo.sort(key=lambda item: item[0])
     groups: list[list[TensorSpec]] = []
     group_of: dict[str, int] = {}  # of a stack, which many units write together
@@ -93,11 +97,13 @@ def make_outputs(plan: Plan, source: Source, container: Container, *, container_
         if first not in group_of:
             groups.append([TensorSpec(part.name, part.dtype, part.shape) for of_member in parts for part in of_member])
             group_of[first] = len(groups) - 1
+        own = tuple(biases[member.weight] for member in item.members if member.weight in biases)
+        groups[group_of[first]] += [TensorSpec(name, *tensors[name]) for name in own]
         for member in item.members:
             target = Target(member.weight, item.scheme, member.stack, transposed=_stored_transposed(member))
             targets.setdefault(member.weight, target)
         read = sum(member.elements * _element_bytes(source, member) for member in item.members)
-        jobs.append(Job(item.id, group_of[first], int(read), unit=item, parts=parts))
+        jobs.append(Job(item.id, group_of[first], int(read), unit=item, parts=parts, biases=own))
     specs = cache_specs(source, recipe.kv_cache, container_name=container_name)
     for module, pair in specs.items():
         groups.append(list(pair))

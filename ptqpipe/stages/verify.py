@@ -18,6 +18,7 @@ from ptqpipe.containers import StoredWeight
 from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Slice
 from ptqpipe.source import Source
+from ptqpipe.stages.biases import REASON as CORRECTED
 from ptqpipe.stages.jobs import RECORD_FILE
 from ptqpipe.stages.machine import default_workers
 from ptqpipe.stages.verify_config import check_config, check_readers
@@ -262,7 +263,10 @@ def _kept_job(run: _Run, name: str) -> _Job:
         record, source = run.record, run.source
         if record is not None:
             found.guard("record", name, lambda: check_kept_hash(run.ckpt, name, record, found))
-        if source is not None and run.origins is not None and name in run.origins.tensors and not is_kv_scale(name):
+        entry = {} if record is None else record.raw["kept"].get(name, {})
+        corrected = entry.get("reason") == CORRECTED  # by an error of the weight; its bytes have a hash
+        known = run.origins is not None and name in run.origins.tensors
+        if source is not None and known and not is_kv_scale(name) and not corrected:
             found.guard("kept", name, lambda: check_kept(run.ckpt, source, name, found))
         return found, None
 

@@ -18,6 +18,7 @@ from ptqpipe.plan import Plan, make_plan
 from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
+from ptqpipe.stages.biases import corrected_biases, with_reasons
 from ptqpipe.stages.convert import describe_recipe
 from ptqpipe.stages.jobs import RECORD_FILE, run_id_of
 from ptqpipe.stages.outputs import Outputs, abilities_of, check_supported, config_files, make_outputs
@@ -244,6 +245,7 @@ def replan(record: Record, source: Source) -> Replanned:
     container = get_container(name)
     check_supported(container, recipe)
     plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(name))
+    plan = with_reasons(plan, corrected_biases(plan, source, recipe))
     return Replanned(recipe, plan, make_outputs(plan, source, container, container_name=name, recipe=recipe))
 
 
@@ -267,6 +269,7 @@ def _recipe_of(described: Mapping[str, Any]) -> Recipe:
             input_scale=described["input_scale"],
             headroom=described["headroom"],
             kv_cache=described["kv_cache"],
+            bias_correction=described["bias_correction"],
             shard_bytes=described["shard_bytes"],
             description=described["description"],
         )

@@ -236,3 +236,26 @@ def test_statistics_that_are_not_finite_are_one_line(model: Path, tmp_path: Path
     stats = write_statistics(tmp_path / "s", model, inputs)
     with pytest.raises(PtqError, match=r"model\.layers\.0\.mlp\.down_proj"):
         run(model, stats, tmp_path / "out", algorithm="gptq")
+
+
+def test_corrected_biases_give_the_mean_output_of_the_float_layer(tmp_path: Path) -> None:
+    tensors = tiny.llama()
+    module = "model.layers.0.self_attn.v_proj"
+    tensors[f"{module}.bias"] = torch.linspace(-1.0, 1.0, 64)
+    model = tiny.save(tmp_path / "model", tensors)
+    inputs = inputs_of_llama(tiny.llama())
+    stats = write_statistics(tmp_path / "stats", model, inputs)
+    record = run(model, stats, tmp_path / "out", scheme="mxfp4a16", weighting="diagonal", bias_correction=True)
+    assert record["kept"][f"{module}.bias"]["reason"] == "bias corrected by the mean error of its weight"
+    x = inputs[module].double()
+    with ptqpipe.load_tensors(tmp_path / "out") as loaded:
+        q = loaded[f"{module}.weight"]
+        assert isinstance(q, QTensor)
+        bias = tensor(tmp_path / "out", f"{module}.bias").double()
+        mean = (x @ q.dequantize().double().t() + bias).mean(dim=0)
+    wanted = (x @ tensors[f"{module}.weight"].double().t() + tensors[f"{module}.bias"].double()).mean(dim=0)
+    assert torch.allclose(mean, wanted, rtol=0.0, atol=1e-5)
+    assert not torch.equal(bias, tensors[f"{module}.bias"].double())
+    assert verify(tmp_path / "out", source=model).faults == ()
+    with pytest.raises(UsageError, match="bias_correction needs statistics"):
+        prepare(model, options=RecipeOptions(bias_correction=True), out=tmp_path / "other")
