@@ -259,3 +259,38 @@ def test_corrected_biases_give_the_mean_output_of_the_float_layer(tmp_path: Path
     assert verify(tmp_path / "out", source=model).faults == ()
     with pytest.raises(UsageError, match="bias_correction needs statistics"):
         prepare(model, options=RecipeOptions(bias_correction=True), out=tmp_path / "other")
+
+
+def test_experts_share_the_input_scale_of_gate_and_up_and_have_moments_of_their_own(tmp_path: Path) -> None:
+    tensors = tiny.fused_moe()
+    model = tiny.save(tmp_path / "model", tensors)
+    inputs = {f"model.layers.0.self_attn.{p}_proj": correlated(256, 128) for p in "qkvo"}
+    for expert in range(3):
+        x = correlated(256, 128, seed=expert) * (1.0 + expert)
+        base = f"model.layers.0.mlp.experts.{expert}"
+        inputs |= {f"{base}.gate_proj": x, f"{base}.up_proj": x, f"{base}.down_proj": correlated(256, 64, seed=expert)}
+    stats = write_statistics(tmp_path / "stats", model, inputs)
+    record = run(model, stats, tmp_path / "out", scheme="nvfp4_w4a4", algorithm="gptq")["weights"]
+    base = "model.layers.0.mlp.experts"
+    scales = {record[f"{base}.{e}.{leaf}_proj.weight"]["input_scale"] for e in range(3) for leaf in ("gate", "up")}
+    largest = max(float(inputs[f"{base}.{e}.up_proj"].abs().max()) for e in range(3))
+    assert len(scales) == 1
+    assert scales.pop() == pytest.approx(largest / 2688.0, rel=2e-4)
+    assert len({record[f"{base}.{e}.down_proj.weight"]["input_scale"] for e in range(3)}) == 3
+    assert verify(tmp_path / "out", source=model).faults == ()
+
+
+def test_the_command_line_takes_gptq_where_statistics_are_given_alone(model: Path, stats: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from ptqpipe.cli import main
+
+    out = tmp_path / "out"
+    done = CliRunner().invoke(main, ["convert", str(model), "-o", str(out), "--stats", str(stats), "-q"])
+    assert done.exit_code == 0, done.output
+    weights = json.loads((out / "ptqpipe.json").read_text())["weights"]
+    assert {entry["algorithm"] for entry in weights.values()} == {"gptq"}
+    refused = CliRunner().invoke(main, ["convert", str(model), "-o", str(tmp_path / "x"), "--algorithm", "gptq"])
+    assert refused.exit_code != 0
+    assert "needs statistics" in refused.output
+    assert "Traceback" not in refused.output
