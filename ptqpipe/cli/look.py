@@ -13,19 +13,20 @@ from ptqpipe.errors import UsageError
 @click.command()
 @click.argument("ckpt", type=click.Path(path_type=Path))
 @click.option("--source", type=click.Path(path_type=Path), help="The checkpoint that it was made from.")
+@click.option("--stats", type=click.Path(path_type=Path), help="The statistics that it was made with, if any.")
 @click.option(
     "--optimal", is_flag=True, help="Prove the block scales optimal again by brute force (a sample of blocks)."
 )
 @click.option("--all", "all_blocks", is_flag=True, help="With --optimal: every block instead of a sample.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @one_line_errors
-def verify(ckpt: Path, source: Path | None, optimal: bool, all_blocks: bool, as_json: bool) -> None:
+def verify(ckpt: Path, source: Path | None, stats: Path | None, optimal: bool, all_blocks: bool, as_json: bool) -> None:
     """Recompute every claim of CKPT from its bytes; exit 1 on any fault."""
     from ptqpipe.stages import verify as stage
 
     if all_blocks and not optimal:
         raise UsageError("--all says how many blocks --optimal proves; add --optimal")
-    report = stage.verify(ckpt, source=source, optimal=optimal, all_blocks=all_blocks)
+    report = stage.verify(ckpt, source=source, statistics=stats, optimal=optimal, all_blocks=all_blocks)
     click.echo(json.dumps(stage.to_json(report)) if as_json else stage.render(report))
     sys.exit(1 if report.faults else 0)
 

@@ -7,7 +7,7 @@ notes. Never raises for a damaged checkpoint: that is a fault. Memory is a few r
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,7 @@ from ptqpipe.stages.verify_structure import (
     is_kv_scale,
     plain_tensors,
 )
+from ptqpipe.statistics import Statistics
 
 __all__ = ["Finding", "Severity", "VerifyReport", "WeightReport", "render", "to_json", "verify"]
 
@@ -68,6 +69,7 @@ class _Run:
     origins: Origins | None = None
     record: Record | None = None
     planned: Replanned | None = None
+    statistics: Statistics | None = None
     weights: list[WeightReport] = field(default_factory=list)
 
 
@@ -78,6 +80,7 @@ def verify(
     ckpt: Path,
     *,
     source: Path | None = None,
+    statistics: Path | None = None,
     optimal: bool = False,
     all_blocks: bool = False,
     sample_blocks: int = SAMPLE_BLOCKS,
@@ -85,6 +88,7 @@ def verify(
 ) -> VerifyReport:
     """Checks a checkpoint, against its source where one is given.
 
+    statistics     those that it was made with: its weights are then quantized again with them
     optimal        also proves block scales optimal by brute force, ``sample_blocks`` of each weight, spread evenly
     all_blocks     all of them instead (slow)
     workers        threads; the processors by default. The report does not depend on it, its time aside
@@ -93,17 +97,18 @@ def verify(
     findings = Findings(own=False)
     opened = _open(ckpt, "checkpoint", findings)
     original = _open(source, "source", findings) if source is not None else None
+    known = Statistics.open(statistics) if statistics is not None else None
     container, weights, kept = "unknown", [], []
     try:
         if opened is not None and (source is None or original is not None):
             options = Options(optimal or all_blocks, None if all_blocks else sample_blocks)
-            run = _Run(opened, original, findings, options)
+            run = _Run(opened, original, findings, options, statistics=known)
             with one_thread_each():
                 _verify(run, workers if workers is not None else default_workers())
             container, weights = opened.container_name, run.weights
             kept = [opened.reader.entries[name].nbytes for name in plain_tensors(opened)]
     finally:
-        for reader in (opened, original):
+        for reader in (opened, original, known):
             if reader is not None:
                 reader.close()
     return VerifyReport(
@@ -211,6 +216,14 @@ def _check_plan(run: _Run, source: Source, record: Record) -> None:
     if record.converted:
         check_plan(run.ckpt, source, record, planned, run.findings)
     check_input_scales(run.ckpt, planned, record, run.findings)
+    made_with = record.raw.get("statistics")
+    if (
+        run.statistics is not None
+        and isinstance(made_with, Mapping)
+        and made_with.get("digest") != run.statistics.digest
+    ):
+        run.findings.fault("statistics", str(run.statistics.path), "is not what the checkpoint was made with")
+        run.statistics = None
     run.planned = planned
 
 
@@ -283,7 +296,9 @@ def _unit_job(run: _Run, index: int) -> _Job:
         unit = planned.plan.units[index]
 
         def repeat() -> None:
-            repeat_unit(run.ckpt, source, unit, record.weights, found, cache_bytes=CACHE_BYTES)
+            repeat_unit(
+                run.ckpt, source, unit, record.weights, found, cache_bytes=CACHE_BYTES, statistics=run.statistics
+            )
             if run.options.optimal and unit.scheme.fmt.block == (WHOLE, WHOLE):
                 prove_unit(run.ckpt, source, unit, record.weights, found)
 

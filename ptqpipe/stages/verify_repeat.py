@@ -8,18 +8,19 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ptqpipe.algorithms import rtn
+from ptqpipe.algorithms import calibrated, rtn
 from ptqpipe.containers import Role
 from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.moments import LARGEST
+from ptqpipe.stages.moments import LARGEST, inputs_of, options_of
 from ptqpipe.stages.verify_findings import Findings
 from ptqpipe.stages.verify_judge import judge_proof
 from ptqpipe.stages.verify_optimal import prove_joint
 from ptqpipe.stages.verify_record import Claim, Record, Replanned, check_numbers
 from ptqpipe.stages.verify_weights import multiplying
+from ptqpipe.statistics import Statistics
 
 
 def claim_name(member: Member) -> str:
@@ -28,12 +29,23 @@ def claim_name(member: Member) -> str:
 
 
 def repeat_unit(
-    ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings, *, cache_bytes: int
+    ckpt: Source,
+    source: Source,
+    unit: Unit,
+    claims: Mapping[str, Claim],
+    findings: Findings,
+    *,
+    cache_bytes: int,
+    statistics: Statistics | None = None,
 ) -> None:
-    """Quantizes a unit again and compares its rows with the stored ones, its numbers with the claimed ones."""
+    """Quantizes a unit again and compares its rows with the stored ones, its numbers with the claimed ones.
+
+    A unit that was made with statistics is repeated where they are at hand: matrix products give the same bits on the
+    same kind of processor only.
+    """
     if any(member.weight not in ckpt.stored or claim_name(member) not in claims for member in unit.members):
         return  # missing weights are reported by name elsewhere
-    if _made_with_data(unit, claims, findings):
+    if _learned(unit, claims, findings) or (unit.rule.calibrated and statistics is None):
         return
     cache = sum(member.elements for member in unit.members) * 2 <= cache_bytes
     rows = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
@@ -45,14 +57,7 @@ def repeat_unit(
         if problem:
             differing[(member, row)] = problem
 
-    result = rtn.quantize(
-        rows,
-        unit.scheme.fmt,
-        names=[member.weight for member in unit.members],
-        search=unit.rule.search,
-        search_global=unit.rule.global_scale == "search",
-        sink=compare,
-    )
+    result = _quantize(unit, rows, statistics, compare)
     for (index, row), problem in sorted(differing.items()):
         findings.fault(
             "repeat", claim_name(unit.members[index]), f"rows from {row} on: {problem} of the recorded recipe"
@@ -67,9 +72,29 @@ def repeat_unit(
             findings.fault("record", name, f"claims format, scheme, search, proven, global scale that are not {wanted}")
 
 
-def _made_with_data(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> bool:
-    """Whether a unit's bytes follow from statistics or learned codes, which are not at hand; a fault where its record
-    does not say what its rule does."""
+def _quantize(unit: Unit, rows: Sequence[SourceRows], statistics: Statistics | None, sink: rtn.Sink) -> rtn.UnitResult:
+    fmt, rule = unit.scheme.fmt, unit.rule
+    names = [member.weight for member in unit.members]
+    search_global = rule.global_scale == "search"
+    if not rule.calibrated:
+        return rtn.quantize(rows, fmt, names=names, search=rule.search, search_global=search_global, sink=sink)
+    assert statistics is not None  # the caller has looked
+    options = options_of(rule)
+    return calibrated.quantize(
+        rows,
+        fmt,
+        names=names,
+        inputs=inputs_of(unit, statistics, options),
+        options=options,
+        search=rule.search,
+        search_global=search_global,
+        sink=sink,
+    ).unit
+
+
+def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> bool:
+    """Whether a unit has learned codes, which are not at hand; a fault where a record does not say what its rule
+    does."""
     learned = False
     for member in unit.members:
         claim = claims[claim_name(member)]
@@ -77,7 +102,7 @@ def _made_with_data(unit: Unit, claims: Mapping[str, Claim], findings: Findings)
         wanted = (unit.rule.algorithm, unit.rule.weighting)
         if claim.algorithm != "learned" and (claim.algorithm, claim.weighting) != wanted:
             findings.fault("record", claim_name(member), f"claims {claim.algorithm}, the recipe says {wanted[0]}")
-    return learned or unit.rule.calibrated
+    return learned
 
 
 def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> None:

@@ -76,6 +76,8 @@ def test_every_recipe_with_data_converts_and_verifies(name: str, model: Path, st
     assert record["statistics"]["digest"] == json.loads((stats / "stats.json").read_text())["digest"]
     report = verify(tmp_path / "out", source=model, optimal=True)
     assert [fault.message for fault in report.faults] == []
+    repeated = verify(tmp_path / "out", source=model, statistics=stats)
+    assert [fault.message for fault in repeated.faults] == []
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4a16", "fp8"])
@@ -294,3 +296,20 @@ def test_the_command_line_takes_gptq_where_statistics_are_given_alone(model: Pat
     assert refused.exit_code != 0
     assert "needs statistics" in refused.output
     assert "Traceback" not in refused.output
+
+
+def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
+    model: Path, stats: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run(model, stats, out, scheme="nvfp4", algorithm="gptq")
+    record = json.loads((out / "ptqpipe.json").read_text())
+    record["recipe"]["rules"][0]["refine"] = 0
+    described = json.dumps(record["recipe"], sort_keys=True)
+    assert "refine" in described
+    (out / "ptqpipe.json").write_text(json.dumps(record))
+    faults = verify(out, source=model, statistics=stats).faults
+    assert any(fault.check == "repeat" for fault in faults)
+    other = write_statistics(tmp_path / "other", model, inputs_of_llama(tiny.llama(), seed=9))
+    faults = verify(out, source=model, statistics=other).faults
+    assert any("is not what the checkpoint was made with" in fault.message for fault in faults)
