@@ -46,6 +46,7 @@ class Model:
     """A model and its texts, as paths below the shared folder ("./": below this repository).
 
     shared_text  the one text there is serves for calibration, too: the model has memorised it
+    convert      what `ptqpipe convert` must be told
     """
 
     name: str
@@ -53,6 +54,7 @@ class Model:
     held_out: str
     calibration: str
     shared_text: bool = False
+    convert: tuple[str, ...] = ()
 
 
 WIKI = ("assets/data/wikitext2/wiki.test.raw", "assets/data/wikitext2/wiki.train.part.txt")
@@ -63,7 +65,7 @@ MODELS = (
     Model("demo_model", "./ptqpipe/demo_model", *WIKI),
     Model("babyllama-tok361", "assets/models/babyllama-tok361/hf", *STORIES),
     Model("stories260K", "assets/models/stories260K/hf", *STORIES),
-    Model("slm4096", "assets/models/slm4096/hf", *CORPUS, shared_text=True),
+    Model("slm4096", "assets/models/slm4096/hf", *CORPUS, shared_text=True, convert=("--container", "ptqpipe")),
 )
 
 
@@ -154,7 +156,7 @@ def run_model(
         number = 0 if seed is None else seed
         file = folder / f"rows-{number}.jsonl"
         rows, row_tokens = worker.submit(quality_worker.write_rows, number, file).result()
-        job = Job(entry, fmt, source, folder / "out", file, number, rows, row_tokens)
+        job = Job(entry, fmt, source, folder / "out", file, number, rows, row_tokens, model.convert)
         line = {"model": model.name, "format": fmt, "tool": entry.tool, "entry": entry.name, "seed": seed}
         line |= {"calibrated": entry.calibrated, "version": args.versions[entry.tool]}
         for left in folder.glob("out*"):

@@ -119,7 +119,12 @@ ENTRIES = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """An entry on one model and format. ``calibration`` is the file of token rows, ``out`` the checkpoint to write."""
+    """An entry on one model and format.
+
+    out          the checkpoint to write
+    calibration  the file of token rows, ``rows`` of ``row_tokens``, that ``seed`` chose
+    convert      what `ptqpipe convert` must be told about this model
+    """
 
     entry: Entry
     fmt: str
@@ -129,6 +134,7 @@ class Job:
     seed: int
     rows: int
     row_tokens: int
+    convert: tuple[str, ...] = ()
 
 
 def peer_command(job: Job, python: str) -> list[str]:
@@ -163,7 +169,7 @@ def own_steps(job: Job, python: str, stats: Path) -> list[list[str]]:
     """The processes of a ptqpipe entry after calibration, whose statistics are in ``stats``."""
     entry, tool = job.entry, [python, "-m", "ptqpipe"]
     end = ["-o", str(job.out), "--workers", "1", "-q"]
-    convert = ["--format", job.fmt, *entry.options, *end]
+    convert = ["--format", job.fmt, *entry.options, *job.convert, *end]
     if entry.tune is not None:
         codes = job.out.with_name(job.out.name + "-codes")
         rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]

@@ -80,6 +80,8 @@ class Baseline:
         dump = not (out / "hf_quant_config.json").exists() and "quantization_config" not in (
             out / "config.json"
         ).read_text(encoding="utf-8")
+        if not changed:
+            raise SystemExit(f"{out.name} has quantized nothing")
         if dump:
             quantize_inputs(model, out, fmt, [name.removesuffix(".weight") for name in changed])
         scores = score(model, self.texts.held_out, window=self.texts.window, reference=self.reference)

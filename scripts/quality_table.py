@@ -18,6 +18,7 @@ class Cell:
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         self.tool, self.entry, self.calibrated = (lines[0][name] for name in ("tool", "entry", "calibrated"))
+        self.weights = lines[0].get("weights")
         self.kls = [line["kl"] for line in lines]
         self.perplexity = float(np.mean([line["perplexity"] for line in lines]))
         self.sums = np.mean([line["kl_windows"] for line in lines], axis=0)
@@ -78,6 +79,12 @@ def entry_table(model: str, perplexity: float | None, by_format: dict[str, dict[
     return "\n".join(rows)
 
 
+def comparable(found: dict[str, Cell]) -> dict[str, Cell]:
+    """Those that quantize as many weights as ptqpipe without data does."""
+    own = found.get(f"{OWN} {DEFAULT[False]}")
+    return {name: cell for name, cell in found.items() if own is None or cell.weights == own.weights}
+
+
 def column(found: dict[str, Cell], name: str) -> str:
     """One cell: mean over seeds, and their range where there are several."""
     if name not in found:
@@ -86,9 +93,12 @@ def column(found: dict[str, Cell], name: str) -> str:
     text = f"{1000 * cell.kl:.2f}"
     if len(cell.kls) > 1:
         text += f" ±{500 * (max(cell.kls) - min(cell.kls)):.2f}"
-    if cell.kl == min(other.kl for other in found.values()):
+    same = comparable(found)
+    if name not in same:
+        return f"({text}: {cell.weights} weights)"
+    if cell.kl == min(other.kl for other in same.values()):
         return f"**{text}**"
-    free = [other.kl for other in found.values() if not other.calibrated]
+    free = [other.kl for other in same.values() if not other.calibrated]
     return f"_{text}_" if free and not cell.calibrated and cell.kl == min(free) else text
 
 
@@ -101,7 +111,7 @@ def standing(cells: dict[tuple[str, str], dict[str, Cell]]) -> str:
     for (model, fmt), found in cells.items():
         for calibrated in (False, True):
             own = found.get(f"{OWN} {DEFAULT[calibrated]}")
-            kind = [cell for cell in found.values() if calibrated or not cell.calibrated]
+            kind = [cell for cell in comparable(found).values() if calibrated or not cell.calibrated]
             peers = [cell for cell in kind if cell.tool != OWN]
             if own is None or not peers:
                 continue
