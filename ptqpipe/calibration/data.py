@@ -6,8 +6,10 @@ are chosen without replacement. The sha256 of the chosen tokens identifies them.
 """
 
 import hashlib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ import torch
 
 from ptqpipe.calibration.rows import read_rows
 from ptqpipe.errors import CheckpointError, UsageError
+
+PIECE = 1 << 18  # characters that are tokenized at once
+MAX_TOKEN = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +55,14 @@ def load_samples(
         )
     if samples < 1 or seqlen < 1:
         raise UsageError(f"--samples {samples} --seqlen {seqlen}: expected 1 or more of each")
-    tokenizer = _load_tokenizer(model)
+    tokenizer = cache(lambda: _load_tokenizer(model))  # rows of token ids need none
     files: list[tuple[str, int, int]] = []
-    stream: list[int] = []
+    stream = array("q")
     for name in names:
         before, rows = len(stream), 0
         for where, value in read_rows(name, field=field):
-            stream += _tokens(tokenizer, value, where)
+            for tokens in _tokens(tokenizer, value, where):
+                stream.extend(tokens)
             rows += 1
         if not rows:
             raise UsageError(f"{name} is empty; give a file with text")
@@ -67,7 +73,7 @@ def load_samples(
             f"the data give {len(stream)} tokens, {candidates} windows of {seqlen}, expected {samples}; give more "
             "data, or lower --samples or --seqlen"
         )
-    windows = torch.tensor(stream[: candidates * seqlen], dtype=torch.int64).view(candidates, seqlen)
+    windows = torch.frombuffer(stream, dtype=torch.int64, count=candidates * seqlen).view(candidates, seqlen)
     chosen = torch.randperm(candidates, generator=torch.Generator().manual_seed(seed))[:samples].sort().values
     windows = windows[chosen]
     return Samples(windows, tokens_digest(windows), tuple(files), candidates)
@@ -90,15 +96,36 @@ def _load_tokenizer(model: Path) -> Any:
         raise CheckpointError(f"{model} has no tokenizer that transformers reads: {first}") from None
 
 
-def _tokens(tokenizer: Any, value: Any, where: str) -> list[int]:
-    """The tokens of one row: text, messages, or token ids as they are."""
+def _tokens(tokenizer: Callable[[], Any], value: Any, where: str) -> Iterator[Sequence[int]]:
+    """The tokens of one row, in pieces: text, messages, or token ids as they are."""
     if isinstance(value, str):
-        return list(tokenizer(value, verbose=False)["input_ids"])
-    if isinstance(value, list) and value and all(isinstance(token, int) for token in value):
-        return value
-    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
-        return _chat_tokens(tokenizer, value, where)
-    raise UsageError(f"{where} is {type(value).__name__}, expected a text, a list of messages or a list of token ids")
+        for number, piece in enumerate(_pieces(value)):
+            yield tokenizer()(piece, add_special_tokens=number == 0, verbose=False)["input_ids"]
+    elif isinstance(value, list) and value and all(isinstance(token, int) for token in value):
+        if not all(0 <= token < MAX_TOKEN for token in value):
+            worst = next(token for token in value if not 0 <= token < MAX_TOKEN)
+            raise UsageError(f"{where} has token id {worst}, expected the model's tokens; tokenize the data again")
+        yield value
+    elif isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+        yield _chat_tokens(tokenizer(), value, where)
+    else:
+        raise UsageError(
+            f"{where} is {type(value).__name__}, expected a text, a list of messages or a list of token ids; name "
+            "another field with --field"
+        )
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long text cut after line ends: what a tokenizer returns takes many times the text's memory."""
+    start = 0
+    while len(text) - start > PIECE:
+        end = text.find("\n", start + PIECE) + 1
+        if not end:
+            break
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
 
 
 def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> list[int]:

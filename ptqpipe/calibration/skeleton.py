@@ -73,7 +73,7 @@ class Skeleton:
         if info.mismatched_keys:
             name, found, expected = sorted(info.mismatched_keys, key=str)[0]
             raise CheckpointError(
-                f"{path} has '{name}' of {tuple(found)}, its config.json says {tuple(expected)}; check config.json"
+                f"{path} has '{name}' of {tuple(found)}, its config.json says {tuple(expected)}; check the weights"
             )
         for name in names:
             if self._tensor(name).is_meta:

@@ -7,6 +7,7 @@ The folder appears under its name when stats.json, its last file, is in it.
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -197,8 +198,10 @@ class _Output:
     def __enter__(self) -> "_Output":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._let_go_of_journal()
+        if kind is not None and self._lock is not None and not self.done:  # nothing of worth was begun
+            shutil.rmtree(self.paths.partial, ignore_errors=True)
         if self._lock is not None:
             self._lock.release()
             self._lock = None
