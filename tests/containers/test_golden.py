@@ -48,7 +48,7 @@ CONTAINERS = {
 }
 # What the stored config says, in the words of our scheme table ("+": a pair that no row has).
 SCHEMES = {
-    "ct-fp8": {"fp8_tensor+fp8_static"},
+    "ct-fp8": {"fp8_static"},
     "ct-fp8-block": {"fp8_block"},
     "ct-fp8-dynamic": {"fp8_dynamic"},
     "ct-mixed": {"fp8_dynamic", "nvfp4_w4a4"},
@@ -60,8 +60,8 @@ SCHEMES = {
     "ct-nvfp4a16": {"nvfp4"},
     "ct-qwen3moe-nvfp4": {"nvfp4_w4a4"},
     "ds-fp8-block": {"fp8_block"},
-    "mo-fp8-kvfp8": {"fp8_tensor+fp8_static"},
-    "mo-mixed": {"fp8_tensor+fp8_static", "nvfp4_w4a4"},
+    "mo-fp8-kvfp8": {"fp8_static"},
+    "mo-mixed": {"fp8_static", "nvfp4_w4a4"},
     "mo-mixtral-nvfp4": {"nvfp4_w4a4"},
     "mo-nvfp4": {"nvfp4_w4a4"},
     "mo-qwen3moe-nvfp4": {"nvfp4_w4a4"},

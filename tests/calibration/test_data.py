@@ -1,0 +1,162 @@
+"""Claims of the samples: what each kind of file gives, that a seed decides, and one line for everything bad."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ptqpipe.calibration.data import PIECE, load_samples
+from ptqpipe.errors import CheckpointError, UsageError
+
+WORDS = [f"w{i}" for i in range(50)]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer: one token a word, <bos> before each text."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<bos>", "user", "assistant", *WORDS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<bos>")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of words, by hand."""
+    return [["<unk>", "<bos>", "user", "assistant", *WORDS].index(word) for word in text.split()]
+
+
+def sampled(file: Path | str, model: Path, **changes: Any) -> list[int]:
+    """All tokens of a file as one window."""
+    settings = {"samples": 1, "seqlen": 4} | changes
+    return load_samples([str(file)], model, **settings).windows.flatten().tolist()  # type: ignore[no-any-return]
+
+
+def lines(file: Path, *rows: Any) -> Path:
+    """A .jsonl file."""
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return file
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".raw", ".md"])
+def test_text_files_are_tokenized_with_the_models_tokenizer(suffix: str, tokenizer: Path, tmp_path: Path) -> None:
+    file = tmp_path / f"a{suffix}"
+    file.write_text("w3 w4\nw5\n")
+    assert sampled(file, tokenizer) == ids("<bos> w3 w4 w5")
+
+
+@pytest.mark.parametrize("field", ["text", "content", "prompt"])
+def test_rows_of_text_follow_each_other(field: str, tokenizer: Path, tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", {"id": 1, field: "w1 w2"}, {field: "w3"})
+    assert sampled(file, tokenizer, seqlen=5) == ids("<bos> w1 w2 <bos> w3")
+
+
+def test_the_field_can_be_named(tokenizer: Path, tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", {"text": "w1 w2 w3", "answer": "w7 w8 w9"})
+    assert sampled(file, tokenizer, field="answer") == ids("<bos> w7 w8 w9")
+
+
+def test_parquet_rows_are_those_of_jsonl(tokenizer: Path, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["w1 w2", "w3"]}), tmp_path / "a.parquet")
+    assert sampled(tmp_path / "a.parquet", tokenizer, seqlen=5) == ids("<bos> w1 w2 <bos> w3")
+    (tmp_path / "b.parquet").write_text("no parquet")
+    with pytest.raises(UsageError, match=r"b\.parquet is not a parquet file"):
+        sampled(tmp_path / "b.parquet", tokenizer)
+
+
+def test_messages_go_through_the_chat_template(tokenizer: Path, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
+    file = lines(tmp_path / "a.jsonl", {"messages": messages})
+    with pytest.raises(
+        UsageError, match="line 1 is a list of messages, and the model's tokenizer has no chat template"
+    ):
+        sampled(file, tokenizer)
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in tokenizer.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    assert sampled(file, model, seqlen=5) == ids("user w1 w2 assistant w3")
+
+
+def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", {"input_ids": [7, 8]}, {"input_ids": [9, 10]})
+    assert sampled(file, tmp_path) == [7, 8, 9, 10]
+    text = lines(tmp_path / "b.jsonl", {"text": "w1"})
+    with pytest.raises(CheckpointError, match="has no tokenizer that transformers reads"):
+        sampled(text, tmp_path)
+
+
+def test_long_texts_in_pieces_are_the_same_tokens(tokenizer: Path, tmp_path: Path) -> None:
+    words = [WORDS[i * i % 50] for i in range(PIECE // 3)]
+    (tmp_path / "lines.txt").write_text("".join(f"{word}\n" for word in words))
+    (tmp_path / "one.txt").write_text(" ".join(words))  # no line ends: never cut
+    size = len(words) + 1
+    assert (tmp_path / "one.txt").stat().st_size > 1.2 * PIECE
+    cut = sampled(tmp_path / "lines.txt", tokenizer, seqlen=size)
+    assert cut == sampled(tmp_path / "one.txt", tokenizer, seqlen=size) == ids("<bos>") + ids(" ".join(words))
+
+
+def test_a_seed_chooses_windows_without_replacement(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", {"input_ids": list(range(403))})
+    first = load_samples([str(file)], tmp_path, samples=20, seqlen=4, seed=1)
+    starts = first.windows[:, 0].tolist()
+    assert first.candidates == 100
+    assert len(set(starts)) == 20
+    assert all(start % 4 == 0 for start in starts)
+    assert torch.equal(first.windows, first.windows[:, :1] + torch.arange(4))
+    assert load_samples([str(file)], tmp_path, samples=20, seqlen=4, seed=1).sha256 == first.sha256
+    other = load_samples([str(file)], tmp_path, samples=20, seqlen=4, seed=2)
+    assert other.sha256 != first.sha256
+    assert first.files == ((str(file), 1, 403),)
+
+
+def bad_files() -> Iterator[tuple[str, bytes | None, str]]:
+    """(name, content, what the message says)."""
+    yield "none.txt", None, r"none\.txt does not exist"
+    yield "empty.txt", b" \n", r"empty\.txt is empty"
+    yield "empty.jsonl", b"", r"empty\.jsonl is empty"
+    yield "binary.txt", b"ab\xff", r"binary\.txt is not UTF-8 text \(byte 2\)"
+    yield "bad.jsonl", b'{"text": "w1"}\n{"text": \n', r"bad\.jsonl, line 2 is not JSON"
+    yield "list.jsonl", b"[1]\n", r"list\.jsonl, line 1 is list, expected an object"
+    yield "field.jsonl", b'\n{"id": 3}\n', r"field\.jsonl, line 2 has id, not any of messages, .*--field"
+    yield "number.jsonl", b'{"text": 5}\n', r"number\.jsonl, line 1 is int, expected a text"
+    yield "negative.jsonl", b'{"input_ids": [1, -2]}\n', r"line 1 has token id -2"
+    yield "short.txt", b"w1 w2", r"give 3 tokens, 0 windows of 4, expected 1; give more data"
+
+
+@pytest.mark.parametrize(("name", "content", "message"), list(bad_files()))
+def test_bad_data_is_one_line(name: str, content: bytes | None, message: str, tokenizer: Path, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        sampled(tmp_path / name, tokenizer)
+
+
+def test_a_missing_field_is_named(tokenizer: Path, tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", {"text": "w1"}, {"txt": "w2"})
+    with pytest.raises(UsageError, match=r"line 2 has txt, not 'text'; name the field with --field"):
+        sampled(file, tokenizer, field="text")
+
+
+def test_no_data_says_what_to_give(tokenizer: Path) -> None:
+    with pytest.raises(UsageError, match="no data to calibrate on; give --data FILE"):
+        load_samples([], tokenizer, samples=1, seqlen=4)
+
+
+def test_a_data_set_that_cannot_be_loaded_is_one_line(tokenizer: Path) -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(UsageError, match="nobody/nothing is no file, and as a data set it cannot be loaded"):
+        sampled("nobody/nothing", tokenizer)

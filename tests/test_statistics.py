@@ -1,0 +1,74 @@
+"""Claims of reading a statistics folder: what is asked for and is not there is one line that says how to get it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.statistics import Statistics
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """A folder with one module and one attention, by the safetensors library."""
+    folder.mkdir(exist_ok=True)
+    tensors = {"m.amax": torch.ones(16), "m.mean": torch.zeros(16), "m.second_moment": torch.full((16,), 2.0)}
+    tensors |= {"a.k_amax": torch.tensor([3.0]), "a.v_amax": torch.tensor([4.0])}
+    save_file(tensors, folder / "b.safetensors")
+    entry = {"file": "b.safetensors", "key": "m", "tokens": 7, "measured": True, "quantiles": {"0.99": 0.5}}
+    content = {
+        "version": 1,
+        "digest": "d",
+        "model": {"name": "n", "fingerprint": "f"},
+        "modules": {"m": entry, "sibling": entry},
+        "attention": {"a": {"heads": 1}},
+    }
+    (folder / "stats.json").write_text(json.dumps(content | changes))
+    return folder
+
+
+def test_siblings_read_the_entry_that_they_share(tmp_path: Path) -> None:
+    with Statistics.open(write(tmp_path / "s")) as statistics:
+        assert statistics.modules == ("m", "sibling")
+        for name in statistics.modules:
+            found = statistics.of(name)
+            assert (found.tokens, found.measured, dict(found.quantiles)) == (7, True, {0.99: 0.5})
+            assert torch.equal(found.second_moment, torch.full((16,), 2.0))
+        assert float(statistics.attention("a").v_amax) == 4.0
+        assert (statistics.digest, statistics.model_fingerprint, statistics.attentions) == ("d", "f", ("a",))
+
+
+def test_what_was_not_collected_says_how_to_collect_it(tmp_path: Path) -> None:
+    with Statistics.open(write(tmp_path / "s")) as statistics:
+        assert statistics.has("m", "amax")
+        assert not statistics.has("m", "full_moment")
+        assert not statistics.has("x", "amax")
+        with pytest.raises(UsageError, match="no full_moment of 'm'; calibrate again with --moments full"):
+            statistics.of("m", full=True)
+        with pytest.raises(UsageError, match="no block_moment of 'm'; calibrate again with --moments block"):
+            statistics.of("m", block=True)
+        with pytest.raises(UsageError, match="no statistics of 'x'"):
+            statistics.of("x")
+        with pytest.raises(UsageError, match="no key and value statistics of 'x'"):
+            statistics.attention("x")
+
+
+def test_a_folder_that_is_no_statistics_says_how_to_make_them(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"holds no stats\.json; make statistics with: ptqpipe calibrate MODEL"):
+        Statistics.open(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "{}", '{"version": 1}', "[" * 100_000])
+def test_a_damaged_file_is_one_line(text: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "s")
+    (folder / "stats.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"stats\.json"):
+        Statistics.open(folder)
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has version 2, expected 1; calibrate again"):
+        Statistics.open(write(tmp_path / "s", version=2))
