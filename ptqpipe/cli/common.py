@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 
@@ -82,6 +83,60 @@ def _fail(message: str, code: int) -> NoReturn:
     where = f" (rank {rank})" if rank not in (None, "0") else ""
     click.echo(f"Error{where}: {message}", err=True)
     sys.exit(code)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a command that writes a folder runs: options of machine and output, none of which decides bytes."""
+
+    workers: int | None
+    max_memory: int
+    mode: Literal["new", "resume", "overwrite"]
+    as_json: bool
+    quiet: bool
+
+    def machine(self, device: str = "cpu") -> "Machine":
+        """The machine options, checked."""
+        return machine_of(self.workers, device, self.max_memory, progress=not self.quiet and not self.as_json)
+
+
+def run_options(counted: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Adds the options of `RunOptions` to a command, which gets them as ``run``.
+
+    counted  what ``--workers`` counts: "Weights in flight"
+    """
+
+    def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        @wraps(command)
+        def wrapped(
+            *,
+            workers: int | None,
+            max_memory: int,
+            resume: bool,
+            overwrite: bool,
+            as_json: bool,
+            quiet: bool,
+            **arguments: Any,
+        ) -> R:
+            run = RunOptions(workers, max_memory, mode_of(resume, overwrite), as_json, quiet)
+            return command(run=run, **arguments)
+
+        for option in reversed(_run_options(counted)):
+            wrapped = option(wrapped)
+        return wrapped
+
+    return decorate
+
+
+def _run_options(counted: str) -> list[Callable[[Callable[..., R]], Callable[..., R]]]:
+    return [
+        click.option("--workers", type=int, metavar="N", help=f"{counted} [processors, at most 16]."),
+        click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory."),
+        click.option("--resume", is_flag=True, help="Continue an interrupted run."),
+        click.option("--overwrite", is_flag=True, help="Replace an existing output."),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
+        click.option("-q", "--quiet", is_flag=True, help="No progress bar."),
+    ]
 
 
 def mode_of(resume: bool, overwrite: bool) -> Literal["new", "resume", "overwrite"]:

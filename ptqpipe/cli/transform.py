@@ -5,7 +5,15 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks_of, resume_command, says_how_to_resume
+from ptqpipe.cli.common import (
+    RunOptions,
+    Size,
+    one_line_errors,
+    ranks_of,
+    resume_command,
+    run_options,
+    says_how_to_resume,
+)
 
 
 @click.command()
@@ -21,13 +29,8 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
 @click.option("--dtype", metavar="NAME", help="bf16, fp16, fp32 [the source's if that is exact, else fp32].")
 @click.option("--shard-size", type=Size(), help="Largest file of weights [chosen from the total].")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Output folder.")
-@click.option("--workers", type=int, metavar="N", help="Components in flight [processors, at most 16].")
-@click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
 @one_line_errors
+@run_options("Components in flight")
 def transform(
     model: str,
     apply: str,
@@ -41,12 +44,7 @@ def transform(
     dtype: str | None,
     shard_size: int | None,
     out: Path,
-    workers: int | None,
-    max_memory: int,
-    resume: bool,
-    overwrite: bool,
-    as_json: bool,
-    quiet: bool,
+    run: RunOptions,
 ) -> None:
     """Fold smoothing factors or rotations into MODEL: an equivalent model that quantizes better.
 
@@ -66,9 +64,9 @@ def transform(
         format=fmt,
         shard_bytes=shard_size,
     )
-    machine = machine_of(workers, "cpu", max_memory, progress=not quiet and not as_json)
-    mode = mode_of(resume, overwrite)
     with says_how_to_resume(resume_command()):
-        done = stage.transform(model, out, stats=stats, options=options, mode=mode, machine=machine, ranks=ranks_of())
+        done = stage.transform(
+            model, out, stats=stats, options=options, mode=run.mode, machine=run.machine(), ranks=ranks_of()
+        )
     if done is not None:
-        click.echo(json.dumps(stage.to_json(done)) if as_json else stage.render(done))
+        click.echo(json.dumps(stage.to_json(done)) if run.as_json else stage.render(done))
