@@ -1,0 +1,169 @@
+"""A child process, everything it starts, and the shared memory they use: watched, ended, and cleared away.
+
+Linux only, from /proc: this process becomes the reaper of its descendants, so a worker whose parent was killed is
+handed to it instead of being lost, and nothing that it did not start is ever touched. Shared-memory segments count as
+the family's when one of its processes had them mapped and they were not there before it started; they are removed only
+when no process maps them any more.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+SHM = Path("/dev/shm")
+_PR_SET_CHILD_SUBREAPER = 36
+END_S = 5.0  # between asking the last workers to end and killing them
+
+
+@dataclass(slots=True)
+class Family:
+    """A child and its descendants. ``before``: the segments that were there first; ``segments``: those seen since."""
+
+    child: subprocess.Popen[bytes]
+    before: frozenset[str]
+    segments: set[str] = field(default_factory=set)
+    stopped_at: float | None = None
+
+    @classmethod
+    def start(cls, command: list[str], environment: dict[str, str]) -> Self:
+        """Starts the child in a session of its own: a Ctrl-C at the terminal reaches it through us alone."""
+        become_reaper()
+        before = frozenset(path.name for path in SHM.iterdir()) if SHM.is_dir() else frozenset()
+        child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        return cls(child, before)
+
+    @property
+    def code(self) -> int | None:
+        """The child's exit code, negative for a signal; None while it runs."""
+        return self.child.returncode
+
+    def running(self) -> bool:
+        """Whether the child runs."""
+        return self.child.poll() is None
+
+    def wait(self, seconds: float) -> None:
+        """Until the child ends, at most so long."""
+        try:
+            self.child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return
+
+    def members(self) -> list[int]:
+        """The processes that stem from the child: its descendants, and its session's orphans that came to us."""
+        parents = parent_of_each()
+        session = self.child.pid
+        roots = {pid for pid, parent in parents.items() if parent == os.getpid() and _session(pid) == session}
+        found, new = set(roots), roots
+        while new:
+            new = {pid for pid, parent in parents.items() if parent in new} - found
+            found |= new
+        return sorted(found)
+
+    def look(self) -> None:
+        """Notes the segments that the family has mapped now."""
+        for pid in self.members():
+            self.segments |= mapped_segments(pid) - self.before
+
+    def stop(self) -> None:
+        """Asks the child to end. The first time counts."""
+        self.stopped_at = self.stopped_at or time.monotonic()
+        self.child.send_signal(signal.SIGTERM)
+
+    def seconds_since_stop(self) -> float:
+        """Seconds since the first `stop`, 0 before."""
+        return time.monotonic() - self.stopped_at if self.stopped_at is not None else 0.0
+
+    def kill(self) -> None:
+        """Ends every member at once."""
+        for pid in self.members():
+            _signal(pid, signal.SIGKILL)
+
+    def clear(self) -> list[str]:
+        """After the child has ended: ends the workers it left, removes their segments; a line for each."""
+        lines = []
+        left = self.members()
+        for pid in left:
+            self.segments |= mapped_segments(pid) - self.before
+            _signal(pid, signal.SIGTERM)
+        deadline = time.monotonic() + END_S
+        while self.members() and time.monotonic() < deadline:
+            reap()
+            time.sleep(0.1)
+        self.kill()
+        while self.members():
+            reap()
+            time.sleep(0.05)
+        if left:
+            lines.append(f"ended {len(left)} process(es) that vLLM had left")
+        removed = [name for name in sorted(self.segments) if remove_segment(name)]
+        if removed:
+            lines.append(f"removed {len(removed)} shared-memory segment(s) that vLLM had left: {', '.join(removed)}")
+        return lines
+
+
+def become_reaper() -> None:
+    """Makes this process the parent of descendants whose own parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def parent_of_each() -> dict[int, int]:
+    """Parent by process, for every process of this machine that is not a zombie."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:  # ended meanwhile
+                continue
+            if fields[0] != "Z":
+                found[int(folder.name)] = int(fields[1])
+    return found
+
+
+def mapped_segments(pid: int) -> set[str]:
+    """The names below /dev/shm that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # ended meanwhile, or another user's
+        return set()
+    paths = (line.split(maxsplit=5)[5] for line in lines if f" {SHM}/" in line)
+    return {path.removeprefix(f"{SHM}/").removesuffix(" (deleted)") for path in paths}
+
+
+def remove_segment(name: str) -> bool:
+    """Removes a segment that is there and that no process maps. Whether it did."""
+    if not (SHM / name).exists() or any(name in mapped_segments(pid) for pid in parent_of_each()):
+        return False
+    try:
+        (SHM / name).unlink()
+    except OSError:
+        return False
+    return True
+
+
+def reap() -> None:
+    """Collects descendants that have ended and were handed to us."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return -1
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

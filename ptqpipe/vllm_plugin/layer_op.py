@@ -1,0 +1,79 @@
+"""One operator for every packed layer: ``torch.ops.ptqpipe.vllm_linear(x, packed, bias, rows)``.
+
+torch.compile cannot look into it. ``packed`` is the layer's own parameter, the packed bytes, and finds the rest of the
+layer by its address; so a graph that vLLM takes from its cache works on whatever layers the process has loaded. (A
+number baked into the graph would not: the cache outlives the order in which layers were loaded.)
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ptqpipe.runtime.activations import InputQuantizer
+try:
+    from ptqpipe.runtime.packed import PackedWeight, packed_linear
+except ImportError:  # INTERIM, until runtime.packed is there
+    @dataclass(frozen=True, slots=True)
+    class PackedWeight:
+        data: torch.Tensor
+        @classmethod
+        def from_qtensor(cls, q):
+            return cls(q.dequantize().to(torch.bfloat16))
+    def packed_linear(x, weight, bias=None):
+        return torch.nn.functional.linear(x, weight.data, bias)
+
+if TYPE_CHECKING:
+    from ptqpipe.qtensor import QTensor
+
+_library = torch.library.Library("ptqpipe", "FRAGMENT")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer as it runs. Holding it keeps its bytes alive, so that no other tensor gets their address."""
+
+    weight: PackedWeight
+    quantizer: InputQuantizer
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x [..., K]`` to ``[..., N]``, same dtype: the input quantized as the format says, then the product."""
+        return packed_linear(self.quantizer(x), self.weight, bias)
+
+
+_layers: dict[int, Layer] = {}
+
+
+def define(dispatch_key: str) -> None:
+    """Defines the operator."""
+    _library.define("vllm_linear(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor")
+    _library.impl("vllm_linear", _linear, dispatch_key)
+    torch.library.register_fake("ptqpipe::vllm_linear", _shape, lib=_library)
+
+
+def keep(module: Any, q: "QTensor", quantizer: InputQuantizer, *, drop: tuple[str, ...]) -> None:
+    """Turns a loaded layer of vLLM into ours: its parameter ``weight`` becomes the packed bytes.
+
+    drop  names of the parameters that the packed weight has taken over
+    """
+    weight = PackedWeight.from_qtensor(q)
+    for name in drop:
+        if hasattr(module, name):
+            delattr(module, name)
+    packed = torch.nn.Parameter(weight.data, requires_grad=False)
+    module.weight = packed
+    module.ptqpipe_rows = q.shape[0]
+    _layers[packed.data_ptr()] = Layer(weight, quantizer)
+
+
+def apply(module: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The layer's forward: ``x [..., K]`` to ``[..., N]``."""
+    return torch.ops.ptqpipe.vllm_linear(x, module.weight, bias, module.ptqpipe_rows)
+
+
+def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+    return _layers[packed.data_ptr()](x, bias)
+
+
+def _shape(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], rows))
