@@ -132,7 +132,7 @@ def test_an_expert_without_tokens_gets_its_groups_maximum_and_says_so(tmp_path: 
     tensors[router] = torch.zeros_like(tensors[router])
     tensors["model.layers.0.post_attention_layernorm.weight"][0] = 10.0
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    done = run(tmp_path, "mixtral")  # equal logits: every token goes to the experts 0 and 1
+    done = run(tmp_path, "mixtral")  # equal logits: every token goes to the same two experts, whichever these are
     base = "model.layers.0.block_sparse_moe.experts"
     with Statistics.open(done.out) as statistics:
         for leaf in ("w1", "w2", "w3"):
@@ -148,8 +148,10 @@ def test_an_expert_without_tokens_gets_its_groups_maximum_and_says_so(tmp_path: 
                 moments = [other.full_moment for other in (one, *seen) if other.full_moment is not None]
                 mean = (moments[1].double() + moments[2].double()) / 2  # each saw every token
                 assert torch.allclose(moments[0].double(), mean, rtol=0, atol=2.0**-23 * float(mean.abs().max()))
-    assert f"{base}.2.w1" in stage_text().to_json(done)["stand_ins"]
-    assert f"{base}.2.w1" in stage_text().render(done)
+        idle = [f"{base}.{e}.w1" for e in range(4) if not statistics.of(f"{base}.{e}.w1").tokens]
+    for name in idle:
+        assert name in stage_text().to_json(done)["stand_ins"]
+    assert idle[0] in stage_text().render(done)
 
 
 def stage_text() -> Any:
