@@ -20,7 +20,7 @@ from ptqpipe.evaluation.measures import perplexity
 from ptqpipe.evaluation.scores import ModelLogits, score
 from ptqpipe.evaluation.text import load_tokenizer, read_text
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.runtime.load import load_model
+from ptqpipe.runtime.loading import load_model
 from ptqpipe.schemes import Activation
 
 DYNAMIC = {"mxfp4": Activation.MXFP4, "fp8": Activation.FP8_TOKEN}
@@ -44,7 +44,7 @@ class Texts:
 
 def read_texts(model: Path, held_out: Path, calibration: Path, *, tokens: int, shared: bool) -> Texts:
     """The texts of a model. One file for both is divided after the held-out tokens, unless ``shared``."""
-    from ptqpipe.runtime.load import read_config
+    from ptqpipe.runtime.loading import read_config
 
     tokenizer = load_tokenizer(model)
     window = min(WINDOW, getattr(read_config(model), "max_position_embeddings", WINDOW))

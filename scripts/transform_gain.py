@@ -24,7 +24,7 @@ from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.bootstrap import cluster_sums, interval, standard_error
 from ptqpipe.evaluation.scores import ModelLogits, Scores, Window, score
 from ptqpipe.evaluation.text import load_tokenizer, read_text
-from ptqpipe.runtime.load import load_model
+from ptqpipe.runtime.loading import load_model
 from ptqpipe.schemes import Activation, get_scheme
 from ptqpipe.stages.transform import transform
 from ptqpipe.stages.transform_plan import TransformOptions

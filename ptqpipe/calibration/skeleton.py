@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.runtime.load import read_config
+from ptqpipe.runtime.loading import read_config
 from ptqpipe.runtime.state import LazyTensor, lazy_state
 from ptqpipe.source import Source
 

@@ -1,6 +1,7 @@
 """Running quantized checkpoints: loading them with the semantics that their formats state.
 
-    model = ptqpipe.runtime.load_model("path/to/checkpoint")       any container, dense or MoE
+    model = ptqpipe.runtime.load("path/to/checkpoint")          weights packed in memory; tp=N, rank=r: a rank's part
+    model = ptqpipe.runtime.load_model("path/to/checkpoint")    weights decoded to floats, the oracle
 
 Names resolve on first use: importing this package imports neither torch nor transformers.
 """
@@ -9,11 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ptqpipe.runtime.load import load_model
+    from ptqpipe.runtime.loading import load, load_model
 
-__all__ = ["load_model"]
+__all__ = ["load", "load_model"]
 
-_HOME = {"load_model": "ptqpipe.runtime.load"}
+_HOME = dict.fromkeys(__all__, "ptqpipe.runtime.loading")
 
 
 def __getattr__(name: str) -> Any:

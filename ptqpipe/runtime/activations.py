@@ -14,7 +14,6 @@ Must not know where the weights of a layer come from, so that packed layers can 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from ptqpipe.qtensor import round_to
 from ptqpipe.schemes import Activation
 
 _E2M1_MAX, _E4M3_MAX = 6.0, 448.0
-_GROUP = {
+GROUP = {  # columns that share one scale
     Activation.NVFP4_STATIC_GLOBAL: 16,
     Activation.MXFP4: 32,
     Activation.MXFP8: 32,
@@ -57,7 +56,7 @@ class InputQuantizer:
         """``x`` quantized and decoded: same shape and dtype. Float32 inside."""
         if self.activation is Activation.NONE or x.numel() == 0:
             return x
-        group = _GROUP.get(self.activation)
+        group = GROUP.get(self.activation)
         blocks = x.float() if group is None else x.float().reshape(*x.shape[:-1], -1, group)
         decoded = _QUANTIZE[self.activation](self, blocks)
         return (decoded if group is None else decoded.flatten(-2)).to(x.dtype)
@@ -127,37 +126,3 @@ def _power_of_two(x: torch.Tensor, *, offset: int) -> torch.Tensor:
     bumped = (amax.view(torch.int32) + (1 << 21)) & 0x7F800000  # a significand of 1.75 or more carries
     exponent = (bumped >> 23) - offset
     return torch.exp2(exponent.clamp(0, 254).float() - 127)
-
-
-def experts_forward(
-    module: Any, inner: tuple[InputQuantizer, ...], outer: tuple[InputQuantizer, ...]
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The forward of a module of fused experts whose inputs are quantized.
-
-    module        transformers' experts: 3-D ``gate_up_proj`` (or ``up_proj``) and ``down_proj``
-    inner, outer  quantizers of the experts' inputs and of what ``down_proj`` gets, by expert
-    """
-    from torch.nn.functional import linear
-
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-
-    def project(name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-        w = getattr(module, name)[expert]
-        bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
-        return linear(x, w.t() if module.is_transposed else w, bias)
-
-    def forward(x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(x)
-        for expert in torch.unique(top_k_index).tolist():
-            if expert >= len(inner):  # no expert: padding of expert parallelism
-                continue
-            token, place = torch.where(top_k_index == expert)
-            hidden = project(first, expert, inner[expert](x[token]))
-            hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
-            hidden = project("down_proj", expert, outer[expert](hidden))
-            if getattr(module, "has_post_expert_norm", False):  # absent before transformers 5.20
-                hidden = module.post_expert_norm(hidden)
-            out.index_add_(0, token, (hidden * top_k_weights[token, place, None]).to(out.dtype))
-        return out
-
-    return forward

@@ -13,11 +13,10 @@ every call that passes a ``quantization_config`` of its own.
 
 What transformers 5 offers a quantizer are operations on single tensors, found by patterns of names. Decoding needs the
 parts of a weight together, whatever they are called. So the names are left alone: when transformers comes to load the
-files, it is given the decoded state instead (`_give_state`), by the names of the float checkpoint.
+files, it is given the decoded state instead (`fill.py`), by the names of the float checkpoint.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError
-from ptqpipe.runtime.simulate import simulate_activations
-from ptqpipe.runtime.state import lazy_state
+from ptqpipe.runtime.fill import Filling, override_loading, prepare
 from ptqpipe.source import Source
 
 METHOD = "ptqpipe"
@@ -72,7 +70,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: PackedConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self._source: Source | None = None
+        self._filling: Filling | None = None
 
     @property
     def is_trainable(self) -> bool:
@@ -87,37 +85,21 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         files = options.get("checkpoint_files") or []
         if not files:
             raise CheckpointError("a packed checkpoint is loaded from safetensors files; there are none")
-        self._source = Source.open(Path(files[0]).parent)
-        _give_state(type(model), self, self._source)
+        source = Source.open(Path(files[0]).parent)
+
+        def state(model: Any, conversions: Sequence[Any]) -> Mapping[str, Any]:
+            self._filling = prepare(model, source, conversions, packed=False)
+            return self._filling.state
+
+        # Should this loading fail before it comes to the files, the next one of the class takes the override off.
+        override_loading(type(model), lambda load_config: load_config.hf_quantizer is self, state)
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
-        if self._source is not None:
-            with self._source as source:
-                simulate_activations(model, source)
-            self._source = None
+        if self._filling is not None:
+            with self._filling.source:
+                self._filling.finish(model)
+            self._filling = None
         return model
-
-
-def _give_state(model_class: Any, quantizer: PackedQuantizer, source: Source) -> None:
-    """Makes the next loading of a ``model_class`` with this quantizer read the decoded state instead of the files.
-
-    ``from_pretrained`` calls ``_load_pretrained_model(model, state_dict, files, load_config)`` of its class once,
-    soon after this; the override is on that class alone and takes itself off.
-    """
-    own = model_class.__dict__.get("_load_pretrained_model")
-    original: Callable[..., Any] = model_class._load_pretrained_model
-
-    def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any, **named: Any) -> Any:
-        if own is None:
-            del model_class._load_pretrained_model
-        else:
-            model_class._load_pretrained_model = own
-        if load_config.hf_quantizer is quantizer:  # the state is a float model's: nothing is left for a quantizer
-            state_dict, load_config = lazy_state(source), replace(load_config, hf_quantizer=None)
-        with torch.no_grad():
-            return original(model, state_dict, checkpoint_files, load_config, *rest, **named)
-
-    model_class._load_pretrained_model = staticmethod(load)
 
 
 def takes(described: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ where all models hand over keys and values.
 
 import re
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ import torch
 from ptqpipe.containers import kv_scale, quantization_config
 from ptqpipe.errors import CheckpointError
 from ptqpipe.runtime.activations import round_to_e4m3
-from ptqpipe.runtime.names import targets
+from ptqpipe.runtime.names import Home
+from ptqpipe.runtime.shard import Cut
 from ptqpipe.source import Source
 
 IMPLEMENTATION = "ptqpipe_kv_fp8"
@@ -23,8 +25,13 @@ _SCALE = re.compile(r"(.*)\.([kv])_scale")
 _ATTRIBUTE = "ptqpipe_kv_scales"
 
 
-def simulate_kv_cache(model: Any, source: Source) -> int:
+def simulate_kv_cache(
+    model: Any, source: Source, *, homes: Mapping[str, Sequence[Home]], cuts: Mapping[str, Cut] | None = None
+) -> int:
     """Quantizes the keys and values of attention modules whose scales the checkpoint holds. How many it changed.
+
+    homes  where the checkpoint's tensors are in the model
+    cuts   the parts of the model's parameters that this rank of several has; a scale a head is cut like its heads
 
     A model whose attention does not go through transformers' interface keeps its cache as it is, with a warning; so
     does a cache of another format than FP8. CheckpointError for a module with one scale of the two.
@@ -45,7 +52,10 @@ def simulate_kv_cache(model: Any, source: Source) -> int:
     for name, scales in found.items():
         if set(scales) != {"k", "v"}:
             raise CheckpointError(f"{path}: {name} has a {'/'.join(scales)}_scale alone, expected k_scale and v_scale")
-        setattr(model.get_submodule(_module(model, name)), _ATTRIBUTE, (scales["k"], scales["v"]))
+        parameter, module = _key(source, homes, name)
+        cut = (cuts or {}).get(parameter)
+        kept = (_local(scales["k"], cut), _local(scales["v"], cut))
+        setattr(model.get_submodule(module), _ATTRIBUTE, kept)
     _register()
     config._attn_implementation = IMPLEMENTATION
     return len(found)
@@ -72,10 +82,20 @@ def _is_fp8(source: Source) -> bool:
     return isinstance(scheme, dict) and scheme.get("num_bits") == 8 and scheme.get("type") == "float"
 
 
-def _module(model: Any, name: str) -> str:
-    """The model's name of the attention module that the checkpoint calls ``name``."""
-    weight = targets(model, f"{name}.k_proj.weight")[0]
-    return weight.rpartition(".")[0].rpartition(".")[0]
+def _key(source: Source, homes: Mapping[str, Sequence[Home]], name: str) -> tuple[str, str]:
+    """(the model's parameter of the keys' projection, its attention module) of what the checkpoint calls ``name``."""
+    found = homes.get(f"{name}.k_proj.weight")
+    if not found:
+        raise CheckpointError(f"{source.reader.path}: no attention of the model has the kv scales of {name!r}")
+    return found[0].parameter, found[0].module.rpartition(".")[0]
+
+
+def _local(scale: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """The scales of this rank's heads."""
+    if cut is None or scale.shape[0] == 1:
+        return scale
+    start, stop = cut.ranges(scale.shape[0])[0]
+    return scale[start:stop]
 
 
 def _register() -> None:

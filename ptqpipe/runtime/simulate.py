@@ -1,64 +1,69 @@
-"""Puts the input quantizers of a checkpoint's schemes on the modules of its model.
+"""Puts the input quantizers of a checkpoint's schemes on the float modules of its model.
 
 A stored weight has the name of the checkpoint; which module of the model it went to is decided by the same conversion
 of names that filled the model. Weights that became parts of one module (experts in a stack, a fused matrix) have one
-input; where their static scales differ the first one counts, as in vLLM.
+input; where their static scales differ the first one counts, as in vLLM. Packed layers have their own (``replace.py``).
 """
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.runtime.activations import InputQuantizer, experts_forward
-from ptqpipe.runtime.kv_cache import simulate_kv_cache
-from ptqpipe.runtime.names import targets
-from ptqpipe.runtime.state import checkpoint_name
+from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.experts import experts_forward, float_project, is_experts
+from ptqpipe.runtime.names import Home
 from ptqpipe.schemes import Activation
 from ptqpipe.source import Source
 
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
+def simulate_activations(
+    model: Any, source: Source, *, homes: Mapping[str, Sequence[Home]], packed: frozenset[str] = frozenset()
+) -> int:
+    """Quantizes the inputs of a model's float layers as the checkpoint that filled it says.
 
-def simulate_activations(model: Any, source: Source) -> int:
-    """Quantizes the inputs of ``model``, loaded from ``source``, as the checkpoint says, and what its kv cache keeps.
+    homes   where the checkpoint's tensors went
+    packed  weights whose layers quantize their inputs themselves
 
     Returns how many modules get quantized inputs. UsageError for activations that cannot be simulated, CheckpointError
     for a weight that no module holds.
     """
-    simulate_kv_cache(model, source)
     if all(stored.scheme.activation is Activation.NONE for stored in source.stored.values()):
         return 0
     experts: dict[str, dict[str, dict[int, InputQuantizer]]] = {}
     done: set[str] = set()
     for weight, stored in source.stored.items():
-        for target in targets(model, checkpoint_name(weight)):
-            module, _, parameter = target.rpartition(".")
-            for expert, quantizer in _quantizers(source, stored):
+        if weight in packed:
+            continue
+        if not homes.get(weight):
+            raise CheckpointError(
+                f"no module of the model holds {weight!r}; what the checkpoint says of it has no place"
+            )
+        for home in homes[weight]:
+            for expert, quantizer in _quantizers(source, stored, home):
                 if expert is not None:
-                    experts.setdefault(module, {}).setdefault(parameter, {}).setdefault(expert, quantizer)
-                elif quantizer.activation is not Activation.NONE and module not in done:
-                    model.get_submodule(module).register_forward_pre_hook(quantizer.pre_hook)
-                    done.add(module)
+                    experts.setdefault(home.module, {}).setdefault(home.leaf, {}).setdefault(expert, quantizer)
+                elif quantizer.activation is not Activation.NONE and home.module not in done:
+                    model.get_submodule(home.module).register_forward_pre_hook(quantizer.pre_hook)
+                    done.add(home.module)
     for module, found in experts.items():
         done |= {module} if _quantize_experts(model, module, found) else set()
     return len(done)
 
 
-def _quantizers(source: Source, stored: StoredWeight) -> Iterator[tuple[int | None, InputQuantizer]]:
+def _quantizers(source: Source, stored: StoredWeight, home: Home) -> Iterator[tuple[int | None, InputQuantizer]]:
     """(expert or None, quantizer) of every matrix of a stored weight."""
-    match = _EXPERT.search(stored.weight)
     if stored.experts is not None:
         for expert in range(stored.experts):
-            yield expert, _quantizer(source, stored, expert)
+            yield expert, input_quantizer(source, stored, expert)
     else:
-        yield None if match is None else int(match[1]), _quantizer(source, stored, None)
+        yield home.expert, input_quantizer(source, stored, None)
 
 
-def _quantizer(source: Source, stored: StoredWeight, expert: int | None) -> InputQuantizer:
+def input_quantizer(source: Source, stored: StoredWeight, expert: int | None) -> InputQuantizer:
+    """What happens to the input of a stored weight (of one expert of a stack)."""
     activation = stored.scheme.activation
     if activation is Activation.UNKNOWN:
         raise UsageError(
@@ -86,13 +91,14 @@ def _quantize_experts(model: Any, module: str, found: dict[str, dict[int, InputQ
         return True
     inner = found.get("gate_up_proj") or found.get("up_proj")
     outer = found.get("down_proj")
-    if not hasattr(experts, "has_gate") or not (inner or outer):
+    if not is_experts(experts) or not (inner or outer):
         raise UsageError(f"the inputs of the experts in {module} cannot be simulated; use activations 'none'")
     count = int(experts.num_experts)
     none = InputQuantizer(Activation.NONE)
-    experts.forward = experts_forward(
+    project = float_project(
         experts,
         tuple((inner or {}).get(expert, none) for expert in range(count)),
         tuple((outer or {}).get(expert, none) for expert in range(count)),
     )
+    experts.forward = experts_forward(experts, project)
     return True

@@ -1,8 +1,9 @@
 """The float state of a checkpoint, tensor by tensor, decoded when asked: what a model's parameters are filled from.
 
 A checkpoint's logical tensors (``Source.tensors``) have the names of the float checkpoint whatever the container, so
-transformers' own renaming and merging of names (experts into 3-D stacks) applies to them unchanged. This file must not
-know models. The numbers are ``QTensor.dequantize``: float32, the one definition of decode.
+transformers' own renaming and merging of names (experts into 3-D stacks) applies to them unchanged. A rank of several
+gets parts of them, and only those are read. This file must not know models. The numbers are ``QTensor.dequantize``:
+float32, the one definition of decode.
 """
 
 import re
@@ -13,8 +14,8 @@ from types import EllipsisType
 import torch
 
 from ptqpipe.containers import kv_scale
-from ptqpipe.plan import Slice
-from ptqpipe.source import Source, SourceRows
+from ptqpipe.runtime.shard_read import Range, read_box, read_part
+from ptqpipe.source import Source
 
 # llm-compressor 0.14 writes Mixtral's experts by the names of transformers' modules, not of the checkpoint (its issue
 # 3069); transformers finds none of them. This goes when such checkpoints are forgotten.
@@ -24,17 +25,44 @@ _MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 Index = EllipsisType | slice | int | tuple[EllipsisType | slice | int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The part of a tensor that a rank holds; None is all of an axis.
+
+    rows, columns  of outputs and inputs of the layer, whatever the orientation
+    at             the dimensions of the float tensor that they are in
+    """
+
+    rows: tuple[Range, ...] | None = None
+    columns: Range | None = None
+    at: tuple[int, int] = (-2, -1)
+
+    def ranges(self, shape: tuple[int, ...]) -> list[tuple[Range, ...]]:
+        """The ranges of each dimension of a float tensor of this shape."""
+        ranges: list[tuple[Range, ...]] = [((0, extent),) for extent in shape]
+        if self.rows is not None:
+            ranges[self.at[0]] = self.rows
+        if self.columns is not None:
+            ranges[self.at[1]] = (self.columns,)
+        return ranges
+
+
+WHOLE = Region()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """One logical tensor of a checkpoint, read and decoded by indexing: the protocol of a safetensors slice."""
+    """One logical tensor of a checkpoint, or a part of it, read and decoded by indexing, as a safetensors slice is."""
 
     source: Source
     name: str
+    region: Region = WHOLE
 
     @property
     def shape(self) -> torch.Size:
-        """Shape in the float checkpoint."""
-        return torch.Size(self.source.tensors[self.name][1])
+        """Shape in the float checkpoint, of the part."""
+        whole = self.source.tensors[self.name][1]
+        return torch.Size(sum(stop - start for start, stop in part) for part in self.region.ranges(whole))
 
     def get_shape(self) -> list[int]:
         """As a safetensors slice says it."""
@@ -49,10 +77,12 @@ class LazyTensor:
         return self.read()[index]
 
     def read(self) -> torch.Tensor:
-        """The whole tensor: float32 of a stored weight, otherwise the stored dtype."""
+        """The whole part: float32 of a stored weight, otherwise the stored dtype."""
         stored = self.source.stored.get(self.name)
         if stored is None:
-            return self.source.reader.read(self.name)
+            if self.region == WHOLE:
+                return self.source.reader.read(self.name)
+            return read_box(self.source.reader, self.name, self.region.ranges(self.source.tensors[self.name][1]))
         if stored.experts is None:
             return self._matrix(None)
         return torch.stack([self._matrix(expert) for expert in range(stored.experts)])
@@ -60,8 +90,8 @@ class LazyTensor:
     def _matrix(self, expert: int | None) -> torch.Tensor:
         """One matrix in the orientation of the float checkpoint."""
         stored = self.source.stored[self.name]
-        rows = SourceRows(self.source, Slice(self.name, expert=expert), shape=stored.shape)
-        w = rows.rows(0, stored.shape[0])
+        region = self.region
+        w = read_part(self.source, stored, expert=expert, rows=region.rows, columns=region.columns).dequantize()
         return w.t().contiguous() if stored.transposed else w
 
 
@@ -70,10 +100,20 @@ def checkpoint_name(name: str) -> str:
     return _MIXTRAL.sub(lambda match: f"{match[1]}{_MIXTRAL_NAMES[match[2]]}{match[3]}", name)
 
 
-def lazy_state(source: Source) -> Mapping[str, LazyTensor]:
+def parameter_names(source: Source) -> list[str]:
     """Every logical tensor of a checkpoint but the scales of its kv cache, which belong to no parameter."""
-    return {
-        checkpoint_name(name): LazyTensor(source, name)
+    return [
+        name
         for name, (dtype, shape) in source.tensors.items()
         if kv_scale(name, dtype, shape, container="plain") is None
-    }
+    ]
+
+
+def lazy_state(source: Source, regions: Mapping[str, Region] | None = None) -> dict[str, LazyTensor]:
+    """The state by the names of the model's own checkpoint.
+
+    regions  of the tensors to take, by the checkpoint's names; None for all, whole
+    """
+    if regions is None:
+        regions = dict.fromkeys(parameter_names(source), WHOLE)
+    return {checkpoint_name(name): LazyTensor(source, name, region) for name, region in regions.items()}

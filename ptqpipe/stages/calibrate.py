@@ -29,7 +29,7 @@ from ptqpipe.checkpoint.partial import Paths, RankLock, output_errors, prepare, 
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import Mode
 from ptqpipe.errors import AlreadyComplete, UsageError
-from ptqpipe.runtime.load import DTYPES, read_config
+from ptqpipe.runtime.loading import DTYPES, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.jobs import json_bytes, run_id_of
 from ptqpipe.stages.machine import BASE_BYTES, Machine, Ranks, resident_bytes

@@ -1,6 +1,6 @@
 """evaluate: what a checkpoint computes, measured. Perplexity, KL divergence to a baseline, lm-eval tasks; one JSON.
 
-Both models are loaded with true semantics (``runtime/load.py``). Whatever can be wrong with the call is found before a
+Both models are loaded with true semantics (``runtime/loading.py``). Whatever can be wrong with the call is found before a
 weight is read. The baseline goes first, its logits to the cache on disk, and is gone before the checkpoint is loaded;
 where they are not cached (no folder, or more than the limit) both models are in memory.
 """
@@ -22,7 +22,7 @@ from ptqpipe.evaluation.harness import Metric, TaskRequest, check_tasks, run_tas
 from ptqpipe.evaluation.measures import divergence, perplexity
 from ptqpipe.evaluation.scores import Window, score, windows
 from ptqpipe.evaluation.text import Text, Tokenizer, read_text
-from ptqpipe.runtime.load import check_device, dtype_of, load_model, read_config
+from ptqpipe.runtime.loading import check_device, dtype_of, load_model, read_config
 from ptqpipe.stages.evaluate_report import Measured, TaskRow, result_json
 
 DEFAULT_WINDOW = 2048

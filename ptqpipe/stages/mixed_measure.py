@@ -20,7 +20,7 @@ from ptqpipe.evaluation.scores import ModelLogits, Window, batches, score, vocab
 from ptqpipe.evaluation.text import Tokenizer, read_text
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
-from ptqpipe.runtime.load import load_model, read_config
+from ptqpipe.runtime.loading import load_model, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.mixed_units import Group

@@ -36,7 +36,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.runtime.load import read_config
+from ptqpipe.runtime.loading import read_config
 from ptqpipe.schemes import Activation
 from ptqpipe.source import SourceRows
 from ptqpipe.stages import convert

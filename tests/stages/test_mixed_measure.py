@@ -10,7 +10,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.scores import score
 from ptqpipe.plan import Member, Slice
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.runtime.load import load_model
+from ptqpipe.runtime.loading import load_model
 from ptqpipe.source import Source
 from ptqpipe.stages.convert import convert, prepare
 from ptqpipe.stages.mixed import Budget, MixedPlan, plan_mixed, write_recipe

@@ -1,9 +1,9 @@
-"""load_model: a transformers model of any checkpoint that ptqpipe reads, computing what the checkpoint's format says.
+"""load and load_model: a transformers model of any checkpoint that ptqpipe reads, computing what its format says.
 
-The weights are those of ``QTensor.dequantize``, rounded once to the asked dtype (float32 does not round them), and the
-inputs of linear layers whose scheme quantizes activations are quantized as the format says (``activations.py``).
-transformers supplies the model code and the conversion of checkpoint names; this file supplies the numbers. A later
-runtime keeps the weights packed: it replaces the linear layers between `build` and filling.
+`load` is for serving: weights stay packed, each rank of a tensor-parallel group reads its part alone. `load_model` is
+the plain oracle beside it: every weight decoded by ``QTensor.dequantize`` and rounded once to the asked dtype (float32
+does not round them). transformers supplies the model code, the conversion of checkpoint names and the tensor-parallel
+plan; ``fill.py`` puts the numbers in.
 """
 
 import re
@@ -12,13 +12,53 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ptqpipe.errors import CheckpointError, UsageError, one_line
-from ptqpipe.runtime.state import lazy_state
+from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
+from ptqpipe.runtime.parallel import AllReduce, TensorParallel
 from ptqpipe.source import Source
 
 Activations = Literal["simulated", "none"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(
+    ckpt: Path | str,
+    *,
+    tp: int = 1,
+    rank: int = 0,
+    group: ProcessGroup | None = None,
+    all_reduce: AllReduce | None = None,
+    dtype: torch.dtype | str = "bfloat16",
+    packed: bool = True,
+    activations: Activations = "simulated",
+    device: str = "cpu",
+) -> Any:
+    """A transformers causal language model in evaluation mode, its quantized weights packed in memory.
+
+    ckpt         a checkpoint folder, plain or in any container; dense or mixture of experts
+    tp, rank     how many ranks compute the model, and which this is; it reads its own part of the weights alone, and
+                 its attention has its own part of the heads (`parallel.local_heads`)
+    group        the process group of the ranks (torch.distributed is initialized before); None is the default group
+    all_reduce   ``f(x) -> sum of x over the ranks``, called with every row-parallel layer's partial output
+                 ``[..., hidden]``: contiguous, in ``dtype``, may be written to; every rank must get the same bits. It
+                 may choose by ``x.numel()``. None is torch's all_reduce in ``group``. Logits do not pass it
+    dtype        what the model computes in: bfloat16, float32, float16 or "auto", the checkpoint's own
+    packed       False decodes the weights to ``dtype`` instead
+    activations  "simulated" quantizes the inputs of linear layers and the kv cache as the checkpoint says, "none"
+                 leaves them
+    device       where it computes: cpu, cuda, cuda:N
+
+    The model has ``model.tensor_parallel`` (TensorParallel). Raises UsageError, before a weight is read, where ``tp``
+    does not divide the model, without transformers, and for unknown options; CheckpointError where the checkpoint and
+    the model do not fit together: a weight missing, one without a place, a shape that differs.
+    """
+    _check(activations, device)
+    ranks = TensorParallel(tp, rank, group, all_reduce)
+    ranks.check()
+    model = _load(Path(ckpt), ranks, dtype=dtype, packed=packed, activations=activations)
+    return model.to(device)
 
 
 def load_model(
@@ -28,7 +68,7 @@ def load_model(
     activations: Activations = "simulated",
     device: str = "cpu",
 ) -> Any:
-    """A transformers causal language model in evaluation mode.
+    """A transformers causal language model in evaluation mode, its weights decoded to floats.
 
     ckpt         a checkpoint folder, plain or in any container; dense or mixture of experts
     dtype        what the model computes in; float32, the default, is exact for every decoded weight. "auto": the
@@ -40,17 +80,34 @@ def load_model(
     Raises UsageError without transformers or for an unknown dtype, CheckpointError where the checkpoint and the model
     do not fit together: a weight missing, one without a place, a shape that differs.
     """
+    _check(activations, device)
+    model = _load(Path(ckpt), TensorParallel(), dtype=dtype, packed=False, activations=activations)
+    return model.to(device)
+
+
+def _check(activations: str, device: str) -> None:
     if activations not in ("simulated", "none"):
         raise UsageError(f"activations {activations!r} is unknown; use simulated or none")
     check_device(device)
-    with Source.open(Path(ckpt)) as source:
-        config = read_config(source.reader.path)
-        model = _fill(source, config, dtype_of(dtype, config))
-        if activations == "simulated":
-            from ptqpipe.runtime.simulate import simulate_activations
 
-            simulate_activations(model, source)
-    return model.to(device)
+
+def _load(
+    path: Path, ranks: TensorParallel, *, dtype: torch.dtype | str, packed: bool, activations: Activations
+) -> Any:
+    with Source.open(path) as source:
+        config = read_config(source.reader.path)
+        fillings: list[Filling] = []
+
+        def state(model: Any, conversions: Any) -> Any:
+            simulated = activations == "simulated"
+            found = prepare(model, source, conversions, ranks=ranks, packed=packed, activations=simulated)
+            fillings.append(found)
+            return found.state
+
+        model = _fill(source, config, dtype_of(dtype, config), state)
+        fillings[0].finish(model)
+    model.tensor_parallel = ranks
+    return model
 
 
 def check_device(device: str) -> None:
@@ -97,8 +154,8 @@ def dtype_of(dtype: torch.dtype | str, config: Any) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _fill(source: Source, config: Any, dtype: torch.dtype) -> Any:
-    """The model of ``config`` with the decoded tensors of ``source``: built on the meta device, filled one by one."""
+def _fill(source: Source, config: Any, dtype: torch.dtype, state: Prepare) -> Any:
+    """The model of ``config`` with the tensors of ``source``: built on the meta device, filled one by one."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
     from transformers.utils import logging
 
@@ -110,9 +167,10 @@ def _fill(source: Source, config: Any, dtype: torch.dtype) -> Any:
     logging.disable_progress_bar()
     logging.set_verbosity(logging.CRITICAL)  # what its report says becomes one error below
     try:
-        model, info = model_class.from_pretrained(
-            None, config=config, state_dict=lazy_state(source), dtype=dtype, output_loading_info=True
-        )
+        with instead_of_files(model_class, state):
+            model, info = model_class.from_pretrained(
+                None, config=config, state_dict={}, dtype=dtype, output_loading_info=True
+            )
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit its config.json: {_first_line(error)}") from None
     finally:

@@ -1,0 +1,83 @@
+"""The forward of transformers' stacked experts with packed weights, or with quantized inputs, or both.
+
+transformers 5 keeps the experts of a layer as 3-D parameters ``gate_up_proj`` (or ``up_proj``) and ``down_proj``. Its
+module stays, with its gate, its activation and its biases; here each expert's two matrices become layers of their own,
+each with its own input quantizer, and the stacks go. Must not know files or ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from ptqpipe.runtime.activations import InputQuantizer
+
+Project = Callable[[str, int, torch.Tensor], torch.Tensor]
+"""(name of the stack, expert, x [tokens, in]) -> [tokens, out], with the expert's bias."""
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def first_stack(module: Any) -> str:
+    """The name of the stack that the experts' inputs meet."""
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def is_experts(module: Any) -> bool:
+    """Whether a module is one of transformers' stacked experts, whose parts this file knows."""
+    return hasattr(module, "has_gate") and hasattr(module, "num_experts")
+
+
+def experts_forward(module: Any, project: Project) -> Forward:
+    """The forward of a module of stacked experts: expert by expert, each for its own tokens."""
+    first = first_stack(module)
+
+    def forward(x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in torch.unique(top_k_index).tolist():
+            if expert >= module.num_experts:  # no expert: padding of expert parallelism
+                continue
+            token, place = torch.where(top_k_index == expert)
+            hidden = project(first, expert, x[token])
+            hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+            hidden = project("down_proj", expert, hidden)
+            if getattr(module, "has_post_expert_norm", False):  # absent before transformers 5.20
+                hidden = module.post_expert_norm(hidden)
+            out.index_add_(0, token, (hidden * top_k_weights[token, place, None]).to(out.dtype))
+        return out
+
+    return forward
+
+
+def float_project(module: Any, inner: Sequence[InputQuantizer], outer: Sequence[InputQuantizer]) -> Project:
+    """Projections by the module's own float stacks, the inputs quantized.
+
+    inner, outer  quantizers of the experts' inputs and of what ``down_proj`` gets, by expert
+    """
+
+    def project(name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        w = getattr(module, name)[expert]
+        x = (outer if name == "down_proj" else inner)[expert](x)
+        return linear(x, w.t() if module.is_transposed else w, _bias(module, name, expert))
+
+    return project
+
+
+def use_layers(module: Any, first: Sequence[torch.nn.Module], down: Sequence[torch.nn.Module]) -> None:
+    """Puts one layer an expert in the place of the stacks of ``module``. The layers add no bias."""
+    layers = {first_stack(module): torch.nn.ModuleList(first), "down_proj": torch.nn.ModuleList(down)}
+    for name, found in layers.items():
+        del module._parameters[name]
+        module.add_module(f"{name}_layers", found)
+
+    def project(name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = layers[name][expert](x)
+        bias = _bias(module, name, expert)
+        return y if bias is None else y + bias
+
+    module.forward = experts_forward(module, project)
+    module._is_hf_initialized = True  # transformers would initialize the stacks
+
+
+def _bias(module: Any, name: str, expert: int) -> torch.Tensor | None:
+    return getattr(module, f"{name}_bias")[expert] if module.has_bias else None

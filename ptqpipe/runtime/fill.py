@@ -1,0 +1,167 @@
+"""Between transformers' empty model and a filled one: which weights stay packed, which part of each a rank reads.
+
+`prepare` takes a model on the meta device and an open checkpoint. It decides everything from names and headers, so that
+what does not fit is refused before a weight is read; then it puts packed layers, read from the files, into the model
+and says from what transformers is to fill the rest. `Filling.finish` hangs the hooks on the filled model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ptqpipe.containers import StoredWeight
+from ptqpipe.errors import UsageError
+from ptqpipe.runtime.activations import GROUP, InputQuantizer
+from ptqpipe.runtime.kv_cache import simulate_kv_cache
+from ptqpipe.runtime.names import Home, Homes
+from ptqpipe.runtime.parallel import TensorParallel
+from ptqpipe.runtime.shard import ShardPlan, axis_of, connect, is_transposed, make_plan, shrink
+from ptqpipe.runtime.simulate import input_quantizer, simulate_activations
+from ptqpipe.runtime.state import LazyTensor, Region, checkpoint_name, lazy_state, parameter_names
+from ptqpipe.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """What a model is filled with. Names of ``homes``, ``state`` and ``packed`` are the checkpoint's.
+
+    state   from what transformers fills the parameters
+    packed  the weights that are in the model already, packed
+    """
+
+    source: Source
+    homes: Mapping[str, list[Home]]
+    plan: ShardPlan
+    state: Mapping[str, LazyTensor]
+    packed: frozenset[str]
+    activations: bool
+
+    def finish(self, model: Any) -> None:
+        """Completes a filled model: quantized inputs of its float layers, its kv cache, and the ranks' sums."""
+        if self.activations:
+            simulate_kv_cache(model, self.source, homes=self.homes, cuts=self.plan.cuts)
+            simulate_activations(model, self.source, homes=self.homes, packed=self.packed)
+        connect(model, self.plan)
+
+
+def prepare(
+    model: Any,
+    source: Source,
+    conversions: Sequence[Any],
+    *,
+    ranks: TensorParallel | None = None,
+    packed: bool = True,
+    activations: bool = True,
+) -> Filling:
+    """Makes ``model``, on the meta device, ready to be filled with this rank's part of ``source``.
+
+    conversions  transformers' own of the model's checkpoint names
+    packed       whether quantized weights stay packed where the model has a linear layer or stacked experts for them
+
+    UsageError for ranks that do not divide the model or activations that cannot be simulated, before any weight is
+    read; CheckpointError for a damaged checkpoint.
+    """
+    names = parameter_names(source)
+    find = Homes(model, conversions)
+    homes = {name: find.of(checkpoint_name(name)) for name in names}
+    blocks = _blocks(source, homes)
+    plan = make_plan(model, ranks or TensorParallel(), columns=lambda name: blocks.get(name, 1))
+    regions = {name: _region(model, source, name, homes[name], plan) for name in names}
+    places: list[Any] = []
+    if packed and source.stored:
+        from ptqpipe.runtime.replace import packed_places
+
+        places = list(packed_places(model, source, homes))
+    quantizers = {name: _quantizers(source, source.stored[name], activations) for x in places for name in x.weights}
+    shrink(model, plan)
+    for place in places:
+        place.install(model, source, regions, quantizers)
+    gone = frozenset(quantizers)
+    state = lazy_state(source, {name: region for name, region in regions.items() if name not in gone})
+    return Filling(source, homes, plan, state, gone, activations)
+
+
+def _blocks(source: Source, homes: Mapping[str, list[Home]]) -> dict[str, int]:
+    """How many columns of each parameter stay together: a block of its format, a group of its input's."""
+    found: dict[str, int] = {}
+    for name, stored in source.stored.items():
+        together = max(stored.scheme.fmt.block[1], GROUP.get(stored.scheme.activation, 1), 1)
+        for home in homes.get(name, ()):
+            found[home.parameter] = max(found.get(home.parameter, 1), together)
+    return found
+
+
+def _region(model: Any, source: Source, name: str, homes: Sequence[Home], plan: ShardPlan) -> Region:
+    """The part of a checkpoint's tensor that this rank reads."""
+    home = next((home for home in homes if home.parameter in plan.cuts), None)
+    if home is None:
+        return Region()
+    if not home.plain:
+        raise UsageError(f"transformers rearranges {name!r} while loading, so its parts cannot be read; use tp=1")
+    cut = plan.cuts[home.parameter]
+    cut = replace(cut, pieces=1) if home.pieces > 1 else cut
+    stored = source.stored.get(name)
+    shape = source.tensors[name][1]
+    turned = is_transposed(model.get_submodule(home.module))
+    at = tuple(axis_of(len(shape), axis, transposed=turned, leaf=home.leaf) for axis in ("out", "in"))
+    extent = shape[at[0 if cut.axis == "out" else 1]] if stored is None else stored.shape[cut.axis == "in"]
+    ranges = cut.ranges(extent)
+    if cut.axis == "out":
+        return Region(rows=ranges, at=(at[0], at[1]))
+    return Region(columns=ranges[0], at=(at[0], at[1]))
+
+
+def _quantizers(source: Source, stored: StoredWeight, activations: bool) -> tuple[InputQuantizer | None, ...]:
+    """The quantizer of the input of each of a stored weight's matrices."""
+    experts: Sequence[int | None] = (None,) if stored.experts is None else range(stored.experts)
+    return tuple(input_quantizer(source, stored, expert) if activations else None for expert in experts)
+
+
+Prepare = Callable[[Any, Sequence[Any]], Mapping[str, Any]]
+"""(empty model, conversions) -> the state that fills it."""
+
+
+@contextmanager
+def instead_of_files(model_class: Any, prepare_state: Prepare) -> Iterator[None]:
+    """Makes ``from_pretrained`` of this class fill its model with the state that ``prepare_state`` gives.
+
+    transformers calls ``_load_pretrained_model(model, state_dict, files, load_config)`` of the class once, when the
+    model stands empty. The override is on that class alone and goes when the block ends.
+    """
+    undo = override_loading(model_class, lambda load_config: True, prepare_state)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def override_loading(model_class: Any, wanted: Callable[[Any], bool], prepare_state: Prepare) -> Callable[[], None]:
+    """The override of `instead_of_files`, which goes after one call. Returns what takes it off, any number of times.
+
+    wanted  whether a call, by its ``load_config``, is the one that was meant
+    """
+    own = model_class.__dict__.get("_load_pretrained_model")
+    original: Callable[..., Any] = model_class._load_pretrained_model
+    active = True
+
+    def undo() -> None:
+        nonlocal active
+        if active and own is None:
+            del model_class._load_pretrained_model
+        elif active:
+            model_class._load_pretrained_model = own
+        active = False
+
+    def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any, **named: Any) -> Any:
+        undo()
+        if wanted(load_config):  # the state is a float model's: nothing is left for a quantizer
+            state_dict = prepare_state(model, load_config.weight_mapping or [])
+            load_config = replace(load_config, hf_quantizer=None)
+        with torch.no_grad():
+            return original(model, state_dict, checkpoint_files, load_config, *rest, **named)
+
+    model_class._load_pretrained_model = staticmethod(load)
+    return undo

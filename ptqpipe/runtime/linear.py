@@ -1,0 +1,99 @@
+"""PackedLinear: a linear layer whose weight stays packed in memory, with the input that its format states.
+
+The product is ``packed.py``'s: on a CPU a compiled kernel reads the packed bytes, on CUDA a Triton kernel. Formats that
+quantize activations have them quantized and decoded first (``activations.py``), which is what hardware for the format
+computes up to the order of its sums. Must not know models, files or ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ptqpipe.qtensor import QTensor
+from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.packed import PackedWeight, packed_linear
+from ptqpipe.schemes import Activation
+
+
+class PackedLinear(torch.nn.Module):
+    """``y = quantize(x) @ W.T + bias`` with W packed; x ``[..., in_features]`` in any float dtype, y in the same.
+
+    The weight is no parameter: it is not in the ``state_dict``, does not follow ``to(dtype)``, and does follow
+    ``to(device)``.
+    """
+
+    def __init__(
+        self, weight: PackedWeight, *, bias: torch.nn.Parameter | None = None, quantizer: InputQuantizer | None = None
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.packed = weight
+        self.quantizer = None if quantizer is None or quantizer.activation is Activation.NONE else quantizer
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        if self.quantizer is not None:
+            x = self.quantizer(x)
+        y: torch.Tensor = packed_linear(x, self.packed, self.bias)
+        return y
+
+    def extra_repr(self) -> str:
+        """As torch prints it."""
+        activation = "" if self.quantizer is None else f", input {self.quantizer.activation}"
+        has_bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}{activation}"
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """The codes move to where ``fn`` puts a tensor of bytes."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.packed = self.packed.to(fn(torch.empty(0, dtype=torch.uint8, device=self.packed.device)).device)
+        return self
+
+
+def side_by_side(parts: list[QTensor]) -> QTensor | None:
+    """Matrices with the same inputs as one of all their rows; None where they share no format or global scale."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    same = all(
+        part.fmt == first.fmt
+        and part.shape[1] == first.shape[1]
+        and part.global_divides == first.global_divides
+        and (part.global_scale is None or torch.equal(part.global_scale, _scalar(first)))
+        and part.shape[0] % part.fmt.block_extent(part.shape)[0] == 0
+        for part in parts
+    )
+    if not same or first.fmt.block[0] == 0:  # a scale of the whole matrix
+        return None
+    return replace(
+        first,
+        shape=(sum(part.shape[0] for part in parts), first.shape[1]),
+        data=torch.cat([part.data for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+    )
+
+
+def _scalar(q: QTensor) -> torch.Tensor:
+    assert q.global_scale is not None
+    return q.global_scale
+
+
+class Stacked(torch.nn.Module):
+    """Layers of the same input, their outputs side by side: a gate and an up projection of different scales."""
+
+    def __init__(self, layers: list[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in]`` to ``[..., sum of out]``."""
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
+
+
+def packed_bytes(model: torch.nn.Module) -> tuple[int, int]:
+    """(bytes of the packed weights of a model, bytes of the same weights in bfloat16)."""
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    return sum(x.packed.nbytes for x in layers), sum(2 * x.in_features * x.out_features for x in layers)

@@ -1,0 +1,130 @@
+"""Which modules of a model get packed layers, and how: linear layers, and stacks of experts.
+
+A quantized weight stays packed where all of a parameter comes from quantized weights: the one of a linear layer, or the
+matrices of all experts of a stack. What a model keeps in another shape (transposed, convolutions, parts that are
+rearranged) is decoded to floats instead, like everything that is not quantized.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptqpipe.qtensor import QTensor
+from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.experts import first_stack, is_experts, use_layers
+from ptqpipe.runtime.linear import PackedLinear, Stacked, side_by_side
+from ptqpipe.runtime.names import Home
+from ptqpipe.runtime.packed import PackedWeight
+from ptqpipe.runtime.shard_read import read_part
+from ptqpipe.runtime.state import Region
+from ptqpipe.source import Source
+
+Quantizers = Mapping[str, tuple[InputQuantizer | None, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinearPlace:
+    """A linear layer whose weight stays packed."""
+
+    module: str
+    weight: str
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return (self.weight,)
+
+    def install(self, model: Any, source: Source, regions: Mapping[str, Region], quantizers: Quantizers) -> None:
+        old = model.get_submodule(self.module)
+        weight = PackedWeight.from_qtensor(_read(source, self.weight, regions, None))
+        new = PackedLinear(weight, bias=old.bias, quantizer=quantizers[self.weight][0])
+        new.train(old.training)
+        model.set_submodule(self.module, new)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExpertsPlace:
+    """A module of stacked experts. For each stack and expert: the weights whose rows make up its matrix."""
+
+    module: str
+    stacks: Mapping[str, tuple[tuple[str, ...], ...]]
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for stack in self.stacks.values() for parts in stack for name in parts))
+
+    def install(self, model: Any, source: Source, regions: Mapping[str, Region], quantizers: Quantizers) -> None:
+        module = model.get_submodule(self.module)
+        built = {
+            stack: [self._layer(source, parts, expert, regions, quantizers) for expert, parts in enumerate(by_expert)]
+            for stack, by_expert in self.stacks.items()
+        }
+        use_layers(module, built[first_stack(module)], built["down_proj"])
+
+    @staticmethod
+    def _layer(
+        source: Source, parts: tuple[str, ...], expert: int, regions: Mapping[str, Region], quantizers: Quantizers
+    ) -> torch.nn.Module:
+        stacked = source.stored[parts[0]].experts is not None
+        chosen = [quantizers[name][expert if stacked else 0] for name in parts]
+        q = [_read(source, name, regions, expert if stacked else None) for name in parts]
+        one = side_by_side(q) if all(quantizer == chosen[0] for quantizer in chosen) else None
+        if one is not None:
+            return PackedLinear(PackedWeight.from_qtensor(one), quantizer=chosen[0])
+        return Stacked(
+            [PackedLinear(PackedWeight.from_qtensor(x), quantizer=c) for x, c in zip(q, chosen, strict=True)]
+        )
+
+
+def _read(source: Source, name: str, regions: Mapping[str, Region], expert: int | None) -> QTensor:
+    region = regions[name]
+    return read_part(source, source.stored[name], expert=expert, rows=region.rows, columns=region.columns)
+
+
+Place = PackedLinearPlace | PackedExpertsPlace
+
+
+def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]]) -> list[Place]:
+    """Where packed layers go in a model on the meta device."""
+    fed: dict[str, list[tuple[str, Home]]] = {}
+    for name, found in homes.items():
+        for home in found:
+            fed.setdefault(home.parameter, []).append((name, home))
+    stacks: dict[str, dict[str, list[tuple[str, Home]]]] = {}
+    places: list[Place] = []
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for parameter, parts in fed.items():
+        if parameter in tied or not all(name in source.stored and home.plain for name, home in parts):
+            continue
+        module, leaf = parts[0][1].module, parts[0][1].leaf
+        owner = model.get_submodule(module)
+        if is_experts(owner) and leaf in (first_stack(owner), "down_proj"):
+            stacks.setdefault(module, {})[leaf] = parts
+        elif type(owner) is torch.nn.Linear and leaf == "weight" and _is_matrix(source, parts):
+            places.append(PackedLinearPlace(module, parts[0][0]))
+    for module, fed_by in stacks.items():
+        by_stack = {leaf: _by_expert(model.get_submodule(module), source, parts) for leaf, parts in fed_by.items()}
+        if len(fed_by) == 2 and all(by_stack.values()):
+            places.append(PackedExpertsPlace(module, {leaf: x for leaf, x in by_stack.items() if x}))
+    return places
+
+
+def _is_matrix(source: Source, parts: Sequence[tuple[str, Home]]) -> bool:
+    stored = source.stored[parts[0][0]]
+    return len(parts) == 1 and not parts[0][1].merged and stored.experts is None and not stored.transposed
+
+
+def _by_expert(module: Any, source: Source, parts: Sequence[tuple[str, Home]]) -> tuple[tuple[str, ...], ...] | None:
+    """The weights of each expert of a stack, in the order of their rows; None where some are missing or unlike."""
+    count = int(module.num_experts)
+    if len(parts) == 1 and not parts[0][1].merged:
+        name, _ = parts[0]
+        fits = source.stored[name].experts == count and source.stored[name].transposed == bool(module.is_transposed)
+        return ((name,),) * count if fits else None
+    found = {(home.expert, home.piece): name for name, home in parts if source.stored[name].experts is None}
+    pieces = parts[0][1].pieces
+    wanted = [[(expert, piece) for piece in range(pieces)] for expert in range(count)]
+    if module.is_transposed or len(found) != len(parts) or any(key not in found for keys in wanted for key in keys):
+        return None
+    return tuple(tuple(found[key] for key in keys) for keys in wanted)

@@ -1,0 +1,178 @@
+"""Reads parts of tensors: rows and columns of a stored weight as a QTensor of their own, boxes of plain tensors.
+
+Only the bytes of the part are read. Codes and scales are row major in every layout, so a part of some rows is a run of
+bytes, and a part of some columns is one run a row. Knows no models and no ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd, prod
+
+import torch
+
+from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.containers import Part, Role, StoredWeight, part_bytes
+from ptqpipe.errors import FormatError
+from ptqpipe.formats import Format
+from ptqpipe.qtensor import QTensor
+from ptqpipe.source import Source
+
+Range = tuple[int, int]
+
+
+def read_box(reader: CheckpointReader, name: str, ranges: Sequence[Sequence[Range]]) -> torch.Tensor:
+    """The part of a stored tensor that lies in the given ranges of each dimension, concatenated along each.
+
+    Stored dtype, contiguous. A full dimension is one range; the last dimensions that are full are read as one run.
+    """
+    entry = reader.entries[name]
+    dtype = stored_dtype(reader, name)
+    shape = [sum(stop - start for start, stop in part) for part in ranges]
+    out = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    at = 0
+    for start, stop in _runs(entry.shape, ranges):
+        first, last = start * dtype.itemsize, stop * dtype.itemsize
+        reader.read_into(name, out[at : at + last - first], byte_start=first, byte_stop=last)
+        at += last - first
+    return out.view(dtype).reshape(shape)
+
+
+def _runs(shape: Sequence[int], ranges: Sequence[Sequence[Range]]) -> list[Range]:
+    """Element runs [start, stop) of a row-major tensor that make up a box, in its order; neighbours are joined."""
+    runs: list[Range] = [(0, 1)]
+    for extent, part in zip(shape, ranges, strict=True):
+        if list(part) == [(0, extent)]:
+            runs = [(start * extent, stop * extent) for start, stop in runs]
+            continue
+        rows = (row for start, stop in runs for row in range(start, stop))
+        runs = [(row * extent + start, row * extent + stop) for row in rows for start, stop in part]
+    return runs
+
+
+def read_part(
+    source: Source,
+    stored: StoredWeight,
+    *,
+    expert: int | None = None,
+    rows: Sequence[Range] | None = None,
+    columns: Range | None = None,
+) -> QTensor:
+    """Rows and columns of a stored weight (of one expert of a stack) as a QTensor.
+
+    ``columns`` must lie on block edges, else FormatError. ``rows`` may cut blocks that are several rows high: the part
+    then has lower blocks with the same scales, which decode to the same numbers.
+    """
+    n, k = stored.shape
+    rows = [(0, n)] if rows is None else list(rows)
+    first, last = columns or (0, k)
+    fmt = stored.scheme.fmt
+    high, wide = fmt.block_extent(stored.shape)
+    if fmt.block[1] and (first % wide or (last % wide and last != k)):
+        raise FormatError(f"columns [{first}, {last}) of {stored.weight} do not lie on block edges of {wide}")
+    low = _common_rows(fmt, stored.shape, rows)
+    local = (sum(stop - start for start, stop in rows), last - first)
+    part_fmt = fmt if fmt.block[0] in (0, low) else replace(fmt, block=(low, fmt.block[1]))
+    bits = fmt.element.bits
+    span = (first * bits // 8, last * bits // 8, k * bits // 8)
+    data = _read_rows(source, _need(stored, Role.DATA), rows, expert, span)
+    grid = fmt.scale_shape(stored.shape)
+    scale_rows = _scale_rows(rows, high, low) if fmt.block[0] else [0]
+    scale_columns = (0, grid[1]) if not fmt.block[1] else (first // wide, -(-last // wide))
+    scales = _read_scales(source, stored, grid, scale_rows, scale_columns, expert)
+    divisor = stored.part(Role.GLOBAL_DIVISOR)
+    scalar = divisor or stored.part(Role.GLOBAL)
+    return QTensor(
+        part_fmt,
+        local,
+        data,
+        scales.reshape(part_fmt.scale_shape(local)),
+        None if scalar is None else _read_scalar(source, scalar, expert),
+        global_divides=divisor is not None,
+    )
+
+
+def _common_rows(fmt: Format, shape: tuple[int, int], rows: Sequence[Range]) -> int:
+    """The height of blocks that both the stored blocks and the rows of the part are made of."""
+    high = fmt.block_extent(shape)[0]
+    if not fmt.block[0] or high == 1:
+        return high
+    edges = [edge for start, stop in rows for edge in (start, stop if stop != shape[0] else start)]
+    if len(rows) > 1:  # pieces are put side by side, so each must be whole blocks
+        edges += [stop - start for start, stop in rows]
+    return gcd(high, *edges)
+
+
+def _scale_rows(rows: Sequence[Range], high: int, low: int) -> list[int]:
+    """The stored scale row of each block row of the part."""
+    return [row // high for start, stop in rows for row in range(start, stop, low)]
+
+
+def _read_rows(
+    source: Source, part: Part, rows: Sequence[Range], expert: int | None, span: tuple[int, int, int]
+) -> torch.Tensor:
+    """uint8 [rows, bytes] of codes; ``span`` is (first, last, all) bytes of a row."""
+    first, last, width = span
+    base = part_bytes(part) // part.shape[0] * expert if expert is not None and part.stacked else 0
+    out = torch.empty(sum(stop - start for start, stop in rows), last - first, dtype=torch.uint8)
+    at = 0
+    for start, stop in rows:
+        if (first, last) == (0, width):
+            _into(source, part, out[at : at + stop - start], base + start * width)
+            at += stop - start
+            continue
+        for row in range(start, stop):
+            _into(source, part, out[at], base + row * width + first)
+            at += 1
+    return out
+
+
+def _read_scales(
+    source: Source,
+    stored: StoredWeight,
+    grid: tuple[int, int],
+    rows: Sequence[int],
+    columns: Range,
+    expert: int | None,
+) -> torch.Tensor:
+    """The scales of a part, [len(rows), columns]: uint8 codes, or the floats that are stored."""
+    part = _need(stored, Role.SCALES)
+    one = part_bytes(part) // (part.shape[0] if part.stacked else 1)
+    size = one // (grid[0] * grid[1])
+    needed = sorted(set(rows))
+    base = one * expert if expert is not None and part.stacked else 0
+    raw = torch.empty(len(needed), (columns[1] - columns[0]) * size, dtype=torch.uint8)
+    width = grid[1] * size
+    if raw.shape[1] == width and needed == list(range(needed[0], needed[-1] + 1)):
+        _into(source, part, raw, base + needed[0] * width)
+    else:
+        for at, row in enumerate(needed):
+            _into(source, part, raw[at], base + row * width + columns[0] * size)
+    if len(needed) != len(rows):
+        index = {row: at for at, row in enumerate(needed)}
+        raw = raw[torch.tensor([index[row] for row in rows])]
+    if stored.scheme.fmt.scale.enumerable:
+        return raw
+    return raw.view(stored_dtype(source.reader, part.name))
+
+
+def stored_dtype(reader: CheckpointReader, name: str) -> torch.dtype:
+    """The torch dtype of a stored tensor, without reading it where that can be avoided."""
+    return (reader.read(name, start=0, stop=0) if reader.entries[name].shape else reader.read(name)).dtype
+
+
+def _read_scalar(source: Source, part: Part, expert: int | None) -> torch.Tensor:
+    """A global scale, float32 0-d."""
+    if part.stacked and expert is not None:
+        return source.reader.read(part.name, start=expert, stop=expert + 1).float().reshape(())
+    return source.reader.read(part.name).float().reshape(())
+
+
+def _into(source: Source, part: Part, out: torch.Tensor, start: int) -> None:
+    source.reader.read_into(part.name, out, byte_start=start, byte_stop=start + out.numel())
+
+
+def _need(stored: StoredWeight, role: Role) -> Part:
+    part = stored.part(role)
+    if part is None:
+        raise FormatError(f"{stored.weight} has no stored {role}")
+    return part
