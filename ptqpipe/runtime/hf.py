@@ -2,33 +2,40 @@
 
     import ptqpipe                                                    # registers (hook.py imports this file)
     model = AutoModelForCausalLM.from_pretrained("path/to/checkpoint")
+    model = AutoModelForCausalLM.from_pretrained("path/to/checkpoint", quantization_config=PackedConfig(packed=False))
+    model = AutoModelForCausalLM.from_pretrained("path/to/checkpoint", distributed_config=DistributedConfig(tp_size=2))
 
 Taken over are ModelOpt's layout and ptqpipe's own, of which transformers knows nothing; those compressed-tensors and
 Quark checkpoints whose every scheme ptqpipe reads (transformers 5.23 loads NVFP4 experts wrong by their global scale,
 refuses FP8-block and MXFP8 experts, and needs two further packages); and, where there is no accelerator, the FP8,
-MXFP8 and MXFP4 methods, which transformers decodes there, some to bfloat16 alone, without quantized activations. The
-weights are decoded to the asked dtype while they are loaded, the inputs of linear layers are quantized as the format
-says, and the model is otherwise a float model of transformers. Everything else stays with transformers, and so does
-every call that passes a ``quantization_config`` of its own.
+MXFP8 and MXFP4 methods, which transformers decodes there, some to bfloat16 alone, without quantized activations.
+Everything else stays with transformers, and so does every call that passes another ``quantization_config``.
+
+The model is that of ``ptqpipe.runtime.load``: weights stay packed in memory, inputs are quantized as the format says,
+and of a tensor-parallel model each rank reads its part. It cannot be saved again; with ``packed=False`` it is a float
+model of transformers like any other.
 
 What transformers 5 offers a quantizer are operations on single tensors, found by patterns of names. Decoding needs the
 parts of a weight together, whatever they are called. So the names are left alone: when transformers comes to load the
-files, it is given the decoded state instead (`fill.py`), by the names of the float checkpoint.
+files, it is given another state instead (`fill.py`), by the names of the float checkpoint.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ptqpipe.containers import get_container
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime.fill import Filling, override_loading, prepare
+from ptqpipe.runtime.parallel import AllReduce, TensorParallel
 from ptqpipe.source import Source
 
 METHOD = "ptqpipe"
@@ -43,12 +50,34 @@ _SHARED = {
 
 
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """The ``quantization_config`` of a checkpoint that ptqpipe reads, as it was found."""
+    """How to load a checkpoint that ptqpipe reads: the ``quantization_config`` of ``from_pretrained``.
 
-    def __init__(self, described: Mapping[str, Any]) -> None:
+    described    the checkpoint's own ``quantization_config``, filled in by transformers
+    packed       False decodes the weights to the model's dtype
+    activations  "simulated" quantizes the inputs of linear layers as the checkpoint says, "none" leaves them
+    all_reduce   of a tensor-parallel model, see ``ptqpipe.runtime.load``; None is torch's
+    """
+
+    def __init__(
+        self,
+        described: Mapping[str, Any] | None = None,
+        *,
+        packed: bool = True,
+        activations: Literal["simulated", "none"] = "simulated",
+        all_reduce: AllReduce | None = None,
+    ) -> None:
+        if activations not in ("simulated", "none"):
+            raise UsageError(f"activations {activations!r} is unknown; use simulated or none")
         self.quant_method = METHOD
-        self.described = dict(described)
-        self.dequantize = True  # the loaded model is a float model: transformers drops this config from it
+        self.described = dict(described or {})
+        self.packed = packed
+        self.activations = activations
+        self.all_reduce = all_reduce
+        self.dequantize = not packed  # a decoded model is a float model: transformers drops this config from it
+
+    def describing(self, described: Mapping[str, Any]) -> "PackedConfig":
+        """These options for the checkpoint with this ``quantization_config``."""
+        return PackedConfig(described, packed=self.packed, activations=self.activations, all_reduce=self.all_reduce)
 
     @classmethod
     def from_dict(
@@ -64,9 +93,10 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Fills a model with the decoded weights of a checkpoint, and quantizes its activations."""
+    """Fills a model with the weights of a checkpoint, packed or decoded, and quantizes its activations."""
 
     requires_calibration = True  # only pre-quantized checkpoints
+    quantization_config: PackedConfig
 
     def __init__(self, quantization_config: PackedConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
@@ -74,21 +104,30 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """No: the weights are decoded codes."""
+        """No: the weights are codes."""
         return False
 
     def is_serializable(self) -> bool:
-        """Asked before saving; what is saved is the float model."""
-        return True
+        """Whether the model can be saved: a decoded one, as the float model that it is."""
+        return not self.quantization_config.packed
 
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
         files = options.get("checkpoint_files") or []
         if not files:
             raise CheckpointError("a packed checkpoint is loaded from safetensors files; there are none")
+        config = self.quantization_config
+        ranks = _ranks(model, config.all_reduce)
+        rules = model.tp_plan
+        if ranks.size > 1:  # transformers is left a plan that does nothing, since it insists on one
+            model._tp_plan = {_last_module(model): "replicate"}
         source = Source.open(Path(files[0]).parent)
 
         def state(model: Any, conversions: Sequence[Any]) -> Mapping[str, Any]:
-            self._filling = prepare(model, source, conversions, packed=False)
+            model._tp_plan = rules
+            simulated = config.activations == "simulated"
+            self._filling = prepare(
+                model, source, conversions, ranks=ranks, packed=config.packed, activations=simulated
+            )
             return self._filling.state
 
         # Should this loading fail before it comes to the files, the next one of the class takes the override off.
@@ -98,8 +137,42 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         if self._filling is not None:
             with self._filling.source:
                 self._filling.finish(model)
+            model.tensor_parallel = self._filling.plan.ranks
             self._filling = None
+            _move_packed(model)
         return model
+
+
+def _ranks(model: Any, all_reduce: AllReduce | None) -> TensorParallel:
+    """The ranks that ``distributed_config`` asks for. UsageError for other parallelism, and for plans of one's own."""
+    asked = getattr(model.config, "distributed_config", None)
+    if asked is None or asked.tp_size * asked.pp_size * asked.dp_size * asked.ep_size == 1:
+        return TensorParallel()
+    if asked.tp_size == 1 or asked.pp_size * asked.dp_size * asked.ep_size > 1:
+        raise UsageError("ptqpipe splits packed models by tensor parallelism alone; use DistributedConfig(tp_size=N)")
+    if isinstance(asked.tp_plan, dict):
+        raise UsageError(
+            "ptqpipe follows the model's own tensor-parallel plan; to change its sums, pass "
+            "quantization_config=PackedConfig(all_reduce=...)"
+        )
+    ranks = TensorParallel(asked.tp_size, dist.get_rank(), None, all_reduce)
+    ranks.check()
+    return ranks
+
+
+def _last_module(model: Any) -> str:
+    name = [name for name, _ in model.named_modules()][-1]
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def _move_packed(model: Any) -> None:
+    """Packed weights to where the model is. UsageError for a model on several devices."""
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
+        raise UsageError(f"a packed model is on one device, not on {', '.join(sorted(devices))}; use packed=False")
+    for module in model.modules():
+        if type(module).__name__ == "PackedLinear":
+            module.to(model.device)
 
 
 def takes(described: Mapping[str, Any]) -> bool:
@@ -146,8 +219,9 @@ def register() -> None:
 
     def merge_configs(quantization_config: Any, quantization_config_from_args: Any = None) -> Any:
         if isinstance(quantization_config, Mapping) and takes(quantization_config):
-            if quantization_config_from_args is None or isinstance(quantization_config_from_args, PackedConfig):
-                return PackedConfig(quantization_config)
+            options = quantization_config_from_args or PackedConfig()
+            if isinstance(options, PackedConfig):
+                return options.describing(quantization_config)
             quantization_config = read(quantization_config)  # a quantizer of transformers is asked for
         return merge(quantization_config, quantization_config_from_args)
 

@@ -96,6 +96,7 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
 class ShardPlan:
     """What one rank holds and does. Names are the model's.
 
+    rules       the plan in transformers' words
     cuts        parameters of which it holds a part
     reduce      modules whose outputs are summed; gather: joined; split: whose inputs are cut
     tied_rows   modules with a tied weight of which this rank computes some rows
@@ -104,6 +105,7 @@ class ShardPlan:
     """
 
     ranks: TensorParallel
+    rules: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     reduce: tuple[str, ...] = ()
     gather: tuple[str, ...] = ()
@@ -144,7 +146,8 @@ def _divides(model: Any, size: int, columns: Callable[[str], int]) -> bool:
 
 
 def _plan(model: Any, ranks: TensorParallel, columns: Callable[[str], int]) -> ShardPlan:
-    styles = dict(_styles(model))
+    rules = _rules(model)
+    styles = dict(_styles(model, rules))
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     kv_groups, kv_cuts = _heads(model, ranks, styles)
     cuts: dict[str, Cut] = {}
@@ -177,7 +180,8 @@ def _plan(model: Any, ranks: TensorParallel, columns: Callable[[str], int]) -> S
     cut_modules = {name.rpartition(".")[0] for name in cuts} | set(tied_rows)
     return ShardPlan(
         ranks,
-        cuts,
+        rules=rules,
+        cuts=cuts,
         reduce=tuple(name for name, style in modules if style.reduce),
         gather=tuple(name for name, style in modules if style.gather and name in cut_modules),
         split=split,
@@ -187,20 +191,26 @@ def _plan(model: Any, ranks: TensorParallel, columns: Callable[[str], int]) -> S
     )
 
 
-def _styles(model: Any) -> Iterator[tuple[str, _Style]]:
-    """Every module and parameter that the plan names, with its style. UsageError without a plan, for unknown styles."""
-    config = model.config.get_text_config()
+def _rules(model: Any) -> dict[str, str]:
+    """The plan: transformers' own, else ours. UsageError where there is none."""
+    kind, prefix = model.config.get_text_config().model_type, model.base_model_prefix
     rules = dict(model.tp_plan or {})
-    prefix = model.base_model_prefix  # without rules for the body there is no plan: a head alone is not worth ranks
+    # Without rules for the body there is no plan: a head alone is not worth ranks.
     if not any(name.startswith(prefix) and style != "embedding_rowwise" for name, style in rules.items()):
-        rules = dict(OWN_PLANS.get(config.model_type, {}))
+        rules = dict(OWN_PLANS.get(kind, {}))
     if not rules:
-        raise UsageError(f"transformers has no tensor-parallel plan for {config.model_type!r} models; use tp=1")
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+        raise UsageError(f"transformers has no tensor-parallel plan for {kind!r} models; use tp=1")
+    unknown = next((f"{style!r} for {name}" for name, style in rules.items() if style not in STYLES), None)
+    if unknown is not None:
+        raise UsageError(f"the tensor-parallel plan of {kind!r} models has {unknown}, which ptqpipe lacks; use tp=1")
+    return rules
+
+
+def _styles(model: Any, rules: Mapping[str, str]) -> Iterator[tuple[str, _Style]]:
+    """Every module and parameter that the plan names, with its style."""
+    names = [name for name, _ in model.named_modules()] + [name for name, *_ in _parameters(model)]
     for name in names:
         style = rules.get(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name))
-        if style is not None and style not in STYLES:
-            raise UsageError(f"the tensor-parallel plan of {config.model_type!r} has {style!r} for {name}; use tp=1")
         if style is not None:
             yield name, STYLES[style]
 
@@ -278,7 +288,10 @@ def shrink(model: Any, plan: ShardPlan) -> None:
 
 
 def connect(model: Any, plan: ShardPlan) -> None:
-    """Hangs the hooks of the plan on a model that has been filled."""
+    """Hangs the hooks of the plan on a model that has been filled, and tells transformers' caches how it is split."""
+    if plan.ranks.size == 1:
+        return
+    model._tp_size, model._tp_plan = plan.ranks.size, dict(plan.rules)
     for name in plan.once if plan.ranks.rank else ():
         model.get_parameter(name).data.zero_()
     for name, (start, stop) in plan.split.items():
