@@ -97,9 +97,10 @@ class Unit:
     @property
     def scheme(self) -> Scheme:
         """The scheme of every member."""
-        if self.rule.scheme is None:  # units are built from quantizing rules only
+        scheme = self.rule.stored_scheme
+        if scheme is None:  # units are built from quantizing rules only
             raise AssertionError(self.id)
-        return self.rule.scheme
+        return scheme
 
     @property
     def elements(self) -> int:

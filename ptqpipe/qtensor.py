@@ -5,6 +5,7 @@
 Everything that is reported about a quantized weight is measured on this decode. A checkpoint whose container
 stores the global scale as a divisor decodes as ``value(code) * (value(scale) / divisor)``
 (``global_divides``); the two agree bit for bit when the divisor is canonical (see ``global_scale.py``).
+A weight with a low-rank part has its product added, float32, at the end.
 
 Knows formats and packing; must not know searches, files or containers.
 """
@@ -18,6 +19,48 @@ from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Codec, Format
 from ptqpipe.packing import pack, packed_columns, unpack
 
+_PRODUCT_ELEMENTS = 1 << 21  # in float64 at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A low-rank part of a weight: ``left [N, r] diag(scale) right [r, K]``.
+
+    left, right  bfloat16, or float8_e4m3fn with a scale
+    scale        float32 ``[r]``, None for ones
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of the product."""
+        return self.left.shape[0], self.right.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as they are stored."""
+        return self.left.nbytes + self.right.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def product(self) -> torch.Tensor:
+        """float32 ``[N, K]``: the float64 product, rounded once. So its bits hardly depend on the order of the sums."""
+        right = self.right.to(torch.float32).double()
+        if self.scale is not None:
+            right *= self.scale.double().unsqueeze(1)
+        out = torch.empty(self.shape, dtype=torch.float32, device=self.left.device)
+        step = max(1, _PRODUCT_ELEMENTS // max(1, self.shape[1]))
+        for start in range(0, self.shape[0], step):
+            out[start : start + step] = self.left[start : start + step].to(torch.float32).double() @ right
+        return out
+
+    def narrow(self, dim: int, start: int, length: int) -> "Factors":
+        """The part of rows (dim 0) or columns (dim 1) ``[start, start+length)`` of the product."""
+        if dim == 0:
+            return replace(self, left=self.left[start : start + length])
+        return replace(self, right=self.right[:, start : start + length])
+
 
 @dataclass(frozen=True, slots=True)
 class QTensor:
@@ -30,6 +73,7 @@ class QTensor:
                   enumerable (float32, bfloat16, float16)
     global_scale  float32 0-d, None when the format has none
     global_divides  whether ``global_scale`` divides the block scales instead of multiplying them
+    low_rank      what is added to the decode, None for nothing
     """
 
     fmt: Format
@@ -38,6 +82,7 @@ class QTensor:
     scales: torch.Tensor
     global_scale: torch.Tensor | None = None
     global_divides: bool = False
+    low_rank: Factors | None = None
 
     def __post_init__(self) -> None:
         want_data = (self.shape[0], packed_columns(self.shape[1], self.fmt.element.bits))
@@ -54,6 +99,10 @@ class QTensor:
             )
         if self.fmt.has_global != (self.global_scale is not None):
             raise FormatError(f"{self.fmt.name} {'needs a' if self.fmt.has_global else 'has no'} global scale")
+        if self.low_rank is not None and self.low_rank.shape != self.shape:
+            raise FormatError(
+                f"the low-rank part of a {self.shape[0]}x{self.shape[1]} weight is {list(self.low_rank.shape)}"
+            )
 
     @classmethod
     def from_codes(
@@ -70,8 +119,9 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales (and global scale)."""
-        return self.data.nbytes + self.scales.nbytes + (4 if self.global_scale is not None else 0)
+        """Bytes of codes and scales (and global scale, and low-rank part)."""
+        more = 0 if self.low_rank is None else self.low_rank.nbytes
+        return self.data.nbytes + self.scales.nbytes + (4 if self.global_scale is not None else 0) + more
 
     def block_scales(self) -> torch.Tensor:
         """float32 ``[N/bn, K/bk]``: what multiplies a code's value."""
@@ -83,9 +133,10 @@ class QTensor:
     def dequantize(self) -> torch.Tensor:
         """float32 ``[N, K]``, exactly as defined at the top of this file."""
         values = code_values(self.codes, self.fmt.element)
-        return from_blocks(
+        decoded = from_blocks(
             to_blocks(values, self.fmt) * self.block_scales().reshape(-1, 1), fmt=self.fmt, shape=self.shape
         )
+        return decoded if self.low_rank is None else decoded + self.low_rank.product()
 
     def narrow(self, dim: int, start: int, length: int) -> "QTensor":
         """Rows (dim 0) or columns (dim 1) ``[start, start+length)``; both ends must lie on block edges."""
@@ -108,11 +159,13 @@ class QTensor:
                 f"on block edges; use multiples of {extent}"
             )
         scales = self.scales.narrow(dim, start // extent, -(-end // extent) - start // extent)
+        low_rank = None if self.low_rank is None else self.low_rank.narrow(dim, start, length)
         if dim == 0:
-            return replace(self, shape=(length, self.shape[1]), data=self.data.narrow(0, start, length), scales=scales)
+            data = self.data.narrow(0, start, length)
+            return replace(self, shape=(length, self.shape[1]), data=data, scales=scales, low_rank=low_rank)
         bits = self.fmt.element.bits
         data = self.data.narrow(1, packed_columns(start, bits), packed_columns(length, bits))
-        return replace(self, shape=(self.shape[0], length), data=data, scales=scales)
+        return replace(self, shape=(self.shape[0], length), data=data, scales=scales, low_rank=low_rank)
 
 
 def to_blocks(x: torch.Tensor, fmt: Format) -> torch.Tensor:

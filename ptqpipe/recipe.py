@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ptqpipe.errors import PtqError, RecipeError
-from ptqpipe.schemes import Scheme, get_scheme
+from ptqpipe.schemes import LOW_RANK_DTYPES, LowRank, Scheme, get_scheme
 
 GLOBAL_SCALE_MODES = ("search", "absmax")
 INPUT_SCALES = ("absmax", "percentile", "mse")
@@ -78,6 +78,9 @@ class Rule:
     order      gptq: columns by their second moment, the largest first ("static"), or as they are ("none")
     scales     gptq: block scales "first", at block "entry", or "auto" (at entry unless they are powers of two)
     refine     gptq: sweeps of coordinate descent over scales and codes afterwards
+
+    low_rank        rank of the product of two thin matrices that makes up for the error of the codes; 0: none
+    low_rank_dtype  what these are stored in: "bf16" or "fp8"
     """
 
     match: str
@@ -90,6 +93,8 @@ class Rule:
     order: str = "static"
     scales: str = "auto"
     refine: int = 3
+    low_rank: int = 0
+    low_rank_dtype: str = "bf16"
 
     def __post_init__(self) -> None:
         check_pattern(self.match)
@@ -100,6 +105,7 @@ class Rule:
             ("weighting", self.weighting, WEIGHTINGS),
             ("order", self.order, ORDERS),
             ("scales", self.scales, SCALE_MODES),
+            ("low_rank_dtype", self.low_rank_dtype, LOW_RANK_DTYPES),
         ):
             if value not in known:
                 raise RecipeError(f"{name} {value!r} is unknown; use {', '.join(known)}")
@@ -107,6 +113,15 @@ class Rule:
             raise RecipeError(f"damping {self.damping} is out of range; use 0 to 10 (the usual is 0.01)")
         if not 0 <= self.refine <= 1000:
             raise RecipeError(f"refine {self.refine} is out of range; use 0 to 1000 sweeps")
+        if not 0 <= self.low_rank <= 4096:
+            raise RecipeError(f"low_rank {self.low_rank} is out of range; use 0 to 4096 (the usual is 16 to 64)")
+
+    @property
+    def stored_scheme(self) -> Scheme | None:
+        """The scheme with the low-rank part: what containers store."""
+        if self.scheme is None or not self.low_rank:
+            return self.scheme
+        return replace(self.scheme, low_rank=LowRank(self.low_rank, self.low_rank_dtype))
 
     @property
     def calibrated(self) -> bool:
@@ -175,7 +190,8 @@ class Recipe:
 
     def schemes(self) -> tuple[Scheme, ...]:
         """The distinct schemes of the rules, in their order."""
-        return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))
+        stored = (rule.stored_scheme for rule in self.rules)
+        return tuple(dict.fromkeys(scheme for scheme in stored if scheme is not None))
 
 
 def check_pattern(pattern: str) -> None:
@@ -215,6 +231,8 @@ class RecipeOptions:
     headroom: float | None = None
     kv_cache: str | None = None
     bias_correction: bool | None = None
+    low_rank: int | None = None
+    low_rank_dtype: str | None = None
 
 
 def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
@@ -234,6 +252,8 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
             weighting=_weighting(rule, options),
             damping=rule.damping if options.damping is None else options.damping,
             refine=rule.refine if options.refine is None else options.refine,
+            low_rank=rule.low_rank if options.low_rank is None else options.low_rank,
+            low_rank_dtype=rule.low_rank_dtype if options.low_rank_dtype is None else options.low_rank_dtype,
         )
         for rule in recipe.rules
     )
@@ -304,8 +324,9 @@ def parse_recipe(raw: Any) -> Recipe:
 
 def _rule(item: Any, index: int) -> Rule:
     where = f"rules[{index}]"
-    texts = ("search", "global_scale", "algorithm", "weighting", "order", "scales")
-    raw = _mapping(item, where, {"match", "format", *texts, "damping", "refine"})
+    texts = ("search", "global_scale", "algorithm", "weighting", "order", "scales", "low_rank_dtype")
+    wholes = ("refine", "low_rank")
+    raw = _mapping(item, where, {"match", "format", *texts, *wholes, "damping"})
     if "match" not in raw or "format" not in raw:
         raise RecipeError(f"{where} needs both match and format")
     name = _text(raw["format"], f"{where}.format")
@@ -313,12 +334,10 @@ def _rule(item: Any, index: int) -> Rule:
     rule = Rule(_text(raw["match"], f"{where}.match"), scheme)
     given: dict[str, Any] = {"weighting": "diagonal"} if raw.get("algorithm") == "gptq" else {}
     given |= {key: _text(raw[key], f"{where}.{key}") for key in texts if key in raw}
-    rule = replace(rule, **given)
+    given |= {key: _whole(raw[key], f"{where}.{key}") for key in wholes if key in raw}
     if "damping" in raw:
-        rule = replace(rule, damping=_number(raw["damping"], f"{where}.damping"))
-    if "refine" in raw:
-        rule = replace(rule, refine=_whole(raw["refine"], f"{where}.refine"))
-    return rule
+        given["damping"] = _number(raw["damping"], f"{where}.damping")
+    return replace(rule, **given)
 
 
 def _mapping(raw: Any, where: str, known: set[str]) -> Mapping[str, Any]:

@@ -26,6 +26,33 @@ class Activation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """A product of two thin matrices, [N, rank] and [rank, K], that is added to the decoded weight.
+
+    dtype  of both: "bf16", or "fp8" (E4M3 codes, one float32 scale for each of the ``rank`` components)
+    """
+
+    rank: int
+    dtype: str = "bf16"
+
+    def of(self, shape: tuple[int, int]) -> int:
+        """The rank that a weight [N, K] gets: a matrix has no more components than rows or columns."""
+        return min(self.rank, *shape)
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Stored bits of both matrices, for each of the N x K weights."""
+        rank = self.of(shape)
+        bits = 16 * sum(shape) * rank if self.dtype == "bf16" else (8 * sum(shape) + 32) * rank
+        return bits / (shape[0] * shape[1])
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} in {self.dtype}"
+
+
+LOW_RANK_DTYPES = ("bf16", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
 class Scheme:
     """One row of the table. ``suffix`` names the output folder; ``aliases`` are further names, lower case."""
 
@@ -35,6 +62,17 @@ class Scheme:
     suffix: str
     aliases: tuple[str, ...] = ()
     container: str = "compressed_tensors"  # the default one
+    low_rank: LowRank | None = None  # what is added to the decoded weight; no row has one
+
+    @property
+    def label(self) -> str:
+        """The name, with what is added to it."""
+        return self.name if self.low_rank is None else f"{self.name} + {self.low_rank}"
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Stored bits of a weight [N, K], scales and all, for each of its numbers."""
+        own = self.fmt.bits_per_weight(shape)
+        return own if self.low_rank is None else own + self.low_rank.bits_per_weight(shape)
 
     @property
     def needs_input_global_scale(self) -> bool:
@@ -47,6 +85,7 @@ class Scheme:
         block = "x".join("whole" if extent == 0 else str(extent) for extent in fmt.block)
         weights = f"weights {fmt.element.name.upper()}, {fmt.scale.name.upper()} scale per {block}"
         weights += " and one float32 scale per fused group" if fmt.has_global else ""
+        weights += "" if self.low_rank is None else f", plus a correction of {self.low_rank}"
         return f"{self.suffix}: {weights}; activations {_ACTIVATION_WORDS[self.activation]}"
 
 

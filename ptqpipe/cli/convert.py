@@ -36,6 +36,10 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
 @click.option("--damping", type=float, metavar="D", help="gptq: share of the mean second moment that is added [0.01].")
 @click.option("--refine", type=int, metavar="N", help="gptq: sweeps of coordinate descent over the codes afterwards.")
 @click.option(
+    "--low-rank", type=int, metavar="R", help="Rank of a correction added to each weight (container ptqpipe)."
+)
+@click.option("--low-rank-dtype", type=click.Choice(["bf16", "fp8"]), help="What it is stored in [bf16].")
+@click.option(
     "--ignore", multiple=True, metavar="PATTERN", help="Keep these modules: a name, a glob, or re:<regex>. Repeatable."
 )
 @click.option(
@@ -82,6 +86,8 @@ def convert(
     weighting: str | None,
     damping: float | None,
     refine: int | None,
+    low_rank: int | None,
+    low_rank_dtype: str | None,
     ignore: tuple[str, ...],
     input_amax: float | None,
     input_scale: str | None,
@@ -125,6 +131,8 @@ def convert(
         headroom=headroom,
         kv_cache=kv_cache,
         bias_correction=bias_correction or None,
+        low_rank=low_rank,
+        low_rank_dtype=low_rank_dtype,
     )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
     prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats, rounding=rounding)

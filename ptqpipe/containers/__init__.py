@@ -11,13 +11,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from ptqpipe.containers._codec import decode, decode_input_global, encode_part, part_bytes, part_offset
+from ptqpipe.containers._codec import (
+    WHOLE_ROLES,
+    decode,
+    decode_input_global,
+    decode_low_rank,
+    encode_part,
+    part_bytes,
+    part_offset,
+)
 from ptqpipe.containers._config import merged_config, quantization_config, without_quantization
 from ptqpipe.containers._kv import kv_scale
-from ptqpipe.containers._types import Container, Load, Names, Part, Role, StoredWeight, Target
+from ptqpipe.containers._types import DECODED_ROLES, Container, Load, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, UsageError
 
 __all__ = [
+    "DECODED_ROLES",
+    "WHOLE_ROLES",
     "Container",
     "Load",
     "Names",
@@ -28,6 +38,7 @@ __all__ = [
     "container_names",
     "decode",
     "decode_input_global",
+    "decode_low_rank",
     "detect_container",
     "encode_part",
     "get_container",

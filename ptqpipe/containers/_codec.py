@@ -5,6 +5,7 @@ whole block rows is a run of bytes. Must not know names, configs or files.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from ptqpipe.containers._types import Load, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.formats import CODECS, Format
-from ptqpipe.qtensor import QTensor
+from ptqpipe.qtensor import Factors, QTensor
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
@@ -26,7 +27,13 @@ FLOAT_SCALES: dict[str, str] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 """The codec of a scale that is stored as a plain float, by safetensors dtype."""
 
 _BY_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_SCALAR_ROLES = frozenset({Role.GLOBAL, Role.GLOBAL_DIVISOR, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR})
+# Parts that belong to the whole weight, not to rows of it.
+WHOLE_ROLES = frozenset(
+    (
+        *(Role.GLOBAL, Role.GLOBAL_DIVISOR, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR),
+        *(Role.LOW_RANK_RIGHT, Role.LOW_RANK_SCALE),
+    )
+)
 
 
 def part_bytes(part: Part) -> int:
@@ -42,19 +49,20 @@ def part_offset(
     fmt, shape  the format and (N, K) of the weight, of one expert in a stack
     row_start   a multiple of the format's block rows
 
-    Global scales belong to the whole weight: their offset is that of the expert, and writing one with every run of
-    rows writes the same bytes again. Raises FormatError for a row inside a block, ValueError for a missing ``expert``.
+    Global scales and the right factor belong to the whole weight: their offset is that of the expert, and writing one
+    with every run of rows writes the same bytes again. Raises FormatError for a row inside a block, ValueError for a
+    missing ``expert``.
     """
     if part.stacked != (expert is not None):
         raise ValueError(f"{part.name} is {'' if part.stacked else 'not '}a stack, but expert is {expert}")
     one = part_bytes(part) // (part.shape[0] if part.stacked else 1)
     base = one * (expert or 0)
-    if part.role in _SCALAR_ROLES or row_start == 0:
+    if part.role in WHOLE_ROLES or row_start == 0:
         return base
     rows = fmt.block_extent(shape)[0]
     if not 0 <= row_start < shape[0] or row_start % rows:
         raise FormatError(f"row {row_start} of {part.name} does not begin a block; use multiples of {rows}")
-    if part.role is Role.DATA:
+    if part.role in (Role.DATA, Role.LOW_RANK_LEFT):
         return base + row_start * (one // shape[0])
     return base + row_start // rows * (one // fmt.scale_shape(shape)[0])
 
@@ -78,6 +86,8 @@ def encode_part(part: Part, q: QTensor, *, input_global_scale: torch.Tensor | No
         return _stored_global(part, q.global_scale, q.global_divides is (part.role is Role.GLOBAL)).reshape(inner)
     if part.role in (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR):
         return _stored_global(part, input_global_scale, part.role is Role.INPUT_GLOBAL_DIVISOR).reshape(inner)
+    if part.role in (Role.LOW_RANK_LEFT, Role.LOW_RANK_RIGHT, Role.LOW_RANK_SCALE):
+        return _cut(_stored_factor(part, q.low_rank), inner)
     raise FormatError(f"{part.name} is not computed from the weight; copy it")
 
 
@@ -110,6 +120,30 @@ def decode(
         scales.reshape(fmt.scale_shape((stop - start, k))),
         None if source is None else _read(source, load, expert=expert).float().reshape(()),
         global_divides=divisor is not None,
+        low_rank=decode_low_rank(stored, load, expert=expert, rows=None if rows is None else [rows]),
+    )
+
+
+def decode_low_rank(
+    stored: StoredWeight,
+    load: Load,
+    *,
+    expert: int | None = None,
+    rows: Sequence[tuple[int, int]] | None = None,
+    columns: tuple[int, int] | None = None,
+) -> Factors | None:
+    """The low-rank part of a stored weight, or of rows and columns [start, stop) of it; None where it has none."""
+    if stored.scheme.low_rank is None:
+        return None
+    n = stored.shape[0]
+    left, right = _need(stored, Role.LOW_RANK_LEFT), _need(stored, Role.LOW_RANK_RIGHT)
+    runs = [_read(left, load, expert=expert, rows=run, total=n) for run in ([(0, n)] if rows is None else rows)]
+    whole = _read(right, load, expert=expert)
+    scale = stored.part(Role.LOW_RANK_SCALE)
+    return Factors(
+        runs[0] if len(runs) == 1 else torch.cat([run.view(torch.uint8) for run in runs]).view(runs[0].dtype),
+        whole if columns is None else whole[:, columns[0] : columns[1]],
+        None if scale is None else _read(scale, load, expert=expert).float(),
     )
 
 
@@ -163,6 +197,17 @@ def _stored_global(part: Part, scale: torch.Tensor | None, invert: bool) -> torc
     if not (torch.isfinite(value) and value > 0):
         raise NumericsError(f"{part.name} would be {value.item()}; a scale must be finite and positive")
     return value.to(TORCH_DTYPES[part.dtype])
+
+
+def _stored_factor(part: Part, factors: Factors | None) -> torch.Tensor:
+    tensor = None
+    if factors is not None:
+        named = {Role.LOW_RANK_LEFT: factors.left, Role.LOW_RANK_RIGHT: factors.right}
+        tensor = named.get(part.role, factors.scale)
+    if tensor is None or tensor.dtype is not TORCH_DTYPES[part.dtype]:
+        found = "nothing" if tensor is None else str(tensor.dtype)
+        raise FormatError(f"{part.name} is stored as {part.dtype}, and the weight at hand has {found} for it")
+    return tensor.contiguous()
 
 
 def _need(stored: StoredWeight, role: Role) -> Part:

@@ -3,11 +3,15 @@
 A weight ``X`` becomes ``X_packed`` (U8, rows packed as ``packing.py`` says), ``X_scale`` (the scale grid; E4M3 codes
 as F8_E4M3, other codes as U8, float scales as themselves) and, where the format has one, ``X_global_scale`` (F32, shape
 [1], multiplies). A stack of experts has a leading axis E in all of them. A weight that the float model holds as
-[in, out] is stored as [out, in] like any other and marked ``transposed``. The config:
+[in, out] is stored as [out, in] like any other and marked ``transposed``.
+
+A weight with a low-rank part has two matrices more, ``X_low_rank_left`` [N, r] and ``X_low_rank_right`` [r, K] (BF16,
+or F8_E4M3 with ``X_low_rank_scale``, F32 [r]): it stands for its decode plus left diag(scale) right, both for one input,
+quantized or not. The config:
 
     "quantization_config": {
-      "quant_method": "ptqpipe", "version": 1,
-      "default": {"format": "e2m1/8/ue5m3", "activation": "none"},
+      "quant_method": "ptqpipe", "version": 1,                              2 where a weight has a low-rank part
+      "default": {"format": "e2m1/8/ue5m3", "activation": "none"},          and "low_rank": 16, "low_rank_dtype": "fp8"
       "weights": {"h.0.attn.c_attn.weight": {"format": ..., "transposed": true}, ...}    only what differs
     }
 """
@@ -22,10 +26,11 @@ from ptqpipe.containers._config import check_parts, quantization_config, scheme_
 from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import Format, get_codec, get_format
-from ptqpipe.schemes import Activation, Scheme
+from ptqpipe.schemes import LOW_RANK_DTYPES, Activation, LowRank, Scheme
 
 QUANT_METHOD = "ptqpipe"
 VERSION = 1
+LOW_RANK_VERSION = 2  # readers that do not know low-rank parts must not read past them
 
 
 def supports(scheme: Scheme) -> str | None:
@@ -55,6 +60,12 @@ def parts(
         found.append(Part(f"{weight}_global_scale", "F32", (*lead, 1), Role.GLOBAL, stacked))
     if scheme.needs_input_global_scale:
         found.append(Part(f"{weight}_input_global_scale", "F32", (*lead, 1), Role.INPUT_GLOBAL, stacked))
+    if scheme.low_rank is not None:
+        rank, dtype = scheme.low_rank.of(shape), "BF16" if scheme.low_rank.dtype == "bf16" else "F8_E4M3"
+        found.append(Part(f"{weight}_low_rank_left", dtype, (*lead, n, rank), Role.LOW_RANK_LEFT, stacked))
+        found.append(Part(f"{weight}_low_rank_right", dtype, (*lead, rank, k), Role.LOW_RANK_RIGHT, stacked))
+        if dtype == "F8_E4M3":
+            found.append(Part(f"{weight}_low_rank_scale", "F32", (*lead, rank), Role.LOW_RANK_SCALE, stacked))
     return tuple(found)
 
 
@@ -79,7 +90,7 @@ def configs(
             listed[target.weight] = own
     quantization = {
         "quant_method": QUANT_METHOD,
-        "version": VERSION,
+        "version": VERSION if all(target.scheme.low_rank is None for target in targets) else LOW_RANK_VERSION,
         "default": default,
         "weights": listed,
         "ptqpipe": dict(provenance),
@@ -100,8 +111,9 @@ def detect(config: Mapping[str, Any], names: Names) -> bool:
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
-    if described.get("version") != VERSION:
-        raise CheckpointError(f"ptqpipe layout version {described.get('version')!r}; this ptqpipe reads {VERSION}")
+    if described.get("version") not in (VERSION, LOW_RANK_VERSION):
+        known = f"{VERSION} and {LOW_RANK_VERSION}"
+        raise CheckpointError(f"ptqpipe layout version {described.get('version')!r}; this ptqpipe reads {known}")
     default, listed = described.get("default"), described.get("weights")
     if not isinstance(default, Mapping) or not isinstance(listed, Mapping):
         raise CheckpointError("quantization_config has no 'default' and 'weights'; the config.json is damaged")
@@ -132,16 +144,22 @@ def _stored(weight: str, entry: Mapping[str, Any], names: Names) -> StoredWeight
     except FormatError as error:
         raise CheckpointError(f"{weight}: {error}") from None
     check_parts(expected, names, weight=weight)
+    if scheme.low_rank is None and f"{weight}_low_rank_left" in names:
+        raise CheckpointError(f"'{weight}_low_rank_left' is stored, but config.json gives {weight!r} no low_rank")
     return StoredWeight(weight, shape, scheme, expected, experts, transposed=entry.get("transposed") is True)
 
 
 def _entry(scheme: Scheme) -> dict[str, Any]:
-    return {**_spell(scheme.fmt), "activation": str(scheme.activation)}
+    entry = {**_spell(scheme.fmt), "activation": str(scheme.activation)}
+    if scheme.low_rank is not None:
+        entry |= {"low_rank": scheme.low_rank.rank, "low_rank_dtype": scheme.low_rank.dtype}
+    return entry
 
 
 def _read_entry(weight: str, entry: Mapping[str, Any]) -> Scheme:
     try:
-        return scheme_for(_read_format(entry), Activation(entry.get("activation", "none")))
+        scheme = scheme_for(_read_format(entry), Activation(entry.get("activation", "none")))
+        return replace(scheme, low_rank=_read_low_rank(entry)) if "low_rank" in entry else scheme
     except (FormatError, ValueError) as error:
         raise CheckpointError(f"config.json describes {weight!r} as {dict(entry)}: {error}") from None
 
@@ -169,6 +187,13 @@ def _read_format(entry: Mapping[str, Any]) -> Format:
             raise FormatError(f"block {block!r} is not [rows, columns]")
         fmt = replace(fmt, block=(block[0], block[1]))
     return fmt
+
+
+def _read_low_rank(entry: Mapping[str, Any]) -> LowRank:
+    rank, dtype = entry["low_rank"], entry.get("low_rank_dtype")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or dtype not in LOW_RANK_DTYPES:
+        raise FormatError(f"low_rank {rank!r} in {dtype!r} is not a rank in {' or '.join(LOW_RANK_DTYPES)}")
+    return LowRank(rank, dtype)
 
 
 def _frozen(entry: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

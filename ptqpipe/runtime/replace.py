@@ -95,7 +95,7 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
     places: list[Place] = []
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for parameter, parts in fed.items():
-        if parameter in tied or not all(name in source.stored and home.plain for name, home in parts):
+        if parameter in tied or not all(_stays_packed(source, name) and home.plain for name, home in parts):
             continue
         module, leaf = parts[0][1].module, parts[0][1].leaf
         owner = model.get_submodule(module)
@@ -108,6 +108,11 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
         if len(fed_by) == 2 and all(by_stack.values()):
             places.append(PackedExpertsPlace(module, {leaf: x for leaf, x in by_stack.items() if x}))
     return places
+
+
+def _stays_packed(source: Source, name: str) -> bool:
+    """A weight with a low-rank part is decoded: the kernels multiply codes alone."""
+    return name in source.stored and source.stored[name].scheme.low_rank is None
 
 
 def _is_matrix(source: Source, parts: Sequence[tuple[str, Home]]) -> bool:

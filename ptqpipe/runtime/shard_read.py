@@ -11,7 +11,7 @@ from math import gcd, prod
 import torch
 
 from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.containers import Part, Role, StoredWeight, part_bytes
+from ptqpipe.containers import Part, Role, StoredWeight, decode_low_rank, part_bytes
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor
@@ -88,6 +88,13 @@ def read_part(
         scales.reshape(part_fmt.scale_shape(local)),
         None if scalar is None else _read_scalar(source, scalar, expert),
         global_divides=divisor is not None,
+        low_rank=decode_low_rank(
+            stored,
+            lambda name, start, stop: source.reader.read(name, start=start or 0, stop=stop),
+            expert=expert,
+            rows=rows,
+            columns=columns,
+        ),
     )
 
 

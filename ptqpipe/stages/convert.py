@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ptqpipe.algorithms import calibrated, rtn, stored
 from ptqpipe.checkpoint.direct import margin
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
-from ptqpipe.containers import Container, Part, Role, encode_part, get_container, part_offset
+from ptqpipe.containers import WHOLE_ROLES, Container, Part, Role, encode_part, get_container, part_offset
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
@@ -30,7 +30,7 @@ from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
 from ptqpipe.rounding import Rounding
 from ptqpipe.search import get_search
 from ptqpipe.source import Scratch, Source, SourceRows
-from ptqpipe.stages import kv_cache
+from ptqpipe.stages import kv_cache, low_rank
 from ptqpipe.stages.biases import MeanErrors, corrected_biases, with_reasons
 from ptqpipe.stages.jobs import (
     RECORD_FILE,
@@ -162,6 +162,9 @@ def open_rounding(path: Path | None, source: Source, plan: Plan) -> Rounding | N
         found.close()
         raise UsageError(f"{path} was tuned on another model than {source.reader.path}; tune this one")
     for unit in plan.units:
+        if unit.scheme.low_rank is not None:
+            found.close()
+            raise UsageError(f"{path} has codes that were learned without a low-rank part; leave low_rank out")
         keys = [member.key for member in unit.members]
         missing = [key for key in keys if not found.has(key)]
         if missing and len(missing) < len(keys):
@@ -261,7 +264,7 @@ def _quantize(
             "energy": error.energy,
             "relative_mse": error.relative_mse,
             "versus_absmax": error.versus_absmax,
-            "bits_per_weight": fmt.bits_per_weight(member.shape),
+            "bits_per_weight": unit.scheme.bits_per_weight(member.shape),
             "sha256": sha256,
             **({} if scale is None else {"input_scale": float(scale)}),
             **outcome,
@@ -273,6 +276,21 @@ def quantize_unit(
     unit: Unit, weights: Sequence[rtn.Weight], prepared: Prepared, *, sink: rtn.Sink, device: torch.device | None = None
 ) -> tuple[rtn.UnitResult, list[dict[str, Any]]]:
     """Quantizes a unit by its rule: (the result, what the record says of each weight's calibration)."""
+    if unit.scheme.low_rank is None:
+        return _choose_codes(unit, weights, prepared, sink=sink, device=device)
+    held: low_rank.Held = {}
+    codes, outcomes = _choose_codes(
+        unit, weights, prepared, sink=lambda member, row, q: held.__setitem__((member, row), q), device=device
+    )
+    found = low_rank.correct_unit(unit, weights, held, codes.errors, statistics=prepared.statistics, sink=sink)
+    told = [{**outcome, "low_rank": dict(own)} for outcome, own in zip(outcomes, found.told, strict=True)]
+    return replace(codes, errors=found.errors), told
+
+
+def _choose_codes(
+    unit: Unit, weights: Sequence[rtn.Weight], prepared: Prepared, *, sink: rtn.Sink, device: torch.device | None
+) -> tuple[rtn.UnitResult, list[dict[str, Any]]]:
+    """`quantize_unit` but for the low-rank part."""
     rule, statistics = unit.rule, prepared.statistics
     names = [member.weight for member in unit.members]
     if prepared.rounding is not None and prepared.rounding.has(unit.members[0].key):
@@ -342,16 +360,16 @@ class _PartWriter:
         """Rows from ``row`` on of member number ``member``; row 0 begins (again)."""
         self._last[member] = q
         for part in self._job.parts[member]:
-            if part.role in (Role.DATA, Role.SCALES):
+            if part.role not in WHOLE_ROLES:
                 if part.role is Role.SCALES and row > 0 and q.fmt.block[0] == 0:
                     continue  # one scale for all rows, written with the first run
                 self._put(member, part, q, row)
 
     def finish(self) -> list[dict[str, str]]:
-        """Writes the parts that are not rows (global scales); the hashes of every part, by member."""
+        """Writes the parts that are not rows (global scales, right factors); the hashes of every part, by member."""
         for member, q in self._last.items():
             for part in self._job.parts[member]:
-                if part.role not in (Role.DATA, Role.SCALES):
+                if part.role in WHOLE_ROLES:
                     self._put(member, part, q, 0)
         return [
             {part.role.value: self._hashes[f"{member}/{part.name}"].hexdigest() for part in parts}

@@ -19,7 +19,7 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.source import check_disjoint
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
-from ptqpipe.containers import Role, StoredWeight, kv_scale, without_quantization
+from ptqpipe.containers import DECODED_ROLES, StoredWeight, kv_scale, without_quantization
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.source import Source
 from ptqpipe.stages.jobs import (
@@ -35,7 +35,6 @@ from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
 from ptqpipe.stages.pieces import Piece, decoded_rows
 
 DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
-_DECODED = frozenset({Role.DATA, Role.SCALES, Role.GLOBAL, Role.GLOBAL_DIVISOR})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +138,8 @@ def _prepare(source: Source, dtype: str) -> _Prepared:
             n, k = stored.shape
             matrix = (k, n) if stored.transposed else (n, k)
             shape = matrix if stored.experts is None else (stored.experts, *matrix)
-            parts = tuple(part.name for part in stored.parts if part.role in _DECODED)
-            dropped += [part.name for part in stored.parts if part.role not in _DECODED]
+            parts = tuple(part.name for part in stored.parts if part.role in DECODED_ROLES)
+            dropped += [part.name for part in stored.parts if part.role not in DECODED_ROLES]
             size = sum(source.reader.entries[part].nbytes for part in parts)
             jobs.append(Job(name, len(jobs), size, TensorSpec(name, DTYPES[dtype][0], shape), parts, stored))
         elif kv_scale(name, stored_dtype, shape, container="plain") is not None:

@@ -55,7 +55,7 @@ def _weight_rows(opened: Source) -> tuple[RoleRow, ...]:
     groups: dict[tuple[str, str, str], list[StoredWeight]] = defaultdict(list)
     for stored in opened.stored.values():
         scheme = stored.scheme
-        groups[(role_of(stored.weight), scheme.fmt.name, scheme.name)].append(stored)
+        groups[(role_of(stored.weight), scheme.fmt.name, scheme.label)].append(stored)
     rows = []
     for (role, fmt, name), members in groups.items():
         counts = sum((scale_counts(opened, member) for member in members), ScaleCounts())
@@ -197,12 +197,16 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(recipe, Mapping) and isinstance(recipe.get("rules"), list):
         rules = [rule for rule in recipe["rules"] if isinstance(rule, Mapping)]
         facts["recipe"] = ", ".join(
-            f"{rule.get('match')} {rule.get('scheme')} ({rule.get('search')})" for rule in rules
+            f"{rule.get('match')} {rule.get('scheme')} ({rule.get('search')}{_low_rank(rule)})" for rule in rules
         )
     for key in ("torch", "relayout_of"):
         if record.get(key):
             facts[key] = str(record[key])
     return facts
+
+
+def _low_rank(rule: Mapping[str, Any]) -> str:
+    return f", rank {rule['low_rank']} in {rule.get('low_rank_dtype')}" if rule.get("low_rank") else ""
 
 
 def _suspicious(rows: Iterable[RoleRow]) -> Iterable[str]:

@@ -155,7 +155,7 @@ def describe_statistics(statistics: Statistics) -> Mapping[str, Any]:
 
 def _check_unit(unit: Unit, statistics: Statistics) -> None:
     static = unit.scheme.activation in LARGEST
-    if not unit.rule.calibrated and not static:
+    if not unit.rule.calibrated and not static and unit.scheme.low_rank is None:
         return
     options, fmt = options_of(unit.rule), unit.scheme.fmt
     if options.weighting == "block" and not has_block_scales(fmt):

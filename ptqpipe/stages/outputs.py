@@ -69,6 +69,11 @@ def check_supported(container: Container, recipe: Recipe) -> None:
     """FormatError with the container's own words for the first scheme that it cannot spell."""
     for scheme in recipe.schemes():
         reason = container.supports(scheme)
+        if scheme.low_rank is not None and container.QUANT_METHOD != "ptqpipe":
+            reason = (
+                f"no reader of {container.QUANT_METHOD} adds a low-rank part to a weight; use --container ptqpipe, or "
+                "leave low_rank out"
+            )
         if reason is not None:
             raise FormatError(reason)
 

@@ -13,7 +13,7 @@ import torch
 
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter
-from ptqpipe.containers import Part, Role, StoredWeight
+from ptqpipe.containers import Part, Role, StoredWeight, decode_low_rank
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import QTensor
@@ -156,11 +156,13 @@ def decoded_rows(piece: Piece, reader: CheckpointReader) -> Iterator[tuple[int, 
     g = None if number is None else read_number(reader, number, expert=piece.expert)
     raw = torch.cat([rows for _, rows in read_rows(piece, scales, reader)])
     grid = raw.view(fmt.scale.dtype or torch.uint8).reshape(fmt.scale_shape(piece.shape))
+    thin = decode_low_rank(source, lambda name, i, j: reader.read(name, start=i or 0, stop=j), expert=piece.expert)
     block = fmt.block[0] or piece.shape[0]
     for first, rows in read_rows(piece, data, reader, limit_bytes=DECODE_BYTES, align=fmt.block[0] or 1):
         count = rows.shape[0]
         own = grid[first // block : -(-(first + count) // block)]
-        yield first, QTensor(fmt, (count, piece.shape[1]), rows, own, g, divisor is not None).dequantize()
+        added = None if thin is None else thin.narrow(0, first, count)
+        yield first, QTensor(fmt, (count, piece.shape[1]), rows, own, g, divisor is not None, added).dequantize()
 
 
 def rows_of(piece: Piece, part: Part) -> tuple[int, int, int, int]:

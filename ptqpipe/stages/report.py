@@ -161,8 +161,8 @@ def _headline(opened: Source) -> tuple[str, ...]:
     counts: dict[str, int] = defaultdict(int)
     words: dict[str, str] = {}
     for stored in opened.stored.values():
-        counts[stored.scheme.name] += math.prod(stored.shape) * (stored.experts or 1)
-        words[stored.scheme.name] = stored.scheme.describe()
+        counts[stored.scheme.label] += math.prod(stored.shape) * (stored.experts or 1)
+        words[stored.scheme.label] = stored.scheme.describe()
     return tuple(words[name] for name in sorted(counts, key=lambda name: (-counts[name], name)))
 
 

@@ -92,7 +92,7 @@ def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | Non
         layer=layer_of(name),
         expert=item.expert if item.expert is not None else _number(_EXPERT, name),
         format=fmt.name,
-        scheme=stored.scheme.name,
+        scheme=stored.scheme.label,
         search=_search(claim),
         proven=None if claim is None else claim.proven,
         shape=stored.shape,

@@ -105,6 +105,8 @@ def tune(
     options, machine = options or TuneOptions(), machine or Machine()
     prepared = convert.prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
     with prepared.source as source:
+        if any(unit.scheme.low_rank is not None for unit in prepared.plan.units):
+            raise UsageError("tune does not learn codes beside a low-rank part; leave low_rank out of the recipe")
         check_disjoint(prepared.source_path, out)
         config = read_config(prepared.source_path)
         positions = getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_SEQLEN)

@@ -297,7 +297,14 @@ def _unit_job(run: _Run, index: int) -> _Job:
 
         def repeat() -> None:
             repeat_unit(
-                run.ckpt, source, unit, record.weights, found, cache_bytes=CACHE_BYTES, statistics=run.statistics
+                run.ckpt,
+                source,
+                unit,
+                record.weights,
+                found,
+                cache_bytes=CACHE_BYTES,
+                statistics=run.statistics,
+                with_statistics=isinstance(record.raw.get("statistics"), Mapping),
             )
             if run.options.optimal and unit.scheme.fmt.block == (WHOLE, WHOLE):
                 prove_unit(run.ckpt, source, unit, record.weights, found)

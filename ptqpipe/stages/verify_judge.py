@@ -1,6 +1,6 @@
 """Judges the numbers of one stored weight: its legality, its error, its codes, its record, its block scales."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ptqpipe.containers import StoredWeight
 from ptqpipe.formats import WHOLE, get_format
@@ -79,7 +79,8 @@ def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings)
     if (claim.global_scale is not None) != fmt.has_global:
         found.fault("record", name, f"has global scale {claim.global_scale} in {RECORD_FILE}; {fmt.name} differs")
     # The record counts scales as the format has them; a layout may store them wider (bfloat16 numbers as F32).
-    allowed = {f.bits_per_weight(stored.shape) for f in (fmt, get_format(claim.format))}
+    schemes = (stored.scheme, replace(stored.scheme, fmt=get_format(claim.format)))
+    allowed = {scheme.bits_per_weight(stored.shape) for scheme in schemes}
     if claim.numbers.get("bits_per_weight") not in allowed:
         bits = claim.numbers.get("bits_per_weight")
         found.fault("record", name, f"has {bits} bits_per_weight in {RECORD_FILE}, expected {min(allowed)}")

@@ -74,7 +74,7 @@ def prove_joint(ckpt: Source, members: Sequence[tuple[str, SourceRows]]) -> Opti
     if any(not torch.equal(q.scales, first.scales) for q, _ in runs):
         return Optimality(1, 1, 1, 0, 0.0, 0.0, (0, 0))
     shape = (sum(q.shape[0] for q, _ in runs), first.shape[1])
-    joint = replace(first, shape=shape, data=torch.cat([q.data for q, _ in runs]))
+    joint = replace(first, shape=shape, data=torch.cat([q.data for q, _ in runs]), low_rank=None)
     return _add(
         Optimality(0, 1, 0, 0, 0.0, 0.0, None), _prove(multiplying(joint), torch.cat([w for _, w in runs]), [0])
     )
@@ -122,7 +122,7 @@ def _lines(
     else:
         pieces = list(found)
         data, scales = (torch.cat([getattr(q, name) for _, q, _ in pieces]) for name in ("data", "scales"))
-        q = replace(pieces[0][1], shape=(len(pieces), shape[1]), data=data, scales=scales)
+        q = replace(pieces[0][1], shape=(len(pieces), shape[1]), data=data, scales=scales, low_rank=None)
         yield lines, q, torch.cat([w for _, _, w in pieces])
 
 

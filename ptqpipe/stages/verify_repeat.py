@@ -4,6 +4,7 @@ The searches and kernels that wrote the checkpoint run again, so this finds any 
 search itself; that is what ``verify_weights.py`` (torch reference) and ``verify_optimal.py`` (brute force) are for.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.source import Source, SourceRows
+from ptqpipe.stages import low_rank
 from ptqpipe.stages.moments import LARGEST, inputs_of, options_of
 from ptqpipe.stages.verify_findings import Findings
 from ptqpipe.stages.verify_judge import judge_proof
@@ -21,6 +23,9 @@ from ptqpipe.stages.verify_optimal import prove_joint
 from ptqpipe.stages.verify_record import Claim, Record, Replanned, check_numbers
 from ptqpipe.stages.verify_weights import multiplying
 from ptqpipe.statistics import Statistics
+
+# Relative: a low-rank part from another processor's eigenvectors, rounded otherwise here and there.
+LOW_RANK_TOLERANCE = 1e-4
 
 
 def claim_name(member: Member) -> str:
@@ -37,11 +42,14 @@ def repeat_unit(
     *,
     cache_bytes: int,
     statistics: Statistics | None = None,
+    with_statistics: bool = False,
 ) -> None:
     """Quantizes a unit again and compares its rows with the stored ones, its numbers with the claimed ones.
 
     A unit that was made with statistics is repeated where they are at hand: matrix products give the same bits on the
-    same kind of processor only.
+    same kind of processor only. For that reason a low-rank part is compared by what it leaves.
+
+    with_statistics  whether the checkpoint was made with any
     """
     if any(member.weight not in ckpt.stored or claim_name(member) not in claims for member in unit.members):
         return  # missing weights are reported by name elsewhere
@@ -51,7 +59,11 @@ def repeat_unit(
     rows = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
     differing: dict[tuple[int, int], str] = {}
 
+    held: low_rank.Held = {}
+
     def compare(member: int, row: int, q: QTensor) -> None:  # a second pass over a row replaces what the first found
+        if unit.scheme.low_rank is not None:
+            held[(member, row)] = q
         differing.pop((member, row), None)
         problem = _unlike(ckpt, unit.members[member], row, q)
         if problem:
@@ -62,10 +74,20 @@ def repeat_unit(
         findings.fault(
             "repeat", claim_name(unit.members[index]), f"rows from {row} on: {problem} of the recorded recipe"
         )
+    if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
+        again = low_rank.correct_unit(unit, rows, held, result.errors, statistics=statistics, sink=lambda *_: None)
+        for member, error in zip(unit.members, again.errors, strict=True):
+            claimed = claims[claim_name(member)].numbers.get("squared_error", 0.0)
+            if not math.isclose(claimed, error.squared_error, rel_tol=LOW_RANK_TOLERANCE):
+                message = f"leaves {claimed:.6g}, that of the recorded recipe {error.squared_error:.6g}"
+                findings.fault("repeat", claim_name(member), f"the low-rank part {message}")
     for member, error in zip(unit.members, result.errors, strict=True):
         name = claim_name(member)
         claim = claims[name]
-        actual = {"versus_absmax": error.versus_absmax, "versus_plain_global": result.versus_plain_global}
+        ratio = 1.0
+        if unit.scheme.low_rank is not None and error.squared_error:
+            ratio = claim.numbers.get("squared_error", 0.0) / error.squared_error
+        actual = {"versus_absmax": error.versus_absmax * ratio, "versus_plain_global": result.versus_plain_global}
         check_numbers(name, claim, actual, findings)
         wanted = (unit.scheme.fmt.name, unit.scheme.name, unit.rule.search, result.proven, result.global_scale)
         if (claim.format, claim.scheme, claim.search, claim.proven, claim.global_scale) != wanted:

@@ -89,7 +89,8 @@ def stored_runs(
         return
     whole = ckpt.quantized(weight, expert=expert)  # one scale for all rows: every run of rows keeps it
     for start, stop in runs:
-        yield start, replace(whole, shape=(stop - start, whole.shape[1]), data=whole.data[start:stop])
+        thin = None if whole.low_rank is None else whole.low_rank.narrow(0, start, stop - start)
+        yield start, replace(whole, shape=(stop - start, whole.shape[1]), data=whole.data[start:stop], low_rank=thin)
 
 
 def illegal_numbers(q: QTensor) -> Illegal:
@@ -130,7 +131,8 @@ def _reserved(data: torch.Tensor, codec: Codec) -> int:
 
 
 def multiplying(q: QTensor) -> QTensor:
-    """``q`` with its global scale as a factor, as searches and ``encode`` take it."""
+    """``q`` with its global scale as a factor and without what is added to it, as searches and ``encode`` take it."""
+    q = q if q.low_rank is None else replace(q, low_rank=None)
     if q.global_scale is None or not q.global_divides:
         return q
     return replace(q, global_scale=1.0 / q.global_scale, global_divides=False)

@@ -107,7 +107,7 @@ def test_the_sound_checkpoints_are_sound(container: str) -> None:
         ("deepseek_fp8", lambda q, n: q.update(weight_block_size=[0, 128]), "expected two positive integers"),
         ("mxfp8_hf", lambda q, n: q.update(weight_block_size=[1, 16]), r"expected \[1, 32\]"),
         ("mxfp8_hf", retype("weight_scale_inv", "U8", (256, 16)), r"\[256, 16\], but"),
-        ("ptqpipe", lambda q, n: q.update(version=2), "layout version 2"),
+        ("ptqpipe", lambda q, n: q.update(version=3), "layout version 3"),
         ("ptqpipe", lambda q, n: q.pop("default"), "no 'default'"),
         ("ptqpipe", lambda q, n: q.update(default={}), "unknown format 'None'"),
         ("ptqpipe", lambda q, n: q["default"].update(format="e9m9/16/e4m3"), "unknown"),
