@@ -11,15 +11,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def _shared() -> Path:
+def shared_folder() -> Path:
+    """Where the shared assets would be."""
     return Path(os.environ.get("PTQPIPE_SHARED", _REPOSITORY.parent / "shared"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what is marked ``shared`` where the shared folder is not."""
-    if _shared().is_dir():
+    if shared_folder().is_dir():
         return
-    skip = pytest.mark.skip(reason=f"no shared assets at {_shared()} (PTQPIPE_SHARED names another place)")
+    skip = pytest.mark.skip(reason=f"no shared assets at {shared_folder()} (PTQPIPE_SHARED names another place)")
     for item in items:
         if item.get_closest_marker("shared"):
             item.add_marker(skip)
@@ -28,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """The folder with ``golden/`` and ``assets/``; the test is skipped where there is none."""
-    path = _shared()
+    path = shared_folder()
     if not path.is_dir():
         pytest.skip(f"no shared assets at {path} (PTQPIPE_SHARED names another place)")
     return path

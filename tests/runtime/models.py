@@ -34,6 +34,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(
         **SIZES, intermediate_size=256, num_local_experts=4, num_experts_per_tok=2
     ),
+    # A norm of each head; sliding windows and tied embeddings; fused projections; stacked, transposed experts.
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, intermediate_size=256),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SIZES, intermediate_size=256, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "phi3": lambda: transformers.Phi3Config(
+        **{key: value for key, value in SIZES.items() if key != "head_dim"}, intermediate_size=256
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2, sliding_window=16
+    ),
 }
 
 

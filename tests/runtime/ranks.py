@@ -23,7 +23,7 @@ class Job:
     path: Path
     tokens: torch.Tensor
     options: dict[str, Any] = field(default_factory=dict)
-    new_tokens: int = 8
+    new_tokens: int = 4
     reduce: str = "plain"  # plain: torch's; counting: torch's, and notes the shapes
 
 

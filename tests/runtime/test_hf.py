@@ -1,5 +1,7 @@
-"""Claims about from_pretrained after ``import ptqpipe``: it reads what load_model reads, the same, and nothing else
-changes. load_model's own claims are in test_load.py and test_activations.py.
+"""Claims about from_pretrained after ``import ptqpipe``: it reads what load and load_model read; nothing else changes.
+
+The claims of those are in test_load.py, test_activations.py and test_packed_load.py. Models whose weights are decoded
+(``packed=False``) are compared bit for bit with load_model's.
 """
 
 import subprocess
@@ -16,14 +18,17 @@ from transformers.quantizers import auto
 
 from ptqpipe.containers import get_container
 from ptqpipe.errors import PtqError
-from ptqpipe.runtime import load_model
-from ptqpipe.runtime.hf import PackedQuantizer, register, takes, unregister
+from ptqpipe.runtime import load, load_model
+from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, register, takes, unregister
+from ptqpipe.runtime.linear import packed_bytes
 from tests.containers.builders import Checkpoint
 from tests.runtime.models import float_twin, logits, quantized
 
 
 def from_pretrained(path: Path, **options: Any) -> Any:
-    """The model, provided that every tensor found its place."""
+    """The model, provided that every tensor found its place; decoded unless ``quantization_config`` says otherwise."""
+    if "quantization_config" in (path / "config.json").read_text():
+        options.setdefault("quantization_config", PackedConfig(packed=False))
     model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[key], (key, sorted(info[key])[:4])
@@ -81,7 +86,9 @@ def test_mixed_modelopt(sources: Mapping[str, Path], tmp_path: Path) -> None:
 
 def test_the_class_itself_works_and_is_left_as_it_was(sources: Mapping[str, Path], tmp_path: Path) -> None:
     path = quantized(sources["llama"], "modelopt", "nvfp4").save(tmp_path / "q")
-    model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        path, dtype=torch.float32, quantization_config=PackedConfig(packed=False)
+    )
     assert "_load_pretrained_model" not in vars(transformers.LlamaForCausalLM)
     assert torch.equal(logits(model.eval()), logits(load_model(path)))
 
@@ -107,6 +114,25 @@ def test_what_is_saved_is_the_float_model(sources: Mapping[str, Path], tmp_path:
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_weights_stay_packed_unless_told_otherwise(sources: Mapping[str, Path], tmp_path: Path, model: str) -> None:
+    """4.5 bits a weight (and 32 for each matrix), and the very model of `load`."""
+    path = quantized(sources[model], "compressed_tensors", "nvfp4").save(tmp_path / "q")
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    packed, floats = packed_bytes(theirs)
+    assert floats > 0
+    assert packed == pytest.approx(floats * 4.5 / 16, rel=1e-3)
+    assert torch.equal(logits(theirs), logits(load(path, dtype="float32")))
+
+
+def test_a_packed_model_says_that_it_cannot_be_saved(sources: Mapping[str, Path], tmp_path: Path) -> None:
+    path = quantized(sources["llama"], "compressed_tensors", "nvfp4").save(tmp_path / "q")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_plain_models_and_asked_for_quantizers_stay_with_transformers(
     sources: Mapping[str, Path], tmp_path: Path
 ) -> None:
@@ -125,7 +151,7 @@ def test_a_config_made_by_transformers_own_factory_is_ours(sources: Mapping[str,
     path = checkpoint.save(tmp_path / "q")
     config = auto.AutoQuantizationConfig.from_dict(checkpoint.config["quantization_config"])
     model = from_pretrained(path, dtype=torch.float32, quantization_config=config)
-    assert torch.equal(logits(model), logits(load_model(path)))
+    assert torch.equal(logits(model), logits(load(path, dtype="float32")))
 
 
 def test_integers_stay_with_transformers() -> None:
