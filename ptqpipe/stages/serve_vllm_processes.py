@@ -6,6 +6,7 @@ the family's when one of its processes had them mapped and they were not there b
 when no process maps them any more.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -22,11 +23,17 @@ END_S = 5.0  # between asking the last workers to end and killing them
 
 @dataclass(slots=True)
 class Family:
-    """A child and its descendants. ``before``: the segments that were there first; ``segments``: those seen since."""
+    """A child and its descendants.
+
+    before    the segments that were there first
+    segments  those that the family has mapped since
+    known     every process that was seen to belong to it
+    """
 
     child: subprocess.Popen[bytes]
     before: frozenset[str]
     segments: set[str] = field(default_factory=set)
+    known: set[int] = field(default_factory=set)
     stopped_at: float | None = None
 
     @classmethod
@@ -54,14 +61,15 @@ class Family:
             return
 
     def members(self) -> list[int]:
-        """The processes that stem from the child: its descendants, and its session's orphans that came to us."""
+        """The processes that stem from the child: it, its descendants, and those of them that came to us as orphans."""
         parents = parent_of_each()
-        session = self.child.pid
-        roots = {pid for pid, parent in parents.items() if parent == os.getpid() and _session(pid) == session}
+        ours = {pid for pid, parent in parents.items() if parent == os.getpid()}
+        roots = {pid for pid in ours if pid in self.known or _session(pid) == self.child.pid}
         found, new = set(roots), roots
         while new:
             new = {pid for pid, parent in parents.items() if parent in new} - found
             found |= new
+        self.known |= found
         return sorted(found)
 
     def look(self) -> None:
@@ -92,18 +100,23 @@ class Family:
             _signal(pid, signal.SIGTERM)
         deadline = time.monotonic() + END_S
         while self.members() and time.monotonic() < deadline:
-            reap()
             time.sleep(0.1)
         self.kill()
         while self.members():
-            reap()
             time.sleep(0.05)
+        self._reap()
         if left:
             lines.append(f"ended {len(left)} process(es) that vLLM had left")
         removed = [name for name in sorted(self.segments) if remove_segment(name)]
         if removed:
             lines.append(f"removed {len(removed)} shared-memory segment(s) that vLLM had left: {', '.join(removed)}")
         return lines
+
+    def _reap(self) -> None:
+        """Collects the exit codes of orphans that ended as ours."""
+        for pid in self.known - {self.child.pid}:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
 def become_reaper() -> None:
@@ -144,15 +157,6 @@ def remove_segment(name: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def reap() -> None:
-    """Collects descendants that have ended and were handed to us."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return
 
 
 def _session(pid: int) -> int:

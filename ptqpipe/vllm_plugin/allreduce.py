@@ -143,7 +143,13 @@ def start(name: str, settings: Settings) -> Reducer:
     if not _all_agree(group, not problem):
         log.error("ptqpipe: %s stays PLAIN: %s", name, problem or "the check failed on another rank")
         return reducer
-    log.info("ptqpipe: %s, %d ranks: %s all-reduce in blocks of %d is on", name, group.world_size, settings.codec, settings.block)
+    log.info(
+        "ptqpipe: %s, %d ranks: %s all-reduce in blocks of %d is on",
+        name,
+        group.world_size,
+        settings.codec,
+        settings.block,
+    )
     reducer.quantized = built
     return reducer
 
@@ -190,3 +196,15 @@ def _is_power(count: int) -> bool:
     while count % CHUNK_OF_LOG == 0:
         count //= CHUNK_OF_LOG
     return count == 1
+
+
+def numbers() -> dict[str, dict[str, Any]]:
+    """What the groups of this process did so far."""
+    return {
+        name: {
+            "quantized_calls": reducer.calls,
+            "plain_calls": reducer.plain_calls,
+            "stats": str(reducer.quantized.stats()) if reducer.quantized is not None else "",
+        }
+        for name, reducer in _reducers.items()
+    }

@@ -16,6 +16,7 @@ def install(settings: Settings) -> None:
     placed = []
     if settings.kernels and current_platform.is_cpu():
         placed.append(_try("kernels for the CPU", _kernels))
+        placed.append(_try("experts for the CPU", lambda: _experts(current_platform.dispatch_key)))
     if settings.codec is not None:
         placed.append(_try(f"{settings.codec} all-reduce", lambda: _all_reduce(settings)))
     if any(placed):
@@ -26,6 +27,12 @@ def _kernels() -> None:
     from ptqpipe.vllm_plugin import linear
 
     linear.register_all()
+
+
+def _experts(dispatch_key: str) -> None:
+    from ptqpipe.vllm_plugin import experts
+
+    experts.register_all(dispatch_key)
 
 
 def _all_reduce(settings: Settings) -> None:

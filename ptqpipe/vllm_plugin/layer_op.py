@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ptqpipe.runtime.activations import InputQuantizer
+
 try:
     from ptqpipe.runtime.packed import PackedWeight, packed_linear
 except ImportError:  # INTERIM, until runtime.packed is there
+
     @dataclass(frozen=True, slots=True)
     class PackedWeight:
         data: torch.Tensor
+
         @classmethod
         def from_qtensor(cls, q):
             return cls(q.dequantize().to(torch.bfloat16))
+
     def packed_linear(x, weight, bias=None):
         return torch.nn.functional.linear(x, weight.data, bias)
+
 
 if TYPE_CHECKING:
     from ptqpipe.qtensor import QTensor

@@ -11,7 +11,9 @@ import torch
 import vllm.model_executor.kernels.linear as vllm_linear
 from vllm.model_executor.kernels.linear import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearKernel
 from vllm.model_executor.kernels.linear import Mxfp8LinearKernel, MxFp4LinearKernel, NvFp4LinearKernel
+from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
 from vllm.platforms import PlatformEnum, current_platform
 
@@ -35,6 +37,21 @@ def register_all() -> None:
     # Weight-only NVFP4 does not ask the table: it takes the class of this name, which needs a GPU.
     vllm_linear.MarlinNvFp4LinearKernel = PackedNvFp4
     _note_weight_only()
+    w8a8_utils.requantize_with_max_scale = modelopt.requantize_with_max_scale = keep_scales
+
+
+def keep_scales(
+    weight: torch.Tensor, weight_scale: torch.Tensor, logical_widths: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of vLLM's requantization of fused FP8 shards to one scale: (scale of each row [N, 1], weight as it was).
+
+    `PackedFp8` has a scale for each row at no cost, and the CPU wheel lacks the operator that vLLM would call. A shard
+    whose scale was never set belongs to a checkpoint that stores the fused weight: one scale for all.
+    """
+    if weight_scale.ndim == 0 or weight_scale[-1] <= torch.finfo(torch.float8_e4m3fn).min:
+        return weight_scale.max(), weight
+    widths = torch.tensor(logical_widths)
+    return weight_scale.data.float().repeat_interleave(widths).unsqueeze(1), weight
 
 
 def _note_weight_only() -> None:
@@ -166,7 +183,9 @@ class PackedFp8(FP8ScaledMMLinearKernel):
         weight, scale, input_scale, _ = self._get_layer_params(layer)
         cols, rows = weight.shape
         fmt = FORMATS["fp8_tensor" if scale.numel() == 1 else "fp8_channel"]
-        q = QTensor(fmt, (rows, cols), _codes(weight.data.t()), scale.data.float().reshape(fmt.scale_shape((rows, cols))))
+        q = QTensor(
+            fmt, (rows, cols), _codes(weight.data.t()), scale.data.float().reshape(fmt.scale_shape((rows, cols)))
+        )
         if self.config.activation_quant_key.scale.static:
             quantizer = InputQuantizer(Activation.FP8_TENSOR_STATIC, scale=float(input_scale))
         else:
@@ -204,7 +223,9 @@ class PackedFp8Block(Fp8BlockScaledMMLinearKernel):
         """Packs the layer."""
         found = self._get_layer_params(layer)
         rows, cols = found.weight.shape
-        q = QTensor(FORMATS["fp8_block"], (rows, cols), _codes(found.weight), found.block_scale.data.float().contiguous())
+        q = QTensor(
+            FORMATS["fp8_block"], (rows, cols), _codes(found.weight), found.block_scale.data.float().contiguous()
+        )
         layer_op.keep(layer, q, InputQuantizer(Activation.FP8_GROUP), drop=(found.block_scale_attr,))
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
