@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
-from ptqpipe.qtensor import QTensor
+from ptqpipe.qtensor import Factors, QTensor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 from ptqpipe.schemes import Activation
@@ -21,15 +22,16 @@ class PackedLinear(torch.nn.Module):
     """``y = quantize(x) @ W.T + bias`` with W packed; x ``[..., in_features]`` in any float dtype, y in the same.
 
     The weight is no parameter: it is not in the ``state_dict``, does not follow ``to(dtype)``, and does follow
-    ``to(device)``.
+    ``to(device)``. A low-rank part of it is multiplied on its own, two thin products in the dtype of x.
     """
 
     def __init__(
-        self, weight: PackedWeight, *, bias: torch.nn.Parameter | None = None, quantizer: InputQuantizer | None = None
+        self, q: QTensor, *, bias: torch.nn.Parameter | None = None, quantizer: InputQuantizer | None = None
     ) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.packed = weight
+        self.out_features, self.in_features = q.shape
+        self.packed = PackedWeight.from_qtensor(replace(q, low_rank=None))
+        self.low_rank = q.low_rank
         self.quantizer = None if quantizer is None or quantizer.activation is Activation.NONE else quantizer
         self.register_parameter("bias", bias)
 
@@ -38,7 +40,7 @@ class PackedLinear(torch.nn.Module):
         if self.quantizer is not None:
             x = self.quantizer(x)
         y: torch.Tensor = packed_linear(x, self.packed, self.bias)
-        return y
+        return y if self.low_rank is None else y + _thin(x, self.low_rank)
 
     def extra_repr(self) -> str:
         """As torch prints it."""
@@ -49,17 +51,30 @@ class PackedLinear(torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """The codes move to where ``fn`` puts a tensor of bytes."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.packed = self.packed.to(fn(torch.empty(0, dtype=torch.uint8, device=self.packed.device)).device)
+        device = fn(torch.empty(0, dtype=torch.uint8, device=self.packed.device)).device
+        self.packed = self.packed.to(device)
+        if self.low_rank is not None:
+            left, right, scale = self.low_rank.left, self.low_rank.right, self.low_rank.scale
+            self.low_rank = Factors(left.to(device), right.to(device), None if scale is None else scale.to(device))
         return self
 
 
+def _thin(x: torch.Tensor, factors: Factors) -> torch.Tensor:
+    """``x [..., K]`` times a low-rank part, ``[..., N]``, in the dtype of x: every factor's numbers fit bfloat16."""
+    hidden = linear(x, factors.right.to(x.dtype))
+    hidden = hidden if factors.scale is None else (hidden * factors.scale).to(x.dtype)
+    return linear(hidden, factors.left.to(x.dtype))
+
+
 def side_by_side(parts: list[QTensor]) -> QTensor | None:
-    """Matrices with the same inputs as one of all their rows; None where they share no format or global scale."""
+    """Matrices with the same inputs as one of all their rows; None where they share no format or global scale, or have
+    low-rank parts."""
     first = parts[0]
     if len(parts) == 1:
         return first
     same = all(
         part.fmt == first.fmt
+        and part.low_rank is None
         and part.shape[1] == first.shape[1]
         and part.global_divides == first.global_divides
         and (part.global_scale is None or torch.equal(part.global_scale, _scalar(first)))

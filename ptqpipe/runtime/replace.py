@@ -16,7 +16,6 @@ from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.experts import first_stack, is_experts, use_layers
 from ptqpipe.runtime.linear import PackedLinear, Stacked, side_by_side
 from ptqpipe.runtime.names import Home
-from ptqpipe.runtime.packed import PackedWeight
 from ptqpipe.runtime.shard_read import read_part
 from ptqpipe.runtime.state import Region
 from ptqpipe.source import Source
@@ -37,8 +36,8 @@ class PackedLinearPlace:
 
     def install(self, model: Any, source: Source, regions: Mapping[str, Region], quantizers: Quantizers) -> None:
         old = model.get_submodule(self.module)
-        weight = PackedWeight.from_qtensor(_read(source, self.weight, regions, None))
-        new = PackedLinear(weight, bias=old.bias, quantizer=quantizers[self.weight][0])
+        q = _read(source, self.weight, regions, None)
+        new = PackedLinear(q, bias=old.bias, quantizer=quantizers[self.weight][0])
         new.train(old.training)
         model.set_submodule(self.module, new)
 
@@ -71,10 +70,8 @@ class PackedExpertsPlace:
         q = [_read(source, name, regions, expert if stacked else None) for name in parts]
         one = side_by_side(q) if all(quantizer == chosen[0] for quantizer in chosen) else None
         if one is not None:
-            return PackedLinear(PackedWeight.from_qtensor(one), quantizer=chosen[0])
-        return Stacked(
-            [PackedLinear(PackedWeight.from_qtensor(x), quantizer=c) for x, c in zip(q, chosen, strict=True)]
-        )
+            return PackedLinear(one, quantizer=chosen[0])
+        return Stacked([PackedLinear(part, quantizer=c) for part, c in zip(q, chosen, strict=True)])
 
 
 def _read(source: Source, name: str, regions: Mapping[str, Region], expert: int | None) -> QTensor:
@@ -95,7 +92,7 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
     places: list[Place] = []
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for parameter, parts in fed.items():
-        if parameter in tied or not all(_stays_packed(source, name) and home.plain for name, home in parts):
+        if parameter in tied or not all(name in source.stored and home.plain for name, home in parts):
             continue
         module, leaf = parts[0][1].module, parts[0][1].leaf
         owner = model.get_submodule(module)
@@ -108,11 +105,6 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
         if len(fed_by) == 2 and all(by_stack.values()):
             places.append(PackedExpertsPlace(module, {leaf: x for leaf, x in by_stack.items() if x}))
     return places
-
-
-def _stays_packed(source: Source, name: str) -> bool:
-    """A weight with a low-rank part is decoded: the kernels multiply codes alone."""
-    return name in source.stored and source.stored[name].scheme.low_rank is None
 
 
 def _is_matrix(source: Source, parts: Sequence[tuple[str, Home]]) -> bool:
