@@ -7,7 +7,8 @@ multiplies on decode.
 
     python scripts/peers_autoround.py MODEL OUT --scheme NVFP4 --iters 0 [--weights-only] --calibration FILE [--seed N]
 
-``--iters 0`` is AutoRound's optimized rounding to nearest, 200 its tuning. FILE: one {"input_ids": [...]} a line.
+``--scheme`` takes a preset's name or its fields as JSON. ``--iters 0`` is AutoRound's optimized rounding to nearest,
+200 its tuning. FILE: one {"input_ids": [...]} a line.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def main() -> None:
     tool = AutoRound(
         model,
         tokenizer=AutoTokenizer.from_pretrained(args.model),
-        scheme=args.scheme,
+        scheme=json.loads(args.scheme) if args.scheme.startswith("{") else args.scheme,
         iters=args.iters,
         dataset=samples,
         nsamples=len(samples),
