@@ -1,11 +1,13 @@
 """An output folder that grows decoder block by decoder block: statistics, learned codes.
 
 Lock, journal, one file a block, an index written last, and one rename. A killed run continues behind the last block
-whose line is in the journal. It must not know what a block's file holds.
+whose line is in the journal; one that failed before its first block leaves nothing behind. It must not know what a
+block's file holds.
 """
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,8 +78,10 @@ class BlockFolder:
     def __enter__(self) -> "BlockFolder":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._let_go_of_journal()
+        if kind is not None and self._lock is not None and not self.done:  # nothing of worth was begun
+            shutil.rmtree(self.paths.partial, ignore_errors=True)
         if self._lock is not None:
             self._lock.release()
             self._lock = None

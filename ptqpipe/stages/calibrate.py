@@ -6,8 +6,6 @@ The folder appears under its name when stats.json, its last file, is in it.
 """
 
 import json
-import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,14 +22,12 @@ from ptqpipe.calibration.moments import Moments
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
-from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_journals
-from ptqpipe.checkpoint.partial import Paths, RankLock, output_errors, prepare, publish
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import Mode
-from ptqpipe.errors import AlreadyComplete, UsageError
+from ptqpipe.errors import UsageError
 from ptqpipe.runtime.loading import DTYPES, read_config
 from ptqpipe.source import Source
-from ptqpipe.stages.jobs import json_bytes, run_id_of
+from ptqpipe.stages.block_folder import BlockFolder
 from ptqpipe.stages.machine import BASE_BYTES, Machine, Ranks, resident_bytes
 from ptqpipe.stages.progress import Progress
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
@@ -107,7 +103,7 @@ def calibrate(
     with Source.open(path) as source:
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config))
         parts = _run_parts(source, samples, options)
-        with _Output(out, parts, mode=mode, ranks=ranks) as output, machine.threads():
+        with BlockFolder(out, parts, index_file=STATS_FILE, mode=mode, ranks=ranks) as output, machine.threads():
             torch.set_num_threads(machine.workers)
             runner = _open_runner(skeleton, samples, output, options, machine, ranks)
             with runner:
@@ -148,74 +144,10 @@ def _run_parts(source: Source, samples: Samples, options: CalibrateOptions) -> d
     }
 
 
-class _Output:
-    """The folder in which the blocks' files gather: lock, journal, and the rename at the end."""
-
-    def __init__(self, out: Path, parts: Mapping[str, str], *, mode: Mode, ranks: Ranks) -> None:
-        """Rank 0 prepares the folder while the others wait. OutputError, AlreadyComplete."""
-        self.paths = Paths.of(out)
-        self.run_id = run_id_of(parts)
-        self._replace = mode == "overwrite"
-        self._lock: RankLock | None = None
-        self._journal: Journal | None = None
-        if mode == "resume":
-            self._check_unfinished()
-        ranks.barrier_unless_first()
-        if ranks.rank == 0:
-            identity = RunIdentity(self.run_id, "", dict(parts), replaces=self._replace)
-            self._lock, found = prepare(self.paths, identity, mode=mode)
-            self._replace = (found or identity).replaces
-            with output_errors(self.paths.partial):
-                self._journal = Journal(self.paths.partial / journal_name(0), found or identity)
-        ranks.barrier_if_first()
-        self.done: dict[str, dict[str, Any]] = dict(read_journals(self.paths.partial).units)
-
-    def _check_unfinished(self) -> None:
-        try:
-            found = json.loads((self.paths.out / STATS_FILE).read_bytes())["run_id"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return
-        if found == self.run_id and not self.paths.partial.is_dir():
-            raise AlreadyComplete(f"{self.paths.out} is already complete, by this very run; nothing is left to do")
-
-    def commit(self, unit: str, record: BlockRecord | None) -> None:
-        """Rank 0: a block's file is on disk."""
-        self.done[unit] = {} if record is None else record.to_json()
-        if self._journal is not None:
-            with output_errors(self.paths.partial):
-                self._journal.append([(unit, self.done[unit])], [])
-
-    def finish(self, content: Mapping[str, Any]) -> None:
-        """Rank 0: stats.json, and the rename."""
-        file = self.paths.growing / STATS_FILE
-        with output_errors(file), open(file, "wb") as handle:
-            handle.write(json_bytes(content))
-            handle.flush()
-            os.fsync(handle.fileno())
-        self._let_go_of_journal()
-        publish(self.paths, replace=self._replace)
-
-    def __enter__(self) -> "_Output":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._let_go_of_journal()
-        if kind is not None and self._lock is not None and not self.done:  # nothing of worth was begun
-            shutil.rmtree(self.paths.partial, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def _let_go_of_journal(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
-
-
 def _open_runner(
     skeleton: Skeleton,
     samples: Samples,
-    output: _Output,
+    output: BlockFolder,
     options: CalibrateOptions,
     machine: Machine,
     ranks: Ranks,
@@ -235,7 +167,7 @@ def _open_runner(
     )
 
 
-def _run(runner: Runner, output: _Output, *, block: bool, full: bool, machine: Machine, ranks: Ranks) -> None:
+def _run(runner: Runner, output: BlockFolder, *, block: bool, full: bool, machine: Machine, ranks: Ranks) -> None:
     """Every block, then what enters the head; those that are done already are run without being watched."""
     steps = {name: _Step(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
     with Progress(list(steps.values()), shown=machine.progress and ranks.rank == 0) as progress:
@@ -244,15 +176,16 @@ def _run(runner: Runner, output: _Output, *, block: bool, full: bool, machine: M
                 part.advance()
             else:
                 record = _block(runner, part, output, block=block, full=full, ranks=ranks)
-                output.commit(part.name, record)
+                output.commit(part.name, record.to_json() if record is not None else {})
             progress.advance(steps[part.name])
     head = runner.skeleton.head_name
     if head is not None and HEAD not in output.done:
-        output.commit(HEAD, _head(runner, head, output, block=block, full=full, ranks=ranks))
+        record = _head(runner, head, output, block=block, full=full, ranks=ranks)
+        output.commit(HEAD, record.to_json() if record is not None else {})
 
 
 def _block(
-    runner: Runner, part: Block, output: _Output, *, block: bool, full: bool, ranks: Ranks
+    runner: Runner, part: Block, output: BlockFolder, *, block: bool, full: bool, ranks: Ranks
 ) -> BlockRecord | None:
     """Runs a block and writes what was seen; None on all ranks but the first."""
     attention = find_attention(part.name, part.module, part.origins)
@@ -271,7 +204,9 @@ def _block(
     return write_block(output.paths.growing, part.name, collector, block=block, key_values=key_values)
 
 
-def _head(runner: Runner, name: str, output: _Output, *, block: bool, full: bool, ranks: Ranks) -> BlockRecord | None:
+def _head(
+    runner: Runner, name: str, output: BlockFolder, *, block: bool, full: bool, ranks: Ranks
+) -> BlockRecord | None:
     """The language-model head's input. A head that is the embedding goes by the embedding's name in the checkpoint."""
     skeleton = runner.skeleton
     module = skeleton.model.get_submodule(name)
@@ -286,7 +221,7 @@ def _head(runner: Runner, name: str, output: _Output, *, block: bool, full: bool
 
 
 def _content(
-    source: Source, samples: Samples, options: CalibrateOptions, output: _Output, skeleton: Skeleton
+    source: Source, samples: Samples, options: CalibrateOptions, output: BlockFolder, skeleton: Skeleton
 ) -> dict[str, Any]:
     """stats.json."""
     units = [name for name in (*(name for name, _ in skeleton.blocks), HEAD) if output.done.get(name)]

@@ -181,11 +181,11 @@ def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from ptqpipe.stages import calibrate as stage\n"
-        "commit = stage._Output.commit\n"
+        "commit = stage.BlockFolder.commit\n"
         "def killed(self, unit, record):\n"
         "    commit(self, unit, record)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "stage._Output.commit = killed\n"
+        "stage.BlockFolder.commit = killed\n"
         "stage.calibrate(sys.argv[1], [sys.argv[2]], Path(sys.argv[3]), options=stage.CalibrateOptions("
         "samples=11, seqlen=24, moments=('diagonal', 'block', 'full'), dtype='float64'))\n"
     )
