@@ -10,6 +10,7 @@ from math import gcd, prod
 
 import torch
 
+from ptqpipe.checkpoint.direct import bytes_of
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.containers import Part, Role, StoredWeight, decode_low_rank, part_bytes
 from ptqpipe.errors import FormatError
@@ -29,10 +30,10 @@ def read_box(reader: CheckpointReader, name: str, ranges: Sequence[Sequence[Rang
     dtype = stored_dtype(reader, name)
     shape = [sum(stop - start for start, stop in part) for part in ranges]
     out = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    at = 0
+    view, at = bytes_of(out), 0
     for start, stop in _runs(entry.shape, ranges):
         first, last = start * dtype.itemsize, stop * dtype.itemsize
-        reader.read_into(name, out[at : at + last - first], byte_start=first, byte_stop=last)
+        reader.read_into(name, view[at : at + last - first], byte_start=first, byte_stop=last)
         at += last - first
     return out.view(dtype).reshape(shape)
 
@@ -117,19 +118,18 @@ def _scale_rows(rows: Sequence[Range], high: int, low: int) -> list[int]:
 def _read_rows(
     source: Source, part: Part, rows: Sequence[Range], expert: int | None, span: tuple[int, int, int]
 ) -> torch.Tensor:
-    """uint8 [rows, bytes] of codes; ``span`` is (first, last, all) bytes of a row."""
+    """uint8 [rows, bytes] of a part whose rows are ``span[2]`` bytes wide: bytes [span[0], span[1]) of each."""
     first, last, width = span
     base = part_bytes(part) // part.shape[0] * expert if expert is not None and part.stacked else 0
-    out = torch.empty(sum(stop - start for start, stop in rows), last - first, dtype=torch.uint8)
-    at = 0
-    for start, stop in rows:
-        if (first, last) == (0, width):
-            _into(source, part, out[at : at + stop - start], base + start * width)
-            at += stop - start
-            continue
-        for row in range(start, stop):
-            _into(source, part, out[at], base + row * width + first)
-            at += 1
+    count = sum(stop - start for start, stop in rows)
+    out = torch.empty(count, last - first, dtype=torch.uint8)
+    runs: list[Range] = [(start * width, stop * width) for start, stop in rows]
+    if last - first != width:
+        runs = [(row * width + first, row * width + last) for start, stop in rows for row in range(start, stop)]
+    view, at = bytes_of(out), 0
+    for begin, end in runs:
+        source.reader.read_into(part.name, view[at : at + end - begin], byte_start=base + begin, byte_stop=base + end)
+        at += end - begin
     return out
 
 
@@ -145,21 +145,28 @@ def _read_scales(
     part = _need(stored, Role.SCALES)
     one = part_bytes(part) // (part.shape[0] if part.stacked else 1)
     size = one // (grid[0] * grid[1])
-    needed = sorted(set(rows))
-    base = one * expert if expert is not None and part.stacked else 0
-    raw = torch.empty(len(needed), (columns[1] - columns[0]) * size, dtype=torch.uint8)
-    width = grid[1] * size
-    if raw.shape[1] == width and needed == list(range(needed[0], needed[-1] + 1)):
-        _into(source, part, raw, base + needed[0] * width)
-    else:
-        for at, row in enumerate(needed):
-            _into(source, part, raw[at], base + row * width + columns[0] * size)
-    if len(needed) != len(rows):
-        index = {row: at for at, row in enumerate(needed)}
+    runs = _runs_of(rows)
+    raw = _read_rows(source, part, runs, expert, (columns[0] * size, columns[1] * size, grid[1] * size))
+    if len(raw) != len(rows):  # blocks that were cut: a row of scales serves several
+        read = [row for start, stop in runs for row in range(start, stop)]
+        index = {row: at for at, row in enumerate(read)}
         raw = raw[torch.tensor([index[row] for row in rows])]
     if stored.scheme.fmt.scale.enumerable:
         return raw
     return raw.view(stored_dtype(source.reader, part.name))
+
+
+def _runs_of(rows: Sequence[int]) -> list[Range]:
+    """Ascending rows, some of them repeated, as runs without repetition."""
+    runs: list[Range] = []
+    for row in rows:
+        if runs and row < runs[-1][1]:
+            continue
+        if runs and row == runs[-1][1]:
+            runs[-1] = (runs[-1][0], row + 1)
+        else:
+            runs.append((row, row + 1))
+    return runs
 
 
 def stored_dtype(reader: CheckpointReader, name: str) -> torch.dtype:
@@ -172,10 +179,6 @@ def _read_scalar(source: Source, part: Part, expert: int | None) -> torch.Tensor
     if part.stacked and expert is not None:
         return source.reader.read(part.name, start=expert, stop=expert + 1).float().reshape(())
     return source.reader.read(part.name).float().reshape(())
-
-
-def _into(source: Source, part: Part, out: torch.Tensor, start: int) -> None:
-    source.reader.read_into(part.name, out, byte_start=start, byte_stop=start + out.numel())
 
 
 def _need(stored: StoredWeight, role: Role) -> Part:
