@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
 NUMBERS = {"errors", "formats", "schemes", "packing", "qtensor"}
 STAGES = NUMBERS | {
     "_version", "global_scale", "kernels", "search", "algorithms", "transforms", "containers", "checkpoint", "recipe",
-    "plan", "source", "statistics", "rounding", "calibration", "runtime", "evaluation", "report",
+    "plan", "source", "statistics", "rounding", "calibration", "runtime", "evaluation", "report", "engine", "server",
 }  # fmt: skip
 
 # fmt: off
@@ -45,6 +45,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibration":  NUMBERS | {"checkpoint", "recipe", "plan", "source", "statistics", "runtime"},
     "runtime":      NUMBERS | {"kernels", "containers", "checkpoint", "plan", "source"},
     "evaluation":   NUMBERS | {"checkpoint", "source", "runtime"},
+    # The engine is given a model; a server is given an engine. Neither knows files, formats or each other's business.
+    "engine":       {"errors", "kernels"},
+    "server":       {"_version", "errors", "engine"},
     "report":       {"errors"},
     # Runs inside vLLM, beside vLLM's own transformers: nothing that imports ours.
     "vllm_plugin":  NUMBERS | {"kernels", "collectives", "runtime"},
@@ -59,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Third-party packages that only some modules may import: names in dotted form, a package stands for all it holds.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "transformers": ("calibration", "runtime", "evaluation", "stages.demo"),
+    "transformers": ("calibration", "runtime", "evaluation", "engine", "stages.demo", "stages.serve"),
     "accelerate": ("calibration", "runtime", "evaluation", "stages.demo"),
     "lm_eval": ("evaluation",),
     "click": ("cli",),
@@ -69,8 +72,11 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "yaml": ("recipe", "evaluation.harness"),
     "jinja2": ("report", "calibration.data"),
     "matplotlib": ("report",),
-    "fastapi": ("runtime",),
-    "uvicorn": ("runtime",),
+    "fastapi": ("server",),
+    "starlette": ("server",),
+    "pydantic": ("server",),
+    "uvicorn": ("server",),
+    "prometheus_client": ("server",),
     # Readers that the tests compare with. The package must not lean on them.
     "compressed_tensors": (),
     "modelopt": (),

@@ -1,0 +1,15 @@
+"""A small serving engine over transformers' model code: paged KV cache, continuous batching, chunked prefill.
+
+    sequence.py       what is asked for, and one sequence on its way
+    block_manager.py  which page of the cache belongs to whom; shared prefixes
+    scheduler.py      which tokens are computed next
+    attention.py      transformers' attention over our pages
+    batch.py          one step as numbers, the same on every rank
+    runner.py         the model: a batch in, logits out
+    sampler.py        logits in, one token a sequence out
+    text.py           tokens in, text out, piece by piece; stop strings
+    engine.py         the loop of all these, one step at a time
+    service.py        the loop in a thread of its own, for a server
+
+Must not know HTTP, files or formats: it is given a model and a tokenizer.
+"""

@@ -1,0 +1,218 @@
+"""transformers' attention over our pages: an attention function that models call with a step's tokens in one row.
+
+The function is registered once by name in transformers' interface; which cache and which step it works on is set around
+each forward (`PagedAttention.during`). In every layer it stores the new keys and values in their pages and lets each
+sequence's queries see that sequence's pages alone, causally; so no mask over the whole cache exists. Grouped heads,
+sliding windows, sinks and soft caps are a model's arguments to it. An FP8 cache (scales on the attention modules, see
+``runtime/kv_cache.py``) holds E4M3 codes. Must not know sequences' owners, the scheduler or sampling.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ptqpipe.engine.batch import Batch, Span
+from ptqpipe.errors import UsageError
+
+IMPLEMENTATION = "ptqpipe_paged"
+KV_SCALES = "ptqpipe_kv_scales"  # runtime/kv_cache.py puts it on attention modules
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Heads and widths of one layer's keys and values, as this rank has them."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """One layer's cache, ``[blocks, block_size, heads, dim]``; with scales (float32 [heads or 1, 1]) E4M3 codes."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a model says of its attention: the factor of the scores, a window in tokens, a cap of scores, sinks."""
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    """A batch with what all layers need of it. ``slots`` int64 [T]: where each token's keys go."""
+
+    batch: Batch
+    slots: torch.Tensor
+    tables: list[torch.Tensor]
+    masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+
+
+class PagedAttention:
+    """The pages of every layer, and the attention over them."""
+
+    def __init__(self, pages: dict[int, Pages], block_size: int) -> None:
+        self.pages, self.block_size = pages, block_size
+        self._step: _Step | None = None
+
+    @contextmanager
+    def during(self, batch: Batch) -> Iterator[None]:
+        """Within it a forward of the model's tokens is that of ``batch``."""
+        tables = [torch.tensor(span.blocks, dtype=torch.int64) for span in batch.spans]
+        places = []
+        for span, table in zip(batch.spans, tables, strict=True):
+            at = torch.arange(span.total - span.count, span.total)
+            places.append(table[at // self.block_size] * self.block_size + at % self.block_size)
+        self._step = _Step(batch, torch.cat(places), tables)
+        token = _ACTIVE.set(self)
+        try:
+            yield
+        finally:
+            _ACTIVE.reset(token)
+            self._step = None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
+    ) -> torch.Tensor:
+        """Queries [T, heads, dim] over the pages, with new keys and values [T, kv heads, dim]; [T, heads, dv]."""
+        step, pages = self._step, self.pages[layer]
+        assert step is not None
+        store(pages.keys, step.slots, key, pages.key_scale)
+        store(pages.values, step.slots, value, pages.value_scale)
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        at = 0
+        for span, table in zip(step.batch.spans, step.tables, strict=True):
+            rows = slice(at, at + span.count)
+            if span.count == span.total and pages.key_scale is None:  # all that it sees is at hand
+                k, v = key[rows], value[rows]
+            else:
+                k = load(pages.keys, table, span.total, pages.key_scale, query.dtype)
+                v = load(pages.values, table, span.total, pages.value_scale, query.dtype)
+            out[rows] = self._one(step, span, query[rows], k, v, terms)
+            at += span.count
+        return out
+
+    def _one(
+        self, step: _Step, span: Span, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
+    ) -> torch.Tensor:
+        """One sequence: queries [count, heads, dim], keys and values [total, kv heads, dim]; [count, heads, dv]."""
+        window = terms.window if terms.window is not None and terms.window < span.total else None
+        if span.count == 1 and window is not None:
+            key, value, window = key[-window:], value[-window:], None
+        mask = None
+        if span.count > 1 and (window is not None or span.count != span.total or terms.sinks is not None):
+            mask = step.masks.get((span.count, span.total, window))
+            if mask is None:
+                mask = step.masks[(span.count, span.total, window)] = causal_mask(span.count, span.total, window)
+        if terms.softcap is not None or terms.sinks is not None:
+            if mask is None and span.count > 1:
+                mask = causal_mask(span.count, span.total, None)
+            return explicit_attention(query, key, value, mask, terms)
+        return fused_attention(query, key, value, mask, terms.scaling)
+
+
+_ACTIVE: ContextVar[PagedAttention] = ContextVar("ptqpipe_paged_attention")
+
+
+def store(pages: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Puts ``x`` [T, heads, dim] into the slots of ``pages``; with a scale as E4M3 codes of x / scale, saturating."""
+    if scale is not None:
+        x = (x.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        pages, x = pages.view(torch.uint8), x.view(torch.uint8)  # torch has no indexed copy of float8
+    pages.flatten(0, 1).index_copy_(0, slots, x)
+
+
+def load(
+    pages: torch.Tensor, table: torch.Tensor, total: int, scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The first ``total`` tokens of a sequence's pages, [total, heads, dim]."""
+    if scale is None:
+        return pages[table].flatten(0, 1)[:total]
+    codes = pages.view(torch.uint8)[table].flatten(0, 1)[:total].view(torch.float8_e4m3fn)
+    return (codes.float() * scale).to(dtype)
+
+
+def causal_mask(count: int, total: int, window: int | None) -> torch.Tensor:
+    """Bool [count, total]: what the last ``count`` of ``total`` tokens see."""
+    row = torch.arange(total - count, total)[:, None]
+    column = torch.arange(total)[None, :]
+    seen = column <= row
+    return seen if window is None else seen & (column > row - window)
+
+
+def fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """torch's own attention of one sequence. Without a mask: causal for several queries, everything for one."""
+    count, heads, _ = query.shape
+    kv_heads = key.shape[1]
+    k, v = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+    if count == 1:  # the heads of a group are the rows of one product: nothing is repeated
+        q = query.view(1, kv_heads, heads // kv_heads, -1)
+        return scaled_dot_product_attention(q, k, v, scale=scaling).reshape(1, heads, -1)
+    if heads != kv_heads:
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    q = query.transpose(0, 1)[None]
+    return scaled_dot_product_attention(q, k, v, mask, scale=scaling, is_causal=mask is None)[0].transpose(0, 1)
+
+
+def explicit_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, terms: Terms
+) -> torch.Tensor:
+    """The same written out, for soft caps and sinks: scores and sums in float32."""
+    count, heads, dim = query.shape
+    kv_heads = key.shape[1]
+    q = query.float().view(count, kv_heads, heads // kv_heads, dim)
+    scores = torch.einsum("qhgd,khd->hgqk", q, key.float()) * terms.scaling
+    if terms.softcap is not None:
+        scores = torch.tanh(scores / terms.softcap) * terms.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if terms.sinks is not None:  # a score of a token that is not there
+        sinks = terms.sinks.float().view(kv_heads, -1, 1, 1).expand(-1, -1, count, 1)
+        weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    return torch.einsum("hgqk,khd->qhgd", weights, value.float()).flatten(1, 2).to(query.dtype)
+
+
+def register() -> None:
+    """Enters the function into transformers' interface. It needs no masks, so it has no row among those."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention_forward)
+
+
+def paged_attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **ignored: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' signature: [1, heads, T, dim] in, [1, T, heads, dim] out. UsageError for what it cannot do."""
+    if attention_mask is not None or ignored.get("position_bias") is not None:
+        raise UsageError(f"{type(module).__name__} brings its own attention mask or bias; the engine cannot serve it")
+    terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    active = _ACTIVE.get()
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return active.attend(int(module.layer_idx), q, k, v, terms)[None], None

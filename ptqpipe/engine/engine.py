@@ -1,0 +1,285 @@
+"""The engine: requests in, pieces of text and tokens out, one step at a time.
+
+A step is: the scheduler chooses tokens, the model computes them, the sampler adds one token to each sequence that is up
+to date, and what can be said about them goes out as `Piece`. Deterministic and single-threaded; ``service.py`` runs it
+beside a server. Must not know HTTP or how the model was loaded.
+"""
+
+import secrets
+from collections.abc import Iterable
+from collections.abc import Sequence as Row
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from ptqpipe.engine.batch import Batch, make_batch
+from ptqpipe.engine.block_manager import BlockManager
+from ptqpipe.engine.sampler import logprobs_of, sample
+from ptqpipe.engine.scheduler import Chunk, Scheduler
+from ptqpipe.engine.sequence import Finish, SamplingParams, Sequence, TokenLogprob
+from ptqpipe.engine.text import Detokenizer, StopStrings
+from ptqpipe.errors import UsageError
+
+
+class Computes(Protocol):
+    """What the engine needs of a model: `runner.Runner`, or the leader of several ranks."""
+
+    blocks: int
+    block_size: int
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Float32 logits [wanted, vocabulary]."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Limits of the engine.
+
+    max_len           longest sequence, prompt and output
+    max_seqs          most sequences in a step
+    max_batch_tokens  most tokens in a step: longer prompts are computed in pieces
+    prefix_caching    whether the keys and values of a common beginning are computed once
+    """
+
+    max_len: int
+    max_seqs: int = 64
+    max_batch_tokens: int = 1024
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``n`` continuations of one prompt of tokens. ``id`` is the caller's, unique among those under way."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step gave to one sequence.
+
+    text             what may be shown; it lags behind ``tokens`` while a character or a stop string is incomplete
+    finish           why this is the last piece; None if it is not
+    cached           tokens of the prompt that were found in the cache
+    prompt_logprobs  of every token of the prompt (None for the first), in the first piece, if asked
+    error            why the sequence ended where ``finish`` cannot say it
+    """
+
+    request: str
+    index: int
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: Finish | None = None
+    cached: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start. Tokens are counted when they are computed or sampled."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0
+    steps: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One sequence with the text that goes out of it."""
+
+    seq: Sequence
+    detokenizer: Detokenizer
+    stops: StopStrings
+    siblings: list[Sequence] = field(default_factory=list)
+    told_prompt: bool = False
+
+
+class Engine:
+    """Requests under way on one model.
+
+    tokenizer   transformers' (``decode`` alone is used)
+    end_tokens  tokens that end a sequence
+    """
+
+    def __init__(
+        self, runner: Computes, tokenizer: Any, *, options: EngineOptions, vocabulary: int, end_tokens: Iterable[int]
+    ) -> None:
+        self.runner, self.tokenizer, self.options = runner, tokenizer, options
+        self.vocabulary, self.end_tokens = vocabulary, frozenset(end_tokens)
+        self.blocks = BlockManager(runner.blocks, block_size=runner.block_size, prefix_caching=options.prefix_caching)
+        if self.blocks.blocks_for(options.max_len + 1) > runner.blocks:
+            raise UsageError(
+                f"the kv cache holds {runner.blocks * runner.block_size} tokens, expected more than {options.max_len}"
+            )
+        self.scheduler = Scheduler(self.blocks, max_seqs=options.max_seqs, max_tokens=options.max_batch_tokens)
+        self.counters = Counters()
+        self._streams: dict[Sequence, _Stream] = {}
+        self._requests: dict[str, set[Sequence]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def check(self, request: Request) -> None:
+        """UsageError for a request that cannot be computed."""
+        n, most = len(request.prompt), self.options.max_len
+        if n == 0:
+            raise UsageError("the prompt has no tokens; expected one at least")
+        if n + request.params.max_tokens > most:
+            raise UsageError(
+                f"the prompt has {n} tokens and max_tokens is {request.params.max_tokens}, together "
+                f"{n + request.params.max_tokens}; this model's context is {most} tokens"
+            )
+        wrong = next((token for token in request.prompt if not 0 <= token < self.vocabulary), None)
+        if wrong is not None:
+            raise UsageError(f"token {wrong} is not in the vocabulary of {self.vocabulary}")
+        for token, _ in request.params.logit_bias:
+            if not 0 <= token < self.vocabulary:
+                raise UsageError(f"logit_bias has token {token}, which is not in the vocabulary of {self.vocabulary}")
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Its sequences after the first one wait for its prompt, which they then share."""
+        self.check(request)
+        params = request.params
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_tokens)
+        seqs = [Sequence(request.id, at, list(request.prompt), params, ends) for at in range(request.n)]
+        for seq in seqs:
+            detokenizer = Detokenizer(self.tokenizer, request.prompt)
+            self._streams[seq] = _Stream(seq, detokenizer, StopStrings(params.stop))
+        self._streams[seqs[0]].siblings = seqs[1:]
+        self._requests[request.id] = set(seqs)
+        self.scheduler.add(seqs[0])
+
+    def cancel(self, request: str) -> list[Piece]:
+        """Ends what is under way of a request; the pieces that say so (none for an unknown one)."""
+        seqs = sorted(self._requests.get(request, ()), key=lambda seq: seq.index)
+        return [self._end(self._streams[seq], Piece(request, seq.index, finish=Finish.CANCELLED)) for seq in seqs]
+
+    def step(self) -> list[Piece]:
+        """Computes the next tokens; what they gave, in the order of their sequences' arrival."""
+        chunks = self.scheduler.step()
+        if not chunks:
+            return []
+        self.counters.steps += 1
+        logits = self.runner.run(make_batch(chunks, self.runner.block_size))
+        at, sampling, rows = 0, [], []
+        for chunk in chunks:
+            every, at_start = chunk.seq.needs_prompt_logits, at
+            at += chunk.count if every else int(chunk.samples)
+            self._count(chunk)
+            if every:
+                self._add_prompt_logprobs(chunk, logits[at_start:at])
+            chunk.seq.computed = chunk.start + chunk.count
+            self.blocks.seal(chunk.seq, chunk.start)
+            if chunk.samples:
+                sampling.append(chunk.seq)
+                rows.append(at - 1)
+        return self._sample(sampling, logits[rows]) if sampling else []
+
+    def _count(self, chunk: Chunk) -> None:
+        seq, counters = chunk.seq, self.counters
+        if seq.preemptions == 0 or chunk.start >= seq.prompt_len:
+            counters.prompt_tokens += max(0, min(seq.prompt_len, chunk.start + chunk.count) - chunk.start)
+        else:
+            counters.recomputed_tokens += chunk.count
+        if chunk.start == seq.cached and seq.preemptions == 0:
+            counters.cached_tokens += seq.cached
+
+    def _add_prompt_logprobs(self, chunk: Chunk, logits: torch.Tensor) -> None:
+        """Log probabilities of the prompt's tokens after each of the chunk's."""
+        seq, top = chunk.seq, chunk.seq.params.prompt_logprobs
+        assert top is not None
+        del seq.prompt_logprobs[chunk.start + 1 :]  # computed before it was preempted
+        if not seq.prompt_logprobs:
+            seq.prompt_logprobs.append(None)
+        following = seq.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, seq.prompt_len)]
+        for first in range(0, len(following), 64):  # a float32 row of a large vocabulary is half a megabyte
+            some = following[first : first + 64]
+            seq.prompt_logprobs += logprobs_of(logits[first : first + len(some)], some, top)
+
+    def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Piece]:
+        """One more token for each sequence, and what it means for it."""
+        broken = logits.isnan().any(dim=-1).tolist()
+        tokens = sample(logits.nan_to_num() if any(broken) else logits, seqs)
+        logprobs: dict[int, TokenLogprob] = {}
+        asked = [at for at, seq in enumerate(seqs) if seq.params.logprobs is not None]
+        if asked:
+            top = max(seqs[at].params.logprobs or 0 for at in asked)
+            found = logprobs_of(logits[asked], [tokens[at] for at in asked], top)
+            logprobs = dict(zip(asked, found, strict=True))
+        pieces = []
+        for at, seq in enumerate(seqs):
+            stream = self._streams[seq]
+            if broken[at]:
+                error = "the model's logits are NaN; the checkpoint or its scales are damaged"
+                pieces.append(self._end(stream, Piece(seq.request, seq.index, finish=Finish.STOP, error=error)))
+                continue
+            pieces.append(self._advance(stream, tokens[at], logprobs.get(at)))
+        return pieces
+
+    def _advance(self, stream: _Stream, token: int, logprob: TokenLogprob | None) -> Piece:
+        """A sequence with one more token (unless it wanted none), and its piece."""
+        seq, params = stream.seq, stream.seq.params
+        for sibling in reversed(stream.siblings):
+            self.scheduler.add(sibling, first=True)
+        stream.siblings = []
+        piece = Piece(seq.request, seq.index, cached=seq.cached)
+        if not stream.told_prompt and params.prompt_logprobs is not None:
+            piece = replace(piece, prompt_logprobs=tuple(seq.prompt_logprobs))
+        stream.told_prompt = True
+        if params.max_tokens == 0:
+            return self._end(stream, replace(piece, finish=Finish.LENGTH))
+        seq.tokens.append(token)
+        self.counters.generated_tokens += 1
+        if logprob is not None:
+            top = logprob.top[: params.logprobs]
+            piece = replace(piece, logprobs=(replace(logprob, top=top),))
+        piece = replace(piece, tokens=(token,))
+        may_end = seq.generated >= params.min_tokens
+        if token in seq.end_tokens and may_end:
+            text = stream.detokenizer.flush()
+            text = "".join((stream.stops.push(text, active=may_end)[0], stream.stops.flush()))
+            return self._end(stream, replace(piece, text=text, finish=Finish.STOP))
+        text, stopped = stream.stops.push(stream.detokenizer.push(token), active=may_end)
+        if stopped:
+            return self._end(stream, replace(piece, text=text, finish=Finish.STOP))
+        if seq.generated >= params.max_tokens or len(seq.tokens) >= self.options.max_len:
+            rest, stopped = stream.stops.push(stream.detokenizer.flush(), active=may_end)
+            text += rest + ("" if stopped else stream.stops.flush())
+            return self._end(stream, replace(piece, text=text, finish=Finish.STOP if stopped else Finish.LENGTH))
+        return replace(piece, text=text)
+
+    def _end(self, stream: _Stream, piece: Piece) -> Piece:
+        """Forgets a sequence; returns its last piece."""
+        seq = stream.seq
+        assert piece.finish is not None
+        self.counters.finished[piece.finish] = self.counters.finished.get(piece.finish, 0) + 1
+        self.scheduler.remove(seq)
+        del self._streams[seq]
+        self._requests[seq.request].discard(seq)
+        if not self._requests[seq.request]:
+            del self._requests[seq.request]
+        return piece
+
+
+def generate(engine: Engine, requests: Row[Request]) -> dict[str, list[list[int]]]:
+    """The generated tokens of each request's sequences, computed together: for scripts and tests."""
+    tokens: dict[str, list[list[int]]] = {request.id: [[] for _ in range(request.n)] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        for piece in engine.step():
+            tokens[piece.request][piece.index] += piece.tokens
+    return tokens

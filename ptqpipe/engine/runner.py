@@ -1,0 +1,151 @@
+"""The model: a batch in, logits out. Makes the cache that fits it, and refuses models that it would compute wrong.
+
+A model is transformers' own module. It gets the tokens of all sequences in one row with their positions; attention is
+ours (``attention.py``), everything else in a decoder works token by token. Models with other ways to see other tokens
+(convolutions, recurrences, shared caches) are refused by what their config says and by what the probe, a forward of
+one token, shows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptqpipe.engine.attention import IMPLEMENTATION, KV_SCALES, LayerShape, PagedAttention, Pages, Terms, register
+from ptqpipe.engine.batch import Batch, Span
+from ptqpipe.errors import UsageError
+
+_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """The cache: ``block_size`` tokens a page, at most ``max_bytes`` in all, for sequences of ``max_len`` tokens."""
+
+    max_bytes: int
+    max_len: int
+    max_seqs: int
+    block_size: int = 16
+
+
+class Runner:
+    """A model with its cache. Every rank of a tensor-parallel group has one, and runs the same batches."""
+
+    def __init__(self, model: Any, options: CacheOptions) -> None:
+        self.model, self.block_size = model, options.block_size
+        self.config = model.config.get_text_config()
+        check_model(model)
+        register()
+        self.config._attn_implementation = IMPLEMENTATION
+        self.dtype: torch.dtype = model.dtype
+        self.shapes, scales = probe(model)
+        self.scales = scales
+        self.bytes_per_block = options.block_size * sum(
+            shape.heads * (shape.key_dim + shape.value_dim) * (1 if layer in scales else self.dtype.itemsize)
+            for layer, shape in self.shapes.items()
+        )
+        self.blocks = self._block_count(options)
+        self.attention = PagedAttention({layer: self._pages(layer) for layer in self.shapes}, options.block_size)
+
+    def _block_count(self, options: CacheOptions) -> int:
+        """As many as the sequences can use, within ``max_bytes``. UsageError if one sequence does not fit."""
+        one = -(-(options.max_len + 1) // options.block_size)
+        count = min(options.max_bytes // self.bytes_per_block, one * options.max_seqs)
+        if count < one:
+            raise UsageError(
+                f"a kv cache of {options.max_bytes} bytes holds {count * options.block_size} tokens, expected at least "
+                f"{options.max_len}; raise --kv-cache-size to {one * self.bytes_per_block} or lower --max-model-len"
+            )
+        return int(count)
+
+    def _pages(self, layer: int) -> Pages:
+        shape, scales = self.shapes[layer], self.scales.get(layer)
+        dtype = self.dtype if scales is None else torch.float8_e4m3fn
+        size = (self.blocks, self.block_size, shape.heads)
+        keys, values = (torch.zeros(*size, dim, dtype=dtype) for dim in (shape.key_dim, shape.value_dim))
+        return Pages(keys, values) if scales is None else Pages(keys, values, *scales)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Float32 logits [wanted, vocabulary] of a batch."""
+        with self.attention.during(batch):
+            out = self.model(
+                input_ids=batch.tokens[None],
+                position_ids=batch.positions()[None],
+                use_cache=False,
+                logits_to_keep=batch.wanted if len(batch.wanted) else 1,
+            )
+        logits: torch.Tensor = out.logits[0][: len(batch.wanted)]
+        return logits.float()
+
+
+def check_model(model: Any) -> None:
+    """UsageError for a model whose layers are not all causal attention over one cache each."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    if others:
+        raise UsageError(f"{name} has {', '.join(others)} layers; the engine serves full and sliding attention only")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UsageError(f"{name} shares one layer's keys with others, which the engine does not")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UsageError(f"{name} does not use transformers' attention interface; the engine cannot serve it")
+
+
+def context_length(config: Any) -> int:
+    """The longest sequence that a model computes the same whatever else is in its batch.
+
+    Rotary embeddings of the types ``dynamic`` and ``longrope`` change for all tokens when one is beyond the original
+    context, so they end there.
+    """
+    longest = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0) or 2048)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer = parameters.values() if parameters and all(isinstance(x, dict) for x in parameters.values()) else ()
+    for rope in (parameters, *by_layer):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None) or longest
+            longest = min(longest, int(original))
+    return longest
+
+
+class _Probe(PagedAttention):
+    """Records what each layer's attention is given instead of computing it."""
+
+    def __init__(self) -> None:
+        super().__init__({}, 1)
+        self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
+    ) -> torch.Tensor:
+        """Zeros of the right shape."""
+        if layer in self.shapes:
+            raise UsageError(f"layer {layer} attends twice in one forward; the engine cannot serve this model")
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        self.windows[layer] = terms.window
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+@torch.inference_mode()
+def probe(model: Any) -> tuple[dict[int, LayerShape], dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """(shapes, kv scales [heads or 1, 1] where there are any) by layer, from a forward of one token."""
+    recorder = _Probe()
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    with recorder.during(Batch(one[0], one[0], (Span(1, 1, (0,)),))):
+        model(input_ids=one, position_ids=one, use_cache=False)
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    if sorted(recorder.shapes) != list(range(len(kinds))):
+        raise UsageError(
+            f"{len(recorder.shapes)} of {len(kinds)} layers of {type(model).__name__} attend through transformers' "
+            "interface; the engine cannot serve it"
+        )
+    for layer, kind in enumerate(kinds):
+        if kind == "sliding_attention" and recorder.windows[layer] is None:
+            raise UsageError(f"layer {layer} slides over its context in a way that the engine does not know")
+    scales = {}
+    for module in model.modules():
+        if (found := getattr(module, KV_SCALES, None)) is not None:
+            scales[int(module.layer_idx)] = (found[0].reshape(-1, 1), found[1].reshape(-1, 1))
+    return recorder.shapes, scales

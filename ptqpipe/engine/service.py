@@ -1,0 +1,229 @@
+"""The engine in a thread of its own: loads the model there, takes requests from other threads, calls them back.
+
+Everything that touches the engine happens in its thread, so the engine needs no locks. Whoever submits gets pieces in
+that thread and hands them on (an HTTP server: into its event loop). When the engine fails everyone under way is told,
+and nothing new is taken. Must not know HTTP.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from queue import Empty, SimpleQueue
+
+import torch
+
+from ptqpipe.engine.engine import Engine, Piece, Request
+from ptqpipe.engine.sequence import Finish
+from ptqpipe.errors import PtqError, one_line
+
+Listener = Callable[[Piece], None]
+BEAT_S = 2.0  # an idle engine lets its other ranks know that it lives
+
+
+class State(StrEnum):
+    """What a service does."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+    STOPPED = "stopped"
+    DEAD = "dead"  # failed
+
+
+class Unavailable(PtqError):
+    """The service takes no request now: it loads, ends, or has failed."""
+
+
+class Overloaded(PtqError):
+    """The queue is full; try again in ``retry_s`` seconds."""
+
+    def __init__(self, message: str, *, retry_s: int) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is; ``blocks`` of its cache, ``free`` of them held by nobody."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks: int = 0
+    free: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Pending:
+    listener: Listener
+    sequences: int
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """What other threads ask for."""
+
+    calls: SimpleQueue[Callable[[], None] | None] = field(default_factory=SimpleQueue)
+
+
+class Service:
+    """Runs the engine that ``build`` makes.
+
+    build      called in the engine's thread
+    max_queue  most sequences that wait, beside those that run
+    threads    of torch's operations, in the engine's thread
+    beat       called when nothing is to be done, every `BEAT_S`
+    close      called in the engine's thread when it ends
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        *,
+        max_queue: int,
+        threads: int | None = None,
+        beat: Callable[[], None] = lambda: None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.state, self.error = State.LOADING, ""
+        self.engine: Engine | None = None
+        self._build, self._beat, self._close = build, beat, close
+        self._max_queue, self._threads = max_queue, threads
+        self._inbox = _Inbox()
+        self._pending: dict[str, _Pending] = {}
+        self._lock = threading.Lock()  # of the state and of what is pending
+        self._thread = threading.Thread(target=self._main, name="ptqpipe-engine", daemon=True)
+        self.ended = threading.Event()
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Queues a request; ``listener`` gets its pieces in the engine's thread until each sequence has its last one.
+
+        Raises Unavailable, Overloaded, or UsageError for a request that cannot be computed.
+        """
+        with self._lock:
+            if self.state is not State.READY or self.engine is None:
+                raise Unavailable(self.error or f"the service is {self.state}")
+            self.engine.check(request)
+            most = self._max_queue + self.engine.options.max_seqs
+            if self.sequences() + request.n > most:
+                raise Overloaded(
+                    f"{self.sequences()} sequences are under way or waiting, expected at most {most}; try again later",
+                    retry_s=1 + self.sequences() // 32,
+                )
+            self._pending[request.id] = _Pending(listener, request.n)
+        self._inbox.calls.put(lambda: self._add(request))
+
+    def cancel(self, request: str) -> None:
+        """Ends a request; its listener hears of it. Unknown and finished ones are left alone."""
+        self._inbox.calls.put(lambda: self._cancel(request))
+
+    def drain(self) -> None:
+        """Takes nothing new from now on, and stops when everything under way has finished."""
+        with self._lock:
+            if self.state in (State.LOADING, State.READY):
+                self.state = State.DRAINING
+        self._inbox.calls.put(None)
+
+    def stop(self) -> None:
+        """Cancels everything, then stops."""
+        self.drain()
+        for request in list(self._pending):
+            self.cancel(request)
+
+    def fail(self, error: str) -> None:
+        """Ends the service with an error from outside: a rank that died. The engine's thread may be stuck for good."""
+        with self._lock:
+            if self.state in (State.DEAD, State.STOPPED):
+                return
+            self.state, self.error = State.DEAD, one_line(error)
+            pending, self._pending = dict(self._pending), {}
+        for name, entry in pending.items():
+            for index in range(entry.sequences):
+                entry.listener(Piece(name, index, finish=Finish.CANCELLED, error=self.error))
+        self.ended.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the end; whether it came."""
+        return self.ended.wait(timeout_s)
+
+    def sequences(self) -> int:
+        """How many sequences are under way or waiting."""
+        return sum(entry.sequences for entry in list(self._pending.values()))
+
+    def load(self) -> Load:
+        """How busy the engine is, as of now."""
+        if self.engine is None:
+            return Load()
+        scheduler, blocks = self.engine.scheduler, self.engine.blocks
+        running = len(scheduler.running)
+        waiting = max(0, self.sequences() - running)
+        return Load(running, waiting, blocks.count, blocks.free, scheduler.preemptions)
+
+    def _main(self) -> None:
+        try:
+            if self._threads is not None:
+                torch.set_num_threads(self._threads)  # OpenMP keeps the number by thread
+            self.engine = self._build()
+            with self._lock:
+                if self.state is State.LOADING:
+                    self.state = State.READY
+            self._loop(self.engine)
+        except PtqError as error:
+            self.fail(str(error))
+        except Exception as error:
+            self.fail(f"the engine failed: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._close()
+            with self._lock:
+                if self.state is not State.DEAD:
+                    self.state = State.STOPPED
+            self.ended.set()
+
+    def _loop(self, engine: Engine) -> None:
+        while self.state is State.READY or engine.busy or not self._inbox.calls.empty():
+            if self.state is State.DEAD:
+                return
+            self._answer_calls(wait=not engine.busy)
+            for piece in engine.step():
+                self._tell(piece)
+
+    def _answer_calls(self, *, wait: bool) -> None:
+        """Does what other threads asked for; waits for the first one, beating, if there is nothing else to do."""
+        timeout = BEAT_S if wait and self.state is State.READY else 0.0
+        while True:
+            try:
+                call = self._inbox.calls.get(timeout=timeout) if timeout else self._inbox.calls.get_nowait()
+            except Empty:
+                if timeout:
+                    self._beat()
+                return
+            if call is not None:
+                call()
+            timeout = 0.0
+
+    def _add(self, request: Request) -> None:
+        assert self.engine is not None
+        if request.id in self._pending:
+            self.engine.add(request)
+
+    def _cancel(self, request: str) -> None:
+        assert self.engine is not None
+        for piece in self.engine.cancel(request):
+            self._tell(piece)
+
+    def _tell(self, piece: Piece) -> None:
+        with self._lock:
+            entry = self._pending.get(piece.request)
+            if entry is None:
+                return
+            if piece.finish is not None:
+                entry.sequences -= 1
+                if entry.sequences == 0:
+                    del self._pending[piece.request]
+        entry.listener(piece)

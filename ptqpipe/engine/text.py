@@ -1,0 +1,76 @@
+"""Tokens in, text out, piece by piece; and the strings that end it.
+
+A token need not be whole characters (bytes of a UTF-8 sequence) and may depend on the one before it (the space that
+some tokenizers put in front of a word), so text is the difference of two decodings that begin at the same place.
+Must not know where tokens come from.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+UNDECODABLE = "\ufffd"
+_KEEP = 6  # tokens of context in front: more than what any tokenizer's decoding of the next one depends on
+
+
+class Detokenizer:
+    """Text of one sequence's generated tokens. All pieces and the last one together are the tokens' decoding.
+
+    prompt  the tokens in front, for what the first piece depends on
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], *, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special
+        self._window = list(prompt[-_KEEP:])  # tokens whose text is out, then those whose text is not
+        self._out = len(self._window)
+
+    def push(self, token: int) -> str:
+        """What is certain after one more token: empty while a character is incomplete."""
+        self._window.append(token)
+        before, now = self._decode(self._window[: self._out]), self._decode(self._window)
+        if now.endswith(UNDECODABLE) or len(now) < len(before):
+            return ""
+        self._window = self._window[-_KEEP:] if len(self._window) > 2 * _KEEP else self._window
+        self._out = len(self._window)
+        return now[len(before) :]
+
+    def flush(self) -> str:
+        """What is left when no token follows: an incomplete character as its replacement sign."""
+        before, now = self._decode(self._window[: self._out]), self._decode(self._window)
+        self._out = len(self._window)
+        return now[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        return text
+
+
+class StopStrings:
+    """Holds text back while it may be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = tuple(stops), ""
+
+    def push(self, piece: str, *, active: bool = True) -> tuple[str, bool]:
+        """(text that may go out, whether a stop string came; it and what follows it are dropped).
+
+        active  False lets stop strings pass (a minimum of tokens is not reached)
+        """
+        self._held += piece
+        if not active:
+            return self._release(len(self._held)), False
+        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            return self._release(min(found), drop=True), True
+        return self._release(len(self._held) - self._risky()), False
+
+    def flush(self) -> str:
+        """What was held back, when no text follows."""
+        return self._release(len(self._held))
+
+    def _risky(self) -> int:
+        """The length of the longest end of the text that begins a stop string."""
+        return max((n for stop in self._stops for n in range(1, len(stop)) if self._held.endswith(stop[:n])), default=0)
+
+    def _release(self, n: int, *, drop: bool = False) -> str:
+        out, self._held = self._held[:n], "" if drop else self._held[n:]
+        return out
