@@ -109,9 +109,10 @@ def check(packed: Path, plain: Path, options: argparse.Namespace, prompts: list[
 
 def checks(options: argparse.Namespace) -> Any:
     """A line for each output or checkpoint."""
+    from transformers import AutoTokenizer
+
     import ptqpipe
     from ptqpipe.stages.dequantize import dequantize
-    from transformers import AutoTokenizer
 
     for output in options.packed or options.outputs:
         with tempfile.TemporaryDirectory() as name:

@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,7 +176,17 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], say: Calla
         say(f"{missing} the kernels for NVFP4, MXFP4 and MXFP8 on CPUs")
     say(f"vLLM {found.vllm} of {found.python}, {service.tensor_parallel} rank(s), node {service.node_rank}")
     family = Family.start(command(service, found), environment(service, found, inherited))
-    stopping = _stop_on_signals(family)
+    with _signals_stop(family) as came:
+        ready = _watch(family, service, came, say)
+    for line in family.clear():
+        say(line)
+    if not came:
+        state = "while serving" if ready else "before it was ready"
+        raise PtqError(f"vLLM ended by itself {state}, with code {family.code}; its own messages stand above")
+
+
+def _watch(family: Family, service: VllmService, came: list[int], say: Callable[[str], None]) -> bool:
+    """Until vLLM ends; whether it was ready before that. ``came``: signals that have asked it to end."""
     ready = service.node_rank > 0
     while family.running():
         family.look()
@@ -183,27 +194,27 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], say: Calla
             ready = True
             say(f"ready: http://{service.host}:{service.port}/v1")
         family.wait(POLL_S)
-        if stopping and family.seconds_since_stop() > GRACE_S:
+        if came and family.seconds_since_stop() > GRACE_S:
             say(f"vLLM did not end within {GRACE_S:.0f} s of the signal; it is killed")
             family.kill()
-    for line in family.clear():
-        say(line)
-    if not stopping:
-        state = "while serving" if ready else "before it was ready"
-        raise PtqError(f"vLLM ended by itself {state}, with code {family.code}; its own messages stand above")
+    return ready
 
 
-def _stop_on_signals(family: Family) -> list[int]:
-    """The signals that came, each handed to vLLM."""
+@contextmanager
+def _signals_stop(family: Family) -> Iterator[list[int]]:
+    """Hands SIGTERM and SIGINT to vLLM meanwhile; gives the list of those that came."""
     came: list[int] = []
 
     def handle(number: int, _: object) -> None:
         came.append(number)
         family.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handle)
-    return came
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _healthy(service: VllmService) -> bool:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ptqpipe.errors import UsageError
+from ptqpipe.vllm_plugin import ops
 from ptqpipe.vllm_plugin.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ COARSE = 0.4  # four bits and whatever else: only that it is the sum and not som
 CHECK_SHAPE = (64, 1024)
 CHUNK_OF_LOG = 10  # a line after 1, 10, 100, ... quantized messages
 
-_library = torch.library.Library("ptqpipe", "FRAGMENT")
 _reducers: dict[str, "Reducer"] = {}
 _settings: Settings | None = None
 
@@ -47,18 +47,16 @@ def install(settings: Settings) -> None:
 
     if NAME not in linear.RowParallelLinear.forward.__code__.co_names:
         raise UsageError(f"RowParallelLinear.forward of this vLLM does not call {NAME}")
-    _define(current_platform.dispatch_key)
+    ops.define(
+        "vllm_all_reduce(Tensor x, str group) -> Tensor",
+        _all_reduce,
+        shape=lambda x, _: torch.empty_like(x),
+        dispatch_key=current_platform.dispatch_key,
+    )
     _settings = settings
     _replace(linear)
     if NAME in vars(moe_runner):
         _replace(moe_runner)
-
-
-def _define(dispatch_key: str) -> None:
-    """``torch.ops.ptqpipe.vllm_all_reduce(Tensor x, str group) -> Tensor``."""
-    _library.define("vllm_all_reduce(Tensor x, str group) -> Tensor")
-    _library.impl("vllm_all_reduce", _all_reduce, dispatch_key)
-    torch.library.register_fake("ptqpipe::vllm_all_reduce", lambda x, group: torch.empty_like(x), lib=_library)
 
 
 def _replace(module: ModuleType) -> None:
@@ -169,7 +167,7 @@ def _all_agree(group: Any, mine: bool) -> bool:
 
 
 def _check(quantized: "QuantAllReduce", reducer: Reducer, settings: Settings) -> str:
-    """One message both ways; what is wrong with it, or nothing. Makes the same calls on every rank whatever it finds."""
+    """One message both ways; what is wrong with it, or nothing. The same calls on every rank, whatever it finds."""
     group = reducer.group
     generator = torch.Generator().manual_seed(1000 + group.rank_in_group)
     x = torch.randn(CHECK_SHAPE, generator=generator).to(torch.bfloat16).to(group.device)

@@ -22,7 +22,8 @@ from ptqpipe.formats import FORMATS, Format
 from ptqpipe.qtensor import QTensor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
-from ptqpipe.vllm_plugin.layer_op import Layer, PackedWeight
+from ptqpipe.vllm_plugin import ops
+from ptqpipe.vllm_plugin.layer_op import Layer, PackedWeight  # INTERIM: PackedWeight is runtime.packed's
 
 QUANTIZATION = "vllm.model_executor.layers.quantization"
 CT = f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe"
@@ -32,8 +33,6 @@ GATES: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     MoEActivation.GELU: F.gelu,
     MoEActivation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
 }
-
-_library = torch.library.Library("ptqpipe", "FRAGMENT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +110,8 @@ _mixtures: dict[int, Mixture] = {}
 
 def register_all(dispatch_key: str) -> None:
     """Defines the operator and puts our methods in the place of vLLM's."""
-    _library.define(
-        "vllm_experts(Tensor x, Tensor weights, Tensor ids, Tensor key, Tensor? local, bool weigh_input) -> Tensor"
-    )
-    _library.impl("vllm_experts", _experts, dispatch_key)
-    torch.library.register_fake("ptqpipe::vllm_experts", lambda x, *_: torch.empty_like(x), lib=_library)
+    schema = "vllm_experts(Tensor x, Tensor weights, Tensor ids, Tensor key, Tensor? local, bool weigh_input) -> Tensor"
+    ops.define(schema, _experts, shape=lambda x, *_: torch.empty_like(x), dispatch_key=dispatch_key)
     for method in METHODS:
         _replace(method)
     _note_weight_only()
@@ -212,7 +208,8 @@ def _read(layer: Any, stack: str) -> Stored:
 
     packed = find("weight_packed")
     data, scales = packed if packed is not None else find("weight"), find("weight_scale")
-    assert data is not None and scales is not None, stack
+    assert data is not None, stack
+    assert scales is not None, stack
     divides = hasattr(layer, f"{stack}_weight_global_scale")
     names = ("weight_global_scale", "input_global_scale") if divides else ("weight_scale_2", "input_scale")
     return Stored(data.view(torch.uint8), scales, by_shard(names[0]), by_shard(names[1]), divides)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.vllm_plugin import ops
 
 try:
     from ptqpipe.runtime.packed import PackedWeight, packed_linear
@@ -31,8 +32,6 @@ except ImportError:  # INTERIM, until runtime.packed is there
 if TYPE_CHECKING:
     from ptqpipe.qtensor import QTensor
 
-_library = torch.library.Library("ptqpipe", "FRAGMENT")
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -51,9 +50,8 @@ _layers: dict[int, Layer] = {}
 
 def define(dispatch_key: str) -> None:
     """Defines the operator."""
-    _library.define("vllm_linear(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor")
-    _library.impl("vllm_linear", _linear, dispatch_key)
-    torch.library.register_fake("ptqpipe::vllm_linear", _shape, lib=_library)
+    schema = "vllm_linear(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor"
+    ops.define(schema, _linear, shape=_shape, dispatch_key=dispatch_key)
 
 
 def keep(module: Any, q: "QTensor", quantizer: InputQuantizer, *, drop: tuple[str, ...]) -> None:

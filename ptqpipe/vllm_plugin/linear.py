@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 import vllm.model_executor.kernels.linear as vllm_linear
-from vllm.model_executor.kernels.linear import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearKernel
-from vllm.model_executor.kernels.linear import Mxfp8LinearKernel, MxFp4LinearKernel, NvFp4LinearKernel
+from vllm.model_executor.kernels.linear import (
+    Fp8BlockScaledMMLinearKernel,
+    FP8ScaledMMLinearKernel,
+    MxFp4LinearKernel,
+    Mxfp8LinearKernel,
+    NvFp4LinearKernel,
+)
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.utils import w8a8_utils

