@@ -17,6 +17,7 @@ from ptqpipe.cli.look import diff, inspect, verify
 from ptqpipe.cli.plan import plan
 from ptqpipe.cli.report import report
 from ptqpipe.cli.rewrite import dequantize, relayout
+from ptqpipe.cli.serve import serve
 from ptqpipe.cli.transform import transform
 from ptqpipe.cli.tune import tune
 
@@ -38,6 +39,7 @@ for _command in (
     evaluate,
     inspect,
     report,
+    serve,
     diff,
     demo,
     formats,

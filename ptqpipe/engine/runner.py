@@ -6,6 +6,7 @@ ours (``attention.py``), everything else in a decoder works token by token. Mode
 one token, shows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,8 @@ class CacheOptions:
 class Runner:
     """A model with its cache. Every rank of a tensor-parallel group has one, and runs the same batches."""
 
-    def __init__(self, model: Any, options: CacheOptions) -> None:
+    def __init__(self, model: Any, options: CacheOptions, *, agree: Callable[[int], int] | None = None) -> None:
+        """``agree``: of all ranks on the number of blocks."""
         self.model, self.block_size = model, options.block_size
         self.config = model.config.get_text_config()
         check_model(model)
@@ -44,7 +46,8 @@ class Runner:
             shape.heads * (shape.key_dim + shape.value_dim) * (1 if layer in scales else self.dtype.itemsize)
             for layer, shape in self.shapes.items()
         )
-        self.blocks = self._block_count(options)
+        count = self._block_count(options)
+        self.blocks = count if agree is None else agree(count)
         self.attention = PagedAttention({layer: self._pages(layer) for layer in self.shapes}, options.block_size)
 
     def _block_count(self, options: CacheOptions) -> int:

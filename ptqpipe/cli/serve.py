@@ -1,0 +1,124 @@
+"""ptqpipe serve."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ptqpipe.cli.common import Size, one_line_errors
+from ptqpipe.errors import UsageError
+
+if TYPE_CHECKING:
+    from ptqpipe.stages.serve_ranks import Place
+
+
+@click.command()
+@click.argument("ckpt")
+@click.option("--tp", type=int, metavar="N", help="Ranks that share the model [1; under torchrun: all of them].")
+@click.option(
+    "--allreduce",
+    default="off",
+    show_default=True,
+    metavar="int8|off|auto",
+    help="The ranks' sums in prefill: quantized, plain, or what is measured to be faster.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=8000, show_default=True, help="0: any free one.")
+@click.option("--api-key", envvar="PTQPIPE_API_KEY", help="What clients must send as Bearer [$PTQPIPE_API_KEY].")
+@click.option("--served-model-name", "name", help="The model's name in the API [the folder's].")
+@click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16, float32, float16 or auto.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--decoded", is_flag=True, help="Decode the weights to --dtype instead of computing with packed ones.")
+@click.option(
+    "--activations",
+    type=click.Choice(["simulated", "none"]),
+    default="simulated",
+    show_default=True,
+    help="Quantize activations as the format says, or not.",
+)
+@click.option("--max-model-len", type=int, metavar="N", help="Longest sequence in tokens [the model's].")
+@click.option("--max-num-seqs", type=int, default=32, show_default=True, help="Most sequences in a step.")
+@click.option("--max-batch-tokens", type=int, default=1024, show_default=True, help="Most tokens in a step.")
+@click.option("--max-queue", type=int, default=256, show_default=True, help="Most sequences that wait; then 429.")
+@click.option("--kv-cache-size", type=Size(), help="Keys and values of a rank [a quarter of the free memory].")
+@click.option("--no-prefix-caching", is_flag=True, help="Compute common beginnings of prompts again.")
+@click.option("--threads", type=int, metavar="N", help="Of a rank [physical cores less one, divided by ranks].")
+@click.option("--max-body", type=Size(), default="4MiB", show_default=True, help="Largest body of a request.")
+@click.option("--chat-template", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A Jinja file.")
+@click.option("--drain", "drain_s", type=float, default=30.0, show_default=True, help="Seconds after SIGTERM.")
+@click.option("--rank-of", hidden=True)
+@one_line_errors
+def serve(
+    ckpt: str,
+    tp: int | None,
+    allreduce: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    name: str | None,
+    dtype: str,
+    device: str,
+    decoded: bool,
+    activations: str,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    max_batch_tokens: int,
+    max_queue: int,
+    kv_cache_size: int | None,
+    no_prefix_caching: bool,
+    threads: int | None,
+    max_body: int,
+    chat_template: Path | None,
+    drain_s: float,
+    rank_of: str | None,
+) -> None:
+    """Serve CKPT (a folder, quantized or not) with OpenAI's API, and a page to chat at /."""
+    from ptqpipe.stages import serve as stage
+
+    options = stage.ServeOptions(
+        ckpt=ckpt,
+        host=host,
+        port=port,
+        name=name,
+        dtype=dtype,
+        device=device,
+        packed=not decoded,
+        activations=activations,
+        allreduce=allreduce,
+        max_len=max_model_len,
+        max_seqs=max_num_seqs,
+        max_batch_tokens=max_batch_tokens,
+        max_queue=max_queue,
+        cache_bytes=kv_cache_size,
+        prefix_caching=not no_prefix_caching,
+        threads=threads,
+        api_key=api_key,
+        max_body=max_body,
+        chat_template=chat_template,
+        drain_s=drain_s,
+    )
+    worker = [sys.executable, "-m", "ptqpipe", *sys.argv[1:]]
+    stage.serve(options, _place(tp, rank_of), worker=worker, say=lambda line: click.echo(line, err=True))
+
+
+def _place(tp: int | None, rank_of: str | None) -> "Place":
+    """Which rank this is: of a service that starts its own, or of a torchrun."""
+    from ptqpipe.stages.serve_ranks import Place, parse_place
+
+    if tp is not None and tp < 1:
+        raise UsageError(f"--tp is {tp}, expected 1 or more")
+    if rank_of is not None:
+        return parse_place(rank_of, tp or 1)
+    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    if not found["WORLD_SIZE"].isdigit() or not found["RANK"].isdigit() or int(found["WORLD_SIZE"]) == 1:
+        size = tp or 1
+        if size > 1:  # ranks of one machine, whatever its name resolves to
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return Place(0, size, size)
+    size = int(found["WORLD_SIZE"])
+    if tp is not None and tp != size:
+        raise UsageError(f"--tp is {tp}, but torchrun started {size} ranks; leave --tp out")
+    local = int(found["LOCAL_WORLD_SIZE"]) if found["LOCAL_WORLD_SIZE"].isdigit() else size
+    return Place(int(found["RANK"]), size, local, torchrun=True)

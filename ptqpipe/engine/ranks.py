@@ -1,0 +1,72 @@
+"""One engine over several ranks: the leader decides and says what is computed, the others compute it with it.
+
+A batch goes to all ranks as one tensor of int64; everything that decides (scheduling, sampling, text) happens on the
+leader alone. While nothing is to be done the leader sends beats, so that a rank whose leader has gone ends, too. Must
+not know how ranks are started.
+"""
+
+import torch
+import torch.distributed as dist
+
+from ptqpipe.engine.batch import Batch, unpack
+from ptqpipe.engine.runner import Runner
+from ptqpipe.errors import PtqError, one_line
+
+_BEAT, _CLOSE = 0, -1
+
+
+class Leader:
+    """Rank 0's runner: the same as a `Runner`, on all ranks of ``group`` at once."""
+
+    def __init__(self, runner: Runner, group: dist.ProcessGroup | None = None) -> None:
+        self._runner, self._group = runner, group
+        self.blocks, self.block_size = runner.blocks, runner.block_size
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Float32 logits [wanted, vocabulary]. PtqError when a rank does not answer."""
+        packed = batch.pack()
+        try:
+            self._say(len(packed))
+            dist.broadcast(packed, src=0, group=self._group)
+            return self._runner.run(batch)
+        except RuntimeError as error:
+            raise PtqError(f"a rank does not answer: {one_line(str(error), limit=300)}") from error
+
+    def beat(self) -> None:
+        """Lets the others know that the leader lives. PtqError when one does not."""
+        try:
+            self._say(_BEAT)
+        except RuntimeError as error:
+            raise PtqError(f"a rank does not answer: {one_line(str(error), limit=300)}") from error
+
+    def close(self) -> None:
+        """Ends the others."""
+        self._say(_CLOSE)
+
+    def _say(self, word: int) -> None:
+        dist.broadcast(torch.tensor([word], dtype=torch.int64), src=0, group=self._group)
+
+
+def follow(runner: Runner, group: dist.ProcessGroup | None = None) -> None:
+    """A rank above 0: computes what the leader says until it closes. PtqError when the leader is gone."""
+    word = torch.zeros(1, dtype=torch.int64)
+    while True:
+        try:
+            dist.broadcast(word, src=0, group=group)
+            size = int(word)
+            if size == _CLOSE:
+                return
+            if size == _BEAT:
+                continue
+            packed = torch.empty(size, dtype=torch.int64)
+            dist.broadcast(packed, src=0, group=group)
+            runner.run(unpack(packed))
+        except RuntimeError as error:
+            raise PtqError(f"the leading rank does not answer: {one_line(str(error), limit=300)}") from error
+
+
+def agree(blocks: int, group: dist.ProcessGroup | None = None) -> int:
+    """The smallest of the ranks' numbers of blocks: the leader's tables must be good for all."""
+    number = torch.tensor([blocks], dtype=torch.int64)
+    dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+    return int(number)

@@ -1,0 +1,122 @@
+"""POST /v1/completions: text or tokens in, text out, with ``echo`` and log probabilities of the prompt if asked."""
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request as HttpRequest
+
+from ptqpipe.engine.engine import Piece, Request
+from ptqpipe.engine.sequence import TokenLogprob
+from ptqpipe.server.calls import Call, EventStream, collected
+from ptqpipe.server.errors import ApiError
+from ptqpipe.server.logprobs import for_completion
+from ptqpipe.server.prompts import Prompts
+from ptqpipe.server.schema import CompletionBody
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice as it grows. ``prompt``: its tokens and text, which come first with ``echo``."""
+
+    prompt: tuple[int, ...]
+    prompt_text: str
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    cached: int = 0
+    finish: str | None = None
+
+    def take(self, piece: Piece) -> None:
+        """Adds a piece."""
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.cached = max(self.cached, piece.cached)
+        self.prompt_logprobs = piece.prompt_logprobs or self.prompt_logprobs
+        self.finish = piece.finish or self.finish
+
+
+class Completion:
+    """One call of the endpoint."""
+
+    def __init__(self, body: CompletionBody, prompts: Prompts, model: str) -> None:
+        self.body, self.model, self.names = body, model, prompts.names
+        self.id, self.created = f"cmpl-{uuid4().hex}", int(time.time())
+        wants = body.logprobs is not None
+        params = body.params(
+            max_tokens=body.tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if wants and body.echo else None,
+        )
+        encoded = [prompts.encode(prompt) for prompt in body.prompts()]
+        self.requests = [Request(f"{self.id}-{at}", tokens, params, body.n) for at, (tokens, _) in enumerate(encoded)]
+        self.choices = [Choice(tokens, text) for tokens, text in encoded for _ in range(body.n)]
+
+    async def answer(self, http: HttpRequest, call: Call) -> dict[str, Any]:
+        """The whole response."""
+        await collected(http, call, lambda place, piece: self.choices[place].take(piece))
+        choices = [self._choice(at, choice) for at, choice in enumerate(self.choices)]
+        return {**self._head(), "choices": choices, "usage": self._usage()}
+
+    def stream(self, call: Call) -> EventStream:
+        """The response as events."""
+        return EventStream(call, self._events(call))
+
+    async def _events(self, call: Call) -> AsyncIterator[dict[str, Any]]:
+        usage = {"usage": None} if self.body.usage_in_stream else {}
+        async for place, piece in call.pieces():
+            choice = self.choices[place]
+            first = not choice.tokens and choice.finish is None
+            offset = len(choice.text) + (len(choice.prompt_text) if self.body.echo else 0)
+            choice.take(piece)
+            part = Choice(choice.prompt, choice.prompt_text)
+            part.take(piece)
+            if part.text or part.tokens or part.finish:
+                made = self._choice(place, part, echo=self.body.echo and first, offset=offset)
+                yield {**self._head(), "choices": [made], **usage}
+        if self.body.usage_in_stream:
+            yield {**self._head(), "choices": [], "usage": self._usage()}
+
+    def _choice(
+        self, at: int, choice: Choice, *, echo: bool | None = None, offset: int | None = None
+    ) -> dict[str, Any]:
+        """One choice, or a part of one that begins ``offset`` characters into the text."""
+        echo = self.body.echo if echo is None else echo
+        logprobs = None
+        if self.body.logprobs is not None:
+            entries = (*(choice.prompt_logprobs if echo else ()), *choice.logprobs)
+            tokens = (*(choice.prompt if echo else ()), *choice.tokens)
+            start = 0 if echo else len(choice.prompt_text) if offset is None else offset
+            logprobs = for_completion(entries, tokens[: len(entries)], self.names, offset=start)
+        text = (choice.prompt_text if echo else "") + choice.text
+        return {"index": at, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(len(request.prompt) for request in self.requests)
+        return usage_of(prompt, sum(len(x.tokens) for x in self.choices), sum(x.cached for x in self.choices))
+
+
+def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """The usage of a call, in tokens."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
+    }
+
+
+def check_completion(body: CompletionBody) -> None:
+    """ApiError for what cannot be asked together."""
+    body.check()
+    if body.tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens is 0 without echo: nothing would be returned", param="max_tokens")
+    if body.tokens < 0:
+        raise ApiError(400, f"max_tokens is {body.tokens}, expected 0 or more", param="max_tokens")

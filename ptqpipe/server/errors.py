@@ -1,0 +1,90 @@
+"""Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``, whatever went wrong."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from ptqpipe.engine.service import Overloaded, Unavailable
+from ptqpipe.errors import PtqError, UsageError, one_line
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+RETRY_S = 5
+
+
+class ApiError(Exception):
+    """An error for the client. ``param`` names the field at fault, ``code`` the kind in one word."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, one_line(message), param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """What the client reads."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The HTTP response."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def api_error(error: Exception) -> ApiError:
+    """What the client is told of an error."""
+    match error:
+        case ApiError():
+            return error
+        case Overloaded():
+            headers = {"Retry-After": str(error.retry_s)}
+            return ApiError(429, str(error), code="queue_full", headers=headers)
+        case Unavailable():
+            return ApiError(503, str(error), code="unavailable", headers={"Retry-After": str(RETRY_S)})
+        case UsageError():
+            too_long = "context" in str(error)
+            return ApiError(400, str(error), code="context_length_exceeded" if too_long else None)
+        case RequestValidationError():
+            return _invalid(error)
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case PtqError():
+            return ApiError(500, str(error))
+        case _:
+            return ApiError(500, f"the server failed on this request ({type(error).__name__}); its log says more")
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """A body that is no JSON (400) or has a field of the wrong type (422)."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    name = ".".join(place) or None
+    return ApiError(422, f"{name or 'the body'}: {first['msg']}", param=name)
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of the app one of these."""
+
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        return api_error(error).response()
+
+    for kind in (ApiError, PtqError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)

@@ -1,0 +1,164 @@
+"""The bodies of requests, in OpenAI's words, and what they ask of the engine.
+
+Fields that change the answer and that the engine does not know are refused when they are set to something that
+matters; fields that do not (``user``, ``metadata``) are left alone.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from ptqpipe.engine.sequence import SamplingParams
+from ptqpipe.server.errors import ApiError
+
+MOST_CHOICES = 128
+_DEFAULT_TOKENS = 16  # OpenAI's, of /v1/completions
+
+
+class StreamOptions(BaseModel):
+    """``stream_options``."""
+
+    include_usage: bool = False
+
+
+class Sampling(BaseModel):
+    """What both kinds of completion share."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    n: int = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    # Known and not done.
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check(self) -> None:
+        """ApiError (400) for what the engine does not do."""
+        undone: dict[str, bool] = {
+            "tools": bool(self.tools),
+            "functions": bool(self.functions),
+            "response_format": self.response_format not in (None, {"type": "text"}),
+            "suffix": bool(self.suffix),
+            "best_of": self.best_of not in (None, self.n),
+            "repetition_penalty": self.repetition_penalty not in (None, 1.0),
+            "min_p": self.min_p not in (None, 0.0),
+        }
+        for name, asked in undone.items():
+            if asked:
+                raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
+        if not 1 <= self.n <= MOST_CHOICES:
+            raise ApiError(400, f"n is {self.n}, expected 1 to {MOST_CHOICES}", param="n")
+
+    def params(self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        """The engine's parameters. UsageError for values out of range."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=0 if self.top_k in (None, -1) else int(self.top_k or 0),
+            seed=self.seed,
+            stop=tuple(stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+        )
+
+
+class CompletionBody(Sampling):
+    """POST /v1/completions. Prompts are text or tokens, one or several."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool = False
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one. ApiError if there is none."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ApiError(400, "prompt is empty; expected text or tokens", param="prompt")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens to generate."""
+        return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class Message(BaseModel):
+    """One message of a chat. Content in parts is joined; parts that are no text are refused."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    def text(self) -> str:
+        """The content as text. ApiError for images and the like."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        for part in self.content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ApiError(
+                    400, f"content of type {part.get('type')!r} is not supported; send text", param="messages"
+                )
+        return "".join(part["text"] for part in self.content)
+
+
+class ChatBody(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(BaseModel):
+    """POST /tokenize."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    model: str | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None

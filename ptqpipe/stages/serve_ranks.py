@@ -1,0 +1,144 @@
+"""The processes of a tensor-parallel service: started and watched here, or joined where torchrun started them.
+
+Ranks that are started here reach each other by gloo on this machine's loopback. When one ends, the service is told at
+once, for the others may wait in a collective for it; when the first one goes, however it goes, the others end.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from ptqpipe.errors import PtqError, UsageError
+
+TIMEOUT = timedelta(minutes=10)  # of one collective; ranks load at different speeds
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank of a service.
+
+    local   ranks on this machine
+    store   "HOST:PORT" of the first rank's store, for ranks that it started; None: by torchrun's environment
+    """
+
+    rank: int = 0
+    size: int = 1
+    local: int = 1
+    torchrun: bool = False
+    store: str | None = None
+
+    def join(self, store: Any = None) -> None:
+        """Enters the process group. UsageError where the others are not reached."""
+        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        if self.size == 1:
+            return
+        try:
+            if self.torchrun:
+                dist.init_process_group("gloo", timeout=TIMEOUT)
+                return
+            if store is None:
+                assert self.store is not None
+                host, _, port = self.store.rpartition(":")
+                store = TCPStore(host, int(port), self.size, is_master=False, timeout=TIMEOUT)
+                _end_with_parent()
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
+        except (RuntimeError, ValueError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UsageError(f"rank {self.rank} of {self.size} does not reach the others: {first}") from None
+
+    def ignore_signals(self) -> None:
+        """A rank above 0 ends when the first one says so, which drains first."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+@dataclass(slots=True)
+class Ranks:
+    """The first rank's hold on the others; a context that ends them."""
+
+    place: Place
+    processes: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    store: Any = None
+    broken: bool = False
+    _closing: bool = False
+
+    @classmethod
+    def start(cls, place: Place, worker: list[str]) -> Self:
+        """Starts ranks 1 and up, unless there are none or torchrun did."""
+        ranks = cls(place)
+        if place.size == 1 or place.torchrun:
+            return ranks
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        ranks.store = TCPStore("127.0.0.1", 0, place.size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        for rank in range(1, place.size):
+            command = [*worker, "--rank-of", f"127.0.0.1:{ranks.store.port}/{rank}"]
+            ranks.processes[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        return ranks
+
+    def join(self) -> None:
+        """Enters the process group as the first rank."""
+        self.place.join(self.store)
+
+    def watch(self, failed: Callable[[str], None]) -> None:
+        """Calls ``failed`` with what happened when a rank that was started here ends by itself."""
+        if self.processes:
+            threading.Thread(target=self._watch, args=(failed,), name="ptqpipe-ranks", daemon=True).start()
+
+    def _watch(self, failed: Callable[[str], None]) -> None:
+        while not self._closing:
+            for rank, process in self.processes.items():
+                code = process.poll()
+                if code is not None and not self._closing:
+                    self.broken = True
+                    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                    failed(f"rank {rank} (process {process.pid}) {how}; the service cannot go on without it")
+                    return
+            time.sleep(0.1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends the others: they end by themselves when the leader has closed, else they are killed."""
+        self._closing = True
+        deadline = time.monotonic() + (0.0 if self.broken or error is not None else _GRACE_S)
+        for process in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def parse_place(rank_of: str, size: int) -> Place:
+    """The place that ``--rank-of HOST:PORT/RANK`` names."""
+    store, _, rank = rank_of.rpartition("/")
+    if not rank.isdigit() or not 0 < int(rank) < size or not store.rpartition(":")[2].isdigit():
+        raise UsageError(f"--rank-of {rank_of} is not HOST:PORT/RANK with a rank below {size}")
+    return Place(int(rank), size, size, store=store)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that started it has gone: nobody would ever tell it."""
+    parent = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(PtqError.exit_code)
+
+    threading.Thread(target=look, name="ptqpipe-parent", daemon=True).start()
