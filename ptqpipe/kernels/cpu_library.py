@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from ptqpipe.errors import FormatError
 
-ABI = 5
+ABI = 6
 ISAS = ("avx512", "avx2", "baseline")  # best first
 OK, NOT_FINITE = 0, 1
 
@@ -78,6 +78,17 @@ class Columns(ctypes.Structure):
         ("exact", _POINTER), ("target", _POINTER), ("s", _POINTER), ("error", _POINTER), ("slope", _POINTER),
         ("matrix", _POINTER), ("weight", _POINTER), ("ladder", _POINTER), ("ladder_size", _LONG), ("count", _LONG),
         ("first", _POINTER), ("codes", _POINTER), ("scales", _POINTER), ("cost", _POINTER),
+    )  # fmt: skip
+
+
+class Linear(ctypes.Structure):
+    """``struct ptq_linear``."""
+
+    _fields_ = (
+        ("data", _POINTER), ("data_stride", _LONG), ("n", _LONG), ("k", _LONG),
+        ("scales", _POINTER), ("scale_stride", _LONG), ("scale_rows", _LONG), ("element", _INT), ("scale_kind", _INT),
+        ("factor", _POINTER), ("factor_step", _LONG), ("x", _POINTER), ("m", _LONG), ("bias", _POINTER),
+        ("out", _POINTER), ("threads", _LONG),
     )  # fmt: skip
 
 

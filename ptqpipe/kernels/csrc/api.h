@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 5
+#define PTQ_ABI 6
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3 };       // element
@@ -94,6 +94,31 @@ struct ptq_columns {
     float *cost;                  // CHOOSE_BLOCK: [rows] out
 };
 
+enum { PTQ_NO_SCALES = 0, PTQ_BLOCK_E4M3 = 1, PTQ_BLOCK_E8M0 = 2, PTQ_BLOCK_FLOAT = 3 };  // scale_kind of a ptq_linear
+
+// out [m, n] = x [m, k] times a packed weight [n, k], transposed; x and out dense bfloat16.
+struct ptq_linear {
+    const uint8_t *data;          // packed codes, rows data_stride bytes apart
+    int64_t data_stride, n, k;
+    const void *scales;           // E4M3 per 16 columns, E8M0 per 32, float32 per 128; rows scale_stride numbers apart
+    int64_t scale_stride, scale_rows;  // rows of the weight that share a row of scales
+    int32_t element, scale_kind;
+    const float *factor;          // multiplies the sums of a row, factor_step apart, or null
+    int64_t factor_step;
+    const uint16_t *x;
+    int64_t m;
+    const float *bias;            // [n] or null
+    uint16_t *out;
+    int64_t threads;
+};
+
+// How an instruction set does it: x is laid out once, then any thread does any rows of the weight.
+struct ptq_linear_ops {
+    int64_t (*bytes)(const struct ptq_linear *job);
+    void (*prepare)(const struct ptq_linear *job, void *x);
+    void (*rows)(const struct ptq_linear *job, const void *x, int64_t first, int64_t last);
+};
+
 struct ptq_ops {
     const char *name;
     int32_t (*quantize_blocks)(const struct ptq_blocks *job);
@@ -102,8 +127,10 @@ struct ptq_ops {
     int32_t (*encode)(const struct ptq_encode *job);
     int32_t (*quantize_long)(const struct ptq_long *job);
     int32_t (*columns)(const struct ptq_columns *job);
+    const struct ptq_linear_ops *linear;
 };
 
 extern "C" const struct ptq_ops ptq_ops_avx512, ptq_ops_avx2, ptq_ops_baseline;
+extern "C" const struct ptq_linear_ops ptq_linear_bf16;  // AVX-512 with BF16 and VBMI
 
 #endif

@@ -14,6 +14,8 @@ namespace {
 #include "stream.h"
 #include "long.h"
 #include "columns.h"
+#include "linear.h"
 }  // namespace
 
-extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode, quantize_long, columns};
+extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode, quantize_long, columns,
+                                        &linear_ops};

@@ -5,7 +5,9 @@
 #include <Python.h>
 
 #include "api.h"
+#include "pool.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -54,6 +56,37 @@ EXPORT int32_t ptq_quantize_long(const char *name, const struct ptq_long *job) {
 EXPORT int32_t ptq_columns_step(const char *name, const struct ptq_columns *job) {
     const struct ptq_ops *ops = ops_called(name);
     return ops ? ops->columns(job) : PTQ_UNSUPPORTED;
+}
+
+struct linear_call {
+    const struct ptq_linear *job;
+    const struct ptq_linear_ops *ops;
+    const void *x;
+    int64_t run;
+};
+
+static void linear_part(void *argument, int64_t part) {
+    const struct linear_call *c = (const struct linear_call *)argument;
+    const int64_t first = part * c->run, last = first + c->run;
+    c->ops->rows(c->job, c->x, first, last < c->job->n ? last : c->job->n);
+}
+
+EXPORT int32_t ptq_linear_rows(const char *name, const struct ptq_linear *job) {
+    const struct ptq_ops *ops = ops_called(name);
+    if (!ops) return PTQ_UNSUPPORTED;
+    const struct ptq_linear_ops *linear = ops->linear;
+#if defined(__x86_64__)
+    if (ops == &ptq_ops_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+        linear = &ptq_linear_bf16;
+#endif
+    void *x = aligned_alloc(64, (size_t)(linear->bytes(job) + 63) / 64 * 64);
+    if (!x) return PTQ_NO_MEMORY;
+    linear->prepare(job, x);
+    const int64_t parts = job->threads > 1 ? job->threads * 8 : 1;  // small ones, so that a late thread costs little
+    struct linear_call c = {job, linear, x, (job->n + parts - 1) / parts};
+    in_parallel(linear_part, &c, c.run ? (job->n + c.run - 1) / c.run : 0, job->threads);
+    free(x);
+    return PTQ_OK;
 }
 
 // An empty module, so that `import ptqpipe.kernels._cpu` says whether the kernels were built.

@@ -1,0 +1,137 @@
+"""PackedWeight and packed_linear: the decode is QTensor's, the product is that of the decoded weight within its bound."""
+
+import pytest
+import torch
+
+from ptqpipe.api import quantize
+from ptqpipe.errors import FormatError
+from ptqpipe.formats import WHOLE
+from ptqpipe.kernels import cpu, cpu_linear
+from ptqpipe.runtime.packed import FEW_ROWS, PackedWeight, packed_linear
+
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "mxfp6_e2m3", "fp8_channel", "fp8_tensor", "fp8_block")
+ROWS = (1, 2, 3, 7, 8, 13, FEW_ROWS, FEW_ROWS + 1, 200)
+U, V = 2.0**-24, 2.0**-8
+
+
+def weight(fmt: str, n: int, k: int, *, seed: int = 0) -> tuple[PackedWeight, torch.Tensor]:
+    """A packed weight of very different rows, and its float64 decode."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(n, k, generator=g) * torch.exp2(torch.randint(-12, 6, (n, 1), generator=g).float())
+    w[0] = 0
+    q = quantize(w.bfloat16(), fmt)
+    return PackedWeight.from_qtensor(q), q.dequantize().double()
+
+
+def bound(x: torch.Tensor, w: torch.Tensor, exact: torch.Tensor, *, decoded_bf16: bool) -> torch.Tensor:
+    """Two float32 roundings a product and sum, two bfloat16 roundings of the result; a third where weights are rounded."""
+    sums = x.double().abs() @ w.abs().t()
+    return sums * (2 * w.shape[1] * U + (V if decoded_bf16 else 0)) + 2.1 * V * exact.abs() + 1e-30
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(48, 128), (33, 256), (130, 160), (5, 2080)])
+def test_the_product_is_that_of_the_decoded_weight(fmt: str, shape: tuple[int, int]) -> None:
+    packed, w = weight(fmt, *shape)
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)).bfloat16()
+        y, exact = packed_linear(x, packed).double(), x.double() @ w.t()
+        limit = bound(x, w, exact, decoded_bf16=fmt == "fp8_block")
+        assert y.shape == (rows, shape[0])
+        assert bool(((y - exact).abs() <= limit).all()), f"{fmt} {shape} {rows} rows"
+
+
+@pytest.mark.parametrize("isa", cpu.isas())
+@pytest.mark.parametrize("fmt", ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_block"))
+def test_every_instruction_set_has_a_kernel_for_few_rows(fmt: str, isa: str) -> None:
+    packed, w = weight(fmt, 40, 416 if fmt != "fp8_block" else 384)
+    x = torch.randn(9, w.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
+    bias = torch.randn(40, generator=torch.Generator().manual_seed(2)).bfloat16()
+    cpu.force_isa(isa)
+    try:
+        y = cpu_linear.linear(x, packed.data, packed.scales, packed.factor, packed.fmt, bias)
+    finally:
+        cpu.force_isa(None)
+    assert y is not None
+    exact = x.double() @ w.t() + bias.double()
+    assert bool(((y.double() - exact).abs() <= bound(x, w, exact, decoded_bf16=False)).all())
+
+
+@pytest.mark.parametrize("fmt", ("nvfp4", "mxfp4", "mxfp8", "fp8_channel"))
+def test_all_codes_and_scales_decode_in_the_kernel(fmt: str) -> None:
+    """A single one in x reads one column: every code under every scale of the format comes out as QTensor decodes it."""
+    packed, _ = weight(fmt, 256, 64)
+    g = torch.Generator().manual_seed(3)
+    data = torch.randint(0, 256, packed.data.shape, generator=g, dtype=torch.uint8)
+    if fmt in ("mxfp8", "fp8_channel"):
+        data[(data & 127) == 127] = 0  # NaN
+    scales = packed.scales
+    if scales is not None:
+        codes = torch.arange(256, dtype=torch.uint8).reshape(-1, 1).expand(scales.shape)
+        scales = (codes % 127 if fmt == "nvfp4" else 64 + codes % 128).contiguous()
+    packed = PackedWeight(packed.fmt, packed.shape, data, scales, packed.factor)
+    w = packed.dequantize()
+    x = torch.eye(64).bfloat16()
+    for start in range(0, 64, 16):
+        y = packed_linear(x[start : start + 16], packed)
+        assert torch.equal(y, w[:, start : start + 16].t().bfloat16())
+
+
+def test_a_row_does_not_depend_on_the_others_nor_on_threads() -> None:
+    packed, _ = weight("nvfp4", 2048, 512)
+    x = torch.randn(13, 512, generator=torch.Generator().manual_seed(4)).bfloat16()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = packed_linear(x, packed)
+        assert torch.equal(torch.cat([packed_linear(row.unsqueeze(0), packed) for row in x]), whole)
+        torch.set_num_threads(3)
+        for _ in range(20):
+            assert torch.equal(packed_linear(x, packed), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_decode_is_qtensors(fmt: str) -> None:
+    q = quantize(torch.randn(256, 256, generator=torch.Generator().manual_seed(5)).bfloat16(), fmt)
+    assert torch.equal(PackedWeight.from_qtensor(q).dequantize(), q.dequantize())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_narrowing_commutes_with_decoding(fmt: str) -> None:
+    q = quantize(torch.randn(256, 256, generator=torch.Generator().manual_seed(6)).bfloat16(), fmt)
+    packed, w = PackedWeight.from_qtensor(q), q.dequantize()
+    if q.fmt.block != (WHOLE, WHOLE):
+        assert torch.equal(packed.narrow(0, 128, 128).dequantize(), w[128:])
+    part = packed.narrow(1, 128, 128)
+    assert torch.equal(part.dequantize(), w[:, 128:])
+    x = torch.randn(3, 128).bfloat16()
+    assert torch.equal(packed_linear(x, part), packed_linear(torch.nn.functional.pad(x, (128, 0)), packed))
+
+
+def test_float32_inputs_meet_the_exact_decode() -> None:
+    packed, w = weight("nvfp4", 96, 256)
+    x = torch.randn(4, 3, 256, generator=torch.Generator().manual_seed(7))
+    exact = x.double() @ w.t()
+    sums = x.double().abs() @ w.abs().t()
+    y = packed_linear(x, packed)
+    assert y.dtype == torch.float32
+    assert bool(((y - exact).abs() <= sums * 2 * 256 * U + 1e-30).all())
+
+
+def test_nan_and_inf_reach_the_rows_that_hold_them_alone() -> None:
+    packed, _ = weight("nvfp4", 64, 128)
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(8)).bfloat16()
+    clean = packed_linear(x, packed)
+    x[1, 5], x[2, 9] = float("nan"), float("inf")
+    y = packed_linear(x, packed)
+    assert torch.equal(y[[0, 3]], clean[[0, 3]])
+    assert bool(y[1].isnan().all())
+    assert not bool(torch.isfinite(y[2]).any())
+
+
+def test_an_input_of_another_width_is_refused() -> None:
+    packed, _ = weight("nvfp4", 32, 64)
+    with pytest.raises(FormatError, match="an input of 48 columns for a weight of 32x64"):
+        packed_linear(torch.zeros(1, 48), packed)
