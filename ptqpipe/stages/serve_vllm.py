@@ -78,7 +78,7 @@ class VllmService:
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None
-    master_port: int | None = None
+    master_port: int = 29501
     allreduce: str = "off"
     allreduce_min_bytes: str = "auto"
     api_key: str | None = None
@@ -125,8 +125,8 @@ def command(service: VllmService, found: Environment) -> list[str]:
     flags = ["--tensor-parallel-size", str(service.tensor_parallel)]
     if service.nnodes > 1:
         flags += ["--nnodes", str(service.nnodes), "--node-rank", str(service.node_rank)]
-        flags += ["--master-addr", str(service.master_addr), "--distributed-executor-backend", "mp"]
-        flags += ["--master-port", str(service.master_port)] if service.master_port is not None else []
+        flags += ["--master-addr", str(service.master_addr), "--master-port", str(service.master_port)]
+        flags += ["--distributed-executor-backend", "mp"]
     if service.node_rank == 0:
         flags += ["--host", service.host, "--port", str(service.port), "--shutdown-timeout", str(DRAIN_S)]
     else:

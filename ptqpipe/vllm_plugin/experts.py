@@ -21,9 +21,10 @@ from ptqpipe.errors import UsageError
 from ptqpipe.formats import FORMATS, Format
 from ptqpipe.qtensor import QTensor
 from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.packed import PackedWeight
 from ptqpipe.schemes import Activation
 from ptqpipe.vllm_plugin import ops
-from ptqpipe.vllm_plugin.layer_op import Layer, PackedWeight  # INTERIM: PackedWeight is runtime.packed's
+from ptqpipe.vllm_plugin.layer_op import Layer, float_scales
 
 QUANTIZATION = "vllm.model_executor.layers.quantization"
 CT = f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe"
@@ -212,6 +213,7 @@ def _read(layer: Any, stack: str) -> Stored:
     assert scales is not None, stack
     divides = hasattr(layer, f"{stack}_weight_global_scale")
     names = ("weight_global_scale", "input_global_scale") if divides else ("weight_scale_2", "input_scale")
+    scales = scales.unsqueeze(1) if scales.ndim == 1 else scales
     return Stored(data.view(torch.uint8), scales, by_shard(names[0]), by_shard(names[1]), divides)
 
 
@@ -234,11 +236,14 @@ def _part(stored: Stored, expert: int, part: int, rows: int) -> QTensor:
     fmt = _format(stored)
     shape = (rows, data.shape[1] * 8 // fmt.element.bits)
     if stored.scales.ndim == 2:  # one number a shard
-        scales = stored.scales[expert, part].float().reshape(1, 1)
+        fmt, scales = float_scales(fmt, stored.scales[expert, part].reshape(1, 1))
     else:
         each = fmt.scale_shape(shape)[0]
         scales = stored.scales[expert, part * each : (part + 1) * each].contiguous()
-        scales = scales.float() if fmt.scale.name == "bf16" else scales.view(torch.uint8)
+        if fmt.scale.dtype is None:
+            scales = scales.view(torch.uint8)
+        else:
+            fmt, scales = float_scales(fmt, scales)
     scale = None if stored.globals is None else stored.globals[expert, part].clone()
     return QTensor(fmt, shape, data, scales, scale, stored.divides and scale is not None)
 
@@ -247,10 +252,10 @@ def _format(stored: Stored) -> Format:
     """The format, from the shapes: nothing else differs between the containers."""
     if stored.globals is not None:
         return FORMATS["nvfp4"]
-    if stored.scales.ndim < 3 or stored.scales.shape[1] == 1:
+    if stored.scales.ndim == 2:
         return FORMATS["fp8_tensor"]
     if stored.scales.dtype == torch.float32:
-        return FORMATS["fp8_channel" if stored.scales.shape[2] == 1 else "fp8_block"]
+        return FORMATS["fp8_channel" if stored.scales.shape[1] == stored.data.shape[1] else "fp8_block"]
     return FORMATS["mxfp4" if stored.data.shape[2] == 16 * stored.scales.shape[2] else "mxfp8"]
 
 

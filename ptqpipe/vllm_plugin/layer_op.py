@@ -5,31 +5,18 @@ layer by its address; so a graph that vLLM takes from its cache works on whateve
 number baked into the graph would not: the cache outlives the order in which layers were loaded.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ptqpipe.formats import CODECS
 from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.runtime.packed import PackedWeight, packed_linear
 from ptqpipe.vllm_plugin import ops
 
-try:
-    from ptqpipe.runtime.packed import PackedWeight, packed_linear
-except ImportError:  # INTERIM, until runtime.packed is there
-
-    @dataclass(frozen=True, slots=True)
-    class PackedWeight:
-        data: torch.Tensor
-
-        @classmethod
-        def from_qtensor(cls, q):
-            return cls(q.dequantize().to(torch.bfloat16))
-
-    def packed_linear(x, weight, bias=None):
-        return torch.nn.functional.linear(x, weight.data, bias)
-
-
 if TYPE_CHECKING:
+    from ptqpipe.formats import Format
     from ptqpipe.qtensor import QTensor
 
 
@@ -52,6 +39,15 @@ def define(dispatch_key: str) -> None:
     """Defines the operator."""
     schema = "vllm_linear(Tensor x, Tensor packed, Tensor? bias, int rows) -> Tensor"
     ops.define(schema, _linear, shape=_shape, dispatch_key=dispatch_key)
+
+
+def float_scales(fmt: "Format", stored: torch.Tensor) -> tuple["Format", torch.Tensor]:
+    """Scales that a checkpoint stores in float32, for a format whose row says bfloat16: as they are, in bfloat16 where
+    that loses nothing, and else with the format that says float32."""
+    rounded = stored.bfloat16()
+    if torch.equal(rounded.float(), stored.float()):
+        return fmt, rounded
+    return replace(fmt, scale=CODECS["fp32"]), stored.float()
 
 
 def keep(module: Any, q: "QTensor", quantizer: InputQuantizer, *, drop: tuple[str, ...]) -> None:

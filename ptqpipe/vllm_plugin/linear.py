@@ -188,9 +188,8 @@ class PackedFp8(FP8ScaledMMLinearKernel):
         weight, scale, input_scale, _ = self._get_layer_params(layer)
         cols, rows = weight.shape
         fmt = FORMATS["fp8_tensor" if scale.numel() == 1 else "fp8_channel"]
-        q = QTensor(
-            fmt, (rows, cols), _codes(weight.data.t()), scale.data.float().reshape(fmt.scale_shape((rows, cols)))
-        )
+        fmt, scales = layer_op.float_scales(fmt, scale.data.reshape(fmt.scale_shape((rows, cols))))
+        q = QTensor(fmt, (rows, cols), _codes(weight.data.t()), scales)
         if self.config.activation_quant_key.scale.static:
             quantizer = InputQuantizer(Activation.FP8_TENSOR_STATIC, scale=float(input_scale))
         else:
@@ -228,9 +227,8 @@ class PackedFp8Block(Fp8BlockScaledMMLinearKernel):
         """Packs the layer."""
         found = self._get_layer_params(layer)
         rows, cols = found.weight.shape
-        q = QTensor(
-            FORMATS["fp8_block"], (rows, cols), _codes(found.weight), found.block_scale.data.float().contiguous()
-        )
+        fmt, scales = layer_op.float_scales(FORMATS["fp8_block"], found.block_scale.data.contiguous())
+        q = QTensor(fmt, (rows, cols), _codes(found.weight), scales)
         layer_op.keep(layer, q, InputQuantizer(Activation.FP8_GROUP), drop=(found.block_scale_attr,))
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:

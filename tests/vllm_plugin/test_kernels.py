@@ -65,7 +65,7 @@ def random_q(name: str, seed: int = 0, rows: int = ROWS, cols: int = COLS) -> QT
     elif fmt.scale.name == "e4m3":
         scales = torch.randint(40, 90, grid, generator=generator, dtype=torch.uint8)
     else:
-        scales = torch.rand(grid, generator=generator).bfloat16().float() * 0.01 + 0.001
+        scales = (torch.rand(grid, generator=generator) * 0.01 + 0.001).bfloat16()
     return QTensor(fmt, (rows, cols), data, scales, torch.tensor(0.0371) if fmt.has_global else None)
 
 
@@ -139,7 +139,7 @@ def fp8_kernel(weight_key: Any, input_key: Any) -> Any:
 
 def test_fp8_per_channel_quantizes_each_token() -> None:
     q, x = random_q("fp8_channel"), inputs()
-    layer = Layer(weight=q.data.view(torch.float8_e4m3fn).t(), weight_scale=q.scales)
+    layer = Layer(weight=q.data.view(torch.float8_e4m3fn).t(), weight_scale=q.scales.float())
     layer.input_scale = None
     y = run(fp8_kernel(kFp8StaticChannelSym, kFp8DynamicTokenSym), layer, x)
     assert_product(y, x, q, InputQuantizer(Activation.FP8_TOKEN))
@@ -147,7 +147,7 @@ def test_fp8_per_channel_quantizes_each_token() -> None:
 
 def test_fp8_per_tensor_uses_its_static_input_scale() -> None:
     q, x = random_q("fp8_tensor"), inputs()
-    layer = Layer(weight=q.data.view(torch.float8_e4m3fn).t(), weight_scale=q.scales.reshape(()))
+    layer = Layer(weight=q.data.view(torch.float8_e4m3fn).t(), weight_scale=q.scales.float().reshape(()))
     layer.input_scale = torch.tensor(0.0123)
     y = run(fp8_kernel(kFp8StaticTensorSym, kFp8StaticTensorSym), layer, x)
     assert_product(y, x, q, InputQuantizer(Activation.FP8_TENSOR_STATIC, scale=float(layer.input_scale)))
@@ -158,7 +158,7 @@ def test_fp8_blocks_may_end_short(rows: int) -> None:
     q, x = random_q("fp8_block", rows=rows), inputs()
     weight_key = create_fp8_quant_key(static=True, group_shape=GroupShape(128, 128))
     input_key = create_fp8_quant_key(static=False, group_shape=GroupShape(1, 128))
-    layer = Layer(weight=q.data.view(torch.float8_e4m3fn), weight_scale=q.scales)
+    layer = Layer(weight=q.data.view(torch.float8_e4m3fn), weight_scale=q.scales.float())
     layer.input_scale = None
     assert_product(run(fp8_kernel(weight_key, input_key), layer, x), x, q, InputQuantizer(Activation.FP8_GROUP))
 
@@ -281,3 +281,29 @@ def test_experts_whose_gate_and_up_differ_in_global_scale_are_read_exactly() -> 
     mixed = _read(expert_layer([[one, other]] * E, second), "w13")
     assert len(_layers(same, 0, Activation.NONE, shards=2)) == 1
     assert len(_layers(mixed, 0, Activation.NONE, shards=2)) == 2
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel", "fp8_block"])
+def test_fp8_experts_are_read_in_every_shape_that_vllm_stores(name: str) -> None:
+    from ptqpipe.vllm_plugin.experts import _layers, _read
+
+    inner, hidden = 256, 128
+    first = [[random_q(name, 10 * e + i, inner, hidden) for i in (1, 2)] for e in range(E)]
+    second = [random_q(name, 10 * e + 3, hidden, inner) for e in range(E)]
+    layer = Layer(
+        w13_weight=torch.stack([torch.cat([q.data for q in parts]) for parts in first]).view(torch.float8_e4m3fn),
+        w2_weight=torch.stack([q.data for q in second]).view(torch.float8_e4m3fn),
+        w13_weight_scale=torch.stack([torch.cat([q.scales.float() for q in parts]) for parts in first]),
+        w2_weight_scale=torch.stack([q.scales.float() for q in second]),
+    )
+    if name == "fp8_tensor":  # [E, 2] and [E]
+        layer.w13_weight_scale.data = layer.w13_weight_scale.data.reshape(E, 2)
+        layer.w2_weight_scale.data = layer.w2_weight_scale.data.reshape(E)
+    for expert in range(E):
+        parts = _layers(_read(layer, "w13"), expert, Activation.FP8_TOKEN, shards=2)
+        found = torch.cat([part.weight.dequantize() for part in parts])
+        assert torch.equal(found, torch.cat([q.dequantize() for q in first[expert]]))
+        (down,) = _layers(_read(layer, "w2"), expert, Activation.FP8_TOKEN, shards=1)
+        assert torch.equal(down.weight.dequantize(), second[expert].dequantize())
+        wanted = Activation.FP8_GROUP if name == "fp8_block" else Activation.FP8_TOKEN
+        assert down.quantizer.activation is wanted
