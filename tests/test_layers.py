@@ -19,6 +19,7 @@ NUMBERS = {"errors", "formats", "schemes", "packing", "qtensor"}
 STAGES = NUMBERS | {
     "_version", "global_scale", "kernels", "search", "algorithms", "transforms", "containers", "checkpoint", "recipe",
     "plan", "source", "statistics", "rounding", "calibration", "runtime", "evaluation", "report", "engine", "server",
+    "collectives",
 }  # fmt: skip
 
 # fmt: off
@@ -49,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine":       {"errors", "kernels"},
     "server":       {"_version", "errors", "engine"},
     "report":       {"errors"},
+    "collectives":  NUMBERS | {"kernels"},
     # Runs inside vLLM, beside vLLM's own transformers: nothing that imports ours.
     "vllm_plugin":  NUMBERS | {"kernels", "collectives", "runtime"},
     "stages":       STAGES,

@@ -18,6 +18,7 @@ from ptqpipe.cli.plan import plan
 from ptqpipe.cli.report import report
 from ptqpipe.cli.rewrite import dequantize, relayout
 from ptqpipe.cli.serve import serve
+from ptqpipe.cli.simulate import simulate
 from ptqpipe.cli.transform import transform
 from ptqpipe.cli.tune import tune
 
@@ -45,6 +46,7 @@ for _command in (
     formats,
     relayout,
     dequantize,
+    simulate,
     transform,
     tune,
 ):

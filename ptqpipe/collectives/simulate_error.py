@@ -1,0 +1,184 @@
+"""The error of an AllReduce: exact numerics of schemes over a source, in slabs of columns, and the closed form of it.
+
+Relative L2 is ||result - sum|| / ||sum||, over all elements and as the median over blocks; the sum is that of the
+bfloat16 partials in float64. Must not know time or topologies.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.collectives.simulate_inputs import CHUNK, Source
+from ptqpipe.collectives.simulate_schemes import Partials, Rounding, Scheme, owners_of, reduce_of
+from ptqpipe.errors import UsageError
+
+SLAB_NUMBERS = 1 << 24  # partials of all ranks held at a time
+MEDIAN_BLOCK = 64  # elements of a block in the median
+MAX_RANKS = 512
+BF16_ROUNDING = 0.00166  # relative L2 of rounding Gaussian numbers to bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """What one scheme did to one source.
+
+    bits          on the wire an element of the stages that are quantized
+    rel_l2        over all elements
+    rel_l2_block  median over blocks of ``MEDIAN_BLOCK``
+    max_error     largest |error| over the root mean square of the sum
+    bias          mean error over the root mean square of the sum
+    mse           mean squared error, absolute
+    model         the closed form's ``rel_l2``; None where it says nothing
+    """
+
+    scheme: str
+    codec: str
+    ranks: int
+    data: str
+    elements: int
+    bits: float
+    rel_l2: float
+    rel_l2_block: float
+    max_error: float
+    bias: float
+    mse: float
+    model: float | None = None
+
+
+class _Sums:
+    """What the slabs add up to."""
+
+    def __init__(self) -> None:
+        self.error = self.energy = self.signed = 0.0
+        self.largest = 0.0
+        self.count = 0
+        self.blocks: list[torch.Tensor] = []
+
+    def add(self, error: torch.Tensor, exact: torch.Tensor) -> None:
+        """float64 ``[elements]`` each."""
+        self.error += float(error.square().sum())
+        self.energy += float(exact.square().sum())
+        self.signed += float(error.sum())
+        self.largest = max(self.largest, float(error.abs().max()))
+        self.count += error.numel()
+        whole = error.numel() // MEDIAN_BLOCK * MEDIAN_BLOCK
+        of_block = error[:whole].reshape(-1, MEDIAN_BLOCK).square().sum(dim=1)
+        self.blocks.append((of_block / exact[:whole].reshape(-1, MEDIAN_BLOCK).square().sum(dim=1)).sqrt())
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One row to be measured; ``model`` is what the closed form says of it."""
+
+    scheme: Scheme
+    codec: Rounding
+    model: float | None = None
+
+
+def measure(
+    jobs: Sequence[Job], *, source: Source, ranks: int, node: int = 8, output: torch.dtype = torch.bfloat16
+) -> list[ErrorRow]:
+    """Runs every job over the whole source, exactly; all see the same partials.
+
+    node    ranks of a machine, for the hierarchical schemes
+    output  dtype of the result
+    Raises UsageError for worlds outside 2..512.
+    """
+    if not 2 <= ranks <= MAX_RANKS:
+        raise UsageError(f"{ranks} ranks are outside of 2..{MAX_RANKS}; choose a world between")
+    grain = math.lcm(CHUNK, MEDIAN_BLOCK, *(job.codec.block for job in jobs))
+    step = max(1, SLAB_NUMBERS // ranks // grain) * grain
+    sums = [_Sums() for _ in jobs]
+    for start in range(0, source.elements, step):
+        values = source.partials(ranks, start=start, stop=min(source.elements, start + step))
+        exact = values.double().sum(dim=0)
+        for job, total in zip(jobs, sums, strict=True):
+            result = _reduced(job, values, start=start, elements=source.elements, node=node)
+            total.add(result.to(output).double() - exact, exact)
+    return [_row(job, total, source=source, ranks=ranks) for job, total in zip(jobs, sums, strict=True)]
+
+
+def _reduced(job: Job, values: torch.Tensor, *, start: int, elements: int, node: int) -> torch.Tensor:
+    """float32: the result of a slab ``[ranks, columns]`` that begins at column ``start`` of ``elements``."""
+    ranks, columns = values.shape
+    unit = job.codec.block
+    padded = torch.nn.functional.pad(values, (0, -columns % unit)) if columns % unit else values
+    owners = owners_of(-(-elements // unit), ranks)[start // unit : start // unit + padded.shape[1] // unit]
+    return reduce_of(job.scheme, node)(Partials(padded.reshape(ranks, -1, unit), owners), job.codec).reshape(-1)[
+        :columns
+    ]
+
+
+def _row(job: Job, sums: _Sums, *, source: Source, ranks: int) -> ErrorRow:
+    rms = math.sqrt(sums.energy / sums.count)
+    return ErrorRow(
+        scheme=job.scheme.name,
+        codec=job.codec.name,
+        ranks=ranks,
+        data=source.name,
+        elements=source.elements,
+        bits=job.codec.bits,
+        rel_l2=math.sqrt(sums.error / sums.energy) if sums.energy else math.nan,
+        rel_l2_block=float(torch.cat(sums.blocks).nanmedian()) if sums.blocks else math.nan,
+        max_error=sums.largest / rms if rms else math.nan,
+        bias=sums.signed / sums.count / rms if rms else math.nan,
+        mse=sums.error / sums.count,
+        model=job.model,
+    )
+
+
+def rounded_variance(scheme: str, ranks: int, *, node: int = 8, cancellation: float = 1.0) -> float:
+    """Sum of the variances of everything that is rounded, over the variance of the result.
+
+    Independent partials of equal variance; ``cancellation`` is ||partials|| / ||sum|| and is known for the schemes that
+    round partials alone. UsageError for a scheme that the formula does not cover.
+    """
+    k, c = ranks, cancellation**2
+    if scheme == "one-shot":
+        return c
+    if scheme == "two-shot":
+        return c * (k - 1) / k + 1
+    if scheme == "two-shot-all":
+        return c + 1
+    chain = {
+        "ring": k * (k - 1) / 2 / k + 1,
+        "ring-rs": k * (k - 1) / 2 / k,
+        "ring-ag": 1.0,
+        "semi-loop": sum(n * (n + 1) / 2 for n in (k // 2, (k - 1) // 2)) / k + 1,
+        "hierarchical": (node - 1) / node + (k // node - 1) / (k // node) + 1,
+        "hierarchical-outer": (k // node - 1) / (k // node) + 1,
+    }
+    if scheme not in chain or c != 1:
+        raise UsageError(f"no closed form of {scheme!r} with cancellation {cancellation:g}")
+    return chain[scheme]
+
+
+def model_error(
+    scheme: str, rounding: float, *, ranks: int, node: int = 8, cancellation: float = 1.0, output: float = BF16_ROUNDING
+) -> float:
+    """The closed form of ``rel_l2``: independent roundings add up in the square.
+
+    rounding  relative L2 of one rounding of one partial (see `rounding_error`)
+    output    that of the cast at the end
+    """
+    weight = rounded_variance(scheme, ranks, node=node, cancellation=cancellation)
+    return math.sqrt(rounding**2 * weight + output**2)
+
+
+def integer_rounding_error(bits: int, block: int) -> float:
+    """Relative L2 of rounding Gaussian numbers to symmetric integers in blocks: E[amax^2] / (12 qmax^2), square root.
+
+    E[amax^2] = integral of 2 a P(amax > a), by the trapezoid rule. The scale's own rounding is left out.
+    """
+    a = torch.linspace(0, 12, 200_001, dtype=torch.float64)
+    beyond = 1 - torch.erf(a / math.sqrt(2)) ** block
+    amax_squared = float(torch.trapezoid(2 * a * beyond, a))
+    return math.sqrt(amax_squared / 12) / ((1 << (bits - 1)) - 1)
+
+
+def rounding_error(codec: Rounding, *, elements: int = 1 << 18, seed: int = 1) -> float:
+    """Relative L2 of one rounding of Gaussian numbers, measured."""
+    x = torch.randn(elements // codec.block, codec.block, generator=torch.Generator().manual_seed(seed))
+    return float((codec.rounded(x) - x).norm() / x.norm())

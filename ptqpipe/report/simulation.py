@@ -1,0 +1,68 @@
+"""Line plots of the simulator as PNG. Curves in, files out; must not know where numbers come from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptqpipe.errors import UsageError
+
+_BINARY = ((1 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki"))
+_MARKERS = "osD^vPX*<>hp"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line: points of (x, y)."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+def draw(
+    path: Path, curves: Sequence[Curve], *, title: str, x: str, y: str, log_y: bool = False, level: float | None = None
+) -> None:
+    """Writes one plot with a logarithmic x axis in powers of two.
+
+    level  what the bytes alone allow: a dashed line, with another at 1
+    Raises UsageError without matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError("plots need matplotlib; install it with: pip install 'ptqpipe[report]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(9, 4.8))
+    colours = pyplot.get_cmap("tab20" if len(curves) > 10 else "tab10")
+    for index, curve in enumerate(curves):
+        xs, ys = zip(*curve.points, strict=True)
+        marker = _MARKERS[index % len(_MARKERS)]
+        axis.plot(xs, ys, color=colours(index), marker=marker, markersize=4, linewidth=1.4, label=curve.name)
+    if level is not None:
+        axis.axhline(1, color="0.4", linewidth=1)
+        axis.axhline(level, color="0.4", linewidth=1, linestyle="--")
+        axis.annotate(f"ideal {level:.2f}", (0.01, level), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    ticks = sorted({point[0] for curve in curves for point in curve.points})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [_tick(value) for value in ticks])
+    axis.minorticks_off()
+    if log_y:
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
+    axis.set(xlabel=x, ylabel=y)
+    axis.set_title(title, fontsize=11)
+    axis.grid(alpha=0.25, which="both")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _tick(value: float) -> str:
+    for factor, unit in _BINARY:
+        if value >= factor and value % factor == 0:
+            return f"{value / factor:g} {unit}B"
+    return f"{value:g}"

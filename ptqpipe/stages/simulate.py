@@ -1,0 +1,242 @@
+"""Simulates AllReduces: errors of schemes over worlds, times over machines, where quantizing pays.
+
+Numbers are those of ``ptqpipe.collectives``; this stage reads requests, and partials from a file.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.checkpoint.header import DTYPES, TensorEntry, parse_file, pread_exactly
+from ptqpipe.collectives.simulate_codecs import PLAIN, get_rounding
+from ptqpipe.collectives.simulate_error import (
+    MAX_RANKS,
+    ErrorRow,
+    Job,
+    integer_rounding_error,
+    measure,
+    model_error,
+    rounding_error,
+)
+from ptqpipe.collectives.simulate_inputs import CANCELLATION, Given, RowParallel, Source, drawn
+from ptqpipe.collectives.simulate_schemes import Rounding, Scheme, get_scheme
+from ptqpipe.collectives.simulate_time import TimeRow, break_even, compare, schemes_for
+from ptqpipe.collectives.topologies import TOPOLOGIES, Topology, get_topology
+from ptqpipe.errors import UsageError
+
+DEFAULT_SCHEMES = (
+    "ring-bf16",
+    "two-shot-bf16",
+    "one-shot",
+    "two-shot",
+    "hierarchical",
+    "semi-loop",
+    "ring",
+)
+DEFAULT_TOPOLOGIES = (*TOPOLOGIES, "ethernet-1g", "ethernet-10g", "ethernet-100g", "ethernet-400g")
+DEFAULT_SIZES = tuple((64 << 10) * 4**i for i in range(8))  # 64 KiB .. 1 GiB
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Where quantizing pays on one machine. ``nbytes`` is None where it never does."""
+
+    topology: str
+    ranks: int
+    bits: float
+    nbytes: int | None
+
+
+def worlds(text: str) -> tuple[int, ...]:
+    """Numbers of ranks: ``8``, ``2,3,8``, or ``8..512``, which doubles. UsageError for anything else."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:\.\.\s*(\d{1,6})\s*)?", part)
+        if match is None:
+            raise UsageError(f"ranks {text!r} are not a list; write 8, 2,4,8 or 8..512 (which doubles)")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 2 <= first <= last <= MAX_RANKS:
+            raise UsageError(f"ranks {part.strip()!r} are outside of 2..{MAX_RANKS} or run backwards; write 8..512")
+        while first <= last:
+            found.append(first)
+            first *= 2
+    return tuple(dict.fromkeys(found))
+
+
+def names(text: str, known: Callable[[str], object]) -> tuple[str, ...]:
+    """A comma-separated list, each of which ``known`` accepts."""
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not found:
+        raise UsageError(f"{text!r} names nothing; give at least one name")
+    for name in found:
+        known(name)
+    return found
+
+
+def read_partials(path: Path, *, tensor: str | None, weight: str | None) -> Source:
+    """Partials of a .safetensors file: a tensor ``[ranks, ...]``, or inputs and the weight that multiplies them.
+
+    UsageError for names and shapes that do not fit, CheckpointError for a damaged file.
+    """
+    entries = {entry.name: entry for entry in parse_file(path).entries}
+    if tensor is None:
+        if len(entries) != 1:
+            raise UsageError(f"{path} holds {len(entries)} tensors; name one with --tensor")
+        tensor = next(iter(entries))
+    values = _read(path, entries, tensor)
+    if weight is None:
+        if values.ndim < 2 or values.shape[0] < 2 or not values.numel():
+            raise UsageError(
+                f"{tensor} is {list(values.shape)}, expected [ranks, ...]; give inputs together with --weight"
+            )
+        return Given(tensor, values.reshape(values.shape[0], -1))
+    matrix = _read(path, entries, weight)
+    if matrix.ndim != 2 or values.shape[-1:] != matrix.shape[1:] or not values.numel() or not matrix.numel():
+        raise UsageError(
+            f"inputs {tensor} {list(values.shape)} and weight {weight} {list(matrix.shape)} do not multiply; "
+            "expected [..., inner] and [outer, inner]"
+        )
+    return RowParallel(tensor, values.reshape(-1, values.shape[-1]), matrix)
+
+
+def _read(path: Path, entries: dict[str, TensorEntry], name: str) -> torch.Tensor:
+    """One tensor. UsageError for an unknown name, or numbers that are not finite floats."""
+    if name not in entries:
+        raise UsageError(f"{path} has no tensor {name!r}; it has {', '.join(list(entries)[:8])}")
+    entry = entries[name]
+    dtype = DTYPES[entry.dtype][0] if entry.dtype in DTYPES else None
+    if dtype is None or not dtype.is_floating_point:
+        raise UsageError(f"tensor {name!r} is {entry.dtype}, expected floating point; choose another")
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        raw = bytearray(pread_exactly(fd, entry.nbytes, entry.offset))
+    finally:
+        os.close(fd)
+    found = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    if not bool(torch.isfinite(found.float()).all()):
+        raise UsageError(f"tensor {name!r} has NaN or inf; an error against them says nothing")
+    return found.reshape(entry.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRequest:
+    """Every scheme with every codec over every source and world.
+
+    node   ranks of a machine for the hierarchical schemes, which are left out of worlds that it does not divide
+    """
+
+    ranks: tuple[int, ...]
+    sources: tuple[Source, ...]
+    codecs: tuple[Rounding, ...]
+    schemes: tuple[str, ...] = DEFAULT_SCHEMES
+    node: int = 8
+
+
+def sources_of(data: str, *, elements: int, seed: int) -> tuple[Source, ...]:
+    """Distributions by name. UsageError for unknown ones."""
+    return tuple(drawn(name, elements, seed=seed) for name in names(data, lambda n: drawn(n, elements, seed=seed)))
+
+
+def schemes_of(text: str | None) -> tuple[str, ...]:
+    """Schemes by name, the usual ones when None. UsageError for unknown ones."""
+    return DEFAULT_SCHEMES if text is None else names(text, get_scheme)
+
+
+def codecs_of(text: str, *, block: int, hadamard: int = 0) -> tuple[Rounding, ...]:
+    """Codecs by name. UsageError for unknown ones."""
+    known = names(text, lambda name: get_rounding(name, block, hadamard=hadamard))
+    return tuple(get_rounding(name, block, hadamard=hadamard) for name in known)
+
+
+def error_rows(request: ErrorRequest) -> Iterator[ErrorRow]:
+    """The rows of one source and world after another, as they are measured."""
+    roundings = {codec.name: _rounding(codec) for codec in request.codecs}
+    for source, ranks in product(request.sources, request.ranks):
+        jobs = []
+        for scheme in map(get_scheme, request.schemes):
+            if scheme.two_level and (ranks % request.node or ranks <= request.node):
+                continue
+            if scheme.plain:
+                jobs.append(Job(scheme, PLAIN[scheme.plain]))
+                continue
+            for codec in request.codecs:
+                model = _model(scheme, roundings[codec.name], source, ranks=ranks, node=request.node)
+                jobs.append(Job(scheme, codec, model))
+        if jobs:
+            yield from measure(jobs, source=source, ranks=ranks, node=request.node)
+
+
+def _rounding(codec: Rounding) -> float:
+    """Relative L2 of one rounding of Gaussian numbers: by the integral for integers, measured for the others."""
+    match = re.fullmatch(r"int(\d)/(\d+)", codec.name)
+    return integer_rounding_error(int(match[1]), int(match[2])) if match else rounding_error(codec)
+
+
+def _model(scheme: Scheme, rounding: float, source: Source, *, ranks: int, node: int) -> float | None:
+    """The closed form where it applies: independent Gaussian partials, and those that cancel."""
+    if source.name not in ("gaussian", "cancelling"):
+        return None
+    cancellation = CANCELLATION if source.name == "cancelling" else 1.0
+    try:
+        return model_error(scheme.name, rounding, ranks=ranks, node=node, cancellation=cancellation)
+    except UsageError:  # no closed form
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class TimeRequest:
+    """Every size on every machine and world."""
+
+    ranks: tuple[int, ...]
+    topologies: tuple[Topology, ...]
+    bits: float
+    block: int = 64
+    sizes: tuple[int, ...] = DEFAULT_SIZES
+
+    def places(self) -> list[tuple[Topology, int]]:
+        """Machines and worlds that go together. UsageError when none do."""
+        found = [(t, k) for t in self.topologies for k in self.ranks if schemes_for(t, k, ("two-shot", "hierarchical"))]
+        if not found:
+            names_ = ", ".join(f"{t.name} (2 to {t.max_ranks})" for t in self.topologies)
+            raise UsageError(
+                f"no topology joins {', '.join(map(str, self.ranks))} ranks: {names_}; choose other worlds"
+            )
+        return found
+
+
+def topologies_of(text: str | None) -> tuple[Topology, ...]:
+    """Machines by name; all of the table and four networks when None."""
+    chosen = DEFAULT_TOPOLOGIES if text is None else names(text, get_topology)
+    return tuple(get_topology(name) for name in chosen)
+
+
+def time_rows(request: TimeRequest) -> list[TimeRow]:
+    """The best plain against the best quantized scheme, size by size."""
+    return [
+        compare(topology, ranks=ranks, nbytes=nbytes, bits=request.bits, block=request.block)
+        for topology, ranks in request.places()
+        for nbytes in request.sizes
+    ]
+
+
+def break_evens(request: TimeRequest) -> list[BreakEven]:
+    """From which size on quantizing pays."""
+    return [
+        BreakEven(t.name, k, request.bits, break_even(t, ranks=k, bits=request.bits, block=request.block))
+        for t, k in request.places()
+    ]
+
+
+def as_dict(row: ErrorRow | TimeRow | BreakEven) -> dict[str, Any]:
+    """For JSON, with what is derived."""
+    if isinstance(row, ErrorRow):
+        return {"kind": "error"} | asdict(row)
+    if isinstance(row, TimeRow):
+        return {"kind": "time"} | asdict(row) | {"speedup": row.speedup, "percent_of_ideal": row.percent_of_ideal}
+    return {"kind": "break_even"} | asdict(row)
