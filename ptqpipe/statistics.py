@@ -25,6 +25,16 @@ QUANTILES = (0.99, 0.999, 0.9999)
 
 
 @dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Moments of an input on samples that no other number here has seen: for judging. Names as in `InputStatistics`."""
+
+    tokens: int
+    second_moment: torch.Tensor
+    block_moment: torch.Tensor | None = None
+    full_moment: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class InputStatistics:
     """What calibration knows about the input x [tokens, K] of one linear module. CPU tensors, float32.
 
@@ -36,6 +46,7 @@ class InputStatistics:
     quantiles      p -> the p-quantile of |x| over all elements
     block_moment   [K/16, 16, 16] E[x x^T] inside blocks of 16 columns, or None
     full_moment    [K, K] E[x x^T], or None
+    held           the moments of samples that were held out, or None
     """
 
     tokens: int
@@ -46,6 +57,7 @@ class InputStatistics:
     quantiles: Mapping[float, float]
     block_moment: torch.Tensor | None = None
     full_moment: torch.Tensor | None = None
+    held: HeldOut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +114,10 @@ class Statistics:
         """sha256 that identifies these statistics: of their tensors. Decides bytes of what is made with them."""
         return str(self.content["digest"])
 
-    def of(self, module: str, *, block: bool = False, full: bool = False) -> InputStatistics:
+    def of(self, module: str, *, block: bool = False, full: bool = False, held: bool = False) -> InputStatistics:
         """The statistics of one module, with the moments that are asked for.
+
+        held  those of held-out samples too, where there are any
 
         UsageError where the module has none, or calibration did not collect these moments.
         """
@@ -119,6 +133,15 @@ class Statistics:
             quantiles={float(p): float(value) for p, value in entry["quantiles"].items()},
             block_moment=self._read(entry, module, "block_moment") if block else None,
             full_moment=self._read(entry, module, "full_moment") if full else None,
+            held=self._held(entry, module, block=block, full=full) if held and "held_tokens" in entry else None,
+        )
+
+    def _held(self, entry: Mapping[str, Any], module: str, *, block: bool, full: bool) -> HeldOut:
+        return HeldOut(
+            int(entry["held_tokens"]),
+            self._read(entry, module, "held_second_moment"),
+            self._read(entry, module, "held_block_moment") if block else None,
+            self._read(entry, module, "held_full_moment") if full else None,
         )
 
     def has(self, module: str, moment: str) -> bool:

@@ -33,11 +33,13 @@ class LayerInput:
     second_moment  [K] E[x^2]
     block_moment   [K/16, 16, 16] E[x x^T] in blocks, None where no option asks for it
     full_moment    [K, K] E[x x^T], None where no option asks for it
+    held           the same of samples that none of these have seen: what the gate judges by, where it is there
     """
 
     second_moment: torch.Tensor
     block_moment: torch.Tensor | None = None
     full_moment: torch.Tensor | None = None
+    held: "LayerInput | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What calibration made of one weight.
+    """What calibration made of one weight. Errors are those of held-out samples where there are any.
 
     weighted_error  sum of h_i r_i^2 over all rows, h the second moment: what is expected at the output but for
                     correlations
@@ -82,6 +84,7 @@ class Outcome:
     versus_rtn      output_error divided by that of plain round to nearest at the unit's global scale
     damping         what the factorization took, None without one
     reverted        whether the gate went back to round to nearest
+    held_out        whether the errors, and with them the gate, are those of samples that were held out
     """
 
     weighted_error: float
@@ -89,6 +92,7 @@ class Outcome:
     versus_rtn: float
     damping: float | None
     reverted: bool
+    held_out: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +262,7 @@ def _weight(
     error = WeightError(taken.squared, taken.energy, taken.squared / absmax if absmax else 1.0)
     versus = taken.output / base.output if base.output else 1.0
     damping = None if metric is None else metric.damping
-    return rows, error, Outcome(taken.weighted, taken.output, versus, damping, reverted)
+    return rows, error, Outcome(taken.weighted, taken.output, versus, damping, reverted, known.held is not None)
 
 
 def _rtn(
@@ -277,7 +281,7 @@ def _rtn(
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    """The best moment at hand, which the gate judges by."""
+    """The best moment at hand, which the gate judges by: of samples that were held out, where there are any."""
 
     second: torch.Tensor
     block: torch.Tensor | None
@@ -285,7 +289,8 @@ class _Judge:
 
     @classmethod
     def of(cls, known: LayerInput, device: torch.device) -> "_Judge":
-        """On ``device``."""
+        """On ``device``; of held-out samples where there are any."""
+        known = known if known.held is None else known.held
         block, full = (None if m is None else m.to(device) for m in (known.block_moment, known.full_moment))
         return cls(known.second_moment.to(device), None if full is not None else block, full)
 
@@ -324,5 +329,7 @@ def _check_width(weight: Weight, known: LayerInput, name: str) -> None:
             f"the statistics of '{name}' are of {known.second_moment.shape[0]} columns, the weight has "
             f"{weight.shape[1]}; calibrate this model"
         )
+    if known.held is not None:
+        _check_width(weight, known.held, name)
     if not bool(torch.isfinite(known.second_moment).all()) or bool((known.second_moment < 0).any()):
         raise NumericsError(f"the second moment of the input of '{name}' is not finite or negative; calibrate again")

@@ -117,8 +117,9 @@ class Corrected:
 
     rows           the runs that were given, each with its part of the factors
     squared_error  sum (decode - w)^2 of the whole decode
-    versus_codes   weighted error beside that of the codes alone; 1 where the factors are zero
-    dropped        whether rounding the factors to what is stored lost all that they gained: then they are zero
+    versus_codes   error as the judge sees it beside that of the codes alone; 1 where the factors are zero
+    dropped        whether that error is not smaller (rounding the factors, or other samples, can do that): then they
+                   are zero
     """
 
     rows: tuple[tuple[int, QTensor], ...]
@@ -127,8 +128,17 @@ class Corrected:
     dropped: bool
 
 
-def correct(weight: Weight, runs: Sequence[tuple[int, QTensor]], low: LowRank, *, weighting: Weighting) -> Corrected:
+def correct(
+    weight: Weight,
+    runs: Sequence[tuple[int, QTensor]],
+    low: LowRank,
+    *,
+    weighting: Weighting,
+    judge: Weighting | None = None,
+) -> Corrected:
     """The best low-rank part for ``weight`` [N, K], whose codes are ``runs`` of rows in order.
+
+    judge  what decides whether it is kept: the moment of samples that ``weighting`` has not seen, or None for that
 
     CPU arithmetic in float64, in an order that depends on the shape alone.
     """
@@ -138,9 +148,10 @@ def correct(weight: Weight, runs: Sequence[tuple[int, QTensor]], low: LowRank, *
         error[start:stop] = weight.rows(start, stop).float().cpu() - q.dequantize().cpu()
     left, right = best_factors(error, low.of(weight.shape), weighting=weighting)
     factors = stored_factors(left, right, low.dtype)
-    before = sum(weighting.energy(e) for _, e in _runs(error))
+    judge = weighting if judge is None else judge
+    before = sum(judge.energy(e) for _, e in _runs(error))
     error -= factors.product()
-    after = sum(weighting.energy(e) for _, e in _runs(error))
+    after = sum(judge.energy(e) for _, e in _runs(error))
     dropped = not after < before
     if dropped:
         factors = replace(factors, left=torch.zeros_like(factors.left))

@@ -60,6 +60,8 @@ class Collector:
         self.slots: dict[str, Slot] = {slot.id: slot for slot in find_slots(name, module, origins)}
         self.leaders: dict[str, str] = {}
         self.moments: dict[str, Moments] = {}
+        self.held: dict[str, Moments] = {}  # the same of inputs that were shown while ``holding_out``
+        self.holding_out = False
         self._name = name
         self._module = module
         self.empty: Callable[[int], Moments] = lambda columns: Moments.empty(
@@ -94,9 +96,10 @@ class Collector:
         leader = self.leaders.get(slot) or self._assign(slot, x)
         if leader != slot:
             return
-        if slot not in self.moments:
-            self.moments[slot] = self.empty(columns)
-        if not self.moments[slot].add(x.reshape(-1, columns)):
+        moments = self.held if self.holding_out else self.moments
+        if slot not in moments:
+            moments[slot] = self.empty(columns)
+        if not moments[slot].add(x.reshape(-1, columns)):
             bad = int((~torch.isfinite(x)).sum())
             raise NumericsError(
                 f"the input of '{self.slots[slot].names[0]}' has {bad} values that are not finite of {x.numel()}; "

@@ -20,6 +20,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 
 PIECE = 1 << 18  # characters that are tokenized at once
 MAX_TOKEN = 1 << 31
+HELD_SHARE = 8  # one window is held out for so many samples, unless the caller says how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +28,34 @@ class Samples:
     """What a model is calibrated on.
 
     windows     [samples, seqlen] int64
+    held        [held out, seqlen] int64: other windows, for judging what the first ones led to
     sha256      of ``windows`` as little-endian int64
     files       (name, rows, tokens) of every --data
     candidates  how many windows there were to choose from
     """
 
     windows: torch.Tensor
+    held: torch.Tensor
     sha256: str
     files: tuple[tuple[str, int, int], ...]
     candidates: int
 
 
 def load_samples(
-    names: Sequence[str], model: Path, *, samples: int, seqlen: int, seed: int = 0, field: str | None = None
+    names: Sequence[str],
+    model: Path,
+    *,
+    samples: int,
+    seqlen: int,
+    seed: int = 0,
+    field: str | None = None,
+    holdout: int | None = 0,
 ) -> Samples:
     """Tokenizes, cuts and chooses.
 
-    names   files, or data sets by name
-    model   the folder with the tokenizer
+    names    files, or data sets by name
+    model    the folder with the tokenizer
+    holdout  how many further windows are held out; None: one for every HELD_SHARE samples, or as many as the data have
 
     Raises UsageError for no or bad data and for too few tokens, CheckpointError for a model without tokenizer.
     """
@@ -55,6 +66,8 @@ def load_samples(
         )
     if samples < 1 or seqlen < 1:
         raise UsageError(f"--samples {samples} --seqlen {seqlen}: expected 1 or more of each")
+    if holdout is not None and holdout < 0:
+        raise UsageError(f"--holdout {holdout}: expected 0 or more windows")
     tokenizer = cache(lambda: _load_tokenizer(model))  # rows of token ids need none
     files: list[tuple[str, int, int]] = []
     stream = array("q")
@@ -68,15 +81,18 @@ def load_samples(
             raise UsageError(f"{name} is empty; give a file with text")
         files.append((name, rows, len(stream) - before))
     candidates = len(stream) // seqlen
-    if candidates < samples:
+    if candidates < samples + (holdout or 0):
+        wanted = f"{samples} and {holdout} held out" if holdout else f"{samples}"
         raise UsageError(
-            f"the data give {len(stream)} tokens, {candidates} windows of {seqlen}, expected {samples}; give more "
+            f"the data give {len(stream)} tokens, {candidates} windows of {seqlen}, expected {wanted}; give more "
             "data, or lower --samples or --seqlen"
         )
+    if holdout is None:
+        holdout = min(samples // HELD_SHARE, candidates - samples)
     windows = torch.frombuffer(stream, dtype=torch.int64, count=candidates * seqlen).view(candidates, seqlen)
-    chosen = torch.randperm(candidates, generator=torch.Generator().manual_seed(seed))[:samples].sort().values
-    windows = windows[chosen]
-    return Samples(windows, tokens_digest(windows), tuple(files), candidates)
+    order = torch.randperm(candidates, generator=torch.Generator().manual_seed(seed))
+    chosen, held = windows[order[:samples].sort().values], windows[order[samples : samples + holdout].sort().values]
+    return Samples(chosen, held, tokens_digest(chosen), tuple(files), candidates)
 
 
 def tokens_digest(windows: torch.Tensor) -> str:

@@ -11,9 +11,10 @@ import torch
 from ptqpipe.calibration.collect import Collector
 
 
-def merge_ranks(collector: Collector, *, world: int) -> None:
+def merge_ranks(collector: Collector, *, world: int, held: bool = False) -> None:
     """Replaces what the collector of every rank holds by the sum over ranks (float64), which rank 0 then writes.
 
+    held  whether some rank has held-out samples
     A module that only some ranks have seen (an expert without tokens) joins the group that those put it in.
     """
     if world == 1:
@@ -21,13 +22,14 @@ def merge_ranks(collector: Collector, *, world: int) -> None:
     collector.leaders = _agree(collector.leaders, collector, world)
     for leader in dict.fromkeys(collector.leaders.values()):
         columns = collector.slots[leader].columns
-        moments = collector.moments.setdefault(leader, collector.empty(columns))
-        count = torch.tensor([moments.tokens], dtype=torch.int64)
-        torch.distributed.all_reduce(count)
-        moments.tokens = int(count)
-        moments.amax = _reduced(moments.amax, torch.distributed.ReduceOp.MAX)
-        for tensor in moments.sums():
-            tensor.copy_(_reduced(tensor, torch.distributed.ReduceOp.SUM))
+        for found in (collector.moments, collector.held) if held else (collector.moments,):
+            moments = found.setdefault(leader, collector.empty(columns))
+            count = torch.tensor([moments.tokens], dtype=torch.int64)
+            torch.distributed.all_reduce(count)
+            moments.tokens = int(count)
+            moments.amax = _reduced(moments.amax, torch.distributed.ReduceOp.MAX)
+            for tensor in moments.sums():
+                tensor.copy_(_reduced(tensor, torch.distributed.ReduceOp.SUM))
 
 
 def merge_largest(tensor: torch.Tensor | None, *, world: int) -> torch.Tensor | None:

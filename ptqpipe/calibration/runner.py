@@ -13,7 +13,7 @@ statistics or files of its own.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,10 @@ class Block:
             )
         return out
 
-    def advance(self) -> None:
+    def advance(self, before: Callable[[int], None] | None = None) -> None:
         """Runs every batch; the outputs become the inputs of the next block. Once: later calls do nothing.
+
+        before  is called with the number of each batch before it runs
 
         NumericsError for an output that is not finite.
         """
@@ -88,6 +90,8 @@ class Block:
             return
         with torch.no_grad():
             for batch in range(self.batches):
+                if before is not None:
+                    before(batch)
                 out = self.forward(self.inputs(batch), batch)
                 if not bool(torch.isfinite(out).all()):
                     raise NumericsError(
@@ -102,11 +106,18 @@ class Runner:
     """A model that is run block by block; use as a context manager, or `close` it."""
 
     def __init__(
-        self, skeleton: Skeleton, batches: Sequence[torch.Tensor], *, device: torch.device, activations: Activations
+        self,
+        skeleton: Skeleton,
+        batches: Sequence[torch.Tensor],
+        *,
+        device: torch.device,
+        activations: Activations,
+        held_from: int,
     ) -> None:
         """Use `open`."""
         self.skeleton = skeleton
         self.batches = batches
+        self.held_from = held_from
         self.device = device
         self.activations = activations
         self.arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
@@ -120,6 +131,7 @@ class Runner:
         skeleton: Skeleton,
         windows: torch.Tensor,
         *,
+        held: torch.Tensor | None = None,
         device: torch.device | None = None,
         memory_bytes: int | None = None,
         spill: Path | None = None,
@@ -128,20 +140,27 @@ class Runner:
 
         skeleton      of the model, which is this runner's from now on
         windows       [samples, tokens] int64
+        held          further windows [held out, tokens], in batches of their own after the others: from number
+                      ``held_from`` on
         memory_bytes  what weights of a block and hidden states may take together; hidden states that do not fit go to
                       a file in ``spill``, which is a folder that exists
 
         Raises UsageError for tokens that the model does not have, CheckpointError for a model that cannot be run so.
         """
         device = device or torch.device("cpu")
-        _check_windows(windows, skeleton)
+        held = windows[:0] if held is None else held
+        both = torch.cat((windows, held))
+        _check_windows(both, skeleton)
         for name, module in skeleton.model.named_modules():
             if is_stacked(module):
                 check_known(module, name)
                 observe(module, None)
         size = max(1, BATCH_TOKENS // windows.shape[1])
-        activations = _activations(skeleton, windows, memory_bytes, spill)
-        runner = cls(skeleton, list(torch.split(windows, size)), device=device, activations=activations)
+        activations = _activations(skeleton, both, memory_bytes, spill)
+        batches = list(torch.split(windows, size))
+        held_from = len(batches)
+        batches += torch.split(held, size) if len(held) else ()
+        runner = cls(skeleton, batches, device=device, activations=activations, held_from=held_from)
         try:
             runner._embed()
         except BaseException:

@@ -80,8 +80,13 @@ def write_block(
         else:
             key = collector.slots[leader].names[0]
             entry = _entry(key, tokens, moments.quantiles(), name, measured=True)
+            held = collector.held.get(leader)
+            if held is not None and held.tokens >= (LEAST_EXPERT_TOKENS if slot.group is not None else 1):
+                entry["held_tokens"] = held.tokens
             if leader == slot.id:
                 _put(tensors, key, moments, block=block)
+                if held is not None and "held_tokens" in entry:
+                    _put_held(tensors, key, held, block=block)
         modules |= dict.fromkeys(slot.names, entry)
     attention: dict[str, dict[str, Any]] = {}
     if key_values is not None:
@@ -96,6 +101,11 @@ def write_block(
 
 def _put(tensors: dict[str, torch.Tensor], key: str, moments: Moments, *, block: bool) -> None:
     tensors |= {f"{key}.{name}": tensor for name, tensor in moments.tensors(block=block).items()}
+
+
+def _put_held(tensors: dict[str, torch.Tensor], key: str, held: Moments, *, block: bool) -> None:
+    found = held.tensors(block=block)
+    tensors |= {f"{key}.held_{name}": tensor for name, tensor in found.items() if name.endswith("_moment")}
 
 
 def _entry(key: str, tokens: int, quantiles: Mapping[float, float], block: str, *, measured: bool) -> dict[str, Any]:

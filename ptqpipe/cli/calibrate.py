@@ -18,6 +18,12 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
 )
 @click.option("--field", metavar="NAME", help="Field of a row [messages, text, content, prompt, ...].")
 @click.option("--samples", type=int, default=128, show_default=True, metavar="N", help="Windows to run.")
+@click.option(
+    "--holdout",
+    type=int,
+    metavar="N",
+    help="Further windows for judging what convert makes of these; moments are kept twice [samples / 8].",
+)
 @click.option("--seqlen", type=int, metavar="N", help="Tokens of a window [2048, at most the model's positions].")
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the windows.")
 @click.option(
@@ -44,6 +50,7 @@ def calibrate(
     data: tuple[str, ...],
     field: str | None,
     samples: int,
+    holdout: int | None,
     seqlen: int | None,
     seed: int,
     moments: str,
@@ -68,6 +75,7 @@ def calibrate(
         field=field,
         moments=tuple(kind for kind in moments.replace(" ", "").split(",") if kind),
         dtype=dtype,
+        holdout=holdout,
     )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
     mode = mode_of(resume, overwrite)

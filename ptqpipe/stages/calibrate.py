@@ -15,26 +15,24 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.calibration.collect import Collector, find_attention, find_slots
-from ptqpipe.calibration.data import Samples, load_samples
-from ptqpipe.calibration.merge import merge_largest, merge_ranks
+from ptqpipe.calibration.collect import find_slots
+from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
 from ptqpipe.calibration.moments import Moments
-from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
+from ptqpipe.calibration.store import digest_of
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import Mode
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.loading import DTYPES, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.block_folder import BlockFolder
+from ptqpipe.stages.calibrate_blocks import HEAD, Watch, run_blocks
 from ptqpipe.stages.machine import BASE_BYTES, Machine, Ranks, resident_bytes
-from ptqpipe.stages.progress import Progress
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
 MOMENTS = ("diagonal", "block", "full")
 DEFAULT_SEQLEN = 2048
-HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,8 @@ class CalibrateOptions:
     """What decides the statistics, beside model and data.
 
     seqlen   tokens of a sample; None: 2048, or the positions of the model where they are fewer
+    holdout  further windows whose moments are kept apart, for judging; None: one for every eight samples, where the
+             data have so many. They double the moments, in memory and on disk
     moments  of MOMENTS; the diagonal is always there
     dtype    what the model computes in: float32, float64, bfloat16, float16, or auto for the checkpoint's own
     """
@@ -52,6 +52,7 @@ class CalibrateOptions:
     field: str | None = None
     moments: tuple[str, ...] = ("diagonal", "block")
     dtype: str = "float32"
+    holdout: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,6 @@ class Calibrated:
     content: Mapping[str, Any]
     seconds: float
     peak_rss_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A block, as the progress bar knows it."""
-
-    id: str
-    group: int
-    source_bytes: int
 
 
 def calibrate(
@@ -97,17 +89,26 @@ def calibrate(
     seqlen = options.seqlen or min(
         DEFAULT_SEQLEN, getattr(config.get_text_config(), "max_position_embeddings", 1 << 30)
     )
-    samples = load_samples(data, path, samples=options.samples, seqlen=seqlen, seed=options.seed, field=options.field)
+    samples = load_samples(
+        data,
+        path,
+        samples=options.samples,
+        seqlen=seqlen,
+        seed=options.seed,
+        field=options.field,
+        holdout=options.holdout,
+    )
     if ranks.world > options.samples:
         raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
+    watch = Watch(block, full, held=len(samples.held) > 0, ranks=ranks)
     with Source.open(path) as source:
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config))
         parts = _run_parts(source, samples, options)
         with BlockFolder(out, parts, index_file=STATS_FILE, mode=mode, ranks=ranks) as output, machine.threads():
             torch.set_num_threads(machine.workers)
-            runner = _open_runner(skeleton, samples, output, options, machine, ranks)
+            runner = _open_runner(skeleton, samples, output, watch, machine)
             with runner:
-                _run(runner, output, block=block, full=full, machine=machine, ranks=ranks)
+                run_blocks(runner, output, watch, shown=machine.progress)
             if ranks.rank != 0:
                 return None
             content = _content(source, samples, options, output, skeleton)
@@ -139,85 +140,30 @@ def _run_parts(source: Source, samples: Samples, options: CalibrateOptions) -> d
         "stage": "calibrate",
         "the model": source.reader.fingerprint(),
         "the data": samples.sha256,
+        "the held-out data": tokens_digest(samples.held),
         "the settings": json.dumps([sorted(set(options.moments)), options.dtype, list(samples.windows.shape)]),
         "the version of ptqpipe": __version__,
     }
 
 
-def _open_runner(
-    skeleton: Skeleton,
-    samples: Samples,
-    output: BlockFolder,
-    options: CalibrateOptions,
-    machine: Machine,
-    ranks: Ranks,
-) -> Runner:
+def _open_runner(skeleton: Skeleton, samples: Samples, output: BlockFolder, watch: Watch, machine: Machine) -> Runner:
     """This rank's share of the samples, every ``world``-th; what the sums of the largest block need is set aside."""
-    block, full = _which(options.moments)
     sums = [
-        sum(Moments.nbytes(slot.columns, block=block, full=full) for slot in find_slots(name, module, skeleton.origins))
+        sum(
+            Moments.nbytes(slot.columns, block=watch.block, full=watch.full)
+            for slot in find_slots(name, module, skeleton.origins)
+        )
         for name, module in skeleton.blocks
     ]
+    share = slice(watch.ranks.rank, None, watch.ranks.world)
     return Runner.open(
         skeleton,
-        samples.windows[ranks.rank :: ranks.world],
+        samples.windows[share],
+        held=samples.held[share],
         device=machine.device,
-        memory_bytes=machine.memory_bytes - BASE_BYTES - max(sums),
+        memory_bytes=machine.memory_bytes - BASE_BYTES - max(sums) * (2 if watch.held else 1),
         spill=output.paths.partial,
     )
-
-
-def _run(runner: Runner, output: BlockFolder, *, block: bool, full: bool, machine: Machine, ranks: Ranks) -> None:
-    """Every block, then what enters the head; those that are done already are run without being watched."""
-    steps = {name: _Step(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
-    with Progress(list(steps.values()), shown=machine.progress and ranks.rank == 0) as progress:
-        for part in runner.blocks():
-            if part.name in output.done:
-                part.advance()
-            else:
-                record = _block(runner, part, output, block=block, full=full, ranks=ranks)
-                output.commit(part.name, record.to_json() if record is not None else {})
-            progress.advance(steps[part.name])
-    head = runner.skeleton.head_name
-    if head is not None and HEAD not in output.done:
-        record = _head(runner, head, output, block=block, full=full, ranks=ranks)
-        output.commit(HEAD, record.to_json() if record is not None else {})
-
-
-def _block(
-    runner: Runner, part: Block, output: BlockFolder, *, block: bool, full: bool, ranks: Ranks
-) -> BlockRecord | None:
-    """Runs a block and writes what was seen; None on all ranks but the first."""
-    attention = find_attention(part.name, part.module, part.origins)
-    collector = Collector(part.name, part.module, part.origins, block=block, full=full, device=runner.device)
-    runner.key_values.start(attention or part.name)
-    with collector:
-        part.advance()
-    runner.key_values.stop()
-    merge_ranks(collector, world=ranks.world)
-    found = [merge_largest(t, world=ranks.world) for t in (runner.key_values.k_amax, runner.key_values.v_amax)]
-    if ranks.rank != 0:
-        return None
-    key_values = None
-    if attention is not None and found[0] is not None and found[1] is not None:
-        key_values = (attention, found[0], found[1])
-    return write_block(output.paths.growing, part.name, collector, block=block, key_values=key_values)
-
-
-def _head(
-    runner: Runner, name: str, output: BlockFolder, *, block: bool, full: bool, ranks: Ranks
-) -> BlockRecord | None:
-    """The language-model head's input. A head that is the embedding goes by the embedding's name in the checkpoint."""
-    skeleton = runner.skeleton
-    module = skeleton.model.get_submodule(name)
-    own = skeleton.origins.get(f"{name}.weight")
-    origins = {f"{name}.weight": own or (f"{name}.weight",)}
-    collector = Collector(name, module, origins, block=block, full=full, device=runner.device)
-    for x in runner.head_inputs():
-        collector.see(name, x)
-        collector.forget()
-    merge_ranks(collector, world=ranks.world)
-    return write_block(output.paths.growing, name, collector, block=block) if ranks.rank == 0 else None
 
 
 def _content(
@@ -239,6 +185,8 @@ def _content(
             "seqlen": samples.windows.shape[1],
             "seed": options.seed,
             "field": options.field,
+            "held_out": samples.held.shape[0],
+            "held_out_sha256": tokens_digest(samples.held),
             "windows": samples.candidates,
             "vocabulary_seen": int(torch.unique(samples.windows).numel()),
         },

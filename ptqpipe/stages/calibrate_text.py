@@ -75,9 +75,9 @@ def render(done: Calibrated) -> str:
     ]
     head = ["role", "modules", "columns", "tokens", "amax", "99.9 %", "rms"]
     lines = [
-        f"{content['model']['name']} on {data['samples']} samples of {data['seqlen']} tokens "
-        f"(of {data['windows']} windows, seed {data['seed']}), moments {', '.join(content['settings']['moments'])}, "
-        f"in {content['settings']['dtype']}",
+        f"{content['model']['name']} on {data['samples']} samples of {data['seqlen']} tokens, {data['held_out']} more "
+        f"held out (of {data['windows']} windows, seed {data['seed']}), moments "
+        f"{', '.join(content['settings']['moments'])}, in {content['settings']['dtype']}",
         table(head, rows),
     ]
     if content["attention"]:

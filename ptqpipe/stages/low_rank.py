@@ -44,15 +44,15 @@ def correct_unit(
     assert low is not None
     found: list[WeightError] = []
     told: list[Mapping[str, Any]] = []
-    known: tuple[str, lorc.Weighting] | None = None
+    known: tuple[str, lorc.Weighting, lorc.Weighting | None] | None = None
     for index, (member, weight, error) in enumerate(zip(unit.members, weights, errors, strict=True)):
         module = module_of(member)
         key = "" if statistics is None else str(statistics.content["modules"][module]["key"])
         if known is None or known[0] != key:
             known = None  # the old one goes before the new one comes
-            known = key, _weighting(statistics, module, damping=unit.rule.damping)
+            known = key, *_weighting(statistics, module, damping=unit.rule.damping)
         runs = sorted((row, q) for (owner, row), q in held.items() if owner == index)
-        corrected = lorc.correct(weight, runs, low, weighting=known[1])
+        corrected = lorc.correct(weight, runs, low, weighting=known[1], judge=known[2])
         for row, q in corrected.rows:
             sink(index, row, q)
         ratio = corrected.squared_error / error.squared_error if error.squared_error else 1.0
@@ -62,6 +62,7 @@ def correct_unit(
                 "rank": low.of(member.shape),
                 "dtype": low.dtype,
                 "moment": known[1].kind,
+                "held_out": known[2] is not None,
                 "versus_codes": corrected.versus_codes,
                 "dropped": corrected.dropped,
             }
@@ -69,11 +70,19 @@ def correct_unit(
     return Outcome(tuple(found), tuple(told))
 
 
-def _weighting(statistics: Statistics | None, module: str, *, damping: float) -> lorc.Weighting:
+def _weighting(
+    statistics: Statistics | None, module: str, *, damping: float
+) -> tuple[lorc.Weighting, lorc.Weighting | None]:
+    """(what the factors minimize, what decides whether they are kept: None for the same)."""
     if statistics is None:
-        return lorc.Weighting()
-    known = statistics.of(module, full=statistics.has(module, "full_moment"))
-    return lorc.Weighting.of(known.second_moment, known.full_moment, damping=damping, name=f"the input of '{module}'")
+        return lorc.Weighting(), None
+    known = statistics.of(module, full=statistics.has(module, "full_moment"), held=True)
+    name = f"the input of '{module}'"
+    weighting = lorc.Weighting.of(known.second_moment, known.full_moment, damping=damping, name=name)
+    if known.held is None or weighting.moment is None:
+        return weighting, None
+    held = known.held.full_moment if known.held.full_moment is not None else known.held.second_moment
+    return weighting, lorc.Weighting(held.double())
 
 
 def extra_bytes(unit: Unit, *, full: bool) -> int:

@@ -80,8 +80,14 @@ def inputs_of(unit: Unit, statistics: Statistics, options: Options) -> list[Laye
         key = statistics.content["modules"][module]["key"]
         if key not in found:
             block = not options.needs_full and statistics.has(module, "block_moment")
-            known = statistics.of(module, block=block, full=options.needs_full)
-            found[key] = LayerInput(known.second_moment, known.block_moment, known.full_moment)
+            known = statistics.of(module, block=block, full=options.needs_full, held=True)
+            held = known.held
+            found[key] = LayerInput(
+                known.second_moment,
+                known.block_moment,
+                known.full_moment,
+                None if held is None else LayerInput(held.second_moment, held.block_moment, held.full_moment),
+            )
     return [found[statistics.content["modules"][module_of(m)]["key"]] for m in unit.members]
 
 

@@ -41,7 +41,7 @@ from ptqpipe.stages.report_weights import (
     with_choices,
     worst_blocks,
 )
-from ptqpipe.stages.tables import role_of
+from ptqpipe.stages.tables import judged_by, role_of
 from ptqpipe.stages.verify import one_thread_each
 from ptqpipe.stages.verify_record import Record, claims_ownership, read_record
 from ptqpipe.stages.verify_structure import is_kv_scale, plain_tensors
@@ -110,12 +110,15 @@ def _gather(
             f"{len(illegal)} weights hold numbers that no quantizer may write, the first {illegal[0]}; ptqpipe verify"
         )
     notes += lost
+    judged = judged_by({} if record is None else record.raw["weights"])
     reverted = [weight.name for weight in weights if weight.reverted]
     if reverted:
         notes.append(
             f"{len(reverted)} of {len(weights)} weights went back to plain rounding, since calibration did not help on "
-            f"their statistics; the first {reverted[0]}"
+            f"{judged}; the first {reverted[0]}"
         )
+    elif any(weight.versus_rtn is not None for weight in weights):
+        notes.append(f"no weight went back to plain rounding: each has a smaller output error on {judged}")
     before = 2 * overview.params
     if original is not None:
         before = sum(entry.nbytes for entry in original.reader.entries.values())

@@ -170,6 +170,14 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def judged_by(weights: Mapping[str, Mapping[str, Any]]) -> str:
+    """The samples that convert's gate judged by, in words, from a record's weights."""
+    told = {entry["held_out"] is True for entry in weights.values() if "held_out" in entry}
+    if told == {True}:
+        return "samples that were held out"
+    return "held-out samples where there were any" if True in told else "the samples it was calibrated on"
+
+
 def formats_text() -> str:
     """Every format, container and search by name."""
     lines = ["formats (any case; also element/block/scale[/global], such as e2m1/8/ue5m3):"]
@@ -214,9 +222,19 @@ def converted_text(done: Converted) -> str:
     return "\n".join(
         [
             table(head, rows, left=3),
+            *_gate(done.record["weights"]),
             f"{done.out}: {size_text(done.source_bytes)} -> {size_text(done.written_bytes)} "
             f"({done.written_bytes / done.source_bytes:.3f}x) in {done.seconds:.1f} s ({size_text(speed)}/s), "
             f"peak memory {done.peak_rss_bytes >> 20} MiB; {len(done.record['kept'])} tensors kept; "
             f"every tensor's record is in {done.out}/ptqpipe.json",
         ]
     )
+
+
+def _gate(weights: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """How many weights calibration did not help, where there was any."""
+    judged = [entry for entry in weights.values() if "reverted" in entry]
+    if not judged:
+        return []
+    back = sum(entry["reverted"] for entry in judged)
+    return [f"{back} of {len(judged)} weights went back to plain rounding, judged on {judged_by(weights)}"]

@@ -35,8 +35,12 @@ def write_statistics(
     *,
     attention: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
     moments: tuple[str, ...] = ("block", "full"),
+    held: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
-    """A statistics folder of ``model`` with the inputs [tokens, K] of its modules; fused ones share the first's."""
+    """A statistics folder of ``model`` with the inputs [tokens, K] of its modules; fused ones share the first's.
+
+    held  inputs of the same modules on samples that are held out
+    """
     folder.mkdir(parents=True)
     tensors: dict[str, torch.Tensor] = {}
     modules = {}
@@ -50,17 +54,19 @@ def write_statistics(
             "measured": True,
             "quantiles": {str(p): float(x.abs().flatten().quantile(p)) for p in (0.99, 0.999, 0.9999)},
         }
+        if held is not None:
+            modules[module]["held_tokens"] = len(held[module])
         if f"{key}.amax" in tensors:
             continue
         full = second_moment(x)
         tensors[f"{key}.amax"] = x.abs().amax(dim=0)
         tensors[f"{key}.mean"] = x.double().mean(dim=0).float()
         tensors[f"{key}.second_moment"] = full.diagonal().clone()
-        if "full" in moments:
-            tensors[f"{key}.full_moment"] = full
-        if "block" in moments:
-            corners = [full[i : i + 16, i : i + 16] for i in range(0, len(full), 16)]
-            tensors[f"{key}.block_moment"] = torch.stack(corners)
+        tensors |= _outer(f"{key}.", full, moments)
+        if held is not None:
+            other = second_moment(held[module])
+            tensors[f"{key}.held_second_moment"] = other.diagonal().clone()
+            tensors |= _outer(f"{key}.held_", other, moments)
     for module, (k_amax, v_amax) in (attention or {}).items():
         tensors |= {f"{module}.k_amax": k_amax, f"{module}.v_amax": v_amax}
     save_file(tensors, folder / "inputs.safetensors")
@@ -75,6 +81,15 @@ def write_statistics(
     }
     (folder / "stats.json").write_text(json.dumps(content))
     return folder
+
+
+def _outer(prefix: str, full: torch.Tensor, moments: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    found = {}
+    if "full" in moments:
+        found[f"{prefix}full_moment"] = full
+    if "block" in moments:
+        found[f"{prefix}block_moment"] = torch.stack([full[i : i + 16, i : i + 16] for i in range(0, len(full), 16)])
+    return found
 
 
 def inputs_of_llama(

@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ptqpipe.calibration.activations import OnDisk
+from ptqpipe.calibration.data import load_samples
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
 from ptqpipe.stages import calibrate as stage
+from ptqpipe.stages import calibrate_blocks
 from ptqpipe.stages.calibrate import Calibrated, CalibrateOptions, calibrate
 from ptqpipe.stages.machine import Machine
 from ptqpipe.statistics import BLOCK, Statistics
@@ -111,6 +113,70 @@ def test_statistics_equal_those_of_the_whole_model_in_float64(kind: str, tmp_pat
             assert close(statistics.attention(name).v_amax, values.abs().amax(dim=(0, 2, 3)))
         assert statistics.model_fingerprint == CheckpointReader.open(tmp_path / kind).fingerprint()
         assert done.content["unused"] == []
+
+
+HELD = ("held_second_moment", "held_block_moment", "held_full_moment")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_held_out_moments_are_those_of_the_other_windows_and_change_nothing_else(kind: str, tmp_path: Path) -> None:
+    plain = run(tmp_path, kind, samples=7, holdout=0)
+    done = run(tmp_path, kind, name="held", samples=7, holdout=4)
+    chosen = load_samples([str(tmp_path / "data.jsonl")], tmp_path / kind, samples=7, seqlen=24, holdout=4)
+    assert (done.content["data"]["samples"], done.content["data"]["held_out"]) == (7, 4)
+    assert done.content["data"]["sha256"] == plain.content["data"]["sha256"]
+    assert not {tuple(row) for row in chosen.windows.tolist()} & {tuple(row) for row in chosen.held.tolist()}
+    for file in plain.out.glob("*.safetensors"):
+        a, b = load_file(file), load_file(done.out / file.name)
+        assert {name for name in b if not name.endswith(HELD)} == a.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    inputs, _ = whole_model_inputs(tmp_path / kind, chosen.held)
+    count = 0
+    with Statistics.open(done.out) as statistics:
+        for (parameter, expert), x in inputs.items():
+            for name in checkpoint_names(kind, parameter, expert):
+                found = statistics.of(name, block=x.shape[1] % BLOCK == 0, full=True, held=True)
+                assert statistics.of(name).held is None
+                if found.held is None:  # an expert with too few tokens among the held-out ones
+                    assert len(x) < 16 or not found.measured
+                    continue
+                gram = x.t() @ x / len(x)
+                assert found.held.tokens == len(x)
+                assert close(found.held.second_moment, gram.diagonal())
+                assert found.held.full_moment is not None
+                assert close(found.held.full_moment, gram, scale=float(gram.diagonal().max()))
+                count += 1
+    assert count >= 14
+
+
+def test_one_window_is_held_out_for_every_eight_where_the_data_have_them(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "llama", "llama")
+    data = str(write_windows(tmp_path / "data.jsonl", make_windows(samples=40)))
+    for samples, holdout, wanted in ((32, None, 4), (38, None, 2), (40, None, 0), (7, None, 0), (32, 8, 8), (32, 0, 0)):
+        assert len(load_samples([data], model, samples=samples, seqlen=24, holdout=holdout).held) == wanted
+    with pytest.raises(UsageError, match="expected 38 and 3 held out"):
+        load_samples([data], model, samples=38, seqlen=24, holdout=3)
+    with pytest.raises(UsageError, match="--holdout -1"):
+        load_samples([data], model, samples=8, seqlen=24, holdout=-1)
+
+
+def test_resuming_with_other_held_out_windows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = calibrate_blocks.write_block
+
+    def stops(folder: Path, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.endswith(".1"):
+            raise KeyboardInterrupt
+        return write(folder, name, *args, **kwargs)
+
+    whole = run(tmp_path, name="whole", samples=8, holdout=2)
+    monkeypatch.setattr(calibrate_blocks, "write_block", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, samples=8, holdout=2)
+    monkeypatch.undo()
+    with pytest.raises(OutputError, match="the held-out data changed"):
+        run(tmp_path, samples=8, holdout=3, mode="resume")
+    done = run(tmp_path, samples=8, holdout=2, mode="resume")
+    assert {p.name: p.read_bytes() for p in done.out.iterdir()} == {p.name: p.read_bytes() for p in whole.out.iterdir()}
 
 
 def test_modules_with_one_input_share_one_entry(tmp_path: Path) -> None:
@@ -210,7 +276,7 @@ def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
 
 def test_finished_blocks_are_not_watched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    write = stage.write_block
+    write = calibrate_blocks.write_block
 
     def stops_after_one(folder: Path, name: str, *args: Any, **kwargs: Any) -> Any:
         if written:
@@ -218,11 +284,13 @@ def test_finished_blocks_are_not_watched_again(tmp_path: Path, monkeypatch: pyte
         written.append(name)
         return write(folder, name, *args, **kwargs)
 
-    monkeypatch.setattr(stage, "write_block", stops_after_one)
+    monkeypatch.setattr(calibrate_blocks, "write_block", stops_after_one)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
     again: list[str] = []
-    monkeypatch.setattr(stage, "write_block", lambda f, n, *a, **k: (again.append(n), write(f, n, *a, **k))[1])
+    monkeypatch.setattr(
+        calibrate_blocks, "write_block", lambda f, n, *a, **k: (again.append(n), write(f, n, *a, **k))[1]
+    )
     run(tmp_path, mode="resume")
     assert (written, again) == (["model.layers.0"], ["model.layers.1", "lm_head"])
 
@@ -233,11 +301,12 @@ def _environment() -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_two_processes_give_the_statistics_of_one(kind: str, tmp_path: Path) -> None:
-    one = run(tmp_path, kind)
+    one = run(tmp_path, kind, samples=8, holdout=3)
     out = tmp_path / "two"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "ptqpipe", "calibrate", str(tmp_path / kind), "--data", str(tmp_path / "data.jsonl")]
-    command += ["--samples", "11", "--seqlen", "24", "--moments", "diagonal,block,full", "--dtype", "float64"]
+    command += ["--samples", "8", "--holdout", "3", "--seqlen", "24"]
+    command += ["--moments", "diagonal,block,full", "--dtype", "float64"]
     result = subprocess.run(
         [*command, "-o", str(out)], env=_environment(), timeout=300, check=False, capture_output=True, text=True
     )
@@ -352,8 +421,6 @@ def test_the_bench_model_calibrates_from_text(shared_dir: Path, tmp_path: Path) 
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     seen: list[torch.Tensor] = []
     loaded.model.layers[3].mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    from ptqpipe.calibration.data import load_samples
-
     windows = load_samples([str(text)], model, samples=64, seqlen=256).windows
     with torch.no_grad():
         for row in torch.split(windows, 16):

@@ -103,6 +103,72 @@ def test_no_weight_is_worse_at_its_output_than_round_to_nearest(model: Path, sta
         assert entry["damping"] == 0.01
 
 
+def held_out(model: Path, folder: Path, *, alike: bool) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Statistics with held-out samples that are like the others, or whose large columns are the others' small ones."""
+    both = inputs_of_llama(tiny.llama(), tokens=896)
+    inputs, held = ({name: x[part] for name, x in both.items()} for part in (slice(512), slice(512, None)))
+    if not alike:
+        order = {name: x.square().mean(dim=0).argsort() for name, x in inputs.items()}
+        held = {name: x[:, order[name].flip(0)[order[name].argsort()]] for name, x in held.items()}
+    return write_statistics(folder, model, inputs, held=held), held
+
+
+def test_the_gate_judges_by_held_out_samples(model: Path, tmp_path: Path) -> None:
+    inputs = {name: x[:512] for name, x in inputs_of_llama(tiny.llama(), tokens=896).items()}
+    stats = write_statistics(tmp_path / "stats", model, inputs)
+    plain = run(model, stats, tmp_path / "plain", scheme="nvfp4", algorithm="gptq")["weights"]
+    assert {entry["held_out"] for entry in plain.values()} == {False}
+    folder, held = held_out(model, tmp_path / "alike", alike=True)
+    record = run(model, folder, tmp_path / "out", scheme="nvfp4", algorithm="gptq")
+    source = tiny.llama()
+    with ptqpipe.load_tensors(tmp_path / "out") as loaded:
+        for module, x in held.items():
+            entry, q = record["weights"][f"{module}.weight"], loaded[f"{module}.weight"]
+            assert isinstance(q, QTensor)
+            error = source[f"{module}.weight"].double() - q.dequantize().double()
+            exact = float((x.double() @ error.t()).square().sum()) / len(x)
+            assert entry["output_error"] == pytest.approx(exact, rel=1e-3)
+            assert (entry["held_out"], entry["reverted"]) == (True, False)
+            assert entry["versus_rtn"] < 1.0
+    assert (
+        tiny.bytes_of(tmp_path / "out")["model.safetensors"] == tiny.bytes_of(tmp_path / "plain")["model.safetensors"]
+    )
+    assert verify(tmp_path / "out", source=model, statistics=folder).faults == ()
+
+
+@pytest.mark.parametrize("algorithm", [{"algorithm": "gptq"}, {"weighting": "diagonal"}, {"weighting": "block"}])
+def test_a_weight_that_held_out_samples_do_not_gain_by_goes_back(
+    algorithm: dict[str, str], model: Path, tmp_path: Path
+) -> None:
+    folder, _ = held_out(model, tmp_path / "unlike", alike=False)
+    record = run(model, folder, tmp_path / "out", scheme="nvfp4", **algorithm)["weights"]
+    run(model, None, tmp_path / "rtn", scheme="nvfp4")
+    back = [name for name, entry in record.items() if entry["reverted"]]
+    assert len(back) > len(record) // 2
+    assert all(entry["versus_rtn"] <= 1.0 for entry in record.values())
+    report = verify(tmp_path / "out", source=model, statistics=folder)
+    assert report.faults == ()
+    low = run(model, folder, tmp_path / "low", scheme="nvfp4", container="ptqpipe", low_rank=8, **algorithm)["weights"]
+    told = [entry["low_rank"] for entry in low.values()]
+    assert {entry["held_out"] for entry in told} == {True}
+    assert all(entry["versus_codes"] <= 1.0 for entry in told)
+
+
+def test_what_the_gate_did_is_printed_and_reported(model: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from ptqpipe.cli import main
+
+    folder, _ = held_out(model, tmp_path / "alike", alike=True)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(main, ["convert", str(model), "-o", str(out), "--stats", str(folder), "-q"])
+    assert "0 of 14 weights went back to plain rounding, judged on samples that were held out" in done.output
+    page = tmp_path / "report.md"
+    told = CliRunner().invoke(main, ["report", str(out), "--format", "md", "-o", str(page)])
+    assert told.exit_code == 0, told.output
+    assert "a smaller output error on samples that were held out" in page.read_text()
+
+
 def test_the_weighted_error_of_weighted_scales_is_the_lowest(model: Path, stats: Path, tmp_path: Path) -> None:
     weighted = run(model, stats, tmp_path / "w", scheme="mxfp4a16", weighting="diagonal")["weights"]
     plain = run(model, None, tmp_path / "p", scheme="mxfp4a16")["weights"]

@@ -106,7 +106,7 @@ def test_packed_loading_computes_with_the_whole_weight(tmp_path: Path) -> None:
     tokens = torch.arange(24).unsqueeze(0)
     with torch.no_grad():
         packed, plain = load(out, dtype="float32")(tokens).logits, ptqpipe.load_model(out)(tokens).logits
-    assert torch.equal(packed, plain)
+    assert torch.allclose(packed, plain, rtol=1e-4, atol=1e-3)  # other products of the layers that are packed or fused
 
 
 @pytest.mark.parametrize("options", [{}, {"stats": True, "algorithm": "gptq"}, {"stats": True}])

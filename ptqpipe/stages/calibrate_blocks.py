@@ -1,0 +1,96 @@
+"""The run of calibrate: every block of a model over all samples, what its linear inputs were, one file a block.
+
+Samples that are held out follow the others, and their moments are kept apart. Knows runners and folders; must not know
+data files, options or the command line.
+"""
+
+from dataclasses import dataclass
+
+from ptqpipe.calibration.collect import Collector, find_attention
+from ptqpipe.calibration.merge import merge_largest, merge_ranks
+from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.store import BlockRecord, write_block
+from ptqpipe.stages.block_folder import BlockFolder
+from ptqpipe.stages.machine import Ranks
+from ptqpipe.stages.progress import Progress
+
+HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is summed: outer products in blocks of 16, whole ones, those of held-out samples; and over which ranks."""
+
+    block: bool
+    full: bool
+    held: bool
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A block, as the progress bar knows it."""
+
+    id: str
+    group: int
+    source_bytes: int
+
+
+def run_blocks(runner: Runner, output: BlockFolder, watch: Watch, *, shown: bool) -> None:
+    """Every block, then what enters the head; those that are done already are run without being watched."""
+    steps = {name: _Step(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
+    with Progress(list(steps.values()), shown=shown and watch.ranks.rank == 0) as progress:
+        for part in runner.blocks():
+            if part.name in output.done:
+                part.advance()
+            else:
+                record = _block(runner, part, output, watch)
+                output.commit(part.name, record.to_json() if record is not None else {})
+            progress.advance(steps[part.name])
+    head = runner.skeleton.head_name
+    if head is not None and HEAD not in output.done:
+        record = _head(runner, head, output, watch)
+        output.commit(HEAD, record.to_json() if record is not None else {})
+
+
+def _block(runner: Runner, part: Block, output: BlockFolder, watch: Watch) -> BlockRecord | None:
+    """Runs a block and writes what was seen; None on all ranks but the first."""
+    attention = find_attention(part.name, part.module, part.origins)
+    collector = Collector(
+        part.name, part.module, part.origins, block=watch.block, full=watch.full, device=runner.device
+    )
+
+    def before(batch: int) -> None:
+        collector.holding_out = batch >= runner.held_from
+        if collector.holding_out:
+            runner.key_values.stop()
+
+    runner.key_values.start(attention or part.name)
+    with collector:
+        part.advance(before)
+    runner.key_values.stop()
+    merge_ranks(collector, world=watch.ranks.world, held=watch.held)
+    found = [merge_largest(t, world=watch.ranks.world) for t in (runner.key_values.k_amax, runner.key_values.v_amax)]
+    if watch.ranks.rank != 0:
+        return None
+    key_values = None
+    if attention is not None and found[0] is not None and found[1] is not None:
+        key_values = (attention, found[0], found[1])
+    return write_block(output.paths.growing, part.name, collector, block=watch.block, key_values=key_values)
+
+
+def _head(runner: Runner, name: str, output: BlockFolder, watch: Watch) -> BlockRecord | None:
+    """The language-model head's input. A head that is the embedding goes by the embedding's name in the checkpoint."""
+    skeleton = runner.skeleton
+    module = skeleton.model.get_submodule(name)
+    own = skeleton.origins.get(f"{name}.weight")
+    origins = {f"{name}.weight": own or (f"{name}.weight",)}
+    collector = Collector(name, module, origins, block=watch.block, full=watch.full, device=runner.device)
+    for batch, x in enumerate(runner.head_inputs()):
+        collector.holding_out = batch >= runner.held_from
+        collector.see(name, x)
+        collector.forget()
+    merge_ranks(collector, world=watch.ranks.world, held=watch.held)
+    if watch.ranks.rank != 0:
+        return None
+    return write_block(output.paths.growing, name, collector, block=watch.block)
