@@ -18,6 +18,7 @@ from ptqpipe.runtime.activations import GROUP, InputQuantizer
 from ptqpipe.runtime.kv_cache import simulate_kv_cache
 from ptqpipe.runtime.names import Home, Homes
 from ptqpipe.runtime.parallel import TensorParallel
+from ptqpipe.runtime.replace import packed_places
 from ptqpipe.runtime.shard import ShardPlan, axis_of, connect, is_transposed, make_plan, shrink
 from ptqpipe.runtime.simulate import input_quantizer, simulate_activations
 from ptqpipe.runtime.state import LazyTensor, Region, checkpoint_name, lazy_state, parameter_names
@@ -70,14 +71,7 @@ def prepare(
     blocks = _blocks(source, homes)
     plan = make_plan(model, ranks or TensorParallel(), columns=lambda name: blocks.get(name, 1))
     regions = {name: _region(model, source, name, homes[name], plan) for name in names}
-    places: list[Any] = []
-    if packed and source.stored:
-        try:
-            from ptqpipe.runtime.replace import packed_places
-
-            places = list(packed_places(model, source, homes))
-        except ImportError:  # INTERIM until runtime/packed.py is there
-            packed = False
+    places = packed_places(model, source, homes) if packed else []
     quantizers = {name: _quantizers(source, source.stored[name], activations) for x in places for name in x.weights}
     shrink(model, plan)
     for place in places:

@@ -35,6 +35,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime.fill import Filling, override_loading, prepare
+from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.parallel import AllReduce, TensorParallel
 from ptqpipe.source import Source
 
@@ -171,7 +172,7 @@ def _move_packed(model: Any) -> None:
     if len(devices) > 1:
         raise UsageError(f"a packed model is on one device, not on {', '.join(sorted(devices))}; use packed=False")
     for module in model.modules():
-        if type(module).__name__ == "PackedLinear":
+        if isinstance(module, PackedLinear):
             module.to(model.device)
 
 

@@ -17,14 +17,20 @@ import torch.multiprocessing as mp
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One checkpoint to load and run. ``options`` are those of ``ptqpipe.runtime.load``."""
+    """One checkpoint to load and run.
+
+    options   those of ``ptqpipe.runtime.load``
+    reduce    "plain" sums by torch, "counting" notes the shapes besides
+    hf        by transformers' ``from_pretrained`` with a ``distributed_config`` instead
+    """
 
     name: str
     path: Path
     tokens: torch.Tensor
     options: dict[str, Any] = field(default_factory=dict)
     new_tokens: int = 4
-    reduce: str = "plain"  # plain: torch's; counting: torch's, and notes the shapes
+    reduce: str = "plain"
+    hf: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,7 @@ def run(jobs: Sequence[Job], *, size: int, folder: Path) -> dict[str, list[Done]
 
 def _rank(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # as torchrun does
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
     jobs: list[Job] = torch.load(folder / "jobs.pt", weights_only=False)
     try:
@@ -72,7 +79,10 @@ def do(job: Job, *, size: int = 1, rank: int = 0) -> Done:
 
     reduce = counting if job.reduce == "counting" else None
     with CountedReads() as reads:
-        model = load(job.path, tp=size, rank=rank, all_reduce=reduce, **job.options)
+        if job.hf:
+            model = from_pretrained(job, size)
+        else:
+            model = load(job.path, tp=size, rank=rank, all_reduce=reduce, **job.options)
     with torch.no_grad():
         logits = model(job.tokens).logits.float()
         first = len(sums)
@@ -80,12 +90,21 @@ def do(job: Job, *, size: int = 1, rank: int = 0) -> Done:
     return Done(logits, greedy, reads.bytes, tuple(sums[:first]), packed_bytes(model))
 
 
+def from_pretrained(job: Job, size: int) -> Any:
+    """The job's model as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from ptqpipe.runtime.hf import PackedConfig
+
+    options = {**job.options, "distributed_config": DistributedConfig(tp_size=size)}
+    config = PackedConfig(activations=options.pop("activations", "simulated"))
+    return AutoModelForCausalLM.from_pretrained(job.path, quantization_config=config, **options).eval()
+
+
 def packed_bytes(model: Any) -> tuple[int, int]:
     """(bytes of packed weights, bytes of the same in bfloat16)."""
-    try:
-        from ptqpipe.runtime.linear import packed_bytes as count
-    except ImportError:
-        return (0, 0)
+    from ptqpipe.runtime.linear import packed_bytes as count
 
     return count(model)
 
