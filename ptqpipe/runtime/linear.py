@@ -25,6 +25,8 @@ class PackedLinear(torch.nn.Module):
     ``to(device)``. A low-rank part of it is multiplied on its own, two thin products in the dtype of x.
     """
 
+    bias: torch.nn.Parameter | None
+
     def __init__(
         self, q: QTensor, *, bias: torch.nn.Parameter | None = None, quantizer: InputQuantizer | None = None
     ) -> None:
