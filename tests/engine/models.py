@@ -1,0 +1,103 @@
+"""Models and oracles of the engine's tests: transformers' own `generate` says what is right."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.engine.engine import Engine, EngineOptions, Piece, Request
+from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.engine.sequence import SamplingParams
+from ptqpipe.runtime import load_model
+
+DEMO = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
+PROMPTS = (
+    "Return the current value of",
+    "def",
+    "The module defines a class that is used for everything in the world and more. " * 3,
+    "A list of " * 20,
+    "Raises an error when the file",
+)
+
+
+@cache
+def reference(path: Path = DEMO) -> Any:
+    """transformers' model in float32."""
+    return load_model(path)
+
+
+@cache
+def tokenizer(path: Path = DEMO) -> Any:
+    """The model's."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+@cache
+def runner(path: Path = DEMO, *, max_len: int = 256, max_bytes: int = 1 << 28, block_size: int = 16) -> Runner:
+    """A model of its own for the engine, whose attention it changes."""
+    return Runner(load_model(path), CacheOptions(max_bytes, max_len, 16, block_size))
+
+
+def engine(
+    run: Runner | None = None,
+    *,
+    max_len: int = 256,
+    max_seqs: int = 8,
+    max_batch_tokens: int = 512,
+    prefix_caching: bool = True,
+    end_tokens: Sequence[int] = (),
+    tokens: Any = None,
+) -> Engine:
+    """An engine on a runner (the demo model's)."""
+    run = run or runner()
+    limits = EngineOptions(max_len, max_seqs, max_batch_tokens, prefix_caching)
+    vocabulary = run.config.vocab_size
+    return Engine(run, tokens or tokenizer(), options=limits, vocabulary=vocabulary, end_tokens=end_tokens)
+
+
+def encoded(prompts: Sequence[str] = PROMPTS, path: Path = DEMO) -> list[tuple[int, ...]]:
+    """The prompts' tokens."""
+    return [tuple(tokenizer(path)(prompt).input_ids) for prompt in prompts]
+
+
+def greedy(prompt: Sequence[int], count: int, *, path: Path = DEMO) -> list[int]:
+    """What transformers generates."""
+    return greedy_of(reference(path), prompt, count)
+
+
+def greedy_of(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """What a model of transformers generates."""
+    ids = torch.tensor([list(prompt)])
+    mask = torch.ones_like(ids)  # without it a token 0 is taken for padding
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0,
+        eos_token_id=None,
+    )  # fmt: skip
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def ask(prompt: Sequence[int], count: int = 24, *, name: str = "a", n: int = 1, **params: Any) -> Request:
+    """A greedy request unless ``params`` say otherwise."""
+    return Request(name, tuple(prompt), SamplingParams(**{"max_tokens": count, "temperature": 0.0, **params}), n)
+
+
+def run_all(engine: Engine) -> list[Piece]:
+    """All pieces until nothing is left to do."""
+    pieces = []
+    while engine.busy:
+        pieces += engine.step()
+    return pieces
+
+
+def text_of(pieces: Sequence[Piece], name: str = "a", index: int = 0) -> str:
+    """The text of one sequence."""
+    return "".join(piece.text for piece in pieces if (piece.request, piece.index) == (name, index))
+
+
+def tokens_of(pieces: Sequence[Piece], name: str = "a", index: int = 0) -> list[int]:
+    """The tokens of one sequence."""
+    return [token for piece in pieces if (piece.request, piece.index) == (name, index) for token in piece.tokens]

@@ -1,0 +1,138 @@
+"""Models with windows, sinks, soft caps, experts, latent attention: greedy tokens equal transformers' generate.
+
+Small random models in float32; what the engine cannot compute right it refuses.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ptqpipe.engine.attention import Terms, causal_mask, explicit_attention, fused_attention
+from ptqpipe.engine.engine import generate
+from ptqpipe.engine.runner import CacheOptions, Runner, context_length
+from ptqpipe.errors import UsageError
+from tests.engine.models import ask, engine, greedy_of, tokenizer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "intermediate_size": 96,
+}
+KINDS = ["sliding_attention", "full_attention"]
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES),
+    "mistral, window": lambda: transformers.MistralConfig(**SIZES, sliding_window=12),
+    "gemma2, window and soft cap": lambda: transformers.Gemma2Config(
+        **SIZES, sliding_window=12, layer_types=KINDS, attn_logit_softcapping=5.0, final_logit_softcapping=10.0
+    ),
+    "gemma3, window": lambda: transformers.Gemma3TextConfig(**SIZES, sliding_window=12, layer_types=KINDS),
+    "gpt-oss, sinks and window": lambda: transformers.GptOssConfig(
+        **SIZES, sliding_window=12, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
+    ),
+    "deepseek v3, latent attention": lambda: transformers.DeepseekV3Config(
+        **{key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")},
+        num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+GENERATOR = torch.Generator().manual_seed(3)
+PROMPTS = [tuple(torch.randint(3, 96, (n,), generator=GENERATOR).tolist()) for n in (5, 40, 17)]
+
+
+def build(config: Any) -> Any:
+    """A model whose attention is sharp enough to matter."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+            elif parameter.numel() == 4:  # sinks
+                parameter.normal_(0, 1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_architectures_equal_generate(name: str) -> None:
+    model = build(CONFIGS[name]())
+    served = Runner(copy.deepcopy(model), CacheOptions(1 << 24, 128, 4, 8))
+    requests = [ask(prompt, 20, name=str(at)) for at, prompt in enumerate(PROMPTS)]
+    for max_batch_tokens in (512, 11):
+        made = engine(served, max_len=128, max_batch_tokens=max_batch_tokens, tokens=tokenizer())
+        found = generate(made, requests)
+        assert [found[str(at)][0] for at in range(3)] == [greedy_of(model, prompt, 20) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("count", "total"), [(1, 1), (1, 9), (6, 6), (4, 11)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_written_out_attention_equals_torchs(count: int, total: int, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(count, 6, 8, generator=generator)
+    key, value = torch.randn(total, 2, 8, generator=generator), torch.randn(total, 2, 5, generator=generator)
+    mask = causal_mask(count, total, window)
+    # Two orders of sums of at most 11 terms of size one in float32.
+    explicit = explicit_attention(query, key, value, mask, Terms(0.3))
+    if count == 1:
+        seen = slice(None) if window is None else slice(-window, None)
+        torch.testing.assert_close(
+            fused_attention(query, key[seen], value[seen], None, 0.3), explicit, rtol=1e-5, atol=1e-6
+        )
+    else:
+        torch.testing.assert_close(fused_attention(query, key, value, mask, 0.3), explicit, rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_sees_so_many_tokens_with_itself() -> None:
+    assert causal_mask(2, 5, 3).tolist() == [[False, True, True, True, False], [False, False, True, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (lambda: transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2), "attention"),
+        (
+            lambda: transformers.Lfm2Config(
+                **{key: value for key, value in SIZES.items() if key != "head_dim"},
+                layer_types=["conv", "full_attention"],
+            ),
+            "conv",
+        ),
+        (lambda: transformers.BloomConfig(vocab_size=96, hidden_size=64, n_layer=2, n_head=4), "attention interface"),
+    ],
+    ids=["mamba", "lfm2", "bloom"],
+)
+def test_models_that_see_other_tokens_otherwise_are_refused(config: Callable[[], Any], says: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+    with pytest.raises(UsageError, match=says):
+        Runner(model.eval(), CacheOptions(1 << 24, 64, 2))
+
+
+def test_rotary_embeddings_that_depend_on_the_batch_end_at_the_original_context() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    assert context_length(transformers.LlamaConfig(**SIZES, rope_parameters=rope)) == 32
+    assert context_length(transformers.LlamaConfig(**SIZES)) == 128
+
+
+def test_a_cache_that_is_too_small_says_what_is_needed() -> None:
+    model = build(CONFIGS["llama"]())
+    with pytest.raises(UsageError, match=r"--kv-cache-size to (\d+)") as error:
+        Runner(model, CacheOptions(1000, 64, 2, 8))
+    needed = int(str(error.value).split("--kv-cache-size to ")[1].split()[0])
+    assert Runner(model, CacheOptions(needed, 64, 2, 8)).blocks == 9

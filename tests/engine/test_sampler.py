@@ -1,0 +1,122 @@
+"""Tokens are drawn from the distribution that was asked for, by each sequence's own numbers."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ptqpipe.engine.engine import generate
+from ptqpipe.engine.sampler import logprobs_of, sample
+from ptqpipe.engine.sequence import SamplingParams, Sequence
+from ptqpipe.errors import UsageError
+from tests.engine.models import ask, encoded, engine
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
+
+
+def sequence(
+    *, seed: int = 0, tokens: tuple[int, ...] = (0,), ends: frozenset[int] = frozenset(), **params: Any
+) -> Sequence:
+    asked = SamplingParams(**{"temperature": 1.0, "max_tokens": 99, "seed": seed, **params})
+    made = Sequence("r", 0, [0], asked, ends)
+    made.tokens += list(tokens[1:])
+    return made
+
+
+def frequencies(logits: torch.Tensor, *, draws: int = 5_000, **params: Any) -> list[float]:
+    seq = sequence(**params)
+    counts = [0] * len(logits)
+    for _ in range(draws):
+        counts[sample(logits[None], [seq])[0]] += 1
+    return [count / draws for count in counts]
+
+
+def softmax(values: list[float]) -> list[float]:
+    total = sum(math.exp(x) for x in values)
+    return [math.exp(x) / total for x in values]
+
+
+def near(found: list[float], wanted: list[float], draws: int = 5_000) -> bool:
+    """Within five standard deviations of a binomial: one false alarm in a million."""
+    return all(abs(f - w) <= 5 * math.sqrt(w * (1 - w) / draws) for f, w in zip(found, wanted, strict=True))
+
+
+def test_temperature_divides_logits() -> None:
+    assert near(frequencies(LOGITS, temperature=0.7), softmax([x / 0.7 for x in LOGITS.tolist()]))
+
+
+def test_top_k_keeps_the_k_best() -> None:
+    assert near(frequencies(LOGITS, top_k=2), [*softmax([2.0, 1.0]), 0.0, 0.0, 0.0])
+
+
+def test_top_p_keeps_the_fewest_that_reach_p() -> None:
+    p = softmax(LOGITS.tolist())
+    assert p[0] < 0.8 < p[0] + p[1]
+    assert near(frequencies(LOGITS, top_p=0.8), [*softmax([2.0, 1.0]), 0.0, 0.0, 0.0])
+    assert near(frequencies(LOGITS, top_p=0.5), [1.0, 0.0, 0.0, 0.0, 0.0])
+
+
+def test_top_p_is_of_what_top_k_leaves() -> None:
+    left = softmax([2.0, 1.0, 0.0])
+    assert left[0] < 0.68 < softmax(LOGITS.tolist())[0] + softmax(LOGITS.tolist())[1]
+    found = frequencies(LOGITS, top_k=3, top_p=0.66)
+    assert found[0] == 1.0  # 0.665 of the three reaches it, 0.636 of all five would not
+
+
+def test_a_wide_nucleus_is_found_beyond_the_first_candidates() -> None:
+    flat = torch.zeros(2000)
+    seq = sequence(top_p=0.9)
+    drawn = {sample(flat[None], [seq])[0] for _ in range(6000)}
+    assert 1500 < len(drawn) <= 1801
+
+
+def test_a_seed_gives_the_same_tokens_whoever_else_is_in_the_batch() -> None:
+    prompts, made = encoded(), engine()
+    warm = {"temperature": 1.0, "seed": 7}
+    alone = generate(made, [ask(prompts[0], 24, **warm)])["a"][0]
+    crowd = [ask(prompt, 24, name=str(at), temperature=1.0, seed=at) for at, prompt in enumerate(prompts)]
+    together = generate(made, [*crowd, ask(prompts[0], 24, **warm)])
+    assert together["a"][0] == alone
+    assert generate(made, [ask(prompts[0], 24, temperature=1.0, seed=8)])["a"][0] != alone
+
+
+def test_choices_of_one_request_differ() -> None:
+    found = generate(engine(), [ask(encoded()[0], 16, n=4, temperature=1.0, seed=1)])["a"]
+    assert len({tuple(tokens) for tokens in found}) == 4
+
+
+def test_penalties_and_biases_change_logits_of_generated_tokens() -> None:
+    logits = torch.tensor([[1.0, 0.9, 0.5]])
+    assert sample(logits, [sequence(temperature=0.0, tokens=(1, 0))]) == [0]
+    assert sample(logits, [sequence(temperature=0.0, tokens=(1, 0), presence_penalty=0.2)]) == [1]
+    assert sample(logits, [sequence(temperature=0.0, tokens=(1, 0, 1, 1), frequency_penalty=0.3)]) == [0]
+    assert sample(logits, [sequence(temperature=0.0, tokens=(0,), presence_penalty=2.0)]) == [0]  # the prompt's: none
+    assert sample(logits, [sequence(temperature=0.0, logit_bias=((2, 5.0),))]) == [2]
+
+
+def test_end_tokens_wait_for_the_minimum() -> None:
+    logits = torch.tensor([[1.0, 0.9, 0.5]])
+    assert sample(logits, [sequence(temperature=0.0, min_tokens=1, ends=frozenset({0}))]) == [1]
+    assert sample(logits, [sequence(temperature=0.0, min_tokens=1, ends=frozenset({0}), tokens=(0, 2))]) == [0]
+
+
+def test_logprobs_are_log_softmax_with_the_best_first() -> None:
+    (entry,) = logprobs_of(LOGITS[None], [3], 2)
+    wanted = [math.log(p) for p in softmax(LOGITS.tolist())]
+    assert entry.logprob == pytest.approx(wanted[3], rel=1e-6)  # float32: eight digits of a number of size one
+    assert [token for token, _ in entry.top] == [0, 1]
+    assert [value for _, value in entry.top] == pytest.approx(wanted[:2], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -2},
+        {"max_tokens": -1}, {"min_tokens": 100}, {"logprobs": 21}, {"stop": ("",)}, {"presence_penalty": 3.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_out_of_range_are_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        SamplingParams(**params)
