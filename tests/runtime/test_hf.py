@@ -8,18 +8,20 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from transformers.quantizers import auto
 
 from ptqpipe.containers import get_container
-from ptqpipe.errors import PtqError
+from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.runtime import load, load_model
-from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, register, takes, unregister
+from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, _ranks, register, takes, unregister
 from ptqpipe.runtime.linear import packed_bytes
 from tests.containers.builders import Checkpoint
 from tests.runtime.models import float_twin, logits, quantized
@@ -152,6 +154,20 @@ def test_a_config_made_by_transformers_own_factory_is_ours(sources: Mapping[str,
     config = auto.AutoQuantizationConfig.from_dict(checkpoint.config["quantization_config"])
     model = from_pretrained(path, dtype=torch.float32, quantization_config=config)
     assert torch.equal(logits(model), logits(load(path, dtype="float32")))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tp_size": 2, "tp_plan": {"model.layers.*.self_attn.o_proj": "rowwise"}}, "PackedConfig"),
+        ({"fsdp_size": 2}, "tensor parallelism alone"),
+        ({"tp_size": 2, "pp_size": 2}, "tensor parallelism alone"),
+    ],
+)
+def test_parallelism_that_packed_models_lack_is_refused(asked: dict[str, Any], message: str) -> None:
+    config = SimpleNamespace(distributed_config=DistributedConfig(**asked))
+    with pytest.raises(UsageError, match=message):
+        _ranks(SimpleNamespace(config=config), None)
 
 
 def test_integers_stay_with_transformers() -> None:
