@@ -42,7 +42,16 @@ QUANTIZED = [
 ]
 FROM_PRETRAINED = (label("tied", "compressed_tensors", "mxfp4"), label("mixtral", "modelopt", "nvfp4"))
 FLOAT32 = {"dtype": "float32", "activations": "none"}
-GOLDEN = ("ct-nvfp4", "ct-mixed", "quark-mxfp4", "mo-mixtral-nvfp4", "gptoss-mxfp4", "ct-fp8", "ct-mxfp8")
+GOLDEN = (
+    "ct-nvfp4",
+    "ct-mixed",
+    "quark-mxfp4",
+    "mo-mixtral-nvfp4",
+    "gptoss-mxfp4",
+    "ct-fp8",
+    "ct-mxfp8",
+    "ds-fp8-block",
+)
 OF_TWO_RANKS = {"tied", "biased", "mixtral", "qwen3", "bfloat16", *GOLDEN} | {label(*row) for row in QUANTIZED[3:5]}
 OF_TWO_RANKS |= {label("gemma3", "compressed_tensors", "nvfp4"), label("qwen3", "compressed_tensors", "fp8_dynamic")}
 PROMPTS = ("Once upon a time there was a little girl", "The king said to his people that")
