@@ -71,11 +71,12 @@ def allreduce(
     schemes = stage.schemes_of(scheme)
     machines = stage.topologies_of(topology)
     clock = stage.TimeRequest(worlds, machines, codecs[0].bits, codecs[0].block, size or stage.DEFAULT_SIZES)
+    request = stage.ErrorRequest(worlds, sources, codecs, schemes, node)
     times = [] if only == "error" else stage.time_rows(clock)
     evens = [] if only == "error" else stage.break_evens(clock)
     errors = []
     if only != "time":
-        for row in stage.error_rows(stage.ErrorRequest(worlds, sources, codecs, schemes, node)):
+        for row in stage.error_rows(request):
             errors.append(row)
             if as_json:
                 click.echo(json.dumps(stage.as_dict(row)))

@@ -65,6 +65,8 @@ def get_rounding(name: str, block: int, *, hadamard: int = 0) -> "Plain | Intege
     """The codec called ``name``. UsageError with the known names."""
     if name in PLAIN:
         return PLAIN[name]
+    if not 16 <= block <= 4096:
+        raise UsageError(f"block {block} is out of range; use 16 to 4096 elements, 32 to 256 are usual")
     if name in ("int8", "int6", "int4"):
         return Integer(int(name[3:]), block)
     raise UsageError(f"unknown codec {name!r}; known are int8, int6, int4, {', '.join(PLAIN)}")

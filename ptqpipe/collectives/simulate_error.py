@@ -136,23 +136,16 @@ def rounded_variance(scheme: str, ranks: int, *, node: int = 8, cancellation: fl
     round partials alone. UsageError for a scheme that the formula does not cover.
     """
     k, c = ranks, cancellation**2
-    if scheme == "one-shot":
-        return c
-    if scheme == "two-shot":
-        return c * (k - 1) / k + 1
-    if scheme == "two-shot-all":
-        return c + 1
-    chain = {
-        "ring": k * (k - 1) / 2 / k + 1,
-        "ring-rs": k * (k - 1) / 2 / k,
-        "ring-ag": 1.0,
-        "semi-loop": sum(n * (n + 1) / 2 for n in (k // 2, (k - 1) // 2)) / k + 1,
-        "hierarchical": (node - 1) / node + (k // node - 1) / (k // node) + 1,
-        "hierarchical-outer": (k // node - 1) / (k // node) + 1,
-    }
-    if scheme not in chain or c != 1:
-        raise UsageError(f"no closed form of {scheme!r} with cancellation {cancellation:g}")
-    return chain[scheme]
+    of_partials = {"one-shot": c, "two-shot": c * (k - 1) / k + 1, "two-shot-all": c + 1, "ring-ag": 1.0}
+    if scheme in of_partials:
+        return of_partials[scheme]
+    machines = k // node
+    if c == 1 and scheme in ("hierarchical", "hierarchical-outer") and machines > 1:
+        return (node - 1) / node * (scheme == "hierarchical") + (machines - 1) / machines + 1
+    chains = {"ring": (k - 1,), "ring-rs": (k - 1,), "semi-loop": (k // 2, (k - 1) // 2)}
+    if c != 1 or scheme not in chains:
+        raise UsageError(f"no closed form of {scheme!r} at {k} ranks with cancellation {cancellation:g}")
+    return sum(n * (n + 1) / 2 for n in chains[scheme]) / k + (scheme != "ring-rs")
 
 
 def model_error(
@@ -168,14 +161,15 @@ def model_error(
 
 
 def integer_rounding_error(bits: int, block: int) -> float:
-    """Relative L2 of rounding Gaussian numbers to symmetric integers in blocks: E[amax^2] / (12 qmax^2), square root.
+    """Relative L2 of rounding Gaussian numbers to symmetric integers: root of (1 - 1/block) E[amax^2] / (12 qmax^2).
 
-    E[amax^2] = integral of 2 a P(amax > a), by the trapezoid rule. The scale's own rounding is left out.
+    E[amax^2] = integral of 2 a P(amax > a), by the trapezoid rule. The largest of a block is exact, because the
+    rounding of the scale is left out.
     """
     a = torch.linspace(0, 12, 200_001, dtype=torch.float64)
     beyond = 1 - torch.erf(a / math.sqrt(2)) ** block
     amax_squared = float(torch.trapezoid(2 * a * beyond, a))
-    return math.sqrt(amax_squared / 12) / ((1 << (bits - 1)) - 1)
+    return math.sqrt((1 - 1 / block) * amax_squared / 12) / ((1 << (bits - 1)) - 1)
 
 
 def rounding_error(codec: Rounding, *, elements: int = 1 << 18, seed: int = 1) -> float:

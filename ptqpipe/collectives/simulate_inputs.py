@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from ptqpipe.errors import UsageError
@@ -81,7 +82,8 @@ class Drawn:
         """See `Source`. Rounded to bfloat16."""
         parts = []
         for first in range(start, stop, CHUNK):
-            generator = torch.Generator().manual_seed((self.seed << 40) + (ranks << 28) + first // CHUNK)
+            sequence = np.random.SeedSequence((self.seed, ranks, first // CHUNK))
+            generator = torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))  # it heeds 32 bits
             parts.append(DISTRIBUTIONS[self.name](ranks, CHUNK, generator)[:, : stop - first])
         return torch.cat(parts, dim=1).bfloat16().float()
 
@@ -144,4 +146,6 @@ def drawn(name: str, elements: int, *, seed: int = 0) -> Drawn:
         raise UsageError(f"unknown data {name!r}; known are {', '.join(DISTRIBUTIONS)}")
     if elements < 1:
         raise UsageError(f"{elements} elements are too few; at least 1 is needed")
+    if seed < 0:
+        raise UsageError(f"seed {seed} is negative; use 0 or more")
     return Drawn(name, elements, seed)

@@ -79,7 +79,8 @@ class _Call:
         return elements * (PLAIN_BYTES + w) / (self.topology.engine.decode * _GIGA)
 
     def add(self, elements: float, w: float) -> float:
-        return elements * w / (self.topology.engine.add * _GIGA)
+        engine = self.topology.engine
+        return elements * w / ((engine.plain_add if w == PLAIN_BYTES else engine.add) * _GIGA)
 
     def host(self, sent: float) -> float:
         host = self.topology.engine.host

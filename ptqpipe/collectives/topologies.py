@@ -36,6 +36,7 @@ class Engine:
 
     encode, decode  GB/s of bytes read and written
     add             GB/s of received bytes that are decoded and added
+    plain_add       the same of bfloat16
     host            GB/s of bytes through its network stack, in each direction; 0 for none of its time
     overlaps        whether it works while the wire does
     """
@@ -43,6 +44,7 @@ class Engine:
     encode: float
     add: float
     decode: float
+    plain_add: float
     host: float = 0.0
     overlaps: bool = True
 
@@ -75,12 +77,12 @@ class Topology:
 
 def _gpu(memory: float) -> Engine:
     """A GPU whose codec kernels move bytes at ``memory`` GB/s: four fifths of the data sheet's HBM."""
-    return Engine(encode=0.8 * memory, add=0.8 * memory, decode=0.8 * memory)
+    return Engine(encode=0.8 * memory, add=0.8 * memory, decode=0.8 * memory, plain_add=0.8 * memory)
 
 
 # One thread of a CPU with AVX-512: int8 codec in C++, 12.3 GB/s of bfloat16 encoded (3.02 bytes move for every 2), 21.1
 # decoded, 8.0 for summing two and encoding again; TCP through a virtual link 0.87 GB/s and core (64 MiB in 77 ms).
-_CPU = Engine(encode=18.5, add=23.0, decode=31.8, host=0.87)
+_CPU = Engine(encode=18.5, add=23.0, decode=31.8, plain_add=23.0, host=0.87)
 
 _H100 = _gpu(3350)
 
@@ -134,11 +136,12 @@ _ROWS = (
     Topology(
         "xgmi-mi300x",
         "8 MI300X, a link between every two",
-        Fabric("mesh", 56, 1.0, 0.68),
-        Engine(encode=2700, add=157, decode=2700, overlaps=False),
+        Fabric("mesh", 51, 1.0, 0.74),
+        Engine(encode=4240, add=148, decode=4240, plain_add=249, overlaps=False),
         8,
-        "fitted to QuickReduce's table (mk1-project/quickreduce) at 2 and 4 ranks; a link has 64 GB/s",
-        start_us=4.0,
+        "fitted to QuickReduce's table (mk1-project/quickreduce) at 2 and 4 ranks; a link has 64 GB/s, HBM 5300",
+        start_us=3.8,
+        quantized_start_us=12.2,
         chunk_bytes=1 << 40,
     ),
     Topology(

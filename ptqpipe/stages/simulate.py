@@ -26,7 +26,7 @@ from ptqpipe.collectives.simulate_error import (
 )
 from ptqpipe.collectives.simulate_inputs import CANCELLATION, Given, RowParallel, Source, drawn
 from ptqpipe.collectives.simulate_schemes import Rounding, Scheme, get_scheme
-from ptqpipe.collectives.simulate_time import TimeRow, break_even, compare, schemes_for
+from ptqpipe.collectives.simulate_time import PLAIN_BYTES, TimeRow, break_even, compare, schemes_for
 from ptqpipe.collectives.topologies import TOPOLOGIES, Topology, get_topology
 from ptqpipe.errors import UsageError
 
@@ -137,6 +137,10 @@ class ErrorRequest:
     schemes: tuple[str, ...] = DEFAULT_SCHEMES
     node: int = 8
 
+    def __post_init__(self) -> None:
+        if not 2 <= self.node <= MAX_RANKS:
+            raise UsageError(f"a node of {self.node} ranks is outside of 2..{MAX_RANKS}; give what one machine holds")
+
 
 def sources_of(data: str, *, elements: int, seed: int) -> tuple[Source, ...]:
     """Distributions by name. UsageError for unknown ones."""
@@ -198,6 +202,10 @@ class TimeRequest:
     bits: float
     block: int = 64
     sizes: tuple[int, ...] = DEFAULT_SIZES
+
+    def __post_init__(self) -> None:
+        if min(self.sizes) < PLAIN_BYTES:
+            raise UsageError(f"a message of {min(self.sizes)} bytes is no bfloat16 number; give at least {PLAIN_BYTES}")
 
     def places(self) -> list[tuple[Topology, int]]:
         """Machines and worlds that go together. UsageError when none do."""
