@@ -11,6 +11,7 @@ was made by the processes started here: see `serve_vllm_processes`.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -177,27 +178,52 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], say: Calla
     say(f"vLLM {found.vllm} of {found.python}, {service.tensor_parallel} rank(s), node {service.node_rank}")
     family = Family.start(command(service, found), environment(service, found, inherited))
     with _signals_stop(family) as came:
-        ready = _watch(family, service, came, say)
+        state = _watch(family, service, came, say)
     for line in family.clear():
         say(line)
     if not came:
-        state = "while serving" if ready else "before it was ready"
-        raise PtqError(f"vLLM ended by itself {state}, with code {family.code}; its own messages stand above")
+        raise PtqError(f"vLLM ended {state}, with code {family.code}; its own messages stand above")
 
 
-def _watch(family: Family, service: VllmService, came: list[int], say: Callable[[str], None]) -> bool:
-    """Until vLLM ends; whether it was ready before that. ``came``: signals that have asked it to end."""
-    ready = service.node_rank > 0
+def _watch(family: Family, service: VllmService, came: list[int], say: Callable[[str], None]) -> str:
+    """Until vLLM ends; in words, when. ``came``: signals that have asked it to end."""
+    state = "by itself before it was ready"
+    first = FirstNode(str(service.master_addr), service.master_port) if service.node_rank > 0 else None
     while family.running():
         family.look()
-        if not ready and _healthy(service):
-            ready = True
+        if first is None and not state.endswith("serving") and _healthy(service):
+            state = "by itself while serving"
             say(f"ready: http://{service.host}:{service.port}/v1")
+        if first is not None and family.stopped_at is None and first.is_lost():
+            gone = f"node 0 at {service.master_addr}:{service.master_port} is gone"
+            state = f"because {gone}"
+            say(f"{gone}: this node ends, too")
+            family.stop()
         family.wait(POLL_S)
-        if came and family.seconds_since_stop() > GRACE_S:
+        if family.seconds_since_stop() > GRACE_S:
             say(f"vLLM did not end within {GRACE_S:.0f} s of the signal; it is killed")
             family.kill()
-    return ready
+    return state
+
+
+@dataclass(slots=True)
+class FirstNode:
+    """Node 0 as the others see it: the port at which its ranks meet. vLLM's other nodes wait for ever when it goes."""
+
+    host: str
+    port: int
+    seen: bool = False
+    missed: int = 0
+
+    def is_lost(self) -> bool:
+        """Whether it answered once and has not answered three times in a row since. Tries once a call."""
+        try:
+            socket.create_connection((self.host, self.port), timeout=1).close()
+        except OSError:
+            self.missed += 1
+        else:
+            self.seen, self.missed = True, 0
+        return self.seen and self.missed >= 3
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 import mmap
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,3 +201,19 @@ def test_an_end_that_nobody_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(PtqError, match="ended by itself before it was ready, with code 0"):
         stage.serve_vllm(VllmService("ckpt", port=1), inherited=dict(os.environ), say=said.append)
     assert "vLLM 0.32.0" in said[0]
+
+
+def test_another_node_ends_when_node_0_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "find_environment", lambda _: Environment(sys.executable, "0.32.0", True, True))
+    monkeypatch.setattr(stage, "LAUNCH", "import time; time.sleep(60)")
+    monkeypatch.setattr(stage, "POLL_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as node_0:
+        port = node_0.getsockname()[1]
+        closing = threading.Timer(1.0, node_0.close)
+        closing.start()
+        service = VllmService(
+            "ckpt", tensor_parallel=2, nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port
+        )
+        with pytest.raises(PtqError, match=f"because node 0 at 127.0.0.1:{port} is gone"):
+            stage.serve_vllm(service, inherited=dict(os.environ), say=print)
+        closing.join()
