@@ -30,7 +30,7 @@ from ptqpipe.formats import WHOLE, Format
 from ptqpipe.kernels import cpu, cpu_linear
 from ptqpipe.qtensor import QTensor
 
-FEW_ROWS = 48  # of x; from here on decoding tiles and torch's product is faster
+FEW_ROWS = 16  # of x; from here on decoding tiles and torch's product is faster
 TILE_BYTES = 4 << 20  # of a decoded run of rows
 
 
@@ -108,7 +108,7 @@ class PackedWeight:
     def _tile(self, start: int, stop: int) -> torch.Tensor:
         """float32 rows ``[start, stop)``, factor included. ``start`` lies on a block edge."""
         if self.scales is None:
-            return self._inner_tile(start, stop, torch.float32) * self._factor(start, stop)
+            return self.data[start:stop].view(torch.float8_e4m3fn).float() * self._factor(start, stop)
         q = self._inner()
         if self.divisor is not None:
             q = replace(q, global_scale=self.divisor, global_divides=True)
@@ -116,11 +116,14 @@ class PackedWeight:
             q = replace(q, global_scale=self.factor.reshape(()))
         return _decoded(q.narrow(0, start, stop - start), torch.float32)
 
-    def _inner_tile(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """The inner numbers of rows ``[start, stop)``."""
+    def _inner_tile(self, start: int, stop: int, room: torch.Tensor) -> torch.Tensor:
+        """The inner numbers of rows ``[start, stop)`` in the dtype of ``room``, a flat tensor that it may use."""
+        out = room[: (stop - start) * self.shape[1]].view(stop - start, self.shape[1])
+        if cpu_linear.unpack(self.data, self.scales, self.fmt, start, stop, out=out):
+            return out
         if self.scales is not None:
-            return _decoded(self._inner().narrow(0, start, stop - start), dtype)
-        return self.data[start:stop].view(torch.float8_e4m3fn).to(dtype)
+            return _decoded(self._inner().narrow(0, start, stop - start), room.dtype)
+        return self.data[start:stop].view(torch.float8_e4m3fn).to(room.dtype)
 
     def _factor(self, start: int, stop: int) -> torch.Tensor:
         """float32 ``[1, 1]`` or ``[stop - start, 1]``."""
@@ -165,8 +168,10 @@ def _tiles(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> 
     dtype = x.dtype if x.dtype in (torch.float32, torch.bfloat16) else torch.float32
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     inputs: Any = x.to(dtype)
-    for start, stop in _runs(weight, dtype):
-        tile = weight._tile(start, stop) if exact else weight._inner_tile(start, stop, dtype)
+    runs = _runs(weight, dtype)
+    room = torch.empty(runs[0][1] * weight.shape[1], dtype=dtype, device=x.device)  # one buffer for all of them
+    for start, stop in runs:
+        tile = weight._tile(start, stop) if exact else weight._inner_tile(start, stop, room)
         out = linear(inputs, tile)
         if not exact and weight.factor is not None:
             out = out * weight._factor(start, stop).squeeze(1)
@@ -175,7 +180,7 @@ def _tiles(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> 
 
 
 def _runs(weight: PackedWeight, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Runs of rows on block edges, `TILE_BYTES` each when they are decoded."""
+    """Runs of rows on block edges, `TILE_BYTES` each when they are decoded; the first is the longest."""
     n, k = weight.shape
     block = weight.fmt.block[0] or 1
     step = max(block, TILE_BYTES // max(1, k * dtype.itemsize) // block * block)

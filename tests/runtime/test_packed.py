@@ -1,4 +1,4 @@
-"""PackedWeight and packed_linear: the decode is QTensor's, the product is that of the decoded weight within its bound."""
+"""packed_linear: the decode is QTensor's, the product is that of the decoded weight within its bound."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def weight(fmt: str, n: int, k: int, *, seed: int = 0) -> tuple[PackedWeight, to
 
 
 def bound(x: torch.Tensor, w: torch.Tensor, exact: torch.Tensor, *, decoded_bf16: bool) -> torch.Tensor:
-    """Two float32 roundings a product and sum, two bfloat16 roundings of the result; a third where weights are rounded."""
+    """Two float32 roundings a product and sum, two bfloat16 ones of the result; a third where weights are rounded."""
     sums = x.double().abs() @ w.abs().t()
     return sums * (2 * w.shape[1] * U + (V if decoded_bf16 else 0)) + 2.1 * V * exact.abs() + 1e-30
 
@@ -42,7 +42,7 @@ def test_the_product_is_that_of_the_decoded_weight(fmt: str, shape: tuple[int, i
 
 
 @pytest.mark.parametrize("isa", cpu.isas())
-@pytest.mark.parametrize("fmt", ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_block"))
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_block"])
 def test_every_instruction_set_has_a_kernel_for_few_rows(fmt: str, isa: str) -> None:
     packed, w = weight(fmt, 40, 416 if fmt != "fp8_block" else 384)
     x = torch.randn(9, w.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -57,9 +57,9 @@ def test_every_instruction_set_has_a_kernel_for_few_rows(fmt: str, isa: str) -> 
     assert bool(((y.double() - exact).abs() <= bound(x, w, exact, decoded_bf16=False)).all())
 
 
-@pytest.mark.parametrize("fmt", ("nvfp4", "mxfp4", "mxfp8", "fp8_channel"))
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp8", "fp8_channel"])
 def test_all_codes_and_scales_decode_in_the_kernel(fmt: str) -> None:
-    """A single one in x reads one column: every code under every scale of the format comes out as QTensor decodes it."""
+    """A single one in x reads one column: every code under every scale comes out as QTensor decodes it."""
     packed, _ = weight(fmt, 256, 64)
     g = torch.Generator().manual_seed(3)
     data = torch.randint(0, 256, packed.data.shape, generator=g, dtype=torch.uint8)

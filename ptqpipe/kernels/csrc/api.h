@@ -117,6 +117,8 @@ struct ptq_linear_ops {
     int64_t (*bytes)(const struct ptq_linear *job);
     void (*prepare)(const struct ptq_linear *job, void *x);
     void (*rows)(const struct ptq_linear *job, const void *x, int64_t first, int64_t last);
+    // Rows of the weight without their factors, bfloat16 [last - first, k], to `out`.
+    void (*unpack)(const struct ptq_linear *job, int64_t first, int64_t last, uint16_t *out);
 };
 
 struct ptq_ops {

@@ -118,4 +118,14 @@ static void linear_rows(const ptq_linear *j, const void *x, int64_t first, int64
     }
 }
 
-static const struct ptq_linear_ops linear_ops = {linear_bytes, linear_prepare, linear_rows};
+static void linear_unpack(const ptq_linear *j, int64_t first, int64_t last, uint16_t *out) {
+    alignas(64) float w[LINEAR_RUN];
+    for (int64_t row = first; row < last; ++row)
+        for (int64_t c = 0; c < j->k; c += LINEAR_RUN) {
+            const int64_t run = j->k - c < LINEAR_RUN ? j->k - c : LINEAR_RUN;
+            decode_run(j, row, c, run, w);
+            for (int64_t i = 0; i < run; ++i) *out++ = to_bf16(w[i]);
+        }
+}
+
+static const struct ptq_linear_ops linear_ops = {linear_bytes, linear_prepare, linear_rows, linear_unpack};

@@ -15,6 +15,8 @@ namespace {
 
 #define INLINE static inline __attribute__((always_inline))
 
+#define UNROLL _Pragma("GCC unroll 16")  // sums live in registers only if no loop is left around them
+
 enum { CHUNK = 64 };
 
 // bfloat16 of the codes of E2M1, twice: a word may carry the next code's lowest bit in bit 4.
@@ -114,54 +116,69 @@ INLINE uint16_t to_bf16(float v) {
     return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
 }
 
-template <int ELEMENT, int SCALE, int TILE>
+// ROWS rows of the weight and TILE rows of x, whose registers serve all of those. The order of every sum is the same
+// whatever these two are.
+template <int ELEMENT, int SCALE, int ROWS, int TILE>
 void tile(const ptq_linear *j, const uint16_t *x, int64_t row, int64_t m0, const Tables &t) {
     const int64_t chunks = (j->k + CHUNK - 1) / CHUNK, stride = chunks * CHUNK;
-    const uint8_t *codes = j->data + row * j->data_stride;
     const int bytes = ELEMENT == PTQ_E2M1 ? CHUNK / 2 : CHUNK;
     const int64_t row_bytes = ELEMENT == PTQ_E2M1 ? j->k / 2 : j->k;
-    const float *floats = (const float *)j->scales + row / j->scale_rows * j->scale_stride;
-    __m512 sums[TILE], more[TILE];
-    for (int i = 0; i < TILE; ++i) sums[i] = more[i] = _mm512_setzero_ps();
+    const uint8_t *codes = j->data + row * j->data_stride;
+    __m512 sums[ROWS][TILE], more[ROWS][TILE];
+    UNROLL for (int r = 0; r < ROWS; ++r)
+        UNROLL for (int i = 0; i < TILE; ++i) sums[r][i] = more[r][i] = _mm512_setzero_ps();
     for (int64_t c = 0; c < chunks; ++c) {
         const int64_t left = row_bytes - c * bytes;
         const __mmask64 mask = left >= bytes ? ~0ull : (1ull << left) - 1;
-        const Weights w = decode<ELEMENT>(codes + c * bytes, mask, t);
-        __m512 s = _mm512_setzero_ps();
-        if (SCALE == PTQ_BLOCK_FLOAT) s = _mm512_set1_ps(floats[c / 2]);
-        else if (SCALE != PTQ_NO_SCALES) s = scales_of<SCALE>(packed_scales<SCALE>(j, row, c), t);
-        for (int i = 0; i < TILE; ++i) {
+        Weights w[ROWS];
+        __m512 s[ROWS];
+        UNROLL for (int r = 0; r < ROWS; ++r) {
+            w[r] = decode<ELEMENT>(codes + r * j->data_stride + c * bytes, mask, t);
+            if (SCALE == PTQ_BLOCK_FLOAT)
+                s[r] = _mm512_set1_ps(((const float *)j->scales)[(row + r) / j->scale_rows * j->scale_stride + c / 2]);
+            else if (SCALE != PTQ_NO_SCALES)
+                s[r] = scales_of<SCALE>(packed_scales<SCALE>(j, row + r, c), t);
+        }
+        UNROLL for (int i = 0; i < TILE; ++i) {
             const uint16_t *p = x + (m0 + i) * stride + c * CHUNK;
             const __m512bh xa = (__m512bh)_mm512_load_si512(p), xb = (__m512bh)_mm512_load_si512(p + 32);
-            if (SCALE == PTQ_NO_SCALES) {
-                sums[i] = _mm512_dpbf16_ps(sums[i], w.a, xa);
-                more[i] = _mm512_dpbf16_ps(more[i], w.b, xb);
-            } else {
-                const __m512 products = _mm512_dpbf16_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), w.a, xa), w.b, xb);
-                sums[i] = _mm512_fmadd_ps(products, s, sums[i]);
+            UNROLL for (int r = 0; r < ROWS; ++r) {
+                if (SCALE == PTQ_NO_SCALES) {
+                    sums[r][i] = _mm512_dpbf16_ps(sums[r][i], w[r].a, xa);
+                    more[r][i] = _mm512_dpbf16_ps(more[r][i], w[r].b, xb);
+                } else {
+                    const __m512 half = _mm512_dpbf16_ps(_mm512_setzero_ps(), w[r].a, xa);
+                    sums[r][i] = _mm512_fmadd_ps(_mm512_dpbf16_ps(half, w[r].b, xb), s[r], sums[r][i]);
+                }
             }
         }
     }
-    for (int i = 0; i < TILE; ++i) {
-        float y = _mm512_reduce_add_ps(SCALE == PTQ_NO_SCALES ? _mm512_add_ps(sums[i], more[i]) : sums[i]);
-        if (j->factor) y *= j->factor[row * j->factor_step];
-        if (j->bias) y += j->bias[row];
-        j->out[(m0 + i) * j->n + row] = to_bf16(y);
-    }
+    UNROLL for (int r = 0; r < ROWS; ++r)
+        UNROLL for (int i = 0; i < TILE; ++i) {
+            const __m512 sum = SCALE == PTQ_NO_SCALES ? _mm512_add_ps(sums[r][i], more[r][i]) : sums[r][i];
+            float y = _mm512_reduce_add_ps(sum);
+            if (j->factor) y *= j->factor[(row + r) * j->factor_step];
+            if (j->bias) y += j->bias[row + r];
+            j->out[(m0 + i) * j->n + row + r] = to_bf16(y);
+        }
+}
+
+template <int ELEMENT, int SCALE, int ROWS, int TILE>
+void tiles(const ptq_linear *j, const uint16_t *x, int64_t first, int64_t last, int64_t m, const Tables &t) {
+    int64_t row = first;
+    for (; row + ROWS <= last; row += ROWS) tile<ELEMENT, SCALE, ROWS, TILE>(j, x, row, m, t);
+    for (; row < last; ++row) tile<ELEMENT, SCALE, 1, TILE>(j, x, row, m, t);
 }
 
 template <int ELEMENT, int SCALE> void some_rows(const ptq_linear *j, const uint16_t *x, int64_t first, int64_t last) {
     const Tables t = make_tables(j->scale_kind);
-    for (int64_t m = 0; m < j->m;) {  // x outside: a tile of it stays in the first cache
+    const int wide = SCALE == PTQ_NO_SCALES ? 1 : 2;  // two sums each without scales: the registers are as many
+    for (int64_t m = 0; m < j->m;) {  // x outside: a tile of it stays in the nearest caches
         const int64_t left = j->m - m;
-        const int size = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        for (int64_t row = first; row < last; ++row) {
-            if (size == 8) tile<ELEMENT, SCALE, 8>(j, x, row, m, t);
-            else if (size == 4) tile<ELEMENT, SCALE, 4>(j, x, row, m, t);
-            else if (size == 2) tile<ELEMENT, SCALE, 2>(j, x, row, m, t);
-            else tile<ELEMENT, SCALE, 1>(j, x, row, m, t);
-        }
-        m += size;
+        if (left >= 8) tiles<ELEMENT, SCALE, wide, 8>(j, x, first, last, m, t), m += 8;
+        else if (left >= 4) tiles<ELEMENT, SCALE, 2 * wide, 4>(j, x, first, last, m, t), m += 4;
+        else if (left >= 2) tiles<ELEMENT, SCALE, 2 * wide, 2>(j, x, first, last, m, t), m += 2;
+        else tiles<ELEMENT, SCALE, 2, 1>(j, x, first, last, m, t), m += 1;
     }
 }
 
@@ -192,9 +209,75 @@ void rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
     else some_rows<PTQ_E4M3, PTQ_BLOCK_FLOAT>(j, p, first, last);
 }
 
+// ---- rows as bfloat16 numbers, for a library's product ----
+
+INLINE float scale_at(const ptq_linear *j, int64_t row, int64_t column) {
+    const int64_t at = row / j->scale_rows * j->scale_stride;
+    uint32_t u;
+    if (j->scale_kind == PTQ_NO_SCALES) return 1.0f;
+    if (j->scale_kind == PTQ_BLOCK_FLOAT) return ((const float *)j->scales)[at + column / 128];
+    if (j->scale_kind == PTQ_BLOCK_E4M3) {
+        const uint8_t code = ((const uint8_t *)j->scales)[at + column / 16];
+        u = (uint32_t)e4m3_bytes.high[code & 127] << 24 | (uint32_t)e4m3_bytes.low[code & 127] << 16;
+    } else {
+        const uint32_t e = ((const uint8_t *)j->scales)[at + column / 32];
+        u = e == 255 ? 0x7FC00000u : e ? e << 23 : 0x00400000u;
+    }
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+// 16 codes from column `column` as floats.
+template <int ELEMENT> INLINE __m512 floats_of(const uint8_t *codes, int64_t column, __m512i nibbles, __m512 values) {
+    if (ELEMENT == PTQ_E2M1) {
+        uint64_t q;
+        memcpy(&q, codes + column / 2, 8);
+        return _mm512_permutexvar_ps(_mm512_multishift_epi64_epi8(nibbles, _mm512_set1_epi64((int64_t)q)), values);
+    }
+    // A float of 2^-120 times the magnitude, made whole by a multiplication; its largest is the code of NaN.
+    const __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + column)));
+    const __m512i magnitude = _mm512_and_si512(c, _mm512_set1_epi32(127));
+    const __m512i sign = _mm512_slli_epi32(_mm512_xor_si512(c, magnitude), 24);
+    const __m512 v = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(magnitude, 20)), _mm512_set1_ps(0x1p120f));
+    const __mmask16 nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(127));
+    const __m512i bits = _mm512_mask_mov_epi32(_mm512_castps_si512(v), nan, _mm512_set1_epi32(0x7FC00000));
+    return _mm512_castsi512_ps(_mm512_or_si512(bits, sign));
+}
+
+template <int ELEMENT> void unpack_row(const ptq_linear *j, int64_t row, uint16_t *out) {
+    alignas(64) static const float e2m1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    alignas(64) uint8_t shifts[64];
+    for (int i = 0; i < 64; ++i) shifts[i] = (uint8_t)(i / 4 * 4);
+    const __m512i nibbles = _mm512_load_si512(shifts);
+    const __m512 values = _mm512_load_ps(e2m1);
+    const uint8_t *codes = j->data + row * j->data_stride;
+    int64_t k = 0;
+    for (; k + 16 <= j->k; k += 16) {
+        const __m512 w = floats_of<ELEMENT>(codes, k, nibbles, values);
+        const __m512 scaled = _mm512_mul_ps(w, _mm512_set1_ps(scale_at(j, row, k)));
+        _mm256_storeu_si256((__m256i *)(out + k), (__m256i)_mm512_cvtneps_pbh(scaled));
+    }
+    for (; k < j->k; ++k) {  // rows of FP8 need not be whole blocks
+        const uint8_t code = codes[k];
+        uint32_t u = (uint32_t)e4m3_bytes.high[code & 127] << 24 | (uint32_t)e4m3_bytes.low[code & 127] << 16 |
+                     (uint32_t)(code & 128) << 24;
+        float f;
+        memcpy(&f, &u, 4);
+        out[k] = to_bf16(f * scale_at(j, row, k));
+    }
+}
+
+void unpack(const ptq_linear *j, int64_t first, int64_t last, uint16_t *out) {
+    for (int64_t row = first; row < last; ++row, out += j->k) {
+        if (j->element == PTQ_E2M1) unpack_row<PTQ_E2M1>(j, row, out);
+        else unpack_row<PTQ_E4M3>(j, row, out);
+    }
+}
+
 }  // namespace
 
-extern "C" const struct ptq_linear_ops ptq_linear_bf16 = {bytes, prepare, rows};
+extern "C" const struct ptq_linear_ops ptq_linear_bf16 = {bytes, prepare, rows, unpack};
 
 #if defined(__clang__)
 #pragma clang attribute pop

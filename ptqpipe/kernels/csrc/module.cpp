@@ -62,30 +62,55 @@ struct linear_call {
     const struct ptq_linear *job;
     const struct ptq_linear_ops *ops;
     const void *x;
-    int64_t run;
+    int64_t first, last, run;
 };
 
 static void linear_part(void *argument, int64_t part) {
     const struct linear_call *c = (const struct linear_call *)argument;
-    const int64_t first = part * c->run, last = first + c->run;
-    c->ops->rows(c->job, c->x, first, last < c->job->n ? last : c->job->n);
+    const int64_t first = c->first + part * c->run, last = first + c->run;
+    c->ops->rows(c->job, c->x, first, last < c->last ? last : c->last);
+}
+
+static void unpack_part(void *argument, int64_t part) {
+    const struct linear_call *c = (const struct linear_call *)argument;
+    const int64_t first = c->first + part * c->run, last = first + c->run;
+    c->ops->unpack(c->job, first, last < c->last ? last : c->last, c->job->out + (first - c->first) * c->job->k);
+}
+
+static const struct ptq_linear_ops *linear_called(const char *name) {
+    const struct ptq_ops *ops = ops_called(name);
+#if defined(__x86_64__)
+    if (ops == &ptq_ops_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+        return &ptq_linear_bf16;
+#endif
+    return ops ? ops->linear : nullptr;
+}
+
+// Small parts, so that a thread that comes late costs little.
+static int64_t part_of(int64_t rows, int64_t threads) {
+    const int64_t parts = threads > 1 ? threads * 8 : 1;
+    return (rows + parts - 1) / parts;
 }
 
 EXPORT int32_t ptq_linear_rows(const char *name, const struct ptq_linear *job) {
-    const struct ptq_ops *ops = ops_called(name);
+    const struct ptq_linear_ops *ops = linear_called(name);
     if (!ops) return PTQ_UNSUPPORTED;
-    const struct ptq_linear_ops *linear = ops->linear;
-#if defined(__x86_64__)
-    if (ops == &ptq_ops_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
-        linear = &ptq_linear_bf16;
-#endif
-    void *x = aligned_alloc(64, (size_t)(linear->bytes(job) + 63) / 64 * 64);
+    if (!job->n || !job->m) return PTQ_OK;
+    void *x = aligned_alloc(64, (size_t)(ops->bytes(job) + 64) / 64 * 64);
     if (!x) return PTQ_NO_MEMORY;
-    linear->prepare(job, x);
-    const int64_t parts = job->threads > 1 ? job->threads * 8 : 1;  // small ones, so that a late thread costs little
-    struct linear_call c = {job, linear, x, (job->n + parts - 1) / parts};
-    in_parallel(linear_part, &c, c.run ? (job->n + c.run - 1) / c.run : 0, job->threads);
+    ops->prepare(job, x);
+    struct linear_call c = {job, ops, x, 0, job->n, part_of(job->n, job->threads)};
+    in_parallel(linear_part, &c, (job->n + c.run - 1) / c.run, job->threads);
     free(x);
+    return PTQ_OK;
+}
+
+EXPORT int32_t ptq_linear_unpack(const char *name, const struct ptq_linear *job, int64_t first, int64_t last) {
+    const struct ptq_linear_ops *ops = linear_called(name);
+    if (!ops) return PTQ_UNSUPPORTED;
+    if (first >= last) return PTQ_OK;
+    struct linear_call c = {job, ops, nullptr, first, last, part_of(last - first, job->threads)};
+    in_parallel(unpack_part, &c, (last - first + c.run - 1) / c.run, job->threads);
     return PTQ_OK;
 }
 
