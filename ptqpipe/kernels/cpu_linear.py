@@ -1,8 +1,8 @@
 """Products with a packed weight on a CPU: the compiled kernels behind ``runtime/packed.py``.
 
-`linear` reads every packed byte once for up to eight rows of x. Sums are float32, in an order that depends on K alone: neither
-threads nor the number of rows nor the other rows of a call change a bit of a result. On CPUs with AVX512-BF16 products
-are those of VDPBF16PS (float32, subnormal inputs taken as zero), elsewhere float32 products and sums.
+`linear` reads every packed byte once for up to eight rows of x. Sums are float32, in an order that depends on K alone:
+neither threads nor the number of rows nor the other rows of a call change a bit of a result. On CPUs with AVX512-BF16
+products are those of VDPBF16PS (float32, subnormal inputs taken as zero), elsewhere float32 products and sums.
 
 Knows addresses and formats; must not know modules.
 """
