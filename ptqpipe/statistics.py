@@ -149,6 +149,10 @@ class Statistics:
         entry = self.content["modules"].get(module)
         return entry is not None and f"{entry['key']}.{moment}" in self._reader.entries
 
+    def held_out(self, module: str) -> bool:
+        """Whether there are moments of held-out samples of a module."""
+        return "held_tokens" in self.content["modules"].get(module, {})
+
     @property
     def attentions(self) -> tuple[str, ...]:
         """Attention modules with key and value statistics."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ptqpipe.algorithms.metric import check_moment
-from ptqpipe.algorithms.rows import measure
+from ptqpipe.algorithms.rows import CHUNK_ELEMENTS, measure
 from ptqpipe.algorithms.rtn import Weight
 from ptqpipe.errors import NumericsError
 from ptqpipe.qtensor import Factors, QTensor
@@ -212,7 +212,7 @@ def memory_bytes(shape: tuple[int, int], *, full: bool) -> int:
     """About what `correct` takes: the error, a run of it in float64 with what comes of it, squares of the side."""
     n, k = shape
     squares = 6 * min(n, k) ** 2 + (2 * k * k if full else 0)  # of the eigendecomposition; H and its root
-    return 8 * squares + 4 * n * k + 4 * 8 * min(n * k, RUN_ELEMENTS)
+    return 8 * squares + 4 * n * k + 4 * 8 * min(n * k, RUN_ELEMENTS) + 16 * min(n * k, CHUNK_ELEMENTS)
 
 
 def _leading(gram: torch.Tensor, rank: int) -> torch.Tensor:

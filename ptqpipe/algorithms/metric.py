@@ -50,22 +50,30 @@ def make_metric(
     if not mean > 0:
         raise NumericsError(f"the second moment of {name} is zero: calibration saw no activation; use --algorithm rtn")
     order = torch.arange(moment.shape[0], device=moment.device) if order is None else order
+    backwards = order.flip(0)  # of which a lower factor is, read backwards, the upper one of the order
     share = damping
     while True:
         damped = moment.clone()
         damped.diagonal().add_(share * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped[order][:, order].flip(0, 1).double())
+        lower, failed = torch.linalg.cholesky_ex(damped[backwards][:, backwards].double())
         if not int(failed) and bool(torch.isfinite(lower).all()):
             break
+        del lower, damped
         share = max(share, 1e-6) * DAMPING_STEP
         if share > DAMPING_MAX:
             raise NumericsError(
                 f"the second moment of {name} is not positive definite at damping {DAMPING_MAX:g}; calibrate again"
             )
     upper = lower.flip(0, 1)
-    diagonal = upper.diagonal()
-    factor = (upper / diagonal).float().contiguous()
-    return Metric(damped, order, factor, diagonal.square().float(), share)
+    del lower
+    diagonal = upper.diagonal().clone()
+    upper /= diagonal
+    return Metric(damped, order, upper.float(), diagonal.square().float(), share)
+
+
+def memory_bytes(columns: int) -> int:
+    """What `make_metric` takes at its peak beside the moment that it is given: copies in float32 and float64."""
+    return 28 * columns * columns
 
 
 def check_moment(moment: torch.Tensor, name: str) -> None:

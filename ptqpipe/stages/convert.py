@@ -41,7 +41,7 @@ from ptqpipe.stages.jobs import (
     run_id_of,
     write_checkpoint,
 )
-from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
+from ptqpipe.stages.machine import BASE_BYTES, WORKER_BYTES, Machine, Ranks, resident_bytes
 from ptqpipe.stages.moments import (
     describe_statistics,
     input_scales,
@@ -191,6 +191,7 @@ def convert(
     Raises NumericsError for damaged weights, OutputError where the target refuses; what is done stays resumable.
     """
     machine, ranks = machine or Machine(), ranks or Ranks()
+    check_memory(prepared, machine)
     begun = time.monotonic()
 
     def work(job: Job, writer: CheckpointWriter, cache_bytes: int) -> Mapping[str, Any]:
@@ -211,7 +212,7 @@ def convert(
         ranks=ranks,
         work=work,
         unit_bytes=max((job.source_bytes for job in prepared.outputs.jobs if job.unit is not None), default=0),
-        extra_bytes=max((unit_extra_bytes(unit) for unit in prepared.plan.units), default=0),
+        extra_bytes=lambda job: 0 if job.unit is None else _extra_bytes(job.unit, prepared),
         finish=lambda writer: _finish(prepared, writer),
     )
     if record is None:
@@ -224,6 +225,30 @@ def convert(
         seconds=time.monotonic() - begun,
         peak_rss_bytes=resident_bytes().peak,
     )
+
+
+def _extra_bytes(unit: Unit, prepared: Prepared) -> int:
+    """About what a unit takes beside its weights and what every worker has."""
+    codes = 0 if prepared.rounding is not None else unit_extra_bytes(unit, prepared.statistics)
+    return max(codes, low_rank.extra_bytes(unit, prepared.statistics))
+
+
+def least_memory(prepared: Prepared) -> tuple[int, str]:
+    """(bytes that a conversion needs with one unit at a time, the unit that needs the most, "" for none)."""
+    needs = {unit.id: _extra_bytes(unit, prepared) for unit in prepared.plan.units}
+    largest = max(needs, key=lambda name: needs[name], default="")
+    extra = needs.get(largest, 0)
+    return BASE_BYTES + WORKER_BYTES + extra, largest if extra else ""
+
+
+def check_memory(prepared: Prepared, machine: Machine) -> None:
+    """UsageError where one unit alone would go beyond ``--max-memory``."""
+    least, unit = least_memory(prepared)
+    if unit and least > machine.memory_bytes:
+        raise UsageError(
+            f"--max-memory {machine.memory_bytes >> 20}MiB is too small for {unit}, whose second moment is factored in "
+            f"memory; give --max-memory {-(-least >> 20)}MiB, or --algorithm rtn --weighting diagonal without low_rank"
+        )
 
 
 def _quantize(

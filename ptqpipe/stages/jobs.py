@@ -7,8 +7,9 @@ not know what a job computes.
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from ptqpipe.checkpoint.partial import check_unfinished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import OutputError
-from ptqpipe.stages.machine import WORKER_BYTES, Machine, Ranks
+from ptqpipe.stages.machine import Machine, Ranks
 from ptqpipe.stages.progress import AnyJob, Progress
 
 RECORD_FILE = "ptqpipe.json"
@@ -47,14 +48,14 @@ def write_checkpoint(
     ranks: Ranks,
     work: Callable[[J, CheckpointWriter, int], Mapping[str, Any]],
     unit_bytes: int = 0,
-    extra_bytes: int = 0,
+    extra_bytes: Callable[[J], int] | None = None,
     finish: Callable[[CheckpointWriter], R],
 ) -> R | None:
     """Does the jobs that this rank owns and that are not done yet; rank 0 then finishes and has the result.
 
     work        (job, writer, bytes that it may cache) -> its record; called on several threads
     unit_bytes  what the largest job would like to cache
-    extra_bytes  what a worker needs beside that and what every worker has
+    extra_bytes  what a job needs beside that and what every worker has; jobs wait until there is so much
     finish      called once, on rank 0, when every job of every rank is on disk
 
     None on the other ranks. Raises what the jobs raise, and OutputError; what is done stays resumable. AlreadyComplete
@@ -72,11 +73,15 @@ def write_checkpoint(
         done = writer.done()
         owners = layout.group_ranks(ranks.world)
         mine = [job for job in jobs if owners[job.group] == ranks.rank and job.id not in done]
-        threads, cache_bytes = machine.divide_memory(unit_bytes, len(mine), worker_bytes=WORKER_BYTES + extra_bytes)
+        extra = {job.id: 0 if extra_bytes is None else extra_bytes(job) for job in mine}
+        largest = max(extra.values(), default=0)
+        threads, cache_bytes = machine.divide_memory(unit_bytes, len(mine), reserved_bytes=largest)
+        pool = MemoryPool(machine.spare_memory(threads, min(cache_bytes, unit_bytes)))
         with machine.threads(single=True), Progress(mine, shown=machine.progress and ranks.rank == 0) as progress:
 
             def do(job: J) -> None:
-                record = work(job, writer, cache_bytes)
+                with pool.taken(extra[job.id]):
+                    record = work(job, writer, cache_bytes)
                 writer.commit(job.id, record)
                 progress.advance(job)
 
@@ -86,6 +91,28 @@ def write_checkpoint(
             writer.close()
         ranks.barrier()
         return finish(writer) if ranks.rank == 0 else None
+
+
+class MemoryPool:
+    """Memory that jobs share: each waits until what it needs is free. A job that needs more than all has it alone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._free = self._total = max(0, nbytes)
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Holds ``nbytes`` of it."""
+        share = min(nbytes, self._total)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= share)
+            self._free -= share
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += share
+                self._changed.notify_all()
 
 
 def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int) -> None:

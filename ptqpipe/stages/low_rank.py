@@ -85,9 +85,15 @@ def _weighting(
     return weighting, lorc.Weighting(held.double())
 
 
-def extra_bytes(unit: Unit, *, full: bool) -> int:
+def extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
     """About how much memory the low-rank parts of a unit take beside its weights: its codes wait for them."""
     if unit.scheme.low_rank is None:
         return 0
     codes = sum(m.elements * unit.scheme.fmt.bits_per_weight(m.shape) / 8 for m in unit.members)
-    return int(codes) + max(lorc.memory_bytes(m.shape, full=full) for m in unit.members)
+    needs = []
+    for member in unit.members:
+        module = module_of(member)
+        full = statistics is not None and statistics.has(module, "full_moment")
+        held = 8 * member.shape[1] ** 2 if full and statistics is not None and statistics.held_out(module) else 0
+        needs.append(lorc.memory_bytes(member.shape, full=full) + held)
+    return int(codes) + max(needs)

@@ -67,18 +67,24 @@ class Machine:
                 f"--max-memory {self.memory_bytes >> 20} MiB is too small; one worker needs {least >> 20} MiB"
             )
 
-    def divide_memory(self, largest_unit_bytes: int, jobs: int, *, worker_bytes: int = WORKER_BYTES) -> tuple[int, int]:
+    def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> tuple[int, int]:
         """(threads, bytes of a unit that each may cache): the workers that fit, then the cache from what is left.
 
         READ_AHEAD threads more than workers, where they leave the largest unit its cache: while some wait for the disk,
         as many as there are workers compute.
+
+        reserved_bytes  kept free for the job that needs the most
         """
-        free = self.memory_bytes - BASE_BYTES
-        threads = max(1, min(self.workers, jobs, free // worker_bytes))
+        free = max(0, self.memory_bytes - BASE_BYTES - reserved_bytes)
+        threads = max(1, min(self.workers, jobs, free // WORKER_BYTES))
         ahead = min(threads + READ_AHEAD, max(threads, jobs))
-        if free // ahead - worker_bytes >= largest_unit_bytes:
+        if free // ahead - WORKER_BYTES >= largest_unit_bytes:
             threads = ahead
-        return threads, max(0, free // threads - worker_bytes)
+        return threads, max(0, free // threads - WORKER_BYTES)
+
+    def spare_memory(self, threads: int, cache_bytes: int) -> int:
+        """What is left beside that many threads, each with a cached unit."""
+        return max(0, self.memory_bytes - BASE_BYTES - threads * (WORKER_BYTES + cache_bytes))
 
     @contextlib.contextmanager
     def threads(self, *, single: bool = False) -> Iterator[None]:

@@ -13,6 +13,7 @@ import torch
 from ptqpipe.algorithms.activation_scale import fp8_scale, nvfp4_scale, static_amax
 from ptqpipe.algorithms.calibrated import LayerInput, Options
 from ptqpipe.algorithms.gptq import has_block_scales
+from ptqpipe.algorithms.metric import memory_bytes
 from ptqpipe.algorithms.rows import CHUNK_ELEMENTS
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Member, Plan, Unit
@@ -91,13 +92,18 @@ def inputs_of(unit: Unit, statistics: Statistics, options: Options) -> list[Laye
     return [found[statistics.content["modules"][module_of(m)]["key"]] for m in unit.members]
 
 
-def unit_extra_bytes(unit: Unit) -> int:
-    """About how much memory the calibrated algorithm of a unit takes beside its weights."""
+def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
+    """About how much memory choosing the codes of a unit with statistics takes beside its weights."""
     if not unit.rule.calibrated:
         return 0
     columns = max(member.shape[1] for member in unit.members)
-    squares = 32 * columns * columns if options_of(unit.rule).needs_full else 0  # the moment, damped and factored
-    return squares + 40 * min(CHUNK_ELEMENTS, unit.elements)
+    squares = 0
+    if options_of(unit.rule).needs_full:
+        held = statistics is not None and any(statistics.held_out(module_of(m)) for m in unit.members)
+        squares = 4 * columns * columns * (2 if held else 1) + memory_bytes(columns)
+    bits = unit.scheme.fmt.bits_per_weight(unit.members[0].shape)
+    codes = int(2 * bits / 8 * max(member.elements for member in unit.members))  # those of rtn wait beside them
+    return squares + codes + 40 * min(CHUNK_ELEMENTS, unit.elements)
 
 
 def input_scales(unit: Unit, recipe: Recipe, statistics: Statistics | None) -> list[torch.Tensor | None]:

@@ -10,7 +10,7 @@ from ptqpipe.errors import one_line
 from ptqpipe.plan import unmatched_patterns
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.search import search_names
-from ptqpipe.stages.convert import Converted, Prepared, sqnr_db
+from ptqpipe.stages.convert import Converted, Prepared, least_memory, sqnr_db
 from ptqpipe.stages.estimate import estimate_seconds
 from ptqpipe.stages.machine import Machine
 
@@ -110,11 +110,13 @@ def plan_text(prepared: Prepared, machine: Machine) -> str:
     body = [[row[0], row[1], row[2], row[3], str(count)] for row, count in counted.items()]
     estimate = estimate_seconds(prepared, machine)
     fates = table(["unit", "format", "search", "first shape", "count"], body, left=3)
+    least, unit = least_memory(prepared)
     tail = (
         f"writes {prepared.outputs.layout.file_bytes} bytes of weights and index; at most "
         f"{size_text(machine.memory_bytes)} of memory with {machine.workers} workers; about {estimate:.0f} s here"
     )
-    return "\n".join([*_what(prepared), fates, *_kept(prepared), tail])
+    short = [f"needs --max-memory {-(-least >> 20)}MiB, for {unit}"] if unit and least > machine.memory_bytes else []
+    return "\n".join([*_what(prepared), fates, *_kept(prepared), tail, *short])
 
 
 def plan_json(prepared: Prepared, machine: Machine) -> dict[str, Any]:
@@ -138,6 +140,7 @@ def plan_json(prepared: Prepared, machine: Machine) -> dict[str, Any]:
         "bytes": prepared.outputs.layout.file_bytes,
         "files": list(prepared.outputs.layout.weight_files),
         "memory_bytes": machine.memory_bytes,
+        "least_memory_bytes": least_memory(prepared)[0],
         "seconds_estimate": estimate_seconds(prepared, machine),
     }
 

@@ -1,6 +1,10 @@
 """Claims about convert with statistics: what the numbers become, what is refused, and that machines change no byte."""
 
 import json
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,14 @@ import torch
 from safetensors import safe_open
 
 import ptqpipe
+from ptqpipe.algorithms import calibrated
 from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.stages.convert import convert, prepare
-from ptqpipe.stages.machine import Machine
+from ptqpipe.stages import convert as convert_stage
+from ptqpipe.stages.convert import convert, least_memory, prepare
+from ptqpipe.stages.machine import BASE_BYTES, WORKER_BYTES, Machine
+from ptqpipe.stages.tables import plan_text
 from ptqpipe.stages.verify import verify
 from tests import tiny
 from tests.algorithms.inputs import correlated, inputs_of_llama, write_statistics
@@ -187,6 +194,78 @@ def test_workers_and_memory_change_no_byte(model: Path, stats: Path, tmp_path: P
     for name, workers in (("one", 1), ("three", 3)):
         run(model, stats, tmp_path / name, Machine(workers=workers), scheme="nvfp4_w4a4", algorithm="gptq")
     assert tiny.bytes_of(tmp_path / "one") == tiny.bytes_of(tmp_path / "three")
+
+
+def wide(tmp_path: Path) -> tuple[Path, Path]:
+    """A model whose largest second moment, of 1024 columns, takes 4 MiB, and its statistics."""
+    tensors = tiny.llama(layers=1, inner=1024)
+    model = tiny.save(tmp_path / "wide", tensors)
+    return model, write_statistics(tmp_path / "wide-stats", model, inputs_of_llama(tensors, tokens=64))
+
+
+def test_a_limit_below_what_one_unit_needs_is_refused_with_what_it_needs(tmp_path: Path) -> None:
+    model, stats = wide(tmp_path)
+    prepared = prepare(model, options=RecipeOptions(algorithm="gptq"), out=tmp_path / "out", stats=stats)
+    least, unit = least_memory(prepared)
+    assert unit == "model.layers.0.mlp.down_proj"
+    assert least - BASE_BYTES - WORKER_BYTES >= 32 * 1024 * 1024
+    small = Machine(workers=2, memory_bytes=least - 1)
+    with pytest.raises(UsageError, match=rf"too small for {unit}.*--max-memory {-(-least >> 20)}MiB"):
+        convert(prepared, machine=small)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*partial"))
+    assert f"needs --max-memory {-(-least >> 20)}MiB" in plan_text(prepared, small)
+    done = convert(prepared, machine=Machine(workers=2, memory_bytes=-(-least >> 20) << 20))
+    prepared.source.close()
+    assert done is not None
+    run(model, stats, tmp_path / "roomy", Machine(workers=3, memory_bytes=8 << 30), algorithm="gptq")
+    assert tiny.bytes_of(tmp_path / "out") == tiny.bytes_of(tmp_path / "roomy")
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_as_many_units_run_at_once_as_memory_has_room_for(
+    room: int, model: Path, stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once: list[int] = [0]
+    running, lock = [0], threading.Lock()
+    real = calibrated.quantize
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            running[0] += 1
+            at_once[0] = max(at_once[0], running[0])
+        time.sleep(0.05)
+        try:
+            return real(*args, **kwargs)
+        finally:
+            with lock:
+                running[0] -= 1
+
+    monkeypatch.setattr(calibrated, "quantize", watched)
+    monkeypatch.setattr(convert_stage, "_extra_bytes", lambda *_: 1 << 30)
+    memory = BASE_BYTES + 4 * (WORKER_BYTES + (1 << 20)) + (room << 30)
+    run(model, stats, tmp_path / "out", Machine(workers=3, memory_bytes=memory), algorithm="gptq")
+    assert at_once[0] == room
+
+
+def test_a_factorization_takes_the_memory_that_is_said() -> None:
+    """In a process of its own: the kernel's high-water mark, set back before, beside what is resident."""
+    script = (
+        "import re, torch\n"
+        "from pathlib import Path\n"
+        "from ptqpipe.algorithms.metric import make_metric, memory_bytes\n"
+        "torch.set_num_threads(1)\n"
+        "make_metric(torch.eye(64))\n"
+        "h = torch.eye(2048) + 1.0\n"
+        "Path('/proc/self/clear_refs').write_text('5')\n"
+        "of = lambda key: int(re.search(key + r':\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) << 10\n"
+        "before = of('VmRSS')\n"
+        "make_metric(h)\n"
+        "print(of('VmHWM') - before, memory_bytes(2048))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    taken, said = map(int, done.stdout.split())
+    assert 0.7 * said < taken <= 1.1 * said
 
 
 def test_other_statistics_are_another_run(model: Path, stats: Path, tmp_path: Path) -> None:
