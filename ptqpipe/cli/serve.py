@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ptqpipe.cli.common import Size, one_line_errors
+from ptqpipe.cli.serve_vllm import handed_to_vllm, vllm_options
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 @click.option("--chat-template", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A Jinja file.")
 @click.option("--drain", "drain_s", type=float, default=30.0, show_default=True, help="Seconds after SIGTERM.")
 @click.option("--rank-of", hidden=True)
+@vllm_options
 @one_line_errors
 def serve(
     ckpt: str,
@@ -73,8 +75,14 @@ def serve(
     chat_template: Path | None,
     drain_s: float,
     rank_of: str | None,
+    **_: object,  # those of vllm_options, which handed_to_vllm reads itself
 ) -> None:
-    """Serve CKPT (a folder, quantized or not) with OpenAI's API, and a page to chat at /."""
+    """Serve CKPT (a folder, quantized or not) with OpenAI's API, and a page to chat at /.
+
+    --engine vllm starts and watches vLLM of another environment instead; its own flags go after --.
+    """
+    if handed_to_vllm(click.get_current_context()):
+        return
     from ptqpipe.stages import serve as stage
 
     options = stage.ServeOptions(

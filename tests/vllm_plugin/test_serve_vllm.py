@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from ptqpipe.cli import main
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.stages import serve_vllm as stage
 from ptqpipe.stages.serve_vllm import Environment, VllmService, command, environment, find_environment
@@ -217,3 +220,26 @@ def test_another_node_ends_when_node_0_is_gone(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(PtqError, match=f"because node 0 at 127.0.0.1:{port} is gone"):
             stage.serve_vllm(service, inherited=dict(os.environ), say=print)
         closing.join()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["ckpt", "--engine", "vllm", "--threads", "3"], r"--engine vllm has no --threads"),
+        (["ckpt", "--nnodes", "2"], r"--nnodes: for --engine vllm alone"),
+        (["ckpt", "more"], r"unexpected argument 'more'"),
+    ],
+)
+def test_options_of_the_other_engine_are_refused(arguments: list[str], match: str) -> None:
+    done = CliRunner().invoke(main, ["serve", *arguments])
+    assert done.exit_code == 2
+    assert re.search(match, done.output)
+
+
+def test_options_that_were_given_reach_vllm_and_defaults_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[VllmService] = []
+    monkeypatch.setattr(stage, "serve_vllm", lambda service, *, inherited, say: got.append(service))
+    line = "serve ckpt --engine vllm --tp 2 --allreduce auto --max-model-len 99 --port 81 --drain 5 -- --enforce-eager"
+    assert CliRunner().invoke(main, line.split()).exit_code == 0
+    wanted = ("--max-model-len", "99", "--enforce-eager")
+    assert got == [VllmService("ckpt", port=81, tensor_parallel=2, allreduce="int8", drain_s=5.0, forwarded=wanted)]
