@@ -7,6 +7,7 @@ sliding windows, sinks and soft caps are a model's arguments to it. An FP8 cache
 ``runtime/kv_cache.py``) holds E4M3 codes. Must not know sequences' owners, the scheduler or sampling.
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.errors import UsageError
+from ptqpipe.kernels.cpu_attention import PagedQueries, paged_attention
 
 IMPLEMENTATION = "ptqpipe_paged"
 KV_SCALES = "ptqpipe_kv_scales"  # runtime/kv_cache.py puts it on attention modules
@@ -34,12 +36,16 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """One layer's cache, ``[blocks, block_size, heads, dim]``; with scales (float32 [heads or 1, 1]) E4M3 codes."""
+    """One layer's cache, ``[blocks, block_size, heads, dim]``; with scales (float32 [heads or 1, 1]) E4M3 codes.
+
+    numbers  what the codes of keys and of values stand for in the model's dtype, float32 [heads or 1, 256] each
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    numbers: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +60,15 @@ class Terms:
 
 @dataclass(slots=True)
 class _Step:
-    """A batch with what all layers need of it. ``slots`` int64 [T]: where each token's keys go."""
+    """A batch with what all layers need of it. ``slots`` int64 [T]: where each token's keys go.
+
+    singles  of the spans in front that have one token each
+    """
 
     batch: Batch
     slots: torch.Tensor
     tables: list[torch.Tensor]
+    singles: PagedQueries | None
     masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
 
 
@@ -77,7 +87,7 @@ class PagedAttention:
         for span, table in zip(batch.spans, tables, strict=True):
             at = torch.arange(span.total - span.count, span.total)
             places.append(table[at // self.block_size] * self.block_size + at % self.block_size)
-        self._step = _Step(batch, torch.cat(places), tables)
+        self._step = _Step(batch, torch.cat(places), tables, _singles(batch))
         token = _ACTIVE.set(self)
         try:
             yield
@@ -94,8 +104,8 @@ class PagedAttention:
         store(pages.keys, step.slots, key, pages.key_scale)
         store(pages.values, step.slots, value, pages.value_scale)
         out = query.new_empty(*query.shape[:2], value.shape[-1])
-        at = 0
-        for span, table in zip(step.batch.spans, step.tables, strict=True):
+        at = self._attend_singles(step, pages, query, out, terms)
+        for span, table in list(zip(step.batch.spans, step.tables, strict=True))[at:]:
             rows = slice(at, at + span.count)
             if span.count == span.total and pages.key_scale is None:  # all that it sees is at hand
                 k, v = key[rows], value[rows]
@@ -105,6 +115,20 @@ class PagedAttention:
             out[rows] = self._one(step, span, query[rows], k, v, terms)
             at += span.count
         return out
+
+    def _attend_singles(self, step: _Step, pages: Pages, query: torch.Tensor, out: torch.Tensor, terms: Terms) -> int:
+        """Fills ``out`` for the single queries in front by the compiled kernel; how many spans are done (0 without)."""
+        if step.singles is None:
+            return 0
+        n = len(step.singles.totals)
+        found = paged_attention(
+            query[:n], pages.keys, pages.values, step.singles, scaling=terms.scaling, window=terms.window,
+            softcap=terms.softcap, sinks=terms.sinks, numbers=pages.numbers,
+        )  # fmt: skip
+        if found is None:
+            return 0
+        out[:n] = found
+        return n
 
     def _one(
         self, step: _Step, span: Span, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
@@ -123,6 +147,23 @@ class PagedAttention:
                 mask = causal_mask(span.count, span.total, None)
             return explicit_attention(query, key, value, mask, terms)
         return fused_attention(query, key, value, mask, terms.scaling)
+
+
+def _singles(batch: Batch) -> PagedQueries | None:
+    """The spans in front that have one token each; None if there are none."""
+    spans = list(itertools.takewhile(lambda span: span.count == 1, batch.spans))
+    if not spans:
+        return None
+    longest = max(len(span.blocks) for span in spans)
+    tables = torch.tensor([span.blocks + (0,) * (longest - len(span.blocks)) for span in spans], dtype=torch.int64)
+    totals = [span.total for span in spans]
+    return PagedQueries(tables, torch.tensor(totals, dtype=torch.int64), sum(totals))
+
+
+def numbers_of(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What each E4M3 code stands for with a scale [heads or 1, 1], in a model's dtype; float32 [heads or 1, 256]."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return (codes * scale).to(dtype).float().contiguous()
 
 
 _ACTIVE: ContextVar[PagedAttention] = ContextVar("ptqpipe_paged_attention")

@@ -211,7 +211,7 @@ class Engine:
 
     def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Piece]:
         """One more token for each sequence, and what it means for it."""
-        broken = logits.isnan().any(dim=-1).tolist()
+        broken = logits.amax(dim=-1).isnan().tolist()  # the largest is NaN where one is
         tokens = sample(logits.nan_to_num() if any(broken) else logits, seqs)
         logprobs: dict[int, TokenLogprob] = {}
         asked = [at for at, seq in enumerate(seqs) if seq.params.logprobs is not None]

@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from ptqpipe.engine.attention import IMPLEMENTATION, KV_SCALES, LayerShape, PagedAttention, Pages, Terms, register
+from ptqpipe.engine.attention import (
+    IMPLEMENTATION,
+    KV_SCALES,
+    LayerShape,
+    PagedAttention,
+    Pages,
+    Terms,
+    numbers_of,
+    register,
+)
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.errors import UsageError
 
@@ -66,7 +75,9 @@ class Runner:
         dtype = self.dtype if scales is None else torch.float8_e4m3fn
         size = (self.blocks, self.block_size, shape.heads)
         keys, values = (torch.zeros(*size, dim, dtype=dtype) for dim in (shape.key_dim, shape.value_dim))
-        return Pages(keys, values) if scales is None else Pages(keys, values, *scales)
+        if scales is None:
+            return Pages(keys, values)
+        return Pages(keys, values, *scales, (numbers_of(scales[0], self.dtype), numbers_of(scales[1], self.dtype)))
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:

@@ -73,6 +73,7 @@ class Scheduler:
             budget -= count
             at += 1
         self._admit(chunks, budget)
+        chunks.sort(key=lambda chunk: chunk.count > 1)  # single tokens in front: their attention is one call
         return chunks
 
     def _make_room(self, seq: Sequence, count: int) -> bool:

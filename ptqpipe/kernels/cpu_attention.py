@@ -1,0 +1,94 @@
+"""Attention of one query a sequence over pages, compiled: what ``engine/attention.py`` does in torch for other cases.
+
+Reads the pages where they are: nothing is gathered, no head is repeated. Scores, weights and sums are float32; their
+order depends on the sequence alone, so neither threads nor the other sequences change a bit. Knows addresses; must not
+know schedulers or models.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ptqpipe.kernels import cpu_library as lib
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_KINDS = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.bfloat16: 2}
+_WORTH_A_THREAD = 1 << 16  # numbers read, below which waking another thread costs more than it brings
+
+
+class _Attention(ctypes.Structure):
+    """``struct ptq_attention``."""
+
+    _fields_ = (
+        ("q", _POINTER), ("keys", _POINTER), ("values", _POINTER), ("key_table", _POINTER), ("value_table", _POINTER),
+        ("tables", _POINTER), ("totals", _POINTER), ("sinks", _POINTER), ("out", _POINTER),
+        ("spans", _LONG), ("heads", _LONG), ("kv_heads", _LONG), ("key_dim", _LONG), ("value_dim", _LONG),
+        ("block_size", _LONG), ("table_stride", _LONG), ("table_heads", _LONG), ("window", _LONG), ("threads", _LONG),
+        ("scaling", _FLOAT), ("softcap", _FLOAT), ("kind", _INT), ("unused", _INT),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PagedQueries:
+    """Which pages each of several single queries sees. ``tables`` int64 [n, most blocks], ``totals`` int64 [n] tokens.
+
+    tokens  the sum of ``totals``
+    """
+
+    tables: torch.Tensor
+    totals: torch.Tensor
+    tokens: int
+
+
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    where: PagedQueries,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    numbers: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor | None:
+    """``[n, heads, value_dim]`` in the query's dtype, of queries ``[n, heads, key_dim]``.
+
+    keys, values  pages [blocks, block_size, kv heads, dim]: float32, bfloat16, or E4M3 codes
+    numbers       what the codes of keys and of values stand for, float32 [1 or kv heads, 256] each
+    window        how many tokens a query sees, itself included
+    sinks         float32 [heads]: scores of a token that is not there
+
+    None for what has no kernel: other dtypes and devices, no compiler.
+    """
+    kind = _KINDS.get(keys.dtype)
+    if kind is None or keys.device.type != "cpu" or not _there() or (kind == 1) != (numbers is not None):
+        return None
+    if not keys.is_contiguous() or not values.is_contiguous():
+        return None
+    n, heads, key_dim = query.shape
+    q = query.float().contiguous()
+    out = torch.empty(n, heads, values.shape[3])
+    extra = None if sinks is None else sinks.float().contiguous()
+    work = where.tokens * keys.shape[2] * (key_dim + values.shape[3])
+    job = _Attention(
+        q=q.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), tables=where.tables.data_ptr(),
+        totals=where.totals.data_ptr(), sinks=None if extra is None else extra.data_ptr(), out=out.data_ptr(),
+        spans=n, heads=heads, kv_heads=keys.shape[2], key_dim=key_dim, value_dim=values.shape[3],
+        block_size=keys.shape[1], table_stride=where.tables.shape[1], window=window or 0,
+        threads=min(torch.get_num_threads(), 1 + work // _WORTH_A_THREAD),
+        scaling=scaling, softcap=softcap or 0.0, kind=kind,
+    )  # fmt: skip
+    if numbers is not None:
+        job.key_table, job.value_table, job.table_heads = *(x.data_ptr() for x in numbers), numbers[0].shape[0]
+    if lib.call("ptq_paged_attention", ctypes.byref(job)) != lib.OK:
+        return None
+    return out.to(query.dtype)
+
+
+@cache
+def _there() -> bool:
+    """Whether the extension was built, and with this kernel."""
+    return bool(lib.known_isas()) and hasattr(lib.library(), "ptq_paged_attention")

@@ -1,0 +1,72 @@
+// Attention of one query a sequence over pages of keys and values: the decode step of the engine. Its own small dispatch.
+#include "system.h"
+
+#include "pool.h"
+
+enum { PTQ_PAGES_FLOAT = 0, PTQ_PAGES_CODES = 1, PTQ_PAGES_BF16 = 2 };
+
+// Mirrored by cpu_attention.py. Pages are [blocks, block_size, kv_heads, dim], dense.
+struct ptq_attention {
+    const float *q;                                // [spans, heads, key_dim]
+    const void *keys, *values;
+    const float *key_table, *value_table;          // CODES: the number of each byte, [table_heads, 256]
+    const int64_t *tables;                         // [spans, table_stride] numbers of blocks
+    const int64_t *totals;                         // [spans] tokens
+    const float *sinks;                            // [heads], or null
+    float *out;                                    // [spans, heads, value_dim]
+    int64_t spans, heads, kv_heads, key_dim, value_dim, block_size, table_stride, table_heads;
+    int64_t window;                                // tokens that are seen, 0: all
+    int64_t threads;
+    float scaling, softcap;                        // softcap 0: none
+    int32_t kind, unused;
+};
+
+namespace baseline {
+#define MADD(a, b, c) ((a) * (b) + (c))
+#include "attention.h"
+#undef MADD
+}  // namespace baseline
+
+#if defined(__x86_64__)
+#define MADD(a, b, c) __builtin_fmaf(a, b, c)
+namespace avx2 {
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#include "attention.h"
+#pragma clang attribute pop
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#include "attention.h"
+#pragma GCC pop_options
+#endif
+}  // namespace avx2
+namespace avx512 {
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))), apply_to = function)
+#include "attention.h"
+#pragma clang attribute pop
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#include "attention.h"
+#pragma GCC pop_options
+#endif
+}  // namespace avx512
+#endif
+
+extern "C" __attribute__((visibility("default"))) int32_t ptq_paged_attention(const char *name, struct ptq_attention *job) {
+    if (job->key_dim > baseline::MOST_DIM || job->value_dim > baseline::MOST_DIM || job->kv_heads < 1 ||
+        job->heads % job->kv_heads || job->heads / job->kv_heads > baseline::MOST_GROUP)
+        return PTQ_UNSUPPORTED;
+    part_fn run = nullptr;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!strcmp(name, "avx512")) run = avx512::part;
+    if (!strcmp(name, "avx2")) run = __builtin_cpu_supports("fma") ? avx2::part : baseline::part;
+#endif
+    if (!strcmp(name, "baseline")) run = baseline::part;
+    if (!run) return PTQ_UNSUPPORTED;
+    in_parallel(run, job, job->spans * job->kv_heads, job->threads);
+    return PTQ_OK;
+}

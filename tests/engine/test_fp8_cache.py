@@ -1,0 +1,45 @@
+"""A checkpoint that says so gets a cache of E4M3 codes, with the results of the oracle that rounds keys and values."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ptqpipe.engine.engine import generate
+from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.runtime import load_model
+from tests.engine.models import ask, engine, greedy_of, tokenizer
+from tests.runtime.models import quantized, save_source
+from tests.runtime.test_kv_cache import SCHEME, scales_named, with_scales
+
+PROMPTS = [tuple(torch.randint(3, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist()) for n in (5, 30)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NVFP4 weights and a scale of keys and values for each head, such that some values saturate."""
+    folder = tmp_path_factory.mktemp("kv")
+    found = quantized(save_source("llama", folder / "source"), "compressed_tensors", "nvfp4")
+    scales = {kind: scale * torch.tensor([1.0, 1.7]).reshape(2, 1, 1) for kind, scale in (("k", 0.013), ("v", 0.0041))}
+    named = scales_named("model.layers.{layer}.self_attn.{kind}_scale", scales)
+    path: Path = with_scales(found, named, SCHEME).save(folder / "q")
+    return path
+
+
+@pytest.mark.parametrize("max_batch_tokens", [512, 7])
+def test_an_fp8_cache_equals_the_simulated_one(checkpoint: Path, max_batch_tokens: int) -> None:
+    oracle: Any = load_model(checkpoint)
+    run = Runner(load_model(checkpoint), CacheOptions(1 << 22, 64, 4, 8))
+    assert run.attention.pages[0].keys.dtype is torch.float8_e4m3fn
+    made = engine(run, max_len=64, max_batch_tokens=max_batch_tokens, tokens=tokenizer())
+    found = generate(made, [ask(prompt, 16, name=str(at)) for at, prompt in enumerate(PROMPTS)])
+    assert [found[str(at)][0] for at in range(2)] == [greedy_of(oracle, prompt, 16) for prompt in PROMPTS]
+
+
+def test_an_fp8_cache_holds_twice_the_tokens_of_a_bfloat16_one(checkpoint: Path) -> None:
+    options = CacheOptions(1 << 20, 64, 1000, 8)
+    fp8 = Runner(load_model(checkpoint, dtype="bfloat16"), options)
+    plain = Runner(load_model(checkpoint, dtype="bfloat16", activations="none"), options)
+    assert plain.scales == {}
+    assert fp8.bytes_per_block * 2 == plain.bytes_per_block
