@@ -9,7 +9,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class MixedPlan:
-    """A decided plan. ``groups`` and ``chosen`` (option names) are parallel; ``how`` says what costs mean."""
+    """A decided plan, whose recipe is ``content``.
+
+    groups, chosen  parallel: groups, and the names of their options
+    how             what costs mean
+    stats           the statistics that converting needs, None for none
+    """
 
     source: str
     groups: tuple[Group, ...]
@@ -68,6 +73,7 @@ class MixedPlan:
     curve: tuple[Point, ...]
     file_bytes: int
     content: Mapping[str, Any]
+    stats: Path | None = None
 
     @property
     def elements(self) -> int:
@@ -103,17 +109,20 @@ def plan_mixed(
         groups = find_groups(source, schemes)
         limits = _Limits.of(source, groups, budget)
         costs: Costs
+        options: Mapping[str, str] = {}
         if measurement is not None:
             costs, how = measure(source, groups, measurement)
         elif stats is not None:
             with Statistics.open(stats) as opened:
                 check_model(opened, source)
-                how = f"output error relative to the output, {choose_moment(opened, groups).replace('_', ' ')} of x"
+                moment = choose_moment(opened, groups)
+                how = f"output error of nearest codes relative to the output, {moment.replace('_', ' ')} of x"
+                options = {"algorithm": "gptq"} if moment == "full_moment" else {"weighting": "diagonal"}
                 costs = estimate(source, groups, stats=opened, workers=workers or default_workers(), on_unit=on_unit)
         else:
             how = "squared error relative to the mean energy of the role (data-free)"
             costs = estimate(source, groups, stats=None, workers=workers or default_workers(), on_unit=on_unit)
-        return _decide(source, groups, costs, how, limits)
+        return replace(_decide(source, groups, costs, how, limits, options), stats=stats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,13 @@ class _Limits:
         return cls(sizes, budget.nbytes - fixed + slack, budget.nbytes, f"{size_text(budget.nbytes)} on disk")
 
 
-def _decide(source: Source, groups: list[Group], costs: Costs, how: str, limits: _Limits) -> MixedPlan:
+def _decide(
+    source: Source, groups: list[Group], costs: Costs, how: str, limits: _Limits, options: Mapping[str, str]
+) -> MixedPlan:
+    """The cheapest choice within the limits; the recipe asks for what ``options`` say.
+
+    Codes by error feedback cost a like share of what nearest ones do in every format, so nearest ones decide.
+    """
     rows = [[costs[(g.id, o.name)] if o.scheme is not None else 0.0 for o in g.options] for g in groups]
     limit = limits.limit
     for attempt in range(_ATTEMPTS):
@@ -158,7 +173,8 @@ def _decide(source: Source, groups: list[Group], costs: Costs, how: str, limits:
         if solution is None:
             break
         chosen = _names(groups, solution)
-        content = recipe_content(groups, chosen, description=f"Mixed precision for {limits.description}; {how}")
+        description = f"Mixed precision for {limits.description}; {how}"
+        content = recipe_content(groups, chosen, description=description, options=options)
         size = forecast(source, content, groups, chosen)
         if limits.file_budget is None or size <= limits.file_budget:
             point = _point(groups, solution)
@@ -202,7 +218,9 @@ def write_recipe(plan: MixedPlan, path: Path) -> None:
     """Writes the recipe as YAML. OutputError where ``path`` exists and is no recipe, or cannot be written."""
     check_recipe_target(path)
     text = recipe_text(plan.content)
-    note = f"{_MARK}{plan.file_bytes} bytes of weights and index: ptqpipe convert {plan.source} --recipe {path.name}\n"
+    command = f"ptqpipe convert {plan.source} --recipe {path.name}"
+    command += "" if plan.stats is None else f" --stats {plan.stats}"
+    note = f"{_MARK}{plan.file_bytes} bytes of weights and index: {command}\n"
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(note + text, encoding="utf-8")
@@ -215,7 +233,8 @@ def recipe_text(content: Mapping[str, Any]) -> str:
     """A recipe as YAML, in the style of recipes/*.yaml. JSON's strings are YAML's double-quoted ones."""
     lines = [f"version: {content['version']}", f"description: {_quoted(content['description'])}", "rules:"]
     for rule in content["rules"]:
-        lines += [f"  - match: {_quoted(rule['match'])}", f"    format: {rule['format']}"]
+        more = [f"    {key}: {value}" for key, value in rule.items() if key != "match"]
+        lines += [f"  - match: {_quoted(rule['match'])}", *more]
     return "\n".join(lines) + "\n"
 
 

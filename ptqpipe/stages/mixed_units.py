@@ -147,8 +147,12 @@ Assignment = Mapping[str, str]
 """Group id -> the name of its option."""
 
 
-def recipe_content(groups: Sequence[Group], chosen: Assignment, *, description: str) -> dict[str, Any]:
+def recipe_content(
+    groups: Sequence[Group], chosen: Assignment, *, description: str, options: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """A recipe that gives every group its option: the most common format is the last rule, the others go before it.
+
+    options  further keys of every rule that quantizes: which algorithm
 
     Names that differ in the number of a layer share one anchored pattern; numbers of experts are not listed, since a
     group has all of them.
@@ -164,8 +168,9 @@ def recipe_content(groups: Sequence[Group], chosen: Assignment, *, description: 
     for name in sorted(sizes, key=lambda name: (sizes[name], name)):
         if name != common:
             modules = [m.module for group in groups if chosen[group.id] == name for m in group.members]
-            rules += [{"match": pattern, "format": name} for pattern in patterns(modules)]
-    rules.append({"match": "*", "format": common})
+            more = {} if name == KEEP else dict(options or {})
+            rules += [{"match": pattern, "format": name, **more} for pattern in patterns(modules)]
+    rules.append({"match": "*", "format": common, **(options or {})})
     return {"version": 1, "description": description, "rules": rules}
 
 

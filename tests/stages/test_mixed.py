@@ -23,6 +23,7 @@ from ptqpipe.stages.mixed_cost import power
 from ptqpipe.stages.mixed_solve import solve
 from ptqpipe.stages.mixed_units import find_groups, patterns, schemes_of
 from ptqpipe.statistics import Statistics
+from tests.algorithms import inputs
 from tests.tiny import LLAMA_CONFIG, Tensors, fused_moe, llama, save
 
 
@@ -94,6 +95,27 @@ def test_the_forecast_is_the_bytes_that_convert_writes(model: Path, tmp_path: Pa
             )
         assert 8 * stored / plan.elements == pytest.approx(plan.point.bits, rel=1e-12)
         assert plan.point.bits <= (budget.bits or 0)
+
+
+@pytest.mark.parametrize("moments", [("block", "full"), ()])
+@pytest.mark.parametrize("bits", [4.6, 6.0, 9.0])
+def test_with_statistics_the_recipe_converts_with_them(bits: float, moments: tuple[str, ...], tmp_path: Path) -> None:
+    model = save(tmp_path / "model", llama())
+    stats = inputs.write_statistics(tmp_path / "stats", model, inputs.inputs_of_llama(llama()), moments=moments)
+    plan = plan_mixed(model, Budget(bits=bits), stats=stats)
+    recipe = tmp_path / "recipe.yaml"
+    write_recipe(plan, recipe)
+    assert recipe.read_text().splitlines()[0].endswith(f"convert model --recipe recipe.yaml --stats {stats}")
+    with pytest.raises(UsageError, match="needs statistics"):
+        prepare(model, recipe_path=recipe, out=tmp_path / "out")
+    prepared = prepare(model, recipe_path=recipe, out=tmp_path / "out", stats=stats)
+    with prepared.source:
+        convert(prepared)
+    assert weight_bytes(tmp_path / "out") == plan.file_bytes
+    wanted = ("gptq", "diagonal") if moments else ("rtn", "diagonal")
+    for name, entry in json.loads((tmp_path / "out" / "ptqpipe.json").read_text())["weights"].items():
+        assert (entry["algorithm"], entry["weighting"]) == wanted, name
+        assert entry["versus_rtn"] <= 1.0
 
 
 def test_more_budget_never_costs_more(model: Path) -> None:
