@@ -1,1 +1,12 @@
-"""Collectives: quantized all-reduce, its codecs and transports, and a simulator of both."""
+"""Collectives: quantized all-reduce, its codecs and transports, and a simulator of both.
+
+    from ptqpipe.collectives import QuantAllReduce
+
+Needs torch alone, so that it can be imported inside any serving stack.
+"""
+
+from ptqpipe.collectives.allreduce import NEVER, Pending, QuantAllReduce
+from ptqpipe.collectives.codecs import CODECS, WireCodec, get_wire_codec
+from ptqpipe.collectives.stats import Stats
+
+__all__ = ["CODECS", "NEVER", "Pending", "QuantAllReduce", "Stats", "WireCodec", "get_wire_codec"]

@@ -1,0 +1,222 @@
+"""QuantAllReduce: the sum of a tensor over the ranks of a process group, rounded on its way.
+
+    reduce = QuantAllReduce(group)          # all ranks; measures once where quantizing pays
+    y = reduce(x)                           # plain below ``min_bytes``, quantized from there on
+    reduce(x, x)                            # in place
+    handle = reduce.start(x); ...; y = handle.wait()
+
+Every rank gets the same bits. Which way a message goes depends on its size, dtype and the number of ranks alone, so the
+ranks cannot disagree. Meant for the partial sums of prefill; tokens, embeddings and logits are better left plain.
+"""
+
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from ptqpipe.collectives import op
+from ptqpipe.collectives.codecs import DTYPES, WireCodec, get_wire_codec
+from ptqpipe.collectives.layout import Layout, cut
+from ptqpipe.collectives.point_to_point import Exchange, Workspace, first_tag
+from ptqpipe.collectives.stats import Phases, Stats
+from ptqpipe.collectives.wire import Plain, Quantized, Wire
+from ptqpipe.errors import UsageError
+
+NEVER = 1 << 62  # bytes: no message is that large
+LEAST_CHUNK = 256 << 10  # bytes of values in a chunk, below which a message's fixed cost outweighs what overlaps
+LEAST_CHUNKS = 8  # so that the first encoding and the last decoding, which nothing hides, are short
+
+_users: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+
+class Pending:
+    """A sum under way."""
+
+    def __init__(self, future: "Future[torch.Tensor]") -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` returns at once."""
+        return self._future.done()
+
+    def wait(self) -> torch.Tensor:
+        """The sum; raises what the call raised."""
+        return self._future.result()
+
+
+class QuantAllReduce:
+    """The quantized all-reduce of one process group.
+
+    group        None is the default group; every rank of it makes one, with the same arguments, in the same order
+    codec, block, hadamard  see ``get_wire_codec``
+    min_bytes    smallest tensor that is quantized; "auto" measures it now, together with all other ranks
+    chunk_bytes  of values that move through the pipeline together
+    own_exact    two-shot: the owner of a stripe adds its own partial unrounded. Off, a row's result does not depend on
+                 which rank owns it
+    one_shot     every rank gets every partial: one rounding instead of two. For two ranks, where it costs no byte
+    Raises UsageError for what makes no sense.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        codec: str = "int8",
+        *,
+        block: int = 64,
+        hadamard: int = 0,
+        min_bytes: int | Literal["auto"] = "auto",
+        chunk_bytes: int = 2 << 20,
+        transport: Literal["auto", "p2p"] = "auto",
+        own_exact: bool = True,
+        one_shot: bool = False,
+    ) -> None:
+        self.group = _group(group)
+        self.world: int = self.group.size()
+        self.codec: WireCodec = get_wire_codec(codec, block, hadamard=hadamard)
+        self.chunk_bytes = _positive("chunk_bytes", chunk_bytes)
+        self.own_exact = own_exact
+        self.one_shot = one_shot
+        if one_shot and self.world > 2:
+            raise UsageError(f"one_shot is for two ranks, not {self.world}: it would move more bytes than plain sums")
+        instance = _users.get(self.group, 0)
+        _users[self.group] = instance + 1
+        self.name = op.register(self, f"{self.group.group_name}/{instance}")
+        self._tag = first_tag(instance)
+        self._workspace = Workspace()
+        self._worker: ThreadPoolExecutor | None = None
+        self._last: Future[torch.Tensor] | None = None
+        self._stats = Stats()
+        self.min_bytes: int = NEVER if min_bytes == "auto" else min_bytes
+        self.plain_two_shot_bytes: int = NEVER
+
+    def should_use(self, numel: int, dtype: torch.dtype) -> bool:
+        """Whether a tensor of ``numel`` elements of ``dtype`` is quantized: the same answer on every rank."""
+        return self.world > 1 and dtype in DTYPES and numel > 0 and numel * dtype.itemsize >= self.min_bytes
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of ``x`` over the ranks, into ``out`` (may be ``x``) or a new contiguous tensor."""
+        if torch.compiler.is_compiling():
+            y = op.quant_all_reduce(x, self.name)
+            return y if out is None else out.copy_(y)
+        self._settle()
+        return self._run(x, out)
+
+    def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Pending:
+        """The same in the background, in the order of calls. ``x`` must not change before it is done."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="ptqpipe-allreduce")
+        self._last = self._worker.submit(self._run, x, out)
+        return Pending(self._last)
+
+    def quantized(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The quantized sum whatever the size. UsageError for dtypes that have no codec."""
+        if x.dtype not in DTYPES:
+            raise UsageError(f"{x.dtype} cannot be quantized; expected bfloat16, float16 or float32")
+        self._settle()
+        return self._sum(x, out, Quantized(self.codec))
+
+    def plain(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The plain sum: the group's own or, where that was measured to be faster, the two-shot without a codec."""
+        self._settle()
+        return self._plain(x, out)
+
+    def stats(self) -> Stats:
+        """What was done since this was made."""
+        return self._stats
+
+    def _settle(self) -> None:
+        """Waits for what :meth:`start` began: messages of two calls must not mix."""
+        if self._last is not None:
+            self._last.result()
+            self._last = None
+
+    def _run(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        if self.should_use(x.numel(), x.dtype):
+            return self._sum(x, out, Quantized(self.codec))
+        return self._plain(x, out)
+
+    def _plain(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        self._count(plain_calls=1)
+        if self.world > 1 and x.dtype in DTYPES and x.nbytes >= self.plain_two_shot_bytes:
+            return self._sum(x, out, Plain())
+        y = _result(x, out)
+        if y is not x:
+            y.copy_(x)
+        if self.world > 1 and y.numel():
+            dist.all_reduce(y, group=self.group)
+        return _deliver(y, out)
+
+    def _sum(self, x: torch.Tensor, out: torch.Tensor | None, wire: Wire) -> torch.Tensor:
+        y = _result(x, out)
+        if self.world == 1 or not x.numel():
+            return _deliver(y.copy_(x), out)
+        phases = Phases()
+        values = x.contiguous().view(-1)
+        if self.one_shot and y is x:
+            values = values.clone()
+        layout = self.layout(x.numel(), x.dtype, wire)
+        exchange = Exchange(
+            self.group, wire, layout, values, y.view(-1), self._tag, self._workspace, phases, self.own_exact
+        )
+        exchange.one_shot() if self.one_shot else exchange.two_shot()
+        if isinstance(wire, Quantized):
+            self._count(calls=1, value_bytes=x.nbytes, phases=phases)
+        return _deliver(y, out)
+
+    def layout(self, numel: int, dtype: torch.dtype, wire: Wire) -> Layout:
+        """How a message is cut."""
+        return cut(
+            numel,
+            1 if self.one_shot else self.world,
+            unit=wire.unit,
+            chunk_elements=self.chunk_bytes // dtype.itemsize,
+            least_chunks=LEAST_CHUNKS,
+            least=LEAST_CHUNK // dtype.itemsize,
+        )
+
+    def _count(
+        self, *, calls: int = 0, plain_calls: int = 0, value_bytes: int = 0, phases: Phases | None = None
+    ) -> None:
+        old, more = self._stats, phases or Phases()
+        self._stats = Stats(
+            old.calls + calls,
+            old.plain_calls + plain_calls,
+            old.value_bytes + value_bytes,
+            old.wire_bytes + more.sent,
+            old.encode_s + more.encode,
+            old.reduce_s + more.reduce,
+            old.decode_s + more.decode,
+            old.wait_s + more.wait,
+        )
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError("a quantized all-reduce needs torch.distributed; call init_process_group first")
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        raise UsageError("this process is not in the group that was given for the quantized all-reduce")
+    return found
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise UsageError(f"{name} {value}; expected a positive number")
+    return value
+
+
+def _result(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """A contiguous tensor for the sum: ``out`` where it can be."""
+    if out is None:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+        raise UsageError(
+            f"out is {list(out.shape)} {out.dtype} on {out.device}; expected {list(x.shape)} {x.dtype} on {x.device}"
+        )
+    return out if out.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _deliver(y: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return y if out is None or out is y else out.copy_(y)

@@ -1,0 +1,118 @@
+"""What travels: the codecs of the quantized all-reduce, one row each, and their bytes.
+
+A message is a run of whole *units* (the last one filled up with zeros): first the codes of all of them, packed as
+``packing.py`` says, then a scale for every block, then, for NVFP4, an exponent for every 1024 elements. A unit is the
+smallest run that can be decoded alone: a block, or more where exponents or a rotation span several blocks.
+
+    int8 int6 int4  symmetric integers -top..top in two's complement; bfloat16 scale amax/top, rounded up
+    fp8             E4M3; bfloat16 scale amax/448, rounded up
+    mxfp8           E4M3 in blocks of 32; E8M0 scale, the smallest power of two that is no less than amax/448
+    nvfp4           E2M1 in blocks of 16; E4M3 scale times a power of two for 1024 elements (as small as it can be),
+                    in the place of the global scale, which would need a pass over the whole tensor first
+
+Scales are rounded up, so that nothing saturates (NVFP4's alone to the nearest, as everywhere). Nothing is ever float16.
+Must not know transports or processes. How numbers become bytes is ``reference.py``'s.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ptqpipe.errors import UsageError
+from ptqpipe.packing import packed_columns
+
+Element = Literal["int8", "int6", "int4", "e4m3", "e2m1"]
+ScaleKind = Literal["bf16", "e8m0", "e4m3"]
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+BLOCKS = (32, 64, 128, 256)
+ROTATIONS = (16, 32, 64, 128, 256)
+GROUP = 1024  # elements of NVFP4 that share an exponent
+_BITS: dict[Element, int] = {"int8": 8, "int6": 6, "int4": 4, "e4m3": 8, "e2m1": 4}
+_TOP: dict[Element, float] = {"int8": 127, "int6": 31, "int4": 7, "e4m3": 448, "e2m1": 6}
+
+
+@dataclass(frozen=True, slots=True)
+class WireCodec:
+    """Numbers <-> bytes of a message.
+
+    element   what a code is
+    block     elements that share a scale
+    scale     bf16 (2 bytes), or a byte of E8M0 or E4M3
+    hadamard  elements that are rotated together before they are rounded, 0 for none: a power of two
+    group     elements that share a power of two on top of the scales, 0 for none
+    """
+
+    name: str
+    element: Element
+    block: int
+    scale: ScaleKind
+    hadamard: int = 0
+    group: int = 0
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code."""
+        return _BITS[self.element]
+
+    @property
+    def top(self) -> float:
+        """The largest magnitude of a code."""
+        return _TOP[self.element]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a block's scale."""
+        return 2 if self.scale == "bf16" else 1
+
+    @property
+    def unit(self) -> int:
+        """Elements of a unit."""
+        return math.lcm(self.block, self.hadamard or 1, self.group or 1)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit: codes, scales, exponent."""
+        scales = self.unit // self.block * self.scale_bytes
+        return packed_columns(self.unit, self.code_bits) + scales + (self.unit // self.group if self.group else 0)
+
+    @property
+    def bits(self) -> float:
+        """Bits on the wire an element: 8.25 for int8 in blocks of 64."""
+        return self.unit_bytes * 8 / self.unit
+
+    def units(self, elements: int) -> int:
+        """Units that hold ``elements``."""
+        return -(-elements // self.unit)
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes of a message of ``elements``."""
+        return self.units(elements) * self.unit_bytes
+
+
+CODECS = ("int8", "int6", "int4", "fp8", "mxfp8", "nvfp4")
+
+
+def get_wire_codec(name: str, block: int = 64, *, hadamard: int = 0) -> WireCodec:
+    """The codec called ``name``.
+
+    block     elements a scale for int8, int6, int4 and fp8; mxfp8 (32) and nvfp4 (16) have their own
+    hadamard  elements that are rotated together, 0 for none. A NaN then takes that many elements with it
+    Raises UsageError with what there is.
+    """
+    if name not in CODECS:
+        raise UsageError(f"unknown codec {name!r} for an all-reduce; known are {', '.join(CODECS)}")
+    if name not in ("mxfp8", "nvfp4") and block not in BLOCKS:
+        raise UsageError(f"block {block} of {name}; expected one of {', '.join(map(str, BLOCKS))}")
+    if hadamard and hadamard not in ROTATIONS:
+        raise UsageError(f"hadamard {hadamard}; expected 0 (none) or one of {', '.join(map(str, ROTATIONS))}")
+    if name == "mxfp8":
+        return WireCodec(name, "e4m3", 32, "e8m0", hadamard)
+    if name == "nvfp4":
+        return WireCodec(name, "e2m1", 16, "e4m3", hadamard, GROUP)
+    if name == "fp8":
+        return WireCodec(name, "e4m3", block, "bf16", hadamard)
+    elements: dict[str, Element] = {"int8": "int8", "int6": "int6", "int4": "int4"}
+    return WireCodec(name, elements[name], block, "bf16", hadamard)

@@ -1,0 +1,41 @@
+"""``ptqpipe::quant_all_reduce``: one operator that torch.compile does not look into, and the registry behind it.
+
+The operator takes a tensor and the name of a reducer, since a graph holds strings but no process groups.
+"""
+
+import weakref
+from typing import Protocol
+
+import torch
+
+from ptqpipe.errors import UsageError
+
+
+class Reducer(Protocol):
+    """What the operator calls."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of ``x`` over the ranks, a new tensor."""
+
+
+_reducers: "weakref.WeakValueDictionary[str, Reducer]" = weakref.WeakValueDictionary()
+
+
+def register(reducer: Reducer, name: str) -> str:
+    """Makes ``reducer`` known under ``name``, for as long as it lives. Returns the name."""
+    _reducers[name] = reducer
+    return name
+
+
+@torch.library.custom_op("ptqpipe::quant_all_reduce", mutates_args=())
+def quant_all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The sum of ``x`` over the ranks of the reducer called ``name``. UsageError when it is gone."""
+    found = _reducers.get(name)
+    if found is None:
+        raise UsageError(f"no all-reduce {name!r}; keep the QuantAllReduce as long as the compiled model runs")
+    return found(x)
+
+
+@quant_all_reduce.register_fake
+def _shape(x: torch.Tensor, name: str) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

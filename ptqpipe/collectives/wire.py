@@ -1,0 +1,115 @@
+"""What a transport asks of a message: bytes of a part, the sum of parts, values of a sum. Quantized or as they are.
+
+A transport moves byte tensors and never looks into them. `Quantized` is a codec of this package, `Plain` the tensor's
+own dtype: the same schedule without a codec, which is also the baseline that a codec has to beat. Sums are float32, in
+the order of the ranks, in both. Must not know processes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ptqpipe.collectives import reference
+from ptqpipe.collectives.codecs import WireCodec
+
+PLAIN_UNIT = 64  # elements
+
+
+class Wire(Protocol):
+    """One kind of message. Tensors of values are contiguous, 1-d and of one dtype; messages are uint8."""
+
+    @property
+    def unit(self) -> int:
+        """Stripes and chunks are whole numbers of this many elements."""
+
+    def nbytes(self, elements: int, dtype: torch.dtype) -> int:
+        """Bytes of the message of a part."""
+
+    def encode(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """The message of ``x``: in ``room``, or a view of ``x``."""
+
+    def landing(self, out: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """Where the message of a sum should arrive: ``room``, or ``out`` itself when a message is its values."""
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes a message's values to ``out``."""
+
+    def reduce(
+        self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """The message of the sum, in ``room`` or ``out``, and what it says in ``out``. None stands for ``own``.
+
+        ``out`` may be ``own``. With an empty ``room`` the sum goes to ``out`` alone, unrounded but for its dtype.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Messages of a codec."""
+
+    codec: WireCodec
+
+    @property
+    def unit(self) -> int:
+        """See ``Wire``."""
+        return self.codec.unit
+
+    def nbytes(self, elements: int, dtype: torch.dtype) -> int:
+        """See ``Wire``."""
+        return self.codec.nbytes(elements)
+
+    def encode(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """See ``Wire``."""
+        return room.copy_(reference.encode(x, self.codec))
+
+    def landing(self, out: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """See ``Wire``."""
+        return room
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """See ``Wire``."""
+        out.copy_(reference.decode(message, out.numel(), self.codec))
+
+    def reduce(
+        self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``Wire``."""
+        message, values = reference.reduce(messages, own, self.codec, requantize=room.numel() > 0)
+        out.copy_(values)
+        return room.copy_(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Messages are the values' own bytes, sent from and received into the tensors."""
+
+    unit: int = PLAIN_UNIT
+
+    def nbytes(self, elements: int, dtype: torch.dtype) -> int:
+        """See ``Wire``."""
+        return elements * dtype.itemsize
+
+    def encode(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """See ``Wire``."""
+        return x.view(torch.uint8)
+
+    def landing(self, out: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """See ``Wire``."""
+        return out.view(torch.uint8)
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """See ``Wire``. The message arrived in ``out``."""
+
+    def reduce(
+        self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``Wire``."""
+        total: torch.Tensor | None = None
+        for message in messages:
+            term = own if message is None else message.view(own.dtype)
+            total = term.float() if total is None else total + term
+        assert total is not None, "there is a rank"
+        out.copy_(total)
+        return out.view(torch.uint8)
