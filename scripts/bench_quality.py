@@ -10,7 +10,8 @@ ptqpipe, inputs quantized as the format says, the first 24,576 tokens of the hel
 calibrated gets the same 128 rows of 256 tokens, chosen by the seed, once a seed. The head stays in the source's
 precision everywhere. One JSON line an entry, model, format and seed; lines that the results have already are not made
 again, so a run that was stopped continues, and ``--redo`` makes those again whose "tool:entry" contains PART. A peer
-that fails says so in its line. Times are of whole processes, imports included, on one thread.
+that fails says so in its line. Times are of whole processes, imports included, on one thread; with ``--warm`` each
+tool is imported once, its jobs are forks, and times leave the imports out.
 """
 
 import argparse
@@ -18,9 +19,11 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from compare_peers import reason_of, version_of
 from quality_entries import ENTRIES, FORMATS, Entry, Job, calibrate_command, own_steps, peer_command
 
 HERE = Path(__file__).parent
+OWN = "ptqpipe"
 TOKENS = 24_576
 LIMIT_SECONDS = 1800
 PACKAGES = {
@@ -101,40 +105,75 @@ def wanted(args: argparse.Namespace) -> Iterator[tuple[int | None, str, Entry]]:
                     yield (seed if entry.needs_text(fmt) else None), fmt, entry
 
 
-def cost(commands: list[list[str]]) -> dict[str, Any]:
-    """Runs processes one after another; what they cost together. SystemExit with the last words of one that fails."""
-    runs = [measured(["timeout", str(LIMIT_SECONDS), "nice", *command])[0] for command in commands]
-    return {
-        "seconds": round(sum(run.seconds for run in runs), 1),
-        "cpu_s": round(sum(run.cpu_seconds for run in runs), 1),
-        "peak_rss_mib": round(max((run.peak_bytes for run in runs), default=0) / 2**20),
-    }
+class Runs:
+    """Runs processes, or with ``warm`` forks of one process a tool that has imported it."""
+
+    def __init__(self, pythons: dict[str, str], *, warm: bool) -> None:
+        self.pythons = {**pythons, OWN: sys.executable}
+        self._warm = warm
+        self._servers: dict[str, subprocess.Popen[str]] = {}
+
+    def cost(self, tool: str, commands: list[list[str]]) -> dict[str, Any]:
+        """Runs commands (without the interpreter) one after another; what they cost together. SystemExit with the last
+        words of one that fails."""
+        if self._warm:
+            parts = [self._forked(tool, command) for command in commands]
+        else:
+            parts = [self._process(tool, command) for command in commands]
+        total = {name: round(sum(part[name] for part in parts), 1) for name in ("seconds", "cpu_s")}
+        peak = round(max((part["peak_rss_mib"] for part in parts), default=0))
+        return {**total, "peak_rss_mib": peak, **({"warm": True} if self._warm else {})}
+
+    def _process(self, tool: str, command: list[str]) -> dict[str, Any]:
+        run = measured(["timeout", str(LIMIT_SECONDS), "nice", self.pythons[tool], *command])[0]
+        return {"seconds": run.seconds, "cpu_s": run.cpu_seconds, "peak_rss_mib": run.peak_bytes / 2**20}
+
+    def _forked(self, tool: str, command: list[str]) -> dict[str, Any]:
+        server = self._servers.get(tool)
+        if server is None:
+            start = ["nice", self.pythons[tool], str(HERE / "quality_warm.py"), tool, str(LIMIT_SECONDS)]
+            pipe = subprocess.PIPE
+            server = self._servers[tool] = subprocess.Popen(start, stdin=pipe, stdout=pipe, text=True)
+        assert server.stdin is not None
+        assert server.stdout is not None
+        arguments = command[2:] if tool == OWN else command[1:]  # after "-m ptqpipe", after the script
+        print(json.dumps(arguments), file=server.stdin, flush=True)
+        done: dict[str, Any] = json.loads(server.stdout.readline())
+        if done["status"]:
+            raise SystemExit(done["said"])
+        return done
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for server in self._servers.values():
+            server.communicate()
 
 
-def calibrated(job: Job, stats: Path) -> dict[str, Any]:
+def calibrated(job: Job, stats: Path, runs: Runs) -> dict[str, Any]:
     """The statistics of the source, made once for all entries of a seed; what that cost."""
     record = stats.with_suffix(".cost.json")
     if not record.exists():
         shutil.rmtree(stats, ignore_errors=True)
-        record.write_text(json.dumps(cost([calibrate_command(sys.executable, job.source, stats, job)])))
+        record.write_text(json.dumps(runs.cost(OWN, [calibrate_command(job.source, stats, job)])))
     found: dict[str, Any] = json.loads(record.read_text())
     return found
 
 
-def produce(job: Job, pythons: dict[str, str], stats: Path) -> dict[str, Any]:
+def produce(job: Job, runs: Runs, stats: Path) -> dict[str, Any]:
     """Makes an entry's checkpoint; its cost, that of calibration (``calibration``) counted in."""
-    if job.entry.tool != "ptqpipe":
-        return cost([peer_command(job, pythons[job.entry.tool])])
-    if not job.entry.calibrated or job.entry.tune is not None:
-        return cost(own_steps(job, sys.executable, stats))
-    first = calibrated(job, stats)
-    rest = cost(own_steps(job, sys.executable, stats))
-    both = {name: round(first[name] + rest[name], 1) for name in ("seconds", "cpu_s")}
-    return {**both, "peak_rss_mib": max(first["peak_rss_mib"], rest["peak_rss_mib"]), "calibration": first}
+    if job.entry.tool != OWN:
+        return runs.cost(job.entry.tool, [peer_command(job)])
+    rest = own_steps(job, stats)
+    if not job.entry.calibrated or (job.entry.tune is not None and job.entry.transform is None):
+        return runs.cost(OWN, rest)
+    first = calibrated(job, stats, runs)
+    second = runs.cost(OWN, rest)
+    both = {name: round(first[name] + second[name], 1) for name in ("seconds", "cpu_s")}
+    return {**second, **both, "peak_rss_mib": max(first["peak_rss_mib"], second["peak_rss_mib"]), "calibration": first}
 
 
 def run_model(
-    model: Model, args: argparse.Namespace, done: set[tuple[Any, ...]], worker: ProcessPoolExecutor
+    model: Model, args: argparse.Namespace, done: set[tuple[Any, ...]], worker: ProcessPoolExecutor, runs: Runs
 ) -> Iterator[dict[str, Any]]:
     """The lines of a model that are not done. ``worker`` holds the float model: a process counts as its peak memory
     what its parent held, so this one must stay small.
@@ -143,7 +182,7 @@ def run_model(
         (seed, fmt, entry)
         for seed, fmt, entry in wanted(args)
         if (model.name, fmt, entry.tool, entry.name, seed) not in done
-        and (entry.tool == "ptqpipe" or entry.tool in args.pythons)
+        and (entry.tool == OWN or entry.tool in args.pythons)
     ]
     if not todo:
         return
@@ -162,7 +201,7 @@ def run_model(
         for left in folder.glob("out*"):
             shutil.rmtree(left)
         try:
-            line |= produce(job, args.pythons, folder / f"stats-{number}")
+            line |= produce(job, runs, folder / f"stats-{number}")
             line |= worker.submit(quality_worker.measure, job.out, fmt).result()
         except Exception as error:  # whatever a peer's output does to the reader belongs in its line
             line["failed"] = reason_of(str(error))
@@ -182,6 +221,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--python", nargs="+", default=[], metavar="TOOL=PYTHON", help=", ".join(PACKAGES))
+    parser.add_argument("--warm", action="store_true", help="import each tool once; times are then without imports")
     parser.add_argument("--shared", type=Path, default=HERE.parent.parent / "shared", help="folder of the assets")
     parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"))
     parser.add_argument("--results", type=Path, default=HERE.parent / "benchmarks" / "quality.jsonl")
@@ -206,15 +246,16 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     args.scratch = args.scratch.resolve()
     args.versions = {tool: version_of(python, PACKAGES[tool]) for tool, python in args.pythons.items()}
-    args.versions["ptqpipe"] = __version__
+    args.versions[OWN] = __version__
     redo = [f"{entry.tool}:{entry.name}" for entry in ENTRIES if named(entry, args.redo)]
     lines = read_lines(args.results)
     done = {key_of(line) for line in lines if f"{line['tool']}:{line.get('entry')}" not in redo}
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
+    runs = Runs(args.pythons, warm=args.warm)
+    with closing(runs), ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
         for model in MODELS:
             if model.name not in args.models:
                 continue
-            for line in run_model(model, args, done, worker):
+            for line in run_model(model, args, done, worker, runs):
                 print(json.dumps({name: value for name, value in line.items() if name != "kl_windows"}), flush=True)
                 with open(args.results, "a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")

@@ -58,7 +58,8 @@ class Entry:
     formats     that it does
     calibrated  whether its weights depend on the calibration text
     options     of `ptqpipe convert`, or of the peer's script
-    transform   ptqpipe: what `transform --apply` does first, on statistics of the model; then it is calibrated again
+    transform   ptqpipe: what `transform --apply` does first, on statistics of the model; then it is calibrated again,
+                unless tuned
     tune        ptqpipe: options of `tune`, whose codes are converted; None: no tuning
     """
 
@@ -97,6 +98,10 @@ ENTRIES = (
     _ours("awq + gptq", "--algorithm", "gptq", transform="awq", formats=FP4),
     _ours("aqas + gptq", "--algorithm", "gptq", transform="aqas", formats=("nvfp4_w4a4", "mxfp4", "fp8")),
     _ours("tune", tune=()),
+    _ours("gptq in order", tune=("--method", "gptq")),
+    _ours("awq + gptq in order", transform="awq", tune=("--method", "gptq"), formats=("nvfp4", "mxfp4a16")),
+    _ours("aqas + gptq in order", transform="aqas", tune=("--method", "gptq"), formats=("nvfp4_w4a4", "mxfp4")),
+    _ours("tune after gptq in order", tune=("--method", "gptq+learned")),
     Entry("llm-compressor", "rtn", options=("--method", "rtn")),
     Entry("llm-compressor", "expanded_mse", NV, options=("--method", "rtn", "--observer", "nvfp4_expanded_mse")),
     Entry("llm-compressor", "mse", FORMATS[2:], options=("--method", "rtn", "--observer", "memoryless_mse")),
@@ -137,13 +142,13 @@ class Job:
     convert: tuple[str, ...] = ()
 
 
-def peer_command(job: Job, python: str) -> list[str]:
-    """The process of a peer."""
+def peer_command(job: Job) -> list[str]:
+    """The process of a peer, without the interpreter."""
     entry, fmt = job.entry, job.fmt
     weights_only = fmt in ("nvfp4", "mxfp4a16")
     text = ["--calibration", str(job.calibration)] if entry.needs_text(fmt) else []
     script = HERE / f"peers_{entry.tool.replace('-', '')}.py"
-    head = [python, str(script), str(job.source), str(job.out)]
+    head = [str(script), str(job.source), str(job.out)]
     if entry.tool == "llm-compressor":
         return [*head, "--scheme", LLMC_SCHEMES[fmt], *entry.options, *text]
     if entry.tool == "fouroversix":
@@ -157,29 +162,32 @@ def peer_command(job: Job, python: str) -> list[str]:
     return [*head, *config, *entry.options, *narrow, *text, *export]
 
 
-def calibrate_command(python: str, source: Path, stats: Path, job: Job) -> list[str]:
+def calibrate_command(source: Path, stats: Path, job: Job) -> list[str]:
     """`ptqpipe calibrate` on the same rows that every peer gets."""
     rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens)]
     moments = ["--moments", "diagonal,block,full"]
-    head = [python, "-m", "ptqpipe", "calibrate", str(source), "--data", str(job.calibration), *rows, *moments]
+    head = ["-m", "ptqpipe", "calibrate", str(source), "--data", str(job.calibration), *rows, *moments]
     return [*head, "-o", str(stats), "--workers", "1", "-q"]
 
 
-def own_steps(job: Job, python: str, stats: Path) -> list[list[str]]:
-    """The processes of a ptqpipe entry after calibration, whose statistics are in ``stats``."""
-    entry, tool = job.entry, [python, "-m", "ptqpipe"]
-    end = ["-o", str(job.out), "--workers", "1", "-q"]
-    convert = ["--format", job.fmt, *entry.options, *job.convert, *end]
-    if entry.tune is not None:
-        codes = job.out.with_name(job.out.name + "-codes")
-        rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
-        learn = [*tool, "tune", str(job.source), "--data", str(job.calibration), "--format", job.fmt, *rows]
-        learn += [*entry.tune, "-o", str(codes), "--workers", "1", "-q"]
-        return [learn, [*tool, "convert", str(job.source), "--rounding", str(codes), *convert]]
+def own_steps(job: Job, stats: Path) -> list[list[str]]:
+    """The processes of a ptqpipe entry after calibration, whose statistics are in ``stats``; without interpreters."""
+    entry, tool, source = job.entry, ["-m", "ptqpipe"], job.source
+    floats, again, codes = (job.out.with_name(job.out.name + tail) for tail in ("-float", "-stats", "-codes"))
+    quiet = ["--workers", "1", "-q"]
+    steps: list[list[str]] = []
     if entry.transform:
-        floats, again = (job.out.with_name(job.out.name + tail) for tail in ("-float", "-stats"))
-        fold = [*tool, "transform", str(job.source), "--apply", entry.transform, "--stats", str(stats)]
-        fold += ["--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(floats), "--workers", "1", "-q"]
-        last = [*tool, "convert", str(floats), "--stats", str(again), *convert]
-        return [fold, calibrate_command(python, floats, again, job), last]
-    return [[*tool, "convert", str(job.source), *(["--stats", str(stats)] if entry.calibrated else []), *convert]]
+        fold = [*tool, "transform", str(source), "--apply", entry.transform, "--stats", str(stats)]
+        steps.append([*fold, "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(floats), *quiet])
+        source = floats
+    known = ["--stats", str(stats)] if entry.calibrated and entry.tune is None else []
+    if entry.tune is not None:
+        rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
+        learn = [*tool, "tune", str(source), "--data", str(job.calibration), "--format", job.fmt, *rows]
+        steps.append([*learn, *entry.tune, "-o", str(codes), *quiet])
+        known = ["--rounding", str(codes)]
+    elif entry.transform:
+        steps.append(calibrate_command(source, again, job))
+        known = ["--stats", str(again)]
+    convert = ["--format", job.fmt, *entry.options, *job.convert, "-o", str(job.out), *quiet]
+    return [*steps, [*tool, "convert", str(source), *known, *convert]]

@@ -20,6 +20,14 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resum
 @click.option("--samples", type=int, default=128, show_default=True, metavar="N", help="Windows to learn from.")
 @click.option("--seqlen", type=int, metavar="N", help="Tokens of a window [2048, at most the model's positions].")
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the windows and their order.")
+@click.option(
+    "--method",
+    type=click.Choice(["learned", "gptq", "gptq+learned"]),
+    default="learned",
+    show_default=True,
+    help="gptq: error feedback, layer by layer, each making up for what those before it have lost.",
+)
+@click.option("--share", type=float, metavar="F", help="How much of that a layer makes up for, 0 to 1 [0.5].")
 @click.option("--steps", type=int, default=200, show_default=True, metavar="N", help="Steps of descent in each block.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder of codes to write.")
 @click.option(
@@ -44,6 +52,8 @@ def tune(
     samples: int,
     seqlen: int | None,
     seed: int,
+    method: str,
+    share: float | None,
     steps: int,
     out: Path,
     max_memory: int,
@@ -54,12 +64,20 @@ def tune(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Learn how MODEL's weights are rounded, block by block; `ptqpipe convert MODEL --rounding OUT` writes them."""
+    """Find how MODEL's weights are rounded, block by block; `ptqpipe convert MODEL --rounding OUT` writes them."""
     from ptqpipe.recipe import RecipeOptions
     from ptqpipe.stages import tune as stage
     from ptqpipe.stages import tune_text as text
 
-    options = stage.TuneOptions(samples, seqlen, seed, field, stage.settings_of(steps, seed=seed))
+    options = stage.TuneOptions(
+        samples,
+        seqlen,
+        seed,
+        field,
+        method=method,
+        share=stage.SHARE if share is None else share,
+        settings=stage.settings_of(steps, seed=seed),
+    )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
     with says_how_to_resume(resume_command()):
         done = stage.tune(

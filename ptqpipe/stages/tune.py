@@ -10,8 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
-from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Learned, Settings, learn
 from ptqpipe.calibration.runner import Block, Runner
@@ -31,30 +29,39 @@ from ptqpipe.checkpoint.partial import output_errors
 from ptqpipe.checkpoint.source import check_disjoint
 from ptqpipe.checkpoint.writer import Mode
 from ptqpipe.errors import UsageError
-from ptqpipe.plan import Member, Unit
+from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
-from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.loading import read_config
-from ptqpipe.schemes import Activation
-from ptqpipe.source import SourceRows
 from ptqpipe.stages import convert
 from ptqpipe.stages.block_folder import BlockFolder
 from ptqpipe.stages.machine import Machine, resident_bytes
 from ptqpipe.stages.progress import Progress
+from ptqpipe.stages.tune_block import BlockWork
+from ptqpipe.stages.tune_follow import follow
 
 DEFAULT_SEQLEN = 2048
+METHODS = ("learned", "gptq", "gptq+learned")
+SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """What decides the codes, beside model, recipe and data. ``seqlen`` None: 2048, or the model's positions."""
+    """What decides the codes, beside model, recipe and data.
+
+    seqlen    None: 2048, or the model's positions
+    method    of METHODS: what finds the codes
+    share     of what the layers before have lost, how much a layer makes up for under "gptq": 0 to 1
+    settings  of learned rounding; its share of held-out samples counts for every method
+    """
 
     samples: int = 128
     seqlen: int | None = None
     seed: int = 0
     data_field: str | None = None
+    method: str = "learned"
+    share: float = SHARE
     settings: Settings = field(default_factory=Settings)
 
 
@@ -103,6 +110,10 @@ def tune(
     """
     begun = time.monotonic()
     options, machine = options or TuneOptions(), machine or Machine()
+    if options.method not in METHODS:
+        raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
+    if not 0.0 <= options.share <= 1.0:
+        raise UsageError(f"--share {options.share} is out of range; use 0 (nothing is made up for) to 1 (all of it)")
     prepared = convert.prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
     with prepared.source as source:
         if any(unit.scheme.low_rank is not None for unit in prepared.plan.units):
@@ -124,20 +135,20 @@ def tune(
             "the recipe": prepared.run_parts["recipe"],
             "the statistics": prepared.run_parts.get("statistics", ""),
             "the data": samples.sha256,
-            "the settings": json.dumps(asdict(options.settings)),
+            "the settings": json.dumps([options.method, options.share, asdict(options.settings)]),
             "the version of ptqpipe": __version__,
         }
         folder = BlockFolder(out, parts, index_file=ROUNDING_FILE, mode=mode)
         with folder, machine.threads():
             torch.set_num_threads(machine.workers)
-            _run(prepared, samples, folder, options.settings, machine)
+            _run(prepared, samples, folder, options, machine)
             content = _content(prepared, samples, options, folder)
             folder.finish(content)
     return Tuned(out, content, time.monotonic() - begun, resident_bytes().peak)
 
 
 def _run(
-    prepared: convert.Prepared, samples: Samples, folder: BlockFolder, settings: Settings, machine: Machine
+    prepared: convert.Prepared, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine
 ) -> None:
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
     runner = Runner.open(skeleton, samples.windows, device=machine.device, spill=folder.paths.partial)
@@ -149,7 +160,7 @@ def _run(
             streams.append(OnDisk(folder.paths.partial) if disk else InMemory())
         with runner, Progress(list(steps.values()), shown=machine.progress) as progress:
             for block in runner.blocks():
-                _tune_block(block, prepared, runner, folder, settings, wanted=streams[0], given=streams[1])
+                _tune_block(block, prepared, runner, folder, options, wanted=streams[0], given=streams[1])
                 progress.advance(steps[block.name])
     finally:
         for stream in streams:
@@ -161,7 +172,7 @@ def _tune_block(
     prepared: convert.Prepared,
     runner: Runner,
     folder: BlockFolder,
-    settings: Settings,
+    options: TuneOptions,
     *,
     wanted: Activations,
     given: Activations,
@@ -170,196 +181,76 @@ def _tune_block(
     if block.index == 0:
         for batch in range(block.batches):
             given.put(batch, block.inputs(batch))
-    units = _units_of(block, prepared)
-    weights = _weights_of(units, prepared)
-    members = {m.key: m for unit in units for m in unit.members}
-    parameters = {name.removeprefix(f"{block.name}."): t for name, t in _parameters(block, runner).items()}
-    origins = {name.removeprefix(f"{block.name}."): found for name, found in block.origins.items()}
-    assemblies = assemble(parameters, origins, members, weights)
-    amax = _run_float(block, assemblies, wanted)
-    quantizers = _quantizers(assemblies, members, units, amax)
+    work = BlockWork.of(block, prepared, runner)
+    with torch.no_grad():
+        for batch in range(block.batches):
+            wanted.put(batch, block.forward(block.inputs(batch), batch))
     if block.name in folder.done:
-        codes = _read_codes(folder, block, units)
+        codes = _read_codes(folder, block, work.units)
     else:
-        codes, record = _learn(
-            block, prepared, units, weights, assemblies, quantizers, settings, wanted=wanted, given=given
-        )
+        codes, record = _find(work, options, wanted=wanted, given=given)
         record |= _write(folder.paths.growing, block.name, codes)
         folder.commit(block.name, record)
     decoded = {key: q.dequantize() for key, q in codes.items()}
-    replaced = {a.parameter: a.build(decoded) for a in assemblies}
-    with torch.no_grad(), _quantized_inputs(block.module, quantizers):
+    with torch.no_grad():
         for batch in range(block.batches):
-            given.put(batch, block.forward(given.get(batch).to(runner.device), batch, parameters=replaced))
+            given.put(batch, work.outputs(given.get(batch).to(runner.device), batch, decoded))
             runner.activations.put(batch, wanted.get(batch))
     block.advanced = True
 
 
-def _learn(
-    block: Block,
-    prepared: convert.Prepared,
-    units: Sequence[Unit],
-    weights: Mapping[str, torch.Tensor],
-    assemblies: Sequence[Assembly],
-    quantizers: Mapping[str, InputQuantizer],
-    settings: Settings,
-    *,
-    wanted: Activations,
-    given: Activations,
+def _find(
+    work: BlockWork, options: TuneOptions, *, wanted: Activations, given: Activations
 ) -> tuple[dict[str, QTensor], dict[str, Any]]:
     """The codes of every weight of the block, and what the journal says of them."""
-    start = {key: q for unit in units for key, q in _quantize(unit, weights, prepared).items()}
-    learnable = {key for a in assemblies for key in a.keys}
-    fixed = {key: q.dequantize() for key, q in start.items() if key not in learnable}
-
-    def forward(x: torch.Tensor, batch: int, chosen: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        built = {a.parameter: a.build({**fixed, **chosen}) for a in assemblies}
-        with _quantized_inputs(block.module, quantizers):
-            return block.forward(x, batch, parameters=built)
-
-    learned: Learned | None = None
-    if learnable:
-        learned = learn(
-            {key: weights[key] for key in learnable},
-            {key: start[key] for key in learnable},
-            forward=forward,
+    start = work.start()
+    record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
+    codes = start
+    if "gptq" in options.method and work.held:
+        followed = follow(
+            work,
+            start,
+            share=options.share,
+            held_out=options.settings.held_out,
             inputs=given.get,
             targets=wanted.get,
-            batches=block.batches,
-            windows_per_batch=given.get(0).shape[0],
-            settings=settings,
         )
-    codes = {
-        key: q if learned is None or key not in learned.codes else QTensor.from_codes(
-            learned.codes[key], q.scales, fmt=q.fmt, global_scale=q.global_scale
-        )
-        for key, q in start.items()
-    }  # fmt: skip
-    return codes, {
-        "start_loss": learned.start_loss if learned else None,
-        "learned_loss": learned.learned_loss if learned else None,
-        "kept": bool(learned and learned.kept),
-        "moved": learned.moved if learned else 0.0,
-        "not_learned": sorted(start.keys() - learnable),
-    }
+        codes = dict(followed.codes)
+        record |= {"start_loss": followed.start_loss, "learned_loss": followed.found_loss, "kept": followed.kept}
+        record["followed_loss"] = followed.found_loss
+    if "learned" in options.method and work.held:
+        codes, learned = _learn(work, codes, options.settings, wanted=wanted, given=given)
+        if "followed_loss" not in record:
+            record |= {"start_loss": learned.start_loss, "learned_loss": learned.learned_loss, "kept": learned.kept}
+        elif learned.kept:
+            record |= {"learned_loss": learned.learned_loss, "kept": True}
+    total = sum(start[key].codes.numel() for key in work.held)
+    record["moved"] = sum(int((codes[k].codes != start[k].codes).sum()) for k in work.held) / max(1, total)
+    return codes, record | {"not_learned": sorted(start.keys() - work.held)}
 
 
-def _units_of(block: Block, prepared: convert.Prepared) -> list[Unit]:
-    """The units of the plan whose weights are this block's."""
-    tensors = {tensor for found in block.origins.values() for tensor in found}
-    return [u for u in prepared.plan.units if all(m.source.tensor in tensors for m in u.members)]
-
-
-def _weights_of(units: Sequence[Unit], prepared: convert.Prepared) -> dict[str, torch.Tensor]:
-    """Key -> the matrix [N, K] as the source has it."""
-    found = {}
-    for unit in units:
-        for m in unit.members:
-            found[m.key] = SourceRows(prepared.source, m.source, shape=m.shape).rows(0, m.shape[0])
-    return found
-
-
-def _parameters(block: Block, runner: Runner) -> dict[str, torch.Tensor]:
-    return {name: runner.skeleton.model.get_parameter(name) for name in block.origins if _is_parameter(runner, name)}
-
-
-def _is_parameter(runner: Runner, name: str) -> bool:
-    parent, _, leaf = name.rpartition(".")
-    return leaf in runner.skeleton.model.get_submodule(parent)._parameters
-
-
-class _Rows:
-    """A matrix in memory, as an algorithm reads it."""
-
-    def __init__(self, w: torch.Tensor) -> None:
-        self.shape = (w.shape[0], w.shape[1])
-        self._w = w
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop)."""
-        return self._w[start:stop]
-
-
-def _quantize(unit: Unit, weights: Mapping[str, torch.Tensor], prepared: convert.Prepared) -> dict[str, QTensor]:
-    """The unit as convert would write it."""
-    runs: dict[tuple[int, int], QTensor] = {}
-    convert.quantize_unit(
-        unit,
-        [_Rows(weights[m.key]) for m in unit.members],
-        prepared,
-        sink=lambda member, row, q: runs.__setitem__((member, row), q),
+def _learn(
+    work: BlockWork, start: Mapping[str, QTensor], settings: Settings, *, wanted: Activations, given: Activations
+) -> tuple[dict[str, QTensor], Learned]:
+    """Learned rounding at the scales of ``start``."""
+    fixed = {key: q.dequantize() for key, q in start.items() if key not in work.held}
+    learned = learn(
+        {key: work.weights[key] for key in work.held},
+        {key: start[key] for key in sorted(work.held)},
+        forward=lambda x, batch, chosen: work.outputs(x, batch, {**fixed, **chosen}),
+        inputs=given.get,
+        targets=wanted.get,
+        batches=work.block.batches,
+        windows_per_batch=given.get(0).shape[0],
+        settings=settings,
     )
-    return {m.key: _joined([runs[at] for at in sorted(runs) if at[0] == i]) for i, m in enumerate(unit.members)}
-
-
-def _joined(runs: Sequence[QTensor]) -> QTensor:
-    """Runs of rows of one weight as one."""
-    first = runs[0]
-    if len(runs) == 1:
-        return first
-    shape = (sum(q.shape[0] for q in runs), first.shape[1])
-    scales = first.scales if first.fmt.block[0] == 0 else torch.cat([q.scales for q in runs])
-    return QTensor(first.fmt, shape, torch.cat([q.data for q in runs]), scales, first.global_scale)
-
-
-def _run_float(block: Block, assemblies: Sequence[Assembly], wanted: Activations) -> dict[str, float]:
-    """Runs the float block; its outputs go to ``wanted``. Largest input magnitude of every linear module."""
-    amax: dict[str, float] = {}
-
-    def watch(name: str) -> Any:
-        def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            amax[name] = max(amax.get(name, 0.0), float(args[0].abs().amax()))
-
-        return hook
-
-    modules = [a.parameter.rpartition(".")[0] for a in assemblies if not a.stacked]
-    handles = [block.module.get_submodule(name).register_forward_pre_hook(watch(name)) for name in modules]
-    try:
-        with torch.no_grad():
-            for batch in range(block.batches):
-                wanted.put(batch, block.forward(block.inputs(batch), batch))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return amax
-
-
-def _quantizers(
-    assemblies: Sequence[Assembly], members: Mapping[str, Member], units: Sequence[Unit], amax: Mapping[str, float]
-) -> dict[str, InputQuantizer]:
-    """Module of the block -> what its scheme does with its input. Inputs of stacked experts are left as they are."""
-    schemes = {m.key: unit.scheme for unit in units for m in unit.members}
-    found = {}
-    for a in assemblies:
-        module, activation = a.parameter.rpartition(".")[0], schemes[a.keys[0]].activation
-        if a.stacked or activation is Activation.NONE or module not in amax:
-            continue
-        scale = None
-        if activation is Activation.NVFP4_STATIC_GLOBAL:
-            fused = {k for u in units for k in (m.key for m in u.members) if any(m.key == a.keys[0] for m in u.members)}
-            shared = [amax.get(b.parameter.rpartition(".")[0], 0.0) for b in assemblies if fused & set(b.keys)]
-            scale = max(*shared, 1e-12) / 2688.0
-        found[module] = InputQuantizer(activation, scale)
-    return found
-
-
-@contextmanager
-def _quantized_inputs(module: torch.nn.Module, quantizers: Mapping[str, InputQuantizer]) -> Iterator[None]:
-    """Inputs are quantized while it is open; gradients pass straight through."""
-
-    def hook_of(quantizer: InputQuantizer) -> Any:
-        def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            x = args[0]
-            return (x + (quantizer(x.detach()) - x.detach()), *args[1:])
-
-        return hook
-
-    handles = [module.get_submodule(name).register_forward_pre_hook(hook_of(q)) for name, q in quantizers.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    codes = {
+        key: QTensor.from_codes(learned.codes[key], q.scales, fmt=q.fmt, global_scale=q.global_scale)
+        if key in learned.codes
+        else q
+        for key, q in start.items()
+    }
+    return codes, learned
 
 
 def _write(folder: Path, block: str, codes: Mapping[str, QTensor]) -> dict[str, Any]:
@@ -411,6 +302,8 @@ def _content(prepared: convert.Prepared, samples: Samples, options: TuneOptions,
             "seqlen": samples.windows.shape[1],
             "seed": options.seed,
         },
+        "method": options.method,
+        "share": options.share,
         "settings": asdict(options.settings),
         "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in blocks.items()},
         "weights": {key: entry for block in blocks.values() for key, entry in block["weights"].items()},

@@ -19,9 +19,7 @@ def to_json(done: Tuned) -> dict[str, Any]:
 
 def render(done: Tuned) -> str:
     """A line a block, then what to do next."""
-    lines = [
-        f"{'block':<24} {'start':>10} {'learned':>10} {'ratio':>6} {'moved':>6}   output error on held-out samples"
-    ]
+    lines = [f"{'block':<24} {'start':>10} {'found':>10} {'ratio':>6} {'moved':>6}   output error on held-out samples"]
     lines += [_line(name, entry) for name, entry in done.content["blocks"].items()]
     left = [weight for entry in done.content["blocks"].values() for weight in entry["not_learned"]]
     if left:

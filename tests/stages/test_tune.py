@@ -1,6 +1,7 @@
 """tune, and convert --rounding: codes from folder to checkpoint, resumed, refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 from ptqpipe.api import load_tensors
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.cli import main
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.formats import get_format
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import Rounding
@@ -107,3 +108,62 @@ def test_no_data_is_one_line_that_says_what_to_give(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "give --data" in done.output
     assert not (tmp_path / "out").exists()
+
+
+def of_method(method: str, **more: Any) -> tune.TuneOptions:
+    return replace(OPTIONS, method=method, **more)
+
+
+def test_layers_that_make_up_for_earlier_ones_lose_less_than_layers_by_themselves(text: Path, tmp_path: Path) -> None:
+    losses = {}
+    for share in (0.0, 1.0):
+        done = tune.tune(DEMO, [str(text)], tmp_path / f"{share}", options=of_method("gptq", share=share), machine=ONE)
+        blocks = done.content["blocks"].values()
+        assert all(entry["kept"] and entry["learned_loss"] < entry["start_loss"] for entry in blocks)
+        assert done.content["method"] == "gptq"
+        losses[share] = [entry["learned_loss"] for entry in blocks]
+    assert losses[1.0][-1] < losses[0.0][-1]
+
+
+def test_learning_after_error_feedback_loses_no_more(text: Path, tmp_path: Path) -> None:
+    recipe = RecipeOptions(scheme="nvfp4_w4a4")
+    options = of_method("gptq+learned")
+    done = tune.tune(DEMO, [str(text)], tmp_path / "codes", recipe=recipe, options=options, machine=ONE)
+    for entry in done.content["blocks"].values():
+        assert entry["learned_loss"] <= entry["followed_loss"] < entry["start_loss"]
+        assert 0.1 < entry["moved"] < 0.9
+
+
+def test_error_feedback_that_was_stopped_goes_on_to_the_same_codes(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = of_method("gptq")
+    whole = tune.tune(DEMO, [str(text)], tmp_path / "whole", options=options, machine=ONE)
+    real, calls = tune.follow, []
+
+    def stops(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(tune, "follow", stops)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, machine=ONE)
+    with pytest.raises(OutputError, match="settings"):
+        tune.tune(DEMO, [str(text)], tmp_path / "cut", options=of_method("learned"), mode="resume", machine=ONE)
+    again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
+    assert again.content["digest"] == whole.content["digest"]
+    assert len(calls) == 1 + len(whole.content["blocks"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"method": "other"}, "'other' is unknown"), ({"share": 1.5}, "--share 1.5 is out of range")],
+)
+def test_settings_that_do_not_exist_are_refused(
+    changes: dict[str, Any], message: str, text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        tune.tune(DEMO, [str(text)], tmp_path / "out", options=replace(OPTIONS, **changes), machine=ONE)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,154 @@
+"""Moments of inputs in two runs of one block: on what the float model gives it, and on what a quantized one does.
+
+Sums as in ``moments.py``: float32 products over one batch, batches added in float64. It must not know formats, files or
+what the moments are for.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptqpipe.calibration.runner import Block
+from ptqpipe.errors import NumericsError
+
+Quantizer = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """What is known of the input of a module, x in the float model and x' in the quantized one. float32 [K, K].
+
+    moment  E[x' x'^T]
+    cross   E[x x'^T]
+    """
+
+    moment: torch.Tensor
+    cross: torch.Tensor
+
+
+class _SeenError(Exception):
+    """Leaves a block's forward where nothing after it is of use."""
+
+
+def call_order(block: Block, modules: Sequence[str]) -> list[str]:
+    """Those of ``modules`` (names in the block) that the block calls, in the order in which it does."""
+    order: list[str] = []
+    watched = [
+        block.module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: order.append(name))
+        for name in modules
+    ]
+    try:
+        with torch.no_grad():
+            block.forward(block.inputs(0), 0)
+    finally:
+        for handle in watched:
+            handle.remove()
+    return list(dict.fromkeys(order))
+
+
+def paired_moments(
+    block: Block,
+    modules: Sequence[str],
+    *,
+    batches: Sequence[int],
+    given: Callable[[int], torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    quantizers: Mapping[str, Quantizer],
+) -> dict[str, Paired]:
+    """The moments of the inputs of ``modules`` (names in the block, each called once a run); those that are given one
+    input share the object.
+
+    given       hidden states of a batch as the quantized blocks before this one return them
+    parameters  the block's quantized parameters so far, by their names in the block
+    quantizers  what happens to a module's input in the quantized model, by module; nothing where there is none
+
+    NumericsError for inputs that are not finite.
+    """
+    leaders: dict[str, str] = {}
+    sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    tokens = 0
+    for batch in batches:
+        exact = _inputs(block, modules, {}, block.inputs(batch), batch, {})
+        found = _inputs(block, modules, quantizers, given(batch), batch, parameters)
+        if not leaders:
+            leaders = _leaders(modules, exact, quantizers)
+        for name in dict.fromkeys(leaders.values()):
+            x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, found))
+            outer, cross = (seen.t() @ seen).double(), (x.t() @ seen).double()
+            sums[name] = (sums[name][0] + outer, sums[name][1] + cross) if name in sums else (outer, cross)
+        tokens += exact[modules[0]].shape[:-1].numel()
+    means = {name: Paired(*((total / tokens).float() for total in pair)) for name, pair in sums.items()}
+    for name, pair in means.items():
+        if not bool(torch.isfinite(pair.moment).all()) or not bool(torch.isfinite(pair.cross).all()):
+            raise NumericsError(f"the input of '{block.name}.{name}' is not finite; check the model's weights")
+    return {name: means[leaders[name]] for name in modules}
+
+
+def _inputs(
+    block: Block,
+    modules: Sequence[str],
+    quantizers: Mapping[str, Quantizer],
+    hidden: torch.Tensor,
+    batch: int,
+    parameters: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Module -> its (quantized) input in one run, which ends when all are seen."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def hook_of(name: str) -> Any:
+        def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            seen[name] = args[0]
+            if len(seen) == len(modules):
+                raise _SeenError
+
+        return hook
+
+    with torch.no_grad(), quantized_inputs(block.module, quantizers):
+        handles = [block.module.get_submodule(name).register_forward_pre_hook(hook_of(name)) for name in modules]
+        try:
+            with contextlib.suppress(_SeenError):
+                block.forward(hidden, batch, parameters=parameters)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return seen
+
+
+def _leaders(
+    modules: Sequence[str], inputs: Mapping[str, torch.Tensor], quantizers: Mapping[str, Quantizer]
+) -> dict[str, str]:
+    """Module -> the first module that is given the same tensor, and does the same with it."""
+    found: dict[str, str] = {}
+    for name in modules:
+        x = inputs[name]
+        same = (
+            other
+            for other in found
+            if inputs[other].data_ptr() == x.data_ptr()
+            and inputs[other].shape == x.shape
+            and quantizers.get(other) == quantizers.get(name)
+        )
+        found[name] = next(same, name)
+    return found
+
+
+@contextlib.contextmanager
+def quantized_inputs(module: torch.nn.Module, quantizers: Mapping[str, Quantizer]) -> Iterator[None]:
+    """The inputs of submodules of ``module`` are quantized while it is open; gradients pass straight through."""
+
+    def hook_of(quantizer: Quantizer) -> Any:
+        def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            x = args[0]
+            return (x + (quantizer(x.detach()) - x.detach()), *args[1:])
+
+        return hook
+
+    handles = [module.get_submodule(name).register_forward_pre_hook(hook_of(q)) for name, q in quantizers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
