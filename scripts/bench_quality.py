@@ -125,13 +125,13 @@ class Runs:
         return {**total, "peak_rss_mib": peak, **({"warm": True} if self._warm else {})}
 
     def _process(self, tool: str, command: list[str]) -> dict[str, Any]:
-        run = measured(["timeout", str(LIMIT_SECONDS), "nice", self.pythons[tool], *command])[0]
+        run = measured(["timeout", str(LIMIT_SECONDS), self.pythons[tool], *command])[0]
         return {"seconds": run.seconds, "cpu_s": run.cpu_seconds, "peak_rss_mib": run.peak_bytes / 2**20}
 
     def _forked(self, tool: str, command: list[str]) -> dict[str, Any]:
         server = self._servers.get(tool)
         if server is None:
-            start = ["nice", self.pythons[tool], str(HERE / "quality_warm.py"), tool, str(LIMIT_SECONDS)]
+            start = [self.pythons[tool], str(HERE / "quality_warm.py"), tool, str(LIMIT_SECONDS)]
             pipe = subprocess.PIPE
             server = self._servers[tool] = subprocess.Popen(start, stdin=pipe, stdout=pipe, text=True)
         assert server.stdin is not None

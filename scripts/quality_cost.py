@@ -1,0 +1,110 @@
+"""What calibration and GPTQ cost: ptqpipe beside llm-compressor, whole processes, one after the other, several times.
+
+    python scripts/quality_cost.py --scratch DIR --results FILE --python llm-compressor=PYTHON [--times 3]
+        [--model bench-4m] [--format nvfp4]
+
+One JSON line: for each of "calibrate", "convert", both together ("gptq"), "gptq in order" (`tune --method gptq` and
+`convert`) and the peer's GPTQ (its whole process, which loads, calibrates, quantizes and saves) the medians of seconds,
+processor seconds and peak memory, and the ratios to the peer within each turn. Both get the same rows of tokens.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bench_quality import HERE, MODELS, OWN, Runs, place
+from quality_entries import ENTRIES, Job, calibrate_command, own_steps, peer_command
+
+PEER = "llm-compressor"
+COSTS = ("seconds", "cpu_s", "peak_rss_mib")
+
+
+def jobs_of(args: argparse.Namespace) -> dict[str, Job]:
+    """What is run, by the name of its entry's tool and name."""
+    from quality_measure import read_texts
+
+    model = next(m for m in MODELS if m.name == args.model)
+    source = place(model.folder, args.shared)
+    texts = read_texts(
+        source,
+        place(model.held_out, args.shared),
+        place(model.calibration, args.shared),
+        tokens=args.tokens,
+        shared=model.shared_text,
+    )
+    rows = texts.rows(0)
+    file = args.scratch / "rows.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows.tolist()))
+    wanted = ((OWN, "gptq"), (OWN, "gptq in order"), (PEER, "gptq"))
+    entries = {(e.tool, e.name): e for e in ENTRIES if args.format in e.formats}
+    count, length = rows.shape
+    out = args.scratch / "out"
+    return {
+        f"{tool} {name}": Job(entries[tool, name], args.format, source, out, file, 0, count, length, model.convert)
+        for tool, name in wanted
+    }
+
+
+def turn(jobs: dict[str, Job], runs: Runs, scratch: Path) -> dict[str, dict[str, Any]]:
+    """Every job once."""
+    for left in (*scratch.glob("out*"), *scratch.glob("stats*")):
+        shutil.rmtree(left)
+    own, ordered, peer = jobs.values()
+    stats = scratch / "stats"
+    found = {"calibrate": runs.cost(OWN, [calibrate_command(own.source, stats, own)])}
+    found["convert"] = runs.cost(OWN, own_steps(own, stats))
+    found["gptq"] = {name: found["calibrate"][name] + found["convert"][name] for name in COSTS[:2]}
+    found["gptq"]["peak_rss_mib"] = max(found[step]["peak_rss_mib"] for step in ("calibrate", "convert"))
+    shutil.rmtree(own.out)
+    found[PEER] = runs.cost(PEER, [peer_command(peer)])
+    shutil.rmtree(own.out)
+    found["gptq in order"] = runs.cost(OWN, own_steps(ordered, stats))
+    return found
+
+
+def summary(turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Medians over the turns; ratios are of one turn each."""
+
+    def median(of: Any) -> float:
+        return round(float(statistics.median(of(one) for one in turns)), 2)
+
+    lines: dict[str, Any] = {
+        step: {name: median(lambda one, step=step, name=name: one[step][name]) for name in COSTS} for step in turns[0]
+    }
+    for step in ("gptq", "gptq in order"):
+        lines[f"{step} / {PEER}"] = {
+            name: median(lambda one, step=step, name=name: one[step][name] / one[PEER][name]) for name in COSTS
+        }
+    return lines
+
+
+def main() -> None:
+    """Measures, and appends the line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bench-4m", choices=[m.name for m in MODELS])
+    parser.add_argument("--format", default="nvfp4")
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=24_576)
+    parser.add_argument("--python", required=True, metavar=f"{PEER}=PYTHON")
+    parser.add_argument("--shared", type=Path, default=HERE.parent.parent / "shared", help="folder of the assets")
+    parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"))
+    parser.add_argument("--results", type=Path, default=HERE.parent / "benchmarks" / "quality_cost.jsonl")
+    args = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    args.scratch = args.scratch.resolve()
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    jobs = jobs_of(args)
+    runs = Runs(dict([args.python.split("=", 1)]), warm=False)
+    line: dict[str, Any] = {"model": args.model, "format": args.format, "times": args.times}
+    line |= summary([turn(jobs, runs, args.scratch) for _ in range(args.times)])
+    print(json.dumps(line))
+    with open(args.results, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
