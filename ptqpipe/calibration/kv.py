@@ -4,6 +4,7 @@ The observer stands in for transformers' cache: ``update`` is given keys and val
 them, keys after the rotary embedding and before they are repeated for the query heads, and returns them unchanged.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ _PLAIN = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 class KeyValueObserver:
-    """max |k| and max |v| by key-value head, of the calls since `start`."""
+    """max |k| and max |v| by key-value head, of the calls since `start`. Threads may show it what they see."""
 
     def __init__(self) -> None:
         self._name: str | None = None
+        self._lock = threading.Lock()
+        self._of_thread = threading.local()
         self.k_amax: torch.Tensor | None = None
         self.v_amax: torch.Tensor | None = None
 
@@ -29,20 +32,26 @@ class KeyValueObserver:
         """Watches no longer; what was found stays."""
         self._name = None
 
+    def look_away(self, away: bool) -> None:
+        """Whether what the calling thread shows from now on counts for nothing."""
+        self._of_thread.away = away
+
     def see(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keys and values [samples, heads, tokens, head size]. NumericsError where one is not finite."""
-        if self._name is None:
+        if self._name is None or getattr(self._of_thread, "away", False):
             return
-        self.k_amax = self._largest("keys", keys, self.k_amax)
-        self.v_amax = self._largest("values", values, self.v_amax)
+        k, v = self._largest("keys", keys), self._largest("values", values)
+        with self._lock:
+            self.k_amax = k if self.k_amax is None else torch.maximum(self.k_amax, k)
+            self.v_amax = v if self.v_amax is None else torch.maximum(self.v_amax, v)
 
-    def _largest(self, what: str, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    def _largest(self, what: str, x: torch.Tensor) -> torch.Tensor:
         found = x.detach().abs().amax(dim=(0, 2, 3)).float().cpu()
         if not bool(torch.isfinite(found).all()):
             raise NumericsError(
                 f"the {what} of '{self._name}' are not finite; use --dtype float32, or check the model's weights"
             )
-        return found if before is None else torch.maximum(before, found)
+        return found
 
 
 def make_cache(observer: KeyValueObserver, config: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Statistics of one block from several processes as one: counts and sums add, maxima are the largest.
+"""Statistics of one block from several processes or devices as one: counts and sums add, maxima are the largest.
 
-Runs over torch.distributed's default group (gloo). All ranks take part in every call, in the same order.
+Between processes it runs over torch.distributed's default group (gloo): all ranks take part in every call, in the same
+order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,23 @@ def merge_ranks(collector: Collector, *, world: int, held: bool = False) -> None
             moments.amax = _reduced(moments.amax, torch.distributed.ReduceOp.MAX)
             for tensor in moments.sums():
                 tensor.copy_(_reduced(tensor, torch.distributed.ReduceOp.SUM))
+
+
+def merge_copies(collectors: Sequence[Collector]) -> Collector:
+    """The first of the collectors of a block's copies, with what all of them saw, on its device."""
+    first, *others = collectors
+    seen = [collector.leaders for collector in collectors]
+    first.leaders = {
+        slot: leader
+        for slot in first.slots
+        if (leader := next((mine[slot] for mine in seen if slot in mine), None)) is not None
+    }
+    for other in others:
+        for mine, theirs in ((first.moments, other.moments), (first.held, other.held)):
+            for leader, moments in theirs.items():
+                found = mine.setdefault(leader, first.empty(first.slots[leader].columns))
+                found.merge(moments.on(found.amax.device))
+    return first
 
 
 def merge_largest(tensor: torch.Tensor | None, *, world: int) -> torch.Tensor | None:

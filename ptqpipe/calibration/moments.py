@@ -99,6 +99,12 @@ class Moments:
         for mine, theirs in zip(self.sums(), other.sums(), strict=True):
             mine += theirs
 
+    def on(self, device: torch.device) -> "Moments":
+        """The same on another device."""
+        outer = (None if tensor is None else tensor.to(device) for tensor in (self.block_gram, self.gram))
+        sums = (tensor.to(device) for tensor in (self.amax, self.total, self.squares, self.histogram))
+        return Moments(self.tokens, *sums, *outer)
+
     def quantiles(self) -> dict[float, float]:
         """p -> the p-quantile of |x| over all elements, within QUANTILE_ERROR of itself."""
         ranks = self.histogram.cumsum(0).tolist()

@@ -13,7 +13,9 @@ statistics or files of its own.
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ class Block:
     index, name  its place and its name in the model ("model.layers.0")
     module       of transformers
     origins      parameter of the block (by its name in the model) -> checkpoint tensors that make it
+    device       where the weights are
     """
 
     index: int
@@ -47,6 +50,7 @@ class Block:
     module: torch.nn.Module
     origins: Mapping[str, tuple[str, ...]]
     _runner: "Runner"
+    device: torch.device
     advanced: bool = field(default=False)
 
     @property
@@ -58,7 +62,7 @@ class Block:
         """Hidden states [samples, tokens, hidden] that enter this block, on the device. Before `advance` only."""
         if self.advanced:
             raise ValueError(f"the inputs of {self.name} are gone: advance() has replaced them")
-        return self._runner.activations.get(batch).to(self._runner.device)
+        return self._runner.activations.get(batch).to(self.device)
 
     def forward(
         self, x: torch.Tensor, batch: int, *, parameters: Mapping[str, torch.Tensor] | None = None
@@ -66,7 +70,7 @@ class Block:
         """Hidden states [samples, tokens, hidden] that leave this block when ``x`` enters it, with some ``parameters``
         (by their names in the block) instead of its own. Records gradients unless the caller is under
         ``torch.no_grad``."""
-        args, kwargs = self._runner.arguments[x.shape[0]][self.index]
+        args, kwargs = self._runner.arguments_on(self.device)[x.shape[0]][self.index]
         if parameters:
             out = torch.func.functional_call(self.module, dict(parameters), (x, *args), kwargs)
         else:
@@ -79,17 +83,23 @@ class Block:
             )
         return out
 
-    def advance(self, before: Callable[[int], None] | None = None) -> None:
+    def on(self, device: torch.device) -> "Block":
+        """A copy of this block on another device, for `advance_together`."""
+        module = copy.deepcopy(self.module).to(device)
+        return Block(self.index, self.name, module, self.origins, self._runner, device)
+
+    def advance(self, before: Callable[[int], None] | None = None, *, share: slice | None = None) -> None:
         """Runs every batch; the outputs become the inputs of the next block. Once: later calls do nothing.
 
         before  is called with the number of each batch before it runs
+        share   of the batches, where copies run the others
 
         NumericsError for an output that is not finite.
         """
         if self.advanced:
             return
         with torch.no_grad():
-            for batch in range(self.batches):
+            for batch in range(self.batches)[share or slice(None)]:
                 if before is not None:
                     before(batch)
                 out = self.forward(self.inputs(batch), batch)
@@ -100,6 +110,23 @@ class Block:
                     )
                 self._runner.activations.put(batch, out)
         self.advanced = True
+
+
+def advance_together(copies: Sequence[Block], before: Sequence[Callable[[int], None] | None]) -> None:
+    """Advances a block by its copies on several devices at once: each runs every ``len(copies)``-th batch, in order.
+
+    before  of each copy, as `Block.advance` has it; called on that copy's thread
+    """
+    if len(copies) == 1:
+        copies[0].advance(before[0])
+        return
+    with ThreadPoolExecutor(max_workers=len(copies), thread_name_prefix="device") as pool:
+        runs = [
+            pool.submit(block.advance, call, share=slice(number, None, len(copies)))
+            for number, (block, call) in enumerate(zip(copies, before, strict=True))
+        ]
+    for run in runs:
+        run.result()
 
 
 class Runner:
@@ -122,6 +149,7 @@ class Runner:
         self.activations = activations
         self.arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
         self.key_values = KeyValueObserver()
+        self._moved: dict[torch.device, dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]]] = {}
         self._cache = make_cache(self.key_values, skeleton.model.config)
         self._tuples = False  # whether the model takes what its blocks return as a tuple
 
@@ -173,6 +201,17 @@ class Runner:
         """Names of the blocks, in order."""
         return tuple(name for name, _ in self.skeleton.blocks)
 
+    def arguments_on(self, device: torch.device) -> dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+        """``arguments`` with their tensors on a device."""
+        if device == self.device:
+            return self.arguments
+        if device not in self._moved:
+            self._moved[device] = {
+                size: [(_on(args, device), _on(kwargs, device)) for args, kwargs in of_blocks]
+                for size, of_blocks in self.arguments.items()
+            }
+        return self._moved[device]
+
     def blocks(self) -> Iterator[Block]:
         """Every block, its weights loaded while it is the current one; those that the caller did not advance are."""
         skeleton = self.skeleton
@@ -181,7 +220,7 @@ class Runner:
             skeleton.load(names, self.device)
             module.to(self.device)  # buffers
             origins = {n: skeleton.origins[n] for n in names if n in skeleton.origins}
-            block = Block(index, name, module, origins, self)
+            block = Block(index, name, module, origins, self, self.device)
             yield block
             block.advance()
             skeleton.free(names)
@@ -325,6 +364,15 @@ def _activations(
     need = windows.numel() * hidden * torch.empty(0, dtype=skeleton.dtype).element_size()
     largest = max(skeleton.nbytes(name) for name, _ in skeleton.blocks)
     return InMemory() if need + largest <= memory_bytes else OnDisk(spill)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """An argument with its tensors on a device, whatever plain containers nest them."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _on(item, device) for key, item in value.items()}
+    return type(value)(_on(item, device) for item in value) if type(value) in (list, tuple) else value
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks_of, resume_command, says_how_to_resume
+from ptqpipe.cli.common import (
+    Size,
+    devices_of,
+    machine_of,
+    mode_of,
+    one_line_errors,
+    ranks_of,
+    resume_command,
+    says_how_to_resume,
+)
 
 
 @click.command()
@@ -39,7 +48,12 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
     "--max-memory", type=Size(), default="8GiB", show_default=True, help="Samples that do not fit go to disk."
 )
 @click.option("--workers", type=int, metavar="N", help="Threads [processors, at most 16].")
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N; one GPU for each rank.")
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    help="cpu, cuda:N, cuda (all GPUs share the samples; one for each rank of a torchrun), or auto.",
+)
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
@@ -65,6 +79,8 @@ def calibrate(
     quiet: bool,
 ) -> None:
     """Run MODEL (a folder, or a hub name) on text, block by block, and keep statistics of its linear inputs."""
+    import torch
+
     from ptqpipe.stages import calibrate as stage
     from ptqpipe.stages import calibrate_text as text
 
@@ -77,9 +93,19 @@ def calibrate(
         dtype=dtype,
         holdout=holdout,
     )
-    machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
+    devices = devices_of(device)
+    machine = machine_of(workers, devices[0], max_memory, progress=not quiet and not as_json)
     mode = mode_of(resume, overwrite)
     with says_how_to_resume(resume_command()):
-        done = stage.calibrate(model, data, out, options=options, mode=mode, machine=machine, ranks=ranks_of())
+        done = stage.calibrate(
+            model,
+            data,
+            out,
+            options=options,
+            mode=mode,
+            machine=machine,
+            ranks=ranks_of(),
+            devices=[machine.device, *map(torch.device, devices[1:])],
+        )
     if done is not None:
         click.echo(json.dumps(text.to_json(done)) if as_json else text.render(done))

@@ -186,6 +186,18 @@ def machine_of(workers: int | None, device: str, max_memory: int, *, progress: b
     )
 
 
+def devices_of(device: str) -> list[str]:
+    """The names of the devices that ``--device`` means: "auto" is "cuda" where there is a GPU, "cuda" all GPUs that are
+    visible, or the rank's own under torchrun."""
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cuda" or _environment("LOCAL_WORLD_SIZE", 1, least=1) > 1:
+        return [device]
+    return [f"cuda:{number}" for number in range(torch.cuda.device_count())] or [device]
+
+
 def ranks_of() -> "Ranks":
     """This process among those of a torchrun, joined by gloo; rank 0 of 1 without one."""
     from ptqpipe.stages.machine import Ranks

@@ -74,8 +74,11 @@ def calibrate(
     mode: Mode = "new",
     machine: Machine | None = None,
     ranks: Ranks | None = None,
+    devices: Sequence[torch.device] = (),
 ) -> Calibrated | None:
     """Writes a statistics folder. The result on rank 0, None on the others.
+
+    devices  that share the samples of this process, the first of them the machine's; none: the machine's alone
 
     Raises UsageError for data or settings that do not fit the model, CheckpointError for a model that cannot be run,
     NumericsError for activations that are not finite (then nothing is written), OutputError for the folder.
@@ -100,7 +103,7 @@ def calibrate(
     )
     if ranks.world > options.samples:
         raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
-    watch = Watch(block, full, held=len(samples.held) > 0, ranks=ranks)
+    watch = Watch(block, full, len(samples.held) > 0, ranks, tuple(devices) or (machine.device,))
     with Source.open(path) as source:
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config))
         parts = _run_parts(source, samples, options)

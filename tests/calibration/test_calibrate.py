@@ -16,9 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ptqpipe.calibration import runner
 from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.data import load_samples
 from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.cli.common import devices_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
 from ptqpipe.stages import calibrate as stage
 from ptqpipe.stages import calibrate_blocks
@@ -322,6 +324,57 @@ def test_two_processes_give_the_statistics_of_one(kind: str, tmp_path: Path) -> 
             x, y = a[key].double(), b[key].double()
             # Two float64 sums of the same numbers, rounded to float32: at most one last place apart.
             assert torch.allclose(x, y, rtol=2.0**-23, atol=2.0**-40 * float(x.abs().max())), key
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("count", [2, 3, 40])
+def test_several_devices_give_the_statistics_of_one(
+    kind: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices that are all this CPU, each with a copy of the block and a thread of its own; batches of two windows."""
+    monkeypatch.setattr(runner, "BATCH_TOKENS", 48)
+    used: set[int] = set()
+    forward = runner.Block.forward
+
+    def noted(self: runner.Block, *args: Any, **kwargs: Any) -> torch.Tensor:
+        used.add(id(self.module))
+        return forward(self, *args, **kwargs)
+
+    one = run(tmp_path, kind, samples=8, holdout=3)
+    monkeypatch.setattr(runner.Block, "forward", noted)
+    windows = make_windows()
+    done = calibrate(
+        tmp_path / kind,
+        [str(tmp_path / "data.jsonl")],
+        tmp_path / "spread",
+        options=options(windows, samples=8, holdout=3),
+        machine=Machine(workers=1),
+        devices=[torch.device("cpu")] * count,
+    )
+    assert done is not None
+    assert len(used) >= min(count, 6)  # at most a copy for every batch
+    assert done.content["modules"] == one.content["modules"]
+    assert done.content["attention"] == one.content["attention"]
+    for file in one.out.glob("*.safetensors"):
+        a, b = load_file(file), load_file(done.out / file.name)
+        assert a.keys() == b.keys()
+        for key in a:
+            x, y = a[key].double(), b[key].double()
+            # Two float64 sums of the same numbers, rounded to float32: at most one last place apart.
+            assert torch.allclose(x, y, rtol=2.0**-23, atol=2.0**-40 * float(x.abs().max())), key
+
+
+def test_all_gpus_share_the_samples_unless_torchrun_has_given_one_to_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert devices_of("cuda") == devices_of("auto") == ["cuda:0", "cuda:1", "cuda:2"]
+    assert (devices_of("cuda:1"), devices_of("cpu")) == (["cuda:1"], ["cpu"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert devices_of("cuda") == ["cuda"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices_of("auto") == ["cpu"]
 
 
 def test_activations_that_are_not_finite_are_named_and_nothing_is_written(tmp_path: Path) -> None:
