@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace, prompts: list[list[int]], *, eager: boo
         "against_one_rank": differences(outcomes[options.codec], outcomes["one_rank"]),
         "against_plain": differences(outcomes[options.codec], outcomes["plain"]),
         "plain_against_one_rank": differences(outcomes["plain"], outcomes["one_rank"]),
-        "log": sorted(set(answers[options.codec].log)),
+        "log": list(dict.fromkeys(answers[options.codec].log)),
     }
 
 

@@ -11,7 +11,10 @@ data, and asks all ranks for their verdict. Unless all agree that it works, ever
 
 import inspect
 import logging
-from dataclasses import dataclass, field
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +35,9 @@ NAME = "tensor_model_parallel_all_reduce"
 TOLERANCE = {"int8": 0.02, "int6": 0.08, "fp8": 0.08, "mxfp8": 0.1}
 COARSE = 0.4  # four bits and whatever else: only that it is the sum and not something else
 CHECK_SHAPE = (64, 1024)
+NEVER = 1 << 62  # bytes
+MEASURED_BYTES = (16 << 20, 4 << 20, 1 << 20, 256 << 10)
+REPEATS = 4
 CHUNK_OF_LOG = 10  # a line after 1, 10, 100, ... quantized messages
 
 _reducers: dict[str, "Reducer"] = {}
@@ -96,7 +102,7 @@ class Reducer:
         if self.quantized is None or _capturing(x) or not self.quantized.should_use(x.numel(), x.dtype):
             self.plain_calls += 1
             return self.plain(x)
-        result = self.quantized(x)
+        result = self.quantized.quantized(x)
         self.calls += 1
         if _is_power(self.calls):
             self.report(tuple(x.shape))
@@ -110,12 +116,13 @@ class Reducer:
         """A line in the log."""
         assert self.quantized is not None
         log.info(
-            "ptqpipe: %s: %d quantized all-reduces (the last %s), %d plain; %s",
+            "ptqpipe: %s: %d quantized all-reduces (the last %s), %d plain; %d bytes sent for %d bytes of values",
             self.group.unique_name,
             self.calls,
             list(shape),
             self.plain_calls,
-            self.quantized.stats(),
+            self.quantized.stats().wire_bytes,
+            self.quantized.stats().value_bytes,
         )
 
 
@@ -141,22 +148,63 @@ def start(name: str, settings: Settings) -> Reducer:
     if not _all_agree(group, not problem):
         log.error("ptqpipe: %s stays PLAIN: %s", name, problem or "the check failed on another rank")
         return reducer
+    if settings.min_bytes == "auto":
+        built.min_bytes = measure(reducer, built)
+    reducer.quantized = built
     log.info(
-        "ptqpipe: %s, %d ranks: %s all-reduce in blocks of %d is on",
+        "ptqpipe: %s, %d ranks: %s all-reduce in blocks of %d %s",
         name,
         group.world_size,
         settings.codec,
         settings.block,
+        "never pays here and stays off" if built.min_bytes == NEVER else f"from {built.min_bytes} bytes on",
     )
-    reducer.quantized = built
     return reducer
+
+
+def measure(reducer: Reducer, built: "QuantAllReduce") -> int:
+    """The smallest message from which on quantizing pays, in bytes; `NEVER` where it does not.
+
+    Against vLLM's own sum, which on one machine goes through shared memory and on several through the network. The
+    slowest rank counts, so that all find the same number.
+    """
+    found = NEVER
+    for size in MEASURED_BYTES:  # from the largest down: quantizing pays from some size on
+        x = torch.randn(size // 2, dtype=torch.bfloat16, device=reducer.group.device)
+        seconds = torch.tensor([_median(reducer, way, x) for way in (reducer.plain, built.quantized)])
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=reducer.group.cpu_group)
+        plain, quantized = seconds.tolist()
+        log.info("ptqpipe: %d bytes: plain %.2f ms, quantized %.2f ms", size, 1e3 * plain, 1e3 * quantized)
+        if quantized >= plain:
+            break
+        found = size
+    return found
+
+
+def _median(reducer: Reducer, way: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
+    """Seconds of one message, the median of some, the ranks starting together."""
+    seconds = []
+    for _ in range(REPEATS):
+        dist.barrier(group=reducer.group.cpu_group)
+        _synchronize(x)
+        begin = time.perf_counter()
+        way(x)
+        _synchronize(x)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:])  # the first one makes buffers
+
+
+def _synchronize(x: torch.Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
 
 
 def _build(group: Any, settings: Settings) -> "QuantAllReduce":
     from ptqpipe.collectives import QuantAllReduce
 
     assert settings.codec is not None
-    return QuantAllReduce(group.device_group, codec=settings.codec, block=settings.block, min_bytes=settings.min_bytes)
+    least = NEVER if settings.min_bytes == "auto" else settings.min_bytes
+    return QuantAllReduce(group.device_group, codec=settings.codec, block=settings.block, min_bytes=least)
 
 
 def _all_agree(group: Any, mine: bool) -> bool:
@@ -172,7 +220,7 @@ def _check(quantized: "QuantAllReduce", reducer: Reducer, settings: Settings) ->
     generator = torch.Generator().manual_seed(1000 + group.rank_in_group)
     x = torch.randn(CHECK_SHAPE, generator=generator).to(torch.bfloat16).to(group.device)
     wanted = reducer.plain(x).float()
-    found = quantized(x).float()
+    found = quantized.quantized(x).float()
     error = float((found - wanted).norm() / wanted.norm())
     extremes = torch.tensor([found.double().sum().item()] * 2, dtype=torch.float64) * torch.tensor([1.0, -1.0])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group.cpu_group)
@@ -202,7 +250,8 @@ def numbers() -> dict[str, dict[str, Any]]:
         name: {
             "quantized_calls": reducer.calls,
             "plain_calls": reducer.plain_calls,
-            "stats": str(reducer.quantized.stats()) if reducer.quantized is not None else "",
+            "min_bytes": reducer.quantized.min_bytes if reducer.quantized is not None else NEVER,
+            "stats": asdict(reducer.quantized.stats()) if reducer.quantized is not None else {},
         }
         for name, reducer in _reducers.items()
     }
