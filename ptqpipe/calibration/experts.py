@@ -12,8 +12,9 @@ import torch
 
 from ptqpipe.errors import CheckpointError
 
-#: (expert, "up" or "down", rows [tokens, K]): the inputs of the first and of the second product of an expert.
-Observer = Callable[[int, str, torch.Tensor], None]
+#: (expert, "up" or "down", rows [tokens, K]): the inputs of the first and of the second product of an expert. What it
+#: returns is what the product gets; None leaves the input as it is.
+Observer = Callable[[int, str, torch.Tensor], torch.Tensor | None]
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -58,16 +59,19 @@ def _forward(
 
 def _expert(module: Any, expert: int, x: torch.Tensor, observer: Observer | None) -> torch.Tensor:
     gated = getattr(module, "has_gate", True)
-    if observer is not None:
-        observer(expert, "up", x)
+    x = _seen(observer, expert, "up", x)
     inner = _product(module, "gate_up_proj" if gated else "up_proj", expert, x)
     inner = module._apply_gate(inner) if gated else module.act_fn(inner)
-    if observer is not None:
-        observer(expert, "down", inner)
+    inner = _seen(observer, expert, "down", inner)
     out = _product(module, "down_proj", expert, inner)
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
     return out
+
+
+def _seen(observer: Observer | None, expert: int, side: str, x: torch.Tensor) -> torch.Tensor:
+    changed = None if observer is None else observer(expert, side, x)
+    return x if changed is None else changed
 
 
 def _product(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:

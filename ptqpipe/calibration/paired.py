@@ -5,16 +5,19 @@ what the moments are for.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ptqpipe.calibration.experts import Observer, observe
 from ptqpipe.calibration.runner import Block
 from ptqpipe.errors import NumericsError
 
 Quantizer = Callable[[torch.Tensor], torch.Tensor]
+_EXPERT = re.compile(r"(.*)\[(\d+)\]\.(up|down)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +140,44 @@ def _leaders(
 
 @contextlib.contextmanager
 def quantized_inputs(module: torch.nn.Module, quantizers: Mapping[str, Quantizer]) -> Iterator[None]:
-    """The inputs of submodules of ``module`` are quantized while it is open; gradients pass straight through."""
+    """The inputs of submodules of ``module`` are quantized while it is open; gradients pass straight through.
+
+    quantizers  by the submodule's name; of stacked experts by ``<name>[<expert>].up`` and ``.down``, for the inputs of
+                their first and second product
+    """
 
     def hook_of(quantizer: Quantizer) -> Any:
         def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            x = args[0]
-            return (x + (quantizer(x.detach()) - x.detach()), *args[1:])
+            return (_straight_through(quantizer, args[0]), *args[1:])
 
         return hook
 
-    handles = [module.get_submodule(name).register_forward_pre_hook(hook_of(q)) for name, q in quantizers.items()]
+    stacks: dict[str, dict[tuple[int, str], Quantizer]] = {}
+    handles = []
+    for name, quantizer in quantizers.items():
+        match = _EXPERT.fullmatch(name)
+        if match is not None:
+            stacks.setdefault(match[1], {})[int(match[2]), match[3]] = quantizer
+            continue
+        handles.append(module.get_submodule(name).register_forward_pre_hook(hook_of(quantizer)))
+    for name, of_stack in stacks.items():
+        observe(module.get_submodule(name), _expert_quantizer(of_stack))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for name in stacks:
+            observe(module.get_submodule(name), None)
+
+
+def _expert_quantizer(quantizers: Mapping[tuple[int, str], Quantizer]) -> Observer:
+    def quantized(expert: int, side: str, x: torch.Tensor) -> torch.Tensor | None:
+        found = quantizers.get((expert, side))
+        return None if found is None else _straight_through(found, x)
+
+    return quantized
+
+
+def _straight_through(quantizer: Quantizer, x: torch.Tensor) -> torch.Tensor:
+    return x + (quantizer(x.detach()) - x.detach())

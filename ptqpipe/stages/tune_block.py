@@ -27,7 +27,8 @@ class BlockWork:
     units       of the plan whose weights are the block's
     weights     key -> the matrix [N, K] as the source has it
     assemblies  of those parameters that are made of nothing but quantized matrices
-    quantizers  module of the block -> what happens to its input, at the static scale that convert writes
+    quantizers  module of the block (expert of a stack) -> what happens to its input, at the static scale that convert
+                writes
     """
 
     block: Block
@@ -122,9 +123,14 @@ def _is_parameter(runner: Runner, name: str) -> bool:
 def _quantizers(
     assemblies: Sequence[Assembly], units: Sequence[Unit], prepared: convert.Prepared
 ) -> dict[str, InputQuantizer]:
-    """Module -> what happens to its input. Inputs of stacked experts are left as they are."""
+    """Module -> what happens to its input, as `quantized_inputs` names modules and stacked experts."""
     found: dict[str, InputQuantizer] = {}
     modules = {key: a.parameter.rpartition(".")[0] for a in assemblies if not a.stacked for key in a.keys}
+    for a in assemblies:
+        module, _, leaf = a.parameter.rpartition(".")
+        side = "down" if leaf == "down_proj" else "up"
+        stacks = a.stacks if a.stacked else ()
+        modules |= {key: f"{module}[{expert}].{side}" for stack in stacks for expert, key in enumerate(stack)}
     for unit in units:
         activation = unit.scheme.activation
         if activation is Activation.NONE:
