@@ -13,6 +13,7 @@ import torch
 
 from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import WireCodec
+from ptqpipe.kernels import cpu_collective
 
 PLAIN_UNIT = 64  # elements
 
@@ -62,7 +63,9 @@ class Quantized:
 
     def encode(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """See ``Wire``."""
-        return room.copy_(reference.encode(x, self.codec))
+        if not cpu_collective.encode(x, room, self.codec):
+            room.copy_(reference.encode(x, self.codec))
+        return room
 
     def landing(self, out: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """See ``Wire``."""
@@ -70,15 +73,19 @@ class Quantized:
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """See ``Wire``."""
-        out.copy_(reference.decode(message, out.numel(), self.codec))
+        if not cpu_collective.decode(message, out, self.codec):
+            out.copy_(reference.decode(message, out.numel(), self.codec))
 
     def reduce(
         self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """See ``Wire``."""
-        message, values = reference.reduce(messages, own, self.codec, requantize=room.numel() > 0)
-        out.copy_(values)
-        return room.copy_(message)
+        requantize = room.numel() > 0
+        if not cpu_collective.reduce(messages, own, room if requantize else None, out, self.codec):
+            message, values = reference.reduce(messages, own, self.codec, requantize=requantize)
+            out.copy_(values)
+            room.copy_(message)
+        return room
 
 
 @dataclass(frozen=True, slots=True)

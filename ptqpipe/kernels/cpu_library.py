@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from ptqpipe.errors import FormatError
 
-ABI = 6
+ABI = 8
 ISAS = ("avx512", "avx2", "baseline")  # best first
 OK, NOT_FINITE = 0, 1
 
@@ -89,6 +89,16 @@ class Linear(ctypes.Structure):
         ("scales", _POINTER), ("scale_stride", _LONG), ("scale_rows", _LONG), ("element", _INT), ("scale_kind", _INT),
         ("factor", _POINTER), ("factor_step", _LONG), ("x", _POINTER), ("m", _LONG), ("bias", _POINTER),
         ("out", _POINTER), ("threads", _LONG),
+    )  # fmt: skip
+
+
+class Collective(ctypes.Structure):
+    """``struct ptq_collective``."""
+
+    _fields_ = (
+        ("step", _INT), ("dtype", _INT), ("element", _INT), ("scale", _INT), ("block", _INT), ("hadamard", _INT),
+        ("group", _INT), ("unused", _INT), ("elements", _LONG), ("ranks", _LONG), ("x", _POINTER),
+        ("messages", _POINTER), ("message", _POINTER), ("out", _POINTER),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 6
+#define PTQ_ABI 8
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3 };       // element
@@ -94,6 +94,20 @@ struct ptq_columns {
     float *cost;                  // CHOOSE_BLOCK: [rows] out
 };
 
+enum { PTQ_WIRE_INT8 = 0, PTQ_WIRE_INT6 = 1, PTQ_WIRE_INT4 = 2, PTQ_WIRE_E4M3 = 3, PTQ_WIRE_E2M1 = 4 };  // element
+enum { PTQ_WIRE_BF16_SCALE = 0, PTQ_WIRE_E8M0_SCALE = 1, PTQ_WIRE_E4M3_SCALE = 2 };                     // scale
+enum { PTQ_WIRE_ENCODE = 0, PTQ_WIRE_DECODE = 1, PTQ_WIRE_REDUCE = 2 };                                 // step
+
+// A step of ptqpipe/collectives/reference.py: x -> message, message -> out, or messages (null: x itself) -> their sum.
+struct ptq_collective {
+    int32_t step, dtype, element, scale, block, hadamard, group, unused;
+    int64_t elements, ranks;
+    const void *x;                // [elements] of dtype; ENCODE, and REDUCE with a null among the messages
+    const uint8_t *const *messages;  // [ranks], REDUCE
+    uint8_t *message;             // ENCODE and REDUCE: out; DECODE: in. Null in REDUCE: `out` is the sum itself
+    void *out;                    // [elements] of dtype; DECODE, and REDUCE: what the message says. May be x
+};
+
 enum { PTQ_NO_SCALES = 0, PTQ_BLOCK_E4M3 = 1, PTQ_BLOCK_E8M0 = 2, PTQ_BLOCK_FLOAT = 3 };  // scale_kind of a ptq_linear
 
 // out [m, n] = x [m, k] times a packed weight [n, k], transposed; x and out dense bfloat16.
@@ -130,6 +144,7 @@ struct ptq_ops {
     int32_t (*quantize_long)(const struct ptq_long *job);
     int32_t (*columns)(const struct ptq_columns *job);
     const struct ptq_linear_ops *linear;
+    int32_t (*collective)(const struct ptq_collective *job);
 };
 
 extern "C" const struct ptq_ops ptq_ops_avx512, ptq_ops_avx2, ptq_ops_baseline;

@@ -15,7 +15,8 @@ namespace {
 #include "long.h"
 #include "columns.h"
 #include "linear.h"
+#include "collective.h"
 }  // namespace
 
 extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode, quantize_long, columns,
-                                        &linear_ops};
+                                        &linear_ops,     collective};

@@ -58,6 +58,11 @@ EXPORT int32_t ptq_columns_step(const char *name, const struct ptq_columns *job)
     return ops ? ops->columns(job) : PTQ_UNSUPPORTED;
 }
 
+EXPORT int32_t ptq_collective_step(const char *name, const struct ptq_collective *job) {
+    const struct ptq_ops *ops = ops_called(name);
+    return ops ? ops->collective(job) : PTQ_UNSUPPORTED;
+}
+
 struct linear_call {
     const struct ptq_linear *job;
     const struct ptq_linear_ops *ops;

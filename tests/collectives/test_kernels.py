@@ -1,0 +1,96 @@
+"""The compiled messages are those of ``reference.py``, bit for bit, on every instruction set that this machine has."""
+
+import pytest
+import torch
+
+from ptqpipe.collectives import reference
+from ptqpipe.collectives.codecs import CODECS, DTYPES, WireCodec, get_wire_codec
+from ptqpipe.kernels import cpu_collective
+from ptqpipe.kernels import cpu_library as lib
+
+WIRES = [
+    *(get_wire_codec(name, block) for name in ("int8", "int6", "int4", "fp8") for block in (32, 64, 128, 256)),
+    *(get_wire_codec(name) for name in ("mxfp8", "nvfp4")),
+    *(get_wire_codec(name, hadamard=size) for name in CODECS for size in (16, 64, 256)),
+]
+SIZES = (1, 63, 64, 65, 1000, 5000)
+
+
+def wire_id(codec: WireCodec) -> str:
+    return f"{codec.name}/{codec.block}" + (f"h{codec.hadamard}" if codec.hadamard else "")
+
+
+def adversarial(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Magnitudes 2^-140..2^120 by runs, zeros, constants, ties, negative zeros, NaN and infinities."""
+    g = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-140, 120, (n // 48 + 1, 1), generator=g).float().exp2().expand(-1, 48).reshape(-1)[:n]
+    x = torch.randn(n, generator=g) * torch.where(torch.arange(n) % 400 < 200, powers, 1.0)
+    x = torch.where(torch.arange(n) % 700 < 100, (x * 8).round() / 8, x)  # ties
+    if n > 900:
+        x[300:380], x[400:430], x[450], x[611], x[680], x[777] = (
+            0,
+            -0.0,
+            1e30,
+            float("nan"),
+            float("-inf"),
+            float("inf"),
+        )
+        x[860] = torch.finfo(torch.float32).max
+    return x.to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits, but that one NaN is like another (torch's own casts differ in them)."""
+    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(
+        torch.where(a.isnan(), torch.zeros_like(a), a).view(bits),
+        torch.where(b.isnan(), torch.zeros_like(b), b).view(bits),
+    )
+
+
+@pytest.fixture(params=lib.known_isas() or [pytest.param("none", marks=pytest.mark.skip(reason="no compiled kernels"))])
+def isa(request: pytest.FixtureRequest) -> object:
+    lib.force_isa(request.param)
+    yield request.param
+    lib.force_isa(None)
+
+
+@pytest.mark.parametrize("codec", WIRES, ids=wire_id)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_messages_and_their_values_are_the_references(isa: str, codec: WireCodec, dtype: torch.dtype) -> None:
+    for n in SIZES:
+        x = adversarial(n, dtype, n)
+        message = torch.full((codec.nbytes(n),), 0xA5, dtype=torch.uint8)
+        assert cpu_collective.encode(x, message, codec)
+        wanted = reference.encode(x, codec)
+        assert torch.equal(message, wanted), n
+        out = torch.empty_like(x)
+        assert cpu_collective.decode(message, out, codec)
+        assert same(out, reference.decode(wanted, n, codec).to(dtype)), n
+
+
+@pytest.mark.parametrize("codec", WIRES, ids=wire_id)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("own", [0, 2, None])
+def test_sums_and_their_messages_are_the_references(
+    isa: str, codec: WireCodec, dtype: torch.dtype, own: int | None
+) -> None:
+    n = 2085
+    xs = [adversarial(n, dtype, seed) for seed in range(3)]
+    messages = [None if rank == own else reference.encode(x, codec) for rank, x in enumerate(xs)]
+    mine = xs[own or 0]
+    for requantize in (True, False):
+        room, out = torch.empty(codec.nbytes(n), dtype=torch.uint8), torch.empty_like(mine)
+        assert cpu_collective.reduce(messages, mine, room if requantize else None, out, codec)
+        message, values = reference.reduce(messages, mine, codec, requantize=requantize)
+        assert same(out, values)
+        assert not requantize or torch.equal(room, message)
+
+
+def test_a_sum_may_replace_its_own_part(isa: str) -> None:
+    codec, xs = get_wire_codec("int8"), [adversarial(700, torch.bfloat16, seed) for seed in range(2)]
+    messages = [reference.encode(xs[0], codec), None]
+    room, apart, inside = torch.empty(codec.nbytes(700), dtype=torch.uint8), torch.empty_like(xs[1]), xs[1].clone()
+    assert cpu_collective.reduce(messages, xs[1], room, apart, codec)
+    assert cpu_collective.reduce(messages, inside, room, inside, codec)
+    assert same(apart, inside)
