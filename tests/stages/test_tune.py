@@ -200,3 +200,13 @@ def test_the_tuned_block_computes_what_the_converted_checkpoint_does(kind: str, 
                 plain = block.forward(block.inputs(0), 0, parameters=work.parameters(decoded))
     assert float((found - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
     assert float((plain - wanted).abs().max()) > 1e-3 * float(wanted.abs().max())
+
+
+def test_the_recipe_tunes_and_converts(text: Path, tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "nvfp4_tune.yaml"
+    tune.tune(DEMO, [str(text)], tmp_path / "codes", recipe_path=recipe, options=OPTIONS, machine=ONE)
+    prepared = convert_stage.prepare(DEMO, recipe_path=recipe, out=tmp_path / "out", rounding=tmp_path / "codes")
+    with prepared.source:
+        done = convert_stage.convert(prepared)
+    assert done is not None
+    assert {entry["algorithm"] for entry in done.record["weights"].values()} == {"learned"}
