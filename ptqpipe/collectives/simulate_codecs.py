@@ -1,17 +1,22 @@
-"""What sending does to numbers, for the simulator: plain types, casts without a scale, and the codecs of this package.
+"""What sending does to numbers, for the simulator: the codecs that the transports send, and plain types.
 
-Must not know schemes. The block codecs are those that the transports use, byte for byte.
+Every rounding has the bits that the bytes of ``reference.py`` have. Must not know schemes.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from ptqpipe.collectives import reference
+from ptqpipe.collectives.codecs import CODECS, WireCodec, get_wire_codec
+from ptqpipe.collectives.simulate_schemes import Rounding
 from ptqpipe.errors import UsageError
+
+_SMALLEST_SCALE = 2.0**-127  # of a block that is not zero; its inverse is a float
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class Cast:
     """Numbers sent in ``dtype``: float32 and bfloat16, or float8 without a scale (EQuARX's "naive" row)."""
 
     name: str
@@ -23,50 +28,98 @@ class Plain:
         """Bits an element."""
         return 8.0 * self.dtype.itemsize
 
+    def entered(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Rounding``."""
+        return x
+
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Rounding``."""
         return x.to(self.dtype).float()
 
+    def left(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Rounding``."""
+        return x
 
-PLAIN: dict[str, Plain] = {
-    "fp32": Plain("fp32", torch.float32),
-    "bf16": Plain("bf16", torch.bfloat16),
-    "e5m2-cast": Plain("e5m2-cast", torch.float8_e5m2),
+
+PLAIN: dict[str, Cast] = {
+    "fp32": Cast("fp32", torch.float32),
+    "bf16": Cast("bf16", torch.bfloat16),
+    "e5m2-cast": Cast("e5m2-cast", torch.float8_e5m2),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Integer:
-    """Symmetric integers with one bfloat16 scale a block, rounded up so that nothing saturates."""
+class Sent:
+    """A codec of the transports: what its receiver decodes. Rotated numbers are summed as they are, like there."""
 
-    width: int
-    block: int
+    codec: WireCodec
 
     @property
     def name(self) -> str:
-        """As a row of a table says it."""
-        return f"int{self.width}/{self.block}"
+        """The codec, the elements of a scale, and of a rotation."""
+        rotated = f"+h{self.codec.hadamard}" if self.codec.hadamard else ""
+        return f"{self.codec.name}/{self.codec.block}{rotated}"
+
+    @property
+    def block(self) -> int:
+        """Elements between which a message may be cut."""
+        return self.codec.unit
 
     @property
     def bits(self) -> float:
         """Bits an element."""
-        return self.width + 16 / self.block
+        return self.codec.bits
+
+    def entered(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Rounding``."""
+        size = self.codec.hadamard
+        return reference.rotate(x * 2.0 ** -(_log2(size) // 2), size) if size else x
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Rounding``."""
-        blocks = x.reshape(-1, self.block)
-        top = float((1 << (self.width - 1)) - 1)
-        scale = (blocks.abs().amax(dim=1, keepdim=True) / top).bfloat16().float()
-        inverse = torch.where(scale > 0, 1 / scale, scale)
-        return ((blocks * inverse).round().clamp(-top, top) * scale).reshape(x.shape)
+        found = _rounded_integers(x, self.codec) if self.codec.element in ("int8", "int6", "int4") else None
+        if found is not None:
+            return found
+        message = reference.encode_units(x.reshape(-1), self.codec)
+        return reference.decode_units(message, self.codec).reshape(x.shape)
+
+    def left(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Rounding``."""
+        size = self.codec.hadamard
+        return reference.rotate(x, size) * 2.0 ** ((_log2(size) // 2) - _log2(size)) if size else x
 
 
-def get_rounding(name: str, block: int, *, hadamard: int = 0) -> "Plain | Integer":
-    """The codec called ``name``. UsageError with the known names."""
+def _rounded_integers(x: torch.Tensor, codec: WireCodec) -> torch.Tensor | None:
+    """What decoding the encoded ``x`` gives, without packing its bytes. None where a number is not finite."""
+    blocks = x.reshape(-1, codec.block)
+    amax = blocks.abs().amax(dim=1, keepdim=True)
+    if not bool(torch.isfinite(amax).all()):
+        return None
+    scale = (((amax * _reciprocal(codec.top)).view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    if float(scale.min()) < _SMALLEST_SCALE:
+        scale = torch.where(scale < _SMALLEST_SCALE, 0, scale)
+        inverse = torch.where(scale > 0, 1 / scale, 0)
+    else:
+        inverse = 1 / scale
+    return (blocks * inverse).round_().clamp_(-codec.top, codec.top).mul_(scale).reshape(x.shape)
+
+
+def _reciprocal(top: float) -> float:
+    """1/top as a float32 number."""
+    return float(torch.tensor(1 / top, dtype=torch.float64).float())
+
+
+def _log2(size: int) -> int:
+    return size.bit_length() - 1
+
+
+def get_rounding(name: str, block: int, *, rotate: int = 0) -> Rounding:
+    """The codec called ``name`` in blocks of ``block`` (MX and NVFP4 have their own), behind a rotation if ``rotate``.
+
+    UsageError for unknown names and sizes that do not fit.
+    """
     if name in PLAIN:
         return PLAIN[name]
-    if not 16 <= block <= 4096:
-        raise UsageError(f"block {block} is out of range; use 16 to 4096 elements, 32 to 256 are usual")
-    if name in ("int8", "int6", "int4"):
-        return Integer(int(name[3:]), block)
-    raise UsageError(f"unknown codec {name!r}; known are int8, int6, int4, {', '.join(PLAIN)}")
+    if name not in CODECS:
+        raise UsageError(f"unknown codec {name!r}; known are {', '.join((*CODECS, *PLAIN))}")
+    return Sent(get_wire_codec(name, block, hadamard=rotate))

@@ -33,8 +33,14 @@ class Rounding(Protocol):
     def bits(self) -> float:
         """Bits on the wire an element, scales included."""
 
+    def entered(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 ``[..., m * block]`` as it is summed: rotated, or as it is."""
+
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """float32 ``[..., m * block]`` as its receiver decodes it: the same shape and dtype."""
+        """What has entered, as its receiver decodes it: the same shape and dtype."""
+
+    def left(self, x: torch.Tensor) -> torch.Tensor:
+        """The way back from `entered`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,12 +154,21 @@ def schemes_of(text: str | None) -> tuple[str, ...]:
 
 def codecs_of(text: str, *, block: int, hadamard: int = 0) -> tuple[Rounding, ...]:
     """Codecs by name. UsageError for unknown ones."""
-    known = names(text, lambda name: get_rounding(name, block, hadamard=hadamard))
-    return tuple(get_rounding(name, block, hadamard=hadamard) for name in known)
+    known = names(text, lambda name: get_rounding(name, block, rotate=hadamard))
+    return tuple(get_rounding(name, block, rotate=hadamard) for name in known)
 
 
 def error_rows(request: ErrorRequest) -> Iterator[ErrorRow]:
-    """The rows of one source and world after another, as they are measured."""
+    """The rows of one source and world after another, as they are measured. In one thread: the tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from _error_rows(request)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _error_rows(request: ErrorRequest) -> Iterator[ErrorRow]:
     roundings = {codec.name: _rounding(codec) for codec in request.codecs}
     for source, ranks in product(request.sources, request.ranks):
         jobs = []

@@ -2,17 +2,21 @@
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
+from ptqpipe.collectives import reference
+from ptqpipe.collectives.codecs import get_wire_codec
 from ptqpipe.collectives.simulate_codecs import PLAIN, get_rounding
 from ptqpipe.collectives.simulate_error import (
     Job,
     integer_rounding_error,
     measure,
     model_error,
+    reduced,
     rounded_variance,
     rounding_error,
 )
@@ -29,13 +33,13 @@ def bf16(x: Array) -> Array:
     """Round to nearest even on the upper 16 bits."""
     bits = x.astype(F32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return rounded.astype(np.uint32).view(F32)
+    return cast(Array, rounded.astype(np.uint32).view(F32))
 
 
 def sent(codec_name: str) -> Callable[[Array], Array]:
     """The codec under the scheme, on numpy: what is tested here is who sends what to whom, in which order."""
     codec = get_rounding(codec_name, 32)
-    return lambda x: codec.rounded(torch.from_numpy(np.ascontiguousarray(x))).numpy()
+    return lambda x: np.asarray(codec.rounded(torch.from_numpy(np.ascontiguousarray(x))).numpy(), F32) if x.size else x
 
 
 class Rank:
@@ -63,7 +67,7 @@ def two_shot_by_messages(partials: Array, send: Callable[[Array], Array], *, own
         for source in range(1, len(ranks)):
             total = (total + ranks[owner].inbox[source]).astype(F32)
         result[stripe] = send(total)
-    return result
+    return np.asarray(result)
 
 
 def ring_by_messages(partials: Array, send: Callable[[Array], Array]) -> Array:
@@ -76,7 +80,7 @@ def ring_by_messages(partials: Array, send: Callable[[Array], Array]) -> Array:
         wires = [send(holds[r][cut[s]]) for r, s in messages]
         for (r, s), wire in zip(messages, wires, strict=True):
             holds[(r + 1) % k][cut[s]] = (wire + partials[(r + 1) % k][cut[s]]).astype(F32)
-    return np.concatenate([send(holds[s][cut[s]]) for s in range(k)])
+    return cast(Array, np.concatenate([send(holds[s][cut[s]]) for s in range(k)]))
 
 
 def semi_loop_by_messages(partials: Array, send: Callable[[Array], Array]) -> Array:
@@ -94,7 +98,7 @@ def semi_loop_by_messages(partials: Array, send: Callable[[Array], Array]) -> Ar
             if carried is not None:
                 total = (total + carried).astype(F32)
         result[stripe] = send(total)
-    return result
+    return np.asarray(result)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
@@ -111,6 +115,45 @@ def test_schemes_are_what_ranks_that_pass_messages_compute(name: str, ranks: int
     parts = Partials(partials.reshape(ranks, -1, 32), owners_of(41, ranks))
     found = reduce_of(SCHEMES[name], 2)(parts, get_rounding("int8", 32)).reshape(-1)
     assert torch.equal(found, torch.from_numpy(by_messages))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "block", "rotate"),
+    [
+        ("int8", 32, 0), ("int8", 64, 0), ("int8", 256, 0), ("int8", 64, 64), ("int8", 32, 128), ("int6", 64, 0),
+        ("int4", 32, 16), ("fp8", 128, 0), ("mxfp8", 32, 0), ("nvfp4", 16, 0),
+    ],
+)  # fmt: skip
+def test_two_shot_gives_the_bits_that_messages_give(name: str, block: int, rotate: int, ranks: int) -> None:
+    """Encoded by each rank, summed and encoded by the owner with its own numbers as they are, decoded by all."""
+    codec = get_wire_codec(name, block, hadamard=rotate)
+    elements = codec.unit * 13 - 5
+    partials = drawn("outliers", elements).partials(ranks, start=0, stop=elements)
+    expected = torch.empty(elements)
+    for owner, stripe in enumerate(stripes(elements, ranks, codec.unit)):
+        if stripe.start == stripe.stop:
+            continue
+        parts = [None if r == owner else reference.encode(partials[r, stripe], codec) for r in range(ranks)]
+        message, _ = reference.reduce(parts, partials[owner, stripe], codec)
+        expected[stripe] = reference.decode(message, stripe.stop - stripe.start, codec)
+    job = Job(get_scheme("two-shot"), get_rounding(name, block, rotate=rotate))
+    assert torch.equal(reduced(job, partials, start=0, elements=elements, node=2), expected)
+
+
+@pytest.mark.parametrize("block", [32, 64, 256])
+@pytest.mark.parametrize("name", ["int8", "int6", "int4"])
+def test_rounding_without_bytes_has_the_bits_of_the_bytes(name: str, block: int) -> None:
+    """Normal, tiny, huge, zero, constant, subnormal and non-finite blocks, and ties."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, block, generator=generator)
+    x[:20] *= 2.0 ** torch.arange(-140, 140, 14).unsqueeze(1)
+    x[20], x[21], x[22], x[23, 3], x[24] = 0.0, 3.0, 1e-40, 1e30, torch.arange(block) / 2
+    codec = get_wire_codec(name, block)
+    for values in (x, torch.cat((x, torch.full((1, block), math.nan), torch.full((1, block), math.inf)))):
+        found = get_rounding(name, block).rounded(values)
+        expected = reference.decode(reference.encode(values.reshape(-1), codec), values.numel(), codec)
+        assert torch.equal(found.reshape(-1).nan_to_num(7e37), expected.nan_to_num(7e37))
 
 
 def test_hierarchical_is_two_shot_inside_and_then_between() -> None:
@@ -171,9 +214,9 @@ def test_the_measures_are_those_of_their_definition() -> None:
 @pytest.mark.parametrize("block", [32, 64, 128, 256])
 @pytest.mark.parametrize("bits", [4, 6, 8])
 def test_one_rounding_loses_what_the_integral_says(bits: int, block: int) -> None:
-    """Within 1.2 %: 262 144 draws, and the rounding of the scale, which weighs most for 8 bits in short blocks."""
+    """Within 0.6 %: 262 144 draws, and the largest number of a block, which is not quite as far off as others."""
     found = rounding_error(get_rounding(f"int{bits}", block))
-    assert found == pytest.approx(integer_rounding_error(bits, block), rel=0.012)
+    assert found == pytest.approx(integer_rounding_error(bits, block), rel=0.006)
 
 
 @pytest.mark.parametrize("data", ["gaussian", "cancelling"])
@@ -206,7 +249,7 @@ def test_the_rounded_variances_of_8_ranks_are_those_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["ring", "semi-loop", "ring-ag"])
 def test_equarx_mean_squared_error(name: str) -> None:
-    """One block size, 128, gives every row: semi-loop and gather to the printed digit, the full loop 8 % above."""
+    """One block size, 128, gives every row: semi-loop and gather to the printed digit, the full loop 9 % above."""
     (row,) = measure(
         [Job(get_scheme(name), get_rounding("int8", 128))],
         source=drawn("gaussian", 1 << 18),
@@ -215,7 +258,7 @@ def test_equarx_mean_squared_error(name: str) -> None:
     )
     theirs = measured.EQUARX_MSE[name]
     if name == "ring":
-        assert row.mse == pytest.approx(theirs, rel=0.09)
+        assert row.mse == pytest.approx(theirs, rel=0.10)
     else:
         assert float(f"{row.mse:.1g}") == theirs
 
