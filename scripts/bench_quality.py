@@ -2,7 +2,7 @@
 
     python scripts/bench_quality.py --scratch DIR --results FILE [--models bench-4m ...] [--formats nvfp4 ...]
         [--entries PART ...] [--seeds 0 1 2] [--python TOOL=PYTHON ...] [--redo PART ...]
-    python scripts/bench_quality.py --table FILE
+    python scripts/bench_quality.py --table FILE [--models bench-4m ...]
 
 Each entry (quality_entries.py) makes a checkpoint in processes of its own, a peer under the interpreter given for it,
 with its own code (peers_*.py), from the same source; quality_measure.py then measures them all alike: decoded by
@@ -76,11 +76,6 @@ MODELS = (
 def place(name: str, shared: Path) -> Path:
     """Where a path of the table above is."""
     return HERE.parent / name[2:] if name.startswith("./") else shared / name
-
-
-def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes a line one of a kind."""
-    return tuple(line.get(name) for name in ("model", "format", "tool", "entry", "seed"))
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -198,7 +193,7 @@ def run_model(
         job = Job(entry, fmt, source, folder / "out", file, number, rows, row_tokens, model.convert)
         line = {"model": model.name, "format": fmt, "tool": entry.tool, "entry": entry.name, "seed": seed}
         line |= {"calibrated": entry.calibrated, "version": args.versions[entry.tool]}
-        for left in folder.glob("out*"):
+        for left in (*folder.glob("out*"), *folder.glob(".out*")):
             shutil.rmtree(left)
         try:
             line |= produce(job, runs, folder / f"stats-{number}")
@@ -214,7 +209,7 @@ def parsed() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the tables of a results file, and stop")
-    parser.add_argument("--models", nargs="+", default=[m.name for m in MODELS], choices=[m.name for m in MODELS])
+    parser.add_argument("--models", nargs="+", default=[], choices=[m.name for m in MODELS], help="[all]")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--entries", nargs="+", default=[], metavar="PART", help='parts of "tool:entry" to run')
     parser.add_argument("--redo", nargs="+", default=[], metavar="PART", help='parts of "tool:entry" to run again')
@@ -239,8 +234,10 @@ def main() -> None:
     if args.table:
         from quality_table import render
 
-        print(render(read_lines(args.table)))
+        print(render(read_lines(args.table), args.models))
         return
+    from quality_table import key_of
+
     from ptqpipe._version import __version__
 
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -253,7 +250,7 @@ def main() -> None:
     runs = Runs(args.pythons, warm=args.warm)
     with closing(runs), ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
         for model in MODELS:
-            if model.name not in args.models:
+            if args.models and model.name not in args.models:
                 continue
             for line in run_model(model, args, done, worker, runs):
                 print(json.dumps({name: value for name, value in line.items() if name != "kl_windows"}), flush=True)

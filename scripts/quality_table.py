@@ -3,13 +3,16 @@
 Knows result lines alone. A later line replaces an earlier one of the same entry, model, format and seed.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
+from quality_entries import FORMATS
 
 from ptqpipe.evaluation.bootstrap import interval
 
 OWN = "ptqpipe"
+REASON = 160  # characters of a failure's reason
 DEFAULT = {False: "exact", True: "gptq"}  # what ptqpipe stands for among data-free and among calibrated entries
 
 
@@ -46,7 +49,7 @@ def cells_of(lines: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Cel
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
         if "kl" in line:
-            last[line["model"], line["format"], line["tool"], line["entry"], line["seed"]] = line
+            last[key_of(line)] = line
     grouped: dict[tuple[str, str], dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for (model, fmt, tool, entry, _), line in last.items():
         grouped.setdefault((model, fmt), {}).setdefault((tool, entry), []).append(line)
@@ -55,16 +58,37 @@ def cells_of(lines: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Cel
     }
 
 
-def render(lines: list[dict[str, Any]]) -> str:
-    """Markdown: for each model its entries by formats, then where ptqpipe stands."""
+def render(lines: list[dict[str, Any]], models: Collection[str] = ()) -> str:
+    """Markdown: entries by formats for each model (of ``models``, where they are named), then where ptqpipe stands on
+    every model, then what has failed.
+    """
     cells = cells_of(lines)
     perplexities = {line["model"]: line["perplexity"] for line in lines if line["tool"] == "float"}
     parts = []
     for model in dict.fromkeys(model for model, _ in cells):
-        formats = [fmt for name, fmt in cells if name == model]
-        parts.append(entry_table(model, perplexities.get(model), {fmt: cells[model, fmt] for fmt in formats}))
+        if not models or model in models:
+            formats = [fmt for fmt in FORMATS if (model, fmt) in cells]
+            parts.append(entry_table(model, perplexities.get(model), {fmt: cells[model, fmt] for fmt in formats}))
     parts.append(standing(cells))
-    return "\n\n".join(parts)
+    parts.append(failures(lines))
+    return "\n\n".join(part for part in parts if part)
+
+
+def failures(lines: list[dict[str, Any]]) -> str:
+    """A line for each tool and reason: models, formats and entries of which there is no number."""
+    done = {key_of(line) for line in lines if "kl" in line}
+    found: dict[tuple[str, str], set[str]] = {}
+    for line in lines:
+        if "failed" in line and key_of(line) not in done:
+            reason = line["failed"].strip().splitlines()[-1].strip()[:REASON]
+            found.setdefault((line["tool"], reason), set()).add(f"{line['model']} {line['format']} {line['entry']}")
+    rows = [f"- {tool}: {', '.join(sorted(those))}: `{reason}`" for (tool, reason), those in found.items()]
+    return "\n".join(["No number, since the tool failed:", "", *rows]) if rows else ""
+
+
+def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes a line one of a kind."""
+    return tuple(line.get(name) for name in ("model", "format", "tool", "entry", "seed"))
 
 
 def entry_table(model: str, perplexity: float | None, by_format: dict[str, dict[str, Cell]]) -> str:

@@ -131,7 +131,31 @@ def test_the_table_shows_the_lowest_and_pairs_by_window(modules: Any) -> None:
     assert "| ptqpipe gptq | yes | **1.00 ±0.20** |" in text
     assert "| peer rtn | no | 3.00 |" in text
     assert "| m nvfp4 | no | 2.000 | exact 2.000 | peer rtn 3.000 | -1.000 [-1.000, -1.000] | 33.3% |" in text
-    assert "peer gptq" not in text
+    assert "| peer gptq" not in text
+    assert "- peer: m nvfp4 gptq: `why`" in text
+    again = {**line("peer", "gptq", 0.001, calibrated=True)}
+    assert "why" not in modules("quality_table").render([*lines, again])
+    assert "| ptqpipe exact |" not in modules("quality_table").render(lines, ["other"])
+
+
+def test_the_readme_shows_what_the_results_give(modules: Any) -> None:
+    root = SCRIPTS.parent
+    lines = modules("bench_quality").read_lines(root / "benchmarks" / "quality.jsonl")
+    assert modules("quality_table").render(lines, ["bench-4m"]) in (root / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_warm_process_answers_every_job_and_says_why_one_failed(modules: Any, tmp_path: Path) -> None:
+    jobs = [["--version"], ["inspect", str(tmp_path / "missing")], ["inspect", str(DEMO)]]
+    command = [sys.executable, str(SCRIPTS / "quality_warm.py"), "ptqpipe", "60"]
+    env = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
+    asked = "".join(json.dumps(job) + "\n" for job in jobs)
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, env=env, timeout=240)
+    version, refused, shown = map(json.loads, done.stdout.splitlines())
+    assert version["status"] == shown["status"] == 0
+    assert ptqpipe.__version__ in version["said"]
+    assert refused["status"] == 1
+    assert "missing" in refused["said"]
+    assert all(answer["peak_rss_mib"] > 0 for answer in (version, refused, shown))
 
 
 @pytest.mark.shared
