@@ -29,6 +29,7 @@ class Choice:
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     cached: int = 0
     finish: str | None = None
+    named: int = 0  # characters of the names of the tokens whose log probabilities are out
 
     def take(self, piece: Piece) -> None:
         """Adds a piece."""
@@ -71,27 +72,27 @@ class Completion:
         async for place, piece in call.pieces():
             choice = self.choices[place]
             first = not choice.tokens and choice.finish is None
-            offset = len(choice.text) + (len(choice.prompt_text) if self.body.echo else 0)
             choice.take(piece)
             part = Choice(choice.prompt, choice.prompt_text)
             part.take(piece)
             if part.text or part.tokens or part.finish:
-                made = self._choice(place, part, echo=self.body.echo and first, offset=offset)
+                part.named = choice.named
+                made = self._choice(place, part, echo=self.body.echo and first)
+                choice.named = part.named
                 yield {**self._head(), "choices": [made], **usage}
         if self.body.usage_in_stream:
             yield {**self._head(), "choices": [], "usage": self._usage()}
 
-    def _choice(
-        self, at: int, choice: Choice, *, echo: bool | None = None, offset: int | None = None
-    ) -> dict[str, Any]:
-        """One choice, or a part of one that begins ``offset`` characters into the text."""
+    def _choice(self, at: int, choice: Choice, *, echo: bool | None = None) -> dict[str, Any]:
+        """One choice, or a part of one that begins ``named`` characters after the beginning."""
         echo = self.body.echo if echo is None else echo
         logprobs = None
         if self.body.logprobs is not None:
             entries = (*(choice.prompt_logprobs if echo else ()), *choice.logprobs)
             tokens = (*(choice.prompt if echo else ()), *choice.tokens)
-            start = 0 if echo else len(choice.prompt_text) if offset is None else offset
+            start = choice.named + (0 if self.body.echo else len(choice.prompt_text))
             logprobs = for_completion(entries, tokens[: len(entries)], self.names, offset=start)
+            choice.named += sum(len(name) for name in logprobs["tokens"])
         text = (choice.prompt_text if echo else "") + choice.text
         return {"index": at, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
 

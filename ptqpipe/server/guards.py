@@ -42,7 +42,9 @@ class Guards:
 
         try:
             self._check(scope["path"], headers)
-            await self._app(scope, self._limited(receive), answer)
+            whole = await self._read(receive)
+            if whole is not None:
+                await self._app(scope, whole, answer)
         except ApiError as error:
             await error.response()(scope, receive, answer)
 
@@ -60,20 +62,26 @@ class Guards:
         if length.isdigit() and int(length) > self._max_body:
             raise self._too_large()
 
-    def _limited(self, receive: Receive) -> Receive:
-        """``receive`` that counts, for bodies that do not say how long they are."""
-        seen = 0
+    async def _read(self, receive: Receive) -> Receive | None:
+        """A ``receive`` with the whole body in its first message; None when the client has left meanwhile.
 
-        async def limited() -> Message:
-            nonlocal seen
+        FastAPI would read it whole, too, but makes its own error of one that is raised meanwhile.
+        """
+        body, more = b"", True
+        while more:
             message = await receive()
-            if message["type"] == "http.request":
-                seen += len(message.get("body", b""))
-                if seen > self._max_body:
-                    raise self._too_large()
-            return message
+            if message["type"] != "http.request":
+                return None
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._max_body:
+                raise self._too_large()
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-        return limited
+        async def replay() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return replay
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_body} bytes", code="body_too_large")

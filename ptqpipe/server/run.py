@@ -7,6 +7,7 @@ second signal ends at once. When the engine fails, everyone is told and the proc
 import asyncio
 import signal
 import socket
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from ptqpipe.engine.service import Service, State
 from ptqpipe.errors import PtqError, UsageError
 
 _LAST_WORDS_S = 3.0  # for responses on their way when the engine has ended
+_FLUSH_S = 0.2  # for pieces on their way into the event loop
+_SECOND_S = 1.0  # one wish to end may come as two signals: to the process and to its group
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,61 +56,89 @@ def bind(listen: Listen) -> socket.socket:
 
 
 def run(
-    app: ASGIApp, service: Service, listening: socket.socket, listen: Listen, *, say: Callable[[str], None]
+    app: ASGIApp,
+    service: Service,
+    listening: socket.socket,
+    listen: Listen,
+    *,
+    say: Callable[[str], None],
+    signals: bool = True,
 ) -> None:
-    """Serves until a signal, or until the engine ends. PtqError when it ended by itself."""
+    """Serves until a signal, or until the engine ends. PtqError when it ended by itself.
+
+    signals  False leaves them alone, as one must outside the main thread
+    """
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(_LAST_WORDS_S), lifespan="off"
     )
-    asyncio.run(_serve(_Server(config), service, listening, listen, say))
+    asyncio.run(_Running(_Server(config), service, listening, listen, say).serve(signals=signals))
     if service.state is State.DEAD:
         raise PtqError(service.error)
 
 
-async def _serve(
-    server: uvicorn.Server, service: Service, listening: socket.socket, listen: Listen, say: Callable[[str], None]
-) -> None:
-    loop, signals = asyncio.get_running_loop(), asyncio.Event()
+class _Running:
+    """One run of the server."""
 
-    def on_signal(number: int) -> None:
-        if signals.is_set():
-            say("second signal: what is under way is cancelled")
-            service.stop()
-            server.force_exit = True
-        else:
-            count = service.sequences()
-            say(
-                f"{signal.Signals(number).name}: no new requests; {count} under way have {listen.drain_s:g} s to finish"
-            )
-            service.drain()
-        signals.set()
+    def __init__(
+        self,
+        server: uvicorn.Server,
+        service: Service,
+        listening: socket.socket,
+        listen: Listen,
+        say: Callable[[str], None],
+    ) -> None:
+        self._server, self._service, self._listening, self._listen, self._say = server, service, listening, listen, say
+        self._asked = asyncio.Event()
+        self._asked_at = 0.0
 
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    ended = asyncio.create_task(asyncio.to_thread(service.ended.wait))
-    announce = asyncio.create_task(_announce(service, listen, listening, say))
-    asked = asyncio.create_task(signals.wait())
-    await asyncio.wait({serving, ended, asked}, return_when=asyncio.FIRST_COMPLETED)
-    if signals.is_set() and not service.ended.is_set():
-        await asyncio.wait({ended}, timeout=listen.drain_s)
+    async def serve(self, *, signals: bool) -> None:
+        """Until the end."""
+        service, loop = self._service, asyncio.get_running_loop()
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listening]))
+        for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
+            loop.add_signal_handler(number, self._on_signal, number)
+        ended = asyncio.create_task(asyncio.to_thread(service.ended.wait))
+        announce = asyncio.create_task(self._announce())
+        asked = asyncio.create_task(self._asked.wait())
+        await asyncio.wait({serving, ended, asked}, return_when=asyncio.FIRST_COMPLETED)
         if not service.ended.is_set():
-            say(f"the deadline is over: {service.sequences()} sequences are cancelled")
+            await self._drain(ended)
+        announce.cancel()
+        asked.cancel()
+        if not service.ended.is_set():
+            service.fail("the engine did not end in time")
+        await asyncio.sleep(_FLUSH_S)
+        self._server.should_exit = True
+        await serving
+        await ended
+
+    async def _drain(self, ended: "asyncio.Task[bool]") -> None:
+        """Waits for what is under way, then cancels it."""
+        service = self._service
+        service.drain()
+        await asyncio.wait({ended}, timeout=self._listen.drain_s)
+        if not service.ended.is_set():
+            self._say(f"the deadline is over: {service.sequences()} sequences are cancelled")
             service.stop()
             await asyncio.wait({ended}, timeout=_LAST_WORDS_S)
-    announce.cancel()
-    if not service.ended.is_set():
-        service.fail("the engine did not end in time")
-    await asyncio.sleep(0.2)  # pieces on their way into the event loop
-    server.should_exit = True
-    await serving
-    await ended
 
+    def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        if not self._asked.is_set():
+            self._asked_at = now
+            count, deadline = self._service.sequences(), self._listen.drain_s
+            name = signal.Signals(number).name
+            self._say(f"{name}: no new requests; {count} sequences under way have {deadline:g} s to finish")
+            self._service.drain()
+            self._asked.set()
+        elif now - self._asked_at > _SECOND_S:
+            self._say("second signal: what is under way is cancelled")
+            self._service.stop()
 
-async def _announce(service: Service, listen: Listen, listening: socket.socket, say: Callable[[str], None]) -> None:
-    """Says when the service is ready."""
-    while service.state is State.LOADING:
-        await asyncio.sleep(0.05)
-    if service.state is State.READY:
-        port = listening.getsockname()[1]
-        say(f"ready: http://{listen.host}:{port}/v1 (chat: http://{listen.host}:{port}/)")
+    async def _announce(self) -> None:
+        """Says when the service is ready."""
+        while self._service.state is State.LOADING:
+            await asyncio.sleep(0.05)
+        if self._service.state is State.READY:
+            url = f"http://{self._listen.host}:{self._listening.getsockname()[1]}"
+            self._say(f"ready: {url}/v1 (chat: {url}/)")
