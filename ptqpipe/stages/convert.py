@@ -22,10 +22,9 @@ from ptqpipe.algorithms import calibrated, rtn, stored
 from ptqpipe.checkpoint.direct import margin
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
-from ptqpipe.containers import WHOLE_ROLES, Container, Part, Role, encode_part, get_container, part_offset
+from ptqpipe.containers import Container, get_container
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.plan import Plan, Unit, make_plan
-from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
 from ptqpipe.rounding import Rounding
 from ptqpipe.search import get_search
@@ -35,7 +34,6 @@ from ptqpipe.stages.biases import MeanErrors, corrected_biases, with_reasons
 from ptqpipe.stages.jobs import (
     RECORD_FILE,
     carried_files,
-    copy_tensor,
     json_bytes,
     records_of,
     run_id_of,
@@ -61,6 +59,7 @@ from ptqpipe.stages.outputs import (
     config_files,
     make_outputs,
 )
+from ptqpipe.stages.write_parts import PartWriter, keep_tensor
 from ptqpipe.statistics import Statistics
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
@@ -200,7 +199,7 @@ def convert(
         if job.cache is not None:
             assert prepared.statistics is not None  # `prepare` has looked
             return {"kept": kv_cache.write_scales(*job.cache, prepared.statistics, writer)}
-        return _keep(job, prepared.source, writer)
+        return keep_tensor(job, prepared.source, writer)
 
     record = write_checkpoint(
         prepared.out,
@@ -266,7 +265,7 @@ def _quantize(
         SourceRows(prepared.source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in unit.members
     ]
     scales = input_scales(unit, prepared.recipe, prepared.statistics)
-    written = _PartWriter(job, writer, input_scales=scales)
+    written = PartWriter(job, writer, input_scales=scales)
     biases = dict(zip((b.removesuffix("bias") + "weight" for b in job.biases), job.biases, strict=True))
     means = means_of(unit, prepared.statistics, set(biases))
     errors = MeanErrors(weights, means, written.take)
@@ -369,76 +368,6 @@ def _check_kept_alive(unit: Unit, errors: Sequence[rtn.WeightError]) -> None:
                 f"{member.weight} would lose {min(error.relative_mse, 1.0):.0%} of its energy in "
                 f"{unit.scheme.fmt.name}{shared}; repair the source, or keep it: --ignore '{member.module}'"
             )
-
-
-class _PartWriter:
-    """Takes a unit's quantized rows and writes their parts at their places, with a running hash of each part."""
-
-    def __init__(self, job: Job, writer: CheckpointWriter, *, input_scales: Sequence[torch.Tensor | None]) -> None:
-        self._job = job
-        self._writer = writer
-        self._last: dict[int, QTensor] = {}
-        self._hashes: dict[str, Any] = {}
-        self._input_scales = input_scales
-
-    def take(self, member: int, row: int, q: QTensor) -> None:
-        """Rows from ``row`` on of member number ``member``; row 0 begins (again)."""
-        self._last[member] = q
-        for part in self._job.parts[member]:
-            if part.role not in WHOLE_ROLES:
-                if part.role is Role.SCALES and row > 0 and q.fmt.block[0] == 0:
-                    continue  # one scale for all rows, written with the first run
-                self._put(member, part, q, row)
-
-    def finish(self) -> list[dict[str, str]]:
-        """Writes the parts that are not rows (global scales, right factors); the hashes of every part, by member."""
-        for member, q in self._last.items():
-            for part in self._job.parts[member]:
-                if part.role in WHOLE_ROLES:
-                    self._put(member, part, q, 0)
-        return [
-            {part.role.value: self._hashes[f"{member}/{part.name}"].hexdigest() for part in parts}
-            for member, parts in enumerate(self._job.parts)
-        ]
-
-    def _put(self, member: int, part: Part, q: QTensor, row: int) -> None:
-        unit = self._job.unit
-        assert unit is not None
-        where = unit.members[member]
-        expert = where.source.expert if where.stack is not None else None
-        tensor = encode_part(part, q, input_global_scale=self._input_scales[member]).contiguous()
-        offset = part_offset(part, q.fmt, where.shape, row, expert=expert)
-        raw = tensor.reshape(-1).view(torch.uint8)
-        self._writer.write(part.name, raw, byte_offset=offset)
-        key = f"{member}/{part.name}"
-        if row == 0:
-            self._hashes[key] = hashlib.sha256()
-        self._hashes[key].update(raw.numpy())
-
-
-def _keep(job: Job, source: Source, writer: CheckpointWriter) -> dict[str, Any]:
-    """Copies a kept tensor byte for byte; one that the source stores quantized is written decoded, as bfloat16."""
-    assert job.kept is not None
-    name = job.kept.name
-    if name in source.stored:
-        sha256, nbytes = _write_decoded(source, name, writer)
-    else:
-        sha256, nbytes = copy_tensor(source.reader, name, writer, name)
-    return {"kept": {name: {"reason": job.kept.reason, "sha256": sha256, "bytes": nbytes}}}
-
-
-def _write_decoded(source: Source, name: str, writer: CheckpointWriter) -> tuple[str, int]:
-    """Writes a stored quantized weight as bfloat16; (sha256, bytes)."""
-    stored = source.stored[name]
-    digest, offset = hashlib.sha256(), 0
-    for expert in range(stored.experts or 1):
-        q = source.quantized(name, expert=None if stored.experts is None else expert)
-        w = q.dequantize().bfloat16()
-        raw = (w.t() if stored.transposed else w).contiguous().reshape(-1).view(torch.uint8)
-        writer.write(name, raw, byte_offset=offset)
-        digest.update(raw.numpy().data)
-        offset += raw.nbytes
-    return digest.hexdigest(), offset
 
 
 def describe_recipe(recipe: Recipe) -> dict[str, Any]:
