@@ -6,8 +6,8 @@ as F8_E4M3, other codes as U8, float scales as themselves) and, where the format
 [in, out] is stored as [out, in] like any other and marked ``transposed``.
 
 A weight with a low-rank part has two matrices more, ``X_low_rank_left`` [N, r] and ``X_low_rank_right`` [r, K] (BF16,
-or F8_E4M3 with ``X_low_rank_scale``, F32 [r]): it stands for its decode plus left diag(scale) right, both for one input,
-quantized or not. The config:
+or F8_E4M3 with ``X_low_rank_scale``, F32 [r]): it stands for its decode plus left diag(scale) right, both for one
+input, quantized or not. The config:
 
     "quantization_config": {
       "quant_method": "ptqpipe", "version": 1,                              2 where a weight has a low-rank part

@@ -1,7 +1,7 @@
 """evaluate: what a checkpoint computes, measured. Perplexity, KL divergence to a baseline, lm-eval tasks; one JSON.
 
-Both models are loaded with true semantics (``runtime/loading.py``). Whatever can be wrong with the call is found before a
-weight is read. The baseline goes first, its logits to the cache on disk, and is gone before the checkpoint is loaded;
+Both models are loaded with true semantics (``runtime/loading.py``). Whatever can be wrong with the call is found before
+a weight is read. The baseline goes first, its logits to the cache on disk, and is gone before the checkpoint is loaded;
 where they are not cached (no folder, or more than the limit) both models are in memory.
 """
 
