@@ -4,6 +4,7 @@ A registry of its own, so that several servers can live in one process.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,8 +16,22 @@ _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 _NEXT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-AllReduceStats = Callable[[], tuple[int, int]]
-"""(calls, bytes on the wire) of the ranks' sums since the start."""
+
+@dataclass(frozen=True, slots=True)
+class AllReduceCounts:
+    """The ranks' sums since the start, as this rank saw them.
+
+    value_bytes, wire_bytes  of the quantized ones: before and after
+    """
+
+    quantized: int
+    plain: int
+    value_bytes: int
+    wire_bytes: int
+
+
+AllReduceStats = Callable[[], AllReduceCounts | None]
+"""What the sums cost so far; None without ranks."""
 
 
 class Metrics:
@@ -98,11 +113,15 @@ class _EngineCollector(Collector):
             ("engine_steps", "Steps of the engine.", counters.steps),
             ("preemptions", "Sequences put back for lack of pages.", self._service.load().preemptions),
         ]
-        if self._all_reduce is not None:
-            calls, sent = self._all_reduce()
-            rows += [
-                ("allreduce_calls", "Sums over the ranks.", calls),
-                ("allreduce_bytes", "Bytes that this rank sent for them.", sent),
-            ]
         for name, text, value in rows:
             yield CounterMetricFamily(f"ptqpipe_{name}", text, value=value)
+        sums = None if self._all_reduce is None else self._all_reduce()
+        if sums is not None:
+            calls = CounterMetricFamily("ptqpipe_allreduce_calls", "Sums over the ranks.", labels=("kind",))
+            calls.add_metric(("quantized",), sums.quantized)
+            calls.add_metric(("plain",), sums.plain)
+            yield calls
+            sent = CounterMetricFamily("ptqpipe_allreduce_bytes", "Of quantized sums, this rank's.", labels=("what",))
+            sent.add_metric(("values",), sums.value_bytes)
+            sent.add_metric(("wire",), sums.wire_bytes)
+            yield sent

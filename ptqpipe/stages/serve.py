@@ -5,7 +5,7 @@ started here (``serve_ranks.py``) or by torchrun.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.stages.serve_ranks import Place, Ranks
 
 if TYPE_CHECKING:
+    from ptqpipe.collectives import QuantAllReduce
     from ptqpipe.engine.engine import Engine
     from ptqpipe.engine.runner import Runner
 
@@ -101,17 +102,21 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -
 def _lead(
     options: ServeOptions, ranks: Ranks, tokenizer: Any, context: int, listens: tuple[Any, Any], say: Say
 ) -> None:
+    from ptqpipe.collectives import QuantAllReduce
     from ptqpipe.engine.ranks import Leader
     from ptqpipe.engine.service import Service
     from ptqpipe.server.app import ServerOptions, create_app
+    from ptqpipe.server.metrics import AllReduceCounts
     from ptqpipe.server.run import run
 
     leaders: list[Leader] = []
+    sums: list[QuantAllReduce] = []
     threads = options.threads or default_threads(ranks.place.local)
 
     def build() -> "Engine":
         ranks.join()
-        runner = _runner(options, ranks.place, context)
+        sums.extend(_all_reduce(options, ranks.place))
+        runner = _runner(options, ranks.place, context, sums)
         if ranks.place.size > 1:
             leaders.append(Leader(runner))
         engine = _engine(options, runner, leaders[0] if leaders else runner, tokenizer, context)
@@ -131,7 +136,14 @@ def _lead(
     name = options.name or Path(options.ckpt).resolve().name
     template = options.chat_template.read_text(encoding="utf-8") if options.chat_template else None
     server = ServerOptions((name,), context, options.api_key, options.max_body, template)
-    app = create_app(service, tokenizer, server)
+
+    def counts() -> AllReduceCounts | None:
+        found = sums[0].stats() if sums else None
+        if found is None:
+            return None
+        return AllReduceCounts(found.calls, found.plain_calls, found.value_bytes, found.wire_bytes)
+
+    app = create_app(service, tokenizer, server, all_reduce=counts)
     service.start()
     run(app, service, *listens, say=say)
 
@@ -145,10 +157,31 @@ def _follow(options: ServeOptions, place: Place) -> None:
     place.ignore_signals()
     torch.set_num_threads(options.threads or default_threads(place.local))
     place.join()
-    follow(_runner(options, place, _context(options)))
+    follow(_runner(options, place, _context(options), _all_reduce(options, place)))
 
 
-def _runner(options: ServeOptions, place: Place, context: int) -> "Runner":
+def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
+    """What sums over the ranks, none for one. Sums of a decode step stay plain: they are small, and latency is all.
+
+    "off" is one that never quantizes, so that its sums are counted, too. "auto" measures, together with all ranks.
+    """
+    if place.size == 1:
+        return []
+    from ptqpipe.collectives import NEVER, QuantAllReduce
+    from ptqpipe.runtime.loading import dtype_of, read_config
+
+    if options.allreduce == "off":
+        return [QuantAllReduce(min_bytes=NEVER)]
+    config = read_config(Path(options.ckpt)).get_text_config()
+    decode_bytes = options.max_seqs * config.hidden_size * dtype_of(options.dtype, config).itemsize
+    if options.allreduce == "auto":
+        made = QuantAllReduce(min_bytes="auto")
+        made.min_bytes = max(made.min_bytes, decode_bytes + 1)
+        return [made]
+    return [QuantAllReduce(codec=options.allreduce, min_bytes=decode_bytes + 1)]
+
+
+def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[QuantAllReduce]") -> "Runner":
     """This rank's part of the model, with a cache as large as all ranks can have."""
     from ptqpipe.engine.ranks import agree
     from ptqpipe.engine.runner import CacheOptions, Runner
@@ -158,6 +191,7 @@ def _runner(options: ServeOptions, place: Place, context: int) -> "Runner":
         options.ckpt,
         tp=place.size,
         rank=place.rank,
+        all_reduce=(lambda x: sums[0](x, x)) if sums else None,
         dtype=options.dtype,
         packed=options.packed,
         activations="none" if options.activations == "none" else "simulated",

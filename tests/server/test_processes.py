@@ -1,0 +1,164 @@
+"""``ptqpipe serve`` as a process: ranks, signals, deaths."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.engine.models import DEMO, PROMPTS, greedy, tokenizer
+from tests.server.test_api import text
+
+BODY = {"prompt": PROMPTS[2], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+START_S = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A running service and the file of its messages."""
+
+    process: "subprocess.Popen[bytes]"
+    url: str
+    log: Path
+
+    def ask(self, **more: object) -> httpx.Response:
+        """One completion."""
+        return httpx.post(f"{self.url}/v1/completions", json={**BODY, **more}, timeout=60)
+
+    def ranks(self) -> list[int]:
+        """Process ids of the other ranks."""
+        found = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for path in found for pid in path.read_text().split()]
+
+    def ended(self, seconds: float = 30) -> int:
+        """The exit code."""
+        return self.process.wait(seconds)
+
+
+@contextmanager
+def started(folder: Path, *options: str, command: tuple[str, ...] = ("-m", "ptqpipe")) -> Iterator[Process]:
+    """``ptqpipe serve`` of the demo model in float32, ready."""
+    log = folder / "log"
+    arguments = ["serve", str(DEMO), "--port", "0", "--dtype", "float32", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DEMO.parents[1])}
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, *command, *arguments], stderr=out, stdout=out, env=environment)
+    try:
+        until = time.monotonic() + START_S
+        while (match := re.search(r"ready: (http://\S+)/v1", log.read_text())) is None:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.05)
+        yield Process(process, match[1], log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def wanted(count: int = 24) -> str:
+    return text(greedy(tokenizer()(PROMPTS[2]).input_ids, count))
+
+
+def gone(pids: list[int], seconds: float = 15) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_what_is_under_way_and_exits_with_0(tmp_path: Path) -> None:
+    with started(tmp_path) as service:
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(service.ask(prompt="def", max_tokens=240)))
+        thread.start()
+        while "ptqpipe_sequences_running 1.0" not in httpx.get(f"{service.url}/metrics").text and not answers:
+            time.sleep(0.002)
+        service.process.send_signal(signal.SIGTERM)
+        assert service.ended() == 0
+        thread.join(10)
+        assert answers[0].json()["usage"]["completion_tokens"] == 240
+        assert "SIGTERM: no new requests" in service.log.read_text()
+        assert "Traceback" not in service.log.read_text()
+
+
+@pytest.mark.slow
+def test_two_ranks_say_what_one_says_and_end_together(tmp_path: Path) -> None:
+    with started(tmp_path, "--tp", "2") as service:
+        ranks = service.ranks()
+        assert len(ranks) == 1
+        assert service.ask().json()["choices"][0]["text"] == wanted()
+        metrics = httpx.get(f"{service.url}/metrics").text
+        plain = re.search(r'ptqpipe_allreduce_calls_total{kind="plain"} (\d+)', metrics)
+        assert plain is not None
+        assert int(plain[1]) == 6 * (24 + 1)  # two sums in each of three layers; 24 steps and the probe
+        service.process.send_signal(signal.SIGTERM)
+        assert service.ended() == 0
+        assert gone(ranks)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_service_with_its_name(tmp_path: Path) -> None:
+    with started(tmp_path, "--tp", "2", "--allreduce", "int8", "--max-num-seqs", "4") as service:
+        (rank,) = service.ranks()
+        assert service.ask().status_code == 200
+        metrics = httpx.get(f"{service.url}/metrics").text
+        assert 'ptqpipe_allreduce_calls_total{kind="quantized"} 6.0' in metrics  # the prompt's; decode stays plain
+        os.kill(rank, signal.SIGKILL)
+        assert service.ended() == 1
+        assert f"rank 1 (process {rank}) was killed by signal 9" in service.log.read_text()
+
+
+@pytest.mark.slow
+def test_ranks_end_when_the_first_one_is_killed(tmp_path: Path) -> None:
+    with started(tmp_path, "--tp", "2") as service:
+        ranks = service.ranks()
+        service.process.kill()
+        service.ended()
+        assert gone(ranks)
+
+
+@pytest.mark.slow
+def test_torchruns_ranks_are_joined(tmp_path: Path) -> None:
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ptqpipe")
+    with started(tmp_path, command=command) as service:
+        assert service.ask().json()["choices"][0]["text"] == wanted()
+        service.process.send_signal(signal.SIGTERM)
+        service.ended()
+        assert "Traceback" not in service.log.read_text().split("SIGTERM")[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["/nowhere"], "not a folder"),
+        ([str(DEMO), "--max-model-len", "100000"], "this model can 256"),
+        ([str(DEMO), "--max-num-seqs", "0"], "--max-num-seqs is 0"),
+        ([str(DEMO), "--tp", "0"], "--tp is 0"),
+        ([str(DEMO), "--host", "203.0.113.1"], "cannot listen"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(arguments: list[str], says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ptqpipe", "serve", "--port", "0", *arguments],
+        capture_output=True, text=True, timeout=120, check=False, cwd=DEMO.parents[1],
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
