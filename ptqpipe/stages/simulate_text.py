@@ -10,6 +10,7 @@ from ptqpipe.report.simulation import Curve, draw
 from ptqpipe.stages.simulate import BreakEven
 from ptqpipe.stages.tables import table
 
+_OF_BOTH = " / of its median block"
 _COLUMNS = (1 << 20, 16 << 20, 64 << 20)  # bytes of the messages whose speed-up the table shows
 
 
@@ -22,25 +23,36 @@ def binary_size(nbytes: int) -> str:
 
 
 def error_text(rows: Sequence[ErrorRow]) -> str:
-    """One table a source: relative L2 by scheme and codec (down) and world (across), the closed form beneath it."""
+    """One table a source: relative L2 by scheme and codec (down) and world (across), the closed form beneath it.
+
+    Sources with outliers: of all elements / of the median block.
+    """
     worlds = list(dict.fromkeys(row.ranks for row in rows))
     parts = []
     for data in dict.fromkeys(row.data for row in rows):
         lines = []
         here = [row for row in rows if row.data == data]
         for key in dict.fromkeys((row.scheme, row.codec, row.bits) for row in here):
-            cells = {row.ranks: f"{row.rel_l2:.4f}" for row in here if (row.scheme, row.codec, row.bits) == key}
+            cells = {row.ranks: _cell(row) for row in here if (row.scheme, row.codec, row.bits) == key}
             lines.append((key[0], key[1], f"{key[2]:.4g}", *(cells.get(k, "") for k in worlds)))
         head = ("scheme", "codec", "bits", *(f"k={k}" for k in worlds))
-        parts.append(
-            f"Relative L2 of the result, {data}, {here[0].elements:,} elements a rank\n\n{table(head, lines, left=2)}"
-        )
+        title = f"Relative L2 of the result{_OF_BOTH * _uneven(data)}, {data}, {here[0].elements:,} elements a rank"
+        parts.append(f"{title}\n\n{table(head, lines, left=2)}")
         modelled = [row for row in here if row.model is not None]
         if modelled:
             worst = max(modelled, key=_deviation)
             where = f"{worst.scheme} {worst.codec} k={worst.ranks}"
             parts[-1] += f"\n\nclosed form: within {_deviation(worst):.1%} everywhere, worst at {where}"
     return "\n\n".join(parts)
+
+
+def _cell(row: ErrorRow) -> str:
+    """The error of all elements; of the median block as well, where few blocks may make most of it."""
+    return f"{row.rel_l2:.4f}/{row.rel_l2_block:.4f}" if _uneven(row.data) else f"{row.rel_l2:.4f}"
+
+
+def _uneven(data: str) -> bool:
+    return data not in ("gaussian", "cancelling")
 
 
 def _deviation(row: ErrorRow) -> float:

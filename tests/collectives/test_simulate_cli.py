@@ -53,6 +53,15 @@ def test_the_table_has_every_scheme_world_and_machine() -> None:
         assert part in text
 
 
+def test_outliers_show_the_median_block_beside_all() -> None:
+    (row,) = rows("--ranks", "2", "--elements", "4096", "--data", "outliers", "--scheme", "two-shot", "--only", "error")
+    text = run(
+        "--ranks", "2", "--elements", "4096", "--data", "outliers", "--scheme", "two-shot", "--only", "error"
+    ).stdout
+    assert "median block, outliers" in text
+    assert f"{row['rel_l2']:.4f}/{row['rel_l2_block']:.4f}" in text
+
+
 def test_json_lines_hold_what_the_table_shows() -> None:
     found = rows(
         *SMALL, "--codec", "int8,int4", "--scheme", "two-shot,ring-bf16", "--topology", "pcie5", "--size", "1MiB"
