@@ -113,8 +113,6 @@ def convert(
     from ptqpipe.stages import tables
 
     mode = mode_of(resume, overwrite)
-    if stats is not None and recipe_path is None and algorithm is None and weighting is None:
-        algorithm = "gptq"  # the best of what statistics allow
     options = RecipeOptions(
         scheme,
         container,
@@ -135,6 +133,7 @@ def convert(
         low_rank_dtype=low_rank_dtype,
     )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
+    options = stage.best_with(options, stats=stats, recipe_path=recipe_path)
     prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats, rounding=rounding)
     with prepared.source:
         if dry_run:

@@ -101,6 +101,13 @@ class Converted:
     peak_rss_bytes: int
 
 
+def best_with(options: RecipeOptions, *, stats: Path | None, recipe_path: Path | None) -> RecipeOptions:
+    """The options with the best algorithm that statistics allow, where neither they nor a recipe name one."""
+    if stats is None or recipe_path is not None or options.algorithm is not None or options.weighting is not None:
+        return options
+    return replace(options, algorithm="gptq")
+
+
 def prepare(
     model: str | Path,
     *,

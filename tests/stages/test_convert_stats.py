@@ -458,3 +458,11 @@ def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
     other = write_statistics(tmp_path / "other", model, inputs_of_llama(tiny.llama(), seed=9))
     faults = verify(out, source=model, statistics=other).faults
     assert any("is not what the checkpoint was made with" in fault.message for fault in faults)
+
+
+def test_python_and_the_command_line_do_the_same_with_statistics(model: Path, stats: Path, tmp_path: Path) -> None:
+    done = ptqpipe.convert(model, stats=stats, low_rank=2, container="ptqpipe", out=tmp_path / "python", workers=1)
+    command = [sys.executable, "-m", "ptqpipe", "convert", str(model), "--stats", str(stats), "--low-rank", "2"]
+    subprocess.run([*command, "--container", "ptqpipe", "-o", str(tmp_path / "shell"), "-q"], check=True)
+    assert {rule["algorithm"] for rule in done.record["recipe"]["rules"]} == {"gptq"}
+    assert (tmp_path / "python/model.safetensors").read_bytes() == (tmp_path / "shell/model.safetensors").read_bytes()
