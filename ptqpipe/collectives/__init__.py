@@ -5,8 +5,9 @@
 Needs torch alone, so that it can be imported inside any serving stack.
 """
 
-from ptqpipe.collectives.allreduce import NEVER, Pending, QuantAllReduce
+from ptqpipe.collectives.allreduce import Pending, QuantAllReduce
 from ptqpipe.collectives.codecs import CODECS, WireCodec, get_wire_codec
+from ptqpipe.collectives.gate import NEVER, Thresholds
 from ptqpipe.collectives.stats import Stats
 
-__all__ = ["CODECS", "NEVER", "Pending", "QuantAllReduce", "Stats", "WireCodec", "get_wire_codec"]
+__all__ = ["CODECS", "NEVER", "Pending", "QuantAllReduce", "Stats", "Thresholds", "WireCodec", "get_wire_codec"]

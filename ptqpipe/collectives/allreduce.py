@@ -10,6 +10,7 @@ ranks cannot disagree. Meant for the partial sums of prefill; tokens, embeddings
 """
 
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
@@ -18,13 +19,13 @@ import torch.distributed as dist
 
 from ptqpipe.collectives import op
 from ptqpipe.collectives.codecs import DTYPES, WireCodec, get_wire_codec
+from ptqpipe.collectives.gate import NEVER, Thresholds, measure
 from ptqpipe.collectives.layout import Layout, cut
 from ptqpipe.collectives.point_to_point import Exchange, Workspace, first_tag
 from ptqpipe.collectives.stats import Phases, Stats
 from ptqpipe.collectives.wire import Plain, Quantized, Wire
 from ptqpipe.errors import UsageError
 
-NEVER = 1 << 62  # bytes: no message is that large
 LEAST_CHUNK = 256 << 10  # bytes of values in a chunk, below which a message's fixed cost outweighs what overlaps
 LEAST_CHUNKS = 8  # so that the first encoding and the last decoding, which nothing hides, are short
 
@@ -52,6 +53,7 @@ class QuantAllReduce:
     group        None is the default group; every rank of it makes one, with the same arguments, in the same order
     codec, block, hadamard  see ``get_wire_codec``
     min_bytes    smallest tensor that is quantized; "auto" measures it now, together with all other ranks
+    plain        the sum to beat, and what small tensors get: x to the sum of x, may write to x. None is the group's own
     chunk_bytes  of values that move through the pipeline together
     own_exact    two-shot: the owner of a stripe adds its own partial unrounded. Off, a row's result does not depend on
                  which rank owns it
@@ -71,6 +73,7 @@ class QuantAllReduce:
         transport: Literal["auto", "p2p"] = "auto",
         own_exact: bool = True,
         one_shot: bool = False,
+        plain: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.group = _group(group)
         self.world: int = self.group.size()
@@ -88,8 +91,15 @@ class QuantAllReduce:
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[torch.Tensor] | None = None
         self._stats = Stats()
-        self.min_bytes: int = NEVER if min_bytes == "auto" else min_bytes
-        self.plain_two_shot_bytes: int = NEVER
+        self._own = self._group_sum if plain is None else plain
+        self.thresholds = Thresholds(NEVER, NEVER) if min_bytes == "auto" else Thresholds(min_bytes, NEVER)
+        if min_bytes == "auto" and self.world > 1:
+            self.thresholds = self._measured()
+
+    @property
+    def min_bytes(self) -> int:
+        """The smallest tensor that is quantized, in bytes."""
+        return self.thresholds.quantized
 
     def should_use(self, numel: int, dtype: torch.dtype) -> bool:
         """Whether a tensor of ``numel`` elements of ``dtype`` is quantized: the same answer on every rank."""
@@ -122,6 +132,11 @@ class QuantAllReduce:
         self._settle()
         return self._plain(x, out)
 
+    def plain_two_shot(self, x: torch.Tensor) -> torch.Tensor:
+        """The plain sum by the schedule of the quantized one, in place: what the codec alone has to beat."""
+        self._settle()
+        return self._sum(x, x, Plain())
+
     def stats(self) -> Stats:
         """What was done since this was made."""
         return self._stats
@@ -139,14 +154,30 @@ class QuantAllReduce:
 
     def _plain(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         self._count(plain_calls=1)
-        if self.world > 1 and x.dtype in DTYPES and x.nbytes >= self.plain_two_shot_bytes:
+        if self.world > 1 and x.dtype in DTYPES and x.nbytes >= self.thresholds.two_shot:
             return self._sum(x, out, Plain())
         y = _result(x, out)
         if y is not x:
             y.copy_(x)
         if self.world > 1 and y.numel():
-            dist.all_reduce(y, group=self.group)
+            y = self._own(y)
         return _deliver(y, out)
+
+    def _group_sum(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def _measured(self) -> Thresholds:
+        codec = Quantized(self.codec)
+        found = measure(
+            self.group,
+            torch.device("cpu"),
+            own=self._own,
+            two_shot=lambda x: self._sum(x, x, Plain()),
+            quantized=lambda x: self._sum(x, x, codec),
+        )
+        self._stats = Stats()
+        return found
 
     def _sum(self, x: torch.Tensor, out: torch.Tensor | None, wire: Wire) -> torch.Tensor:
         y = _result(x, out)

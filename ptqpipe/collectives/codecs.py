@@ -4,13 +4,14 @@ A message is a run of whole *units* (the last one filled up with zeros): first t
 ``packing.py`` says, then a scale for every block, then, for NVFP4, an exponent for every 1024 elements. A unit is the
 smallest run that can be decoded alone: a block, or more where exponents or a rotation span several blocks.
 
-    int8 int6 int4  symmetric integers -top..top in two's complement; bfloat16 scale amax/top, rounded up
-    fp8             E4M3; bfloat16 scale amax/448, rounded up
+    int8 int6 int4  symmetric integers -top..top in two's complement; bfloat16 scale amax/top
+    fp8             E4M3; bfloat16 scale amax/448
     mxfp8           E4M3 in blocks of 32; E8M0 scale, the smallest power of two that is no less than amax/448
     nvfp4           E2M1 in blocks of 16; E4M3 scale times a power of two for 1024 elements (as small as it can be),
                     in the place of the global scale, which would need a pass over the whole tensor first
 
-Scales are rounded up, so that nothing saturates (NVFP4's alone to the nearest, as everywhere). Nothing is ever float16.
+Scales are rounded to the nearest: that moves amax by less than half a code, so the largest number of a block has the
+largest code, and what was decoded comes out the same when it is encoded again. Nothing is ever float16.
 Must not know transports or processes. How numbers become bytes is ``reference.py``'s.
 """
 

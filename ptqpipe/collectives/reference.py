@@ -3,8 +3,8 @@
 All arithmetic is float32, one rounding an operation, nothing flushed but what is said here:
 
     amax     the largest magnitude of a block, found on the bits, so that NaN and infinity are larger than any number
-    scale    amax * (1/top) rounded up to bfloat16; 0 below 2^-127; NaN for a block that holds NaN or infinity
-    code     x * (1/scale), to the nearest, ties to even; 0 where the scale is 0 or NaN
+    scale    amax * (1/top) rounded to bfloat16; 0 below 2^-127; NaN for a block that holds NaN or infinity
+    code     x * (1/scale), to the nearest, ties to even, at most top; 0 where the scale is 0 or NaN
     decode   code * scale
 
 So a block with one NaN or infinity is NaN as a whole, on every rank, and its neighbours are not touched. Sums are taken
@@ -138,7 +138,8 @@ def _scales(blocks: torch.Tensor, codec: WireCodec) -> tuple[torch.Tensor, torch
         code = magnitude_codes(torch.where(bad, 0, wanted), CODECS["e4m3"]).to(torch.uint8)
         code = torch.where(bad, _E4M3_NAN, code).to(torch.uint8)
         return code, _scale_values(code, exponents, codec), exponents
-    bits = ((_float_of(top) * _reciprocal(codec.top)).view(torch.int32) + 0xFFFF) & ~0xFFFF
+    bits = (_float_of(top) * _reciprocal(codec.top)).view(torch.int32)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & ~0xFFFF
     bits = torch.where(bits < _SMALLEST, 0, bits)
     bits = torch.where(bad, _NAN, bits)
     return (bits >> 16).to(torch.int16).view(torch.uint8), _float_of(bits), none

@@ -1,0 +1,316 @@
+"""The quantized all-reduce over gloo beside the best plain one, on links of a given speed. Linux, root, ip and tc.
+
+Usage: sudo python scripts/bench_allreduce.py [--links 1 5 10 loopback] [--ranks 2 4] [--sizes 64K 1M 16M]
+           [--codec int8] [--repeat 15] [--passes 1] [--soak 0] [--results FILE]
+
+Makes a network namespace a rank, joined by a bridge in one of their own; every port is held to the rate by tc tbf in
+both directions. All are removed at the end, however it comes. One JSON line a link, number of ranks and size. Times
+are rank 0's, in ms, each after a barrier, in place, the ways of summing in turns:
+
+    gloo, two_shot    bfloat16: the backend's all-reduce, and our schedule without a codec; the faster one is ``plain``
+    quantized, auto   ours; ``auto`` is what a QuantAllReduce that measured its threshold does with that size
+    ratio_min/median  plain over quantized, above 1 is faster; ``ideal`` is the ratio of the bytes, ``of_ideal_*`` how
+                      much of it that is
+    auto_ratio_median plain over auto
+    wire              bytes that left rank 0's interface, headers included, over those of bfloat16 without headers, and
+                      that over its ideal
+    error             relative L2 error of the sum of Gaussians, float64 being exact; ``identical``: on all ranks alike
+    phases            seconds of rank 0's thread a call
+
+--soak N: N calls with random sizes, dtypes and codecs over loopback; one line with the number of results that differed
+between ranks.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ptqpipe.collectives import CODECS, QuantAllReduce
+
+SIZES = ("64K", "256K", "1M", "4M", "16M", "64M")
+BURST = {1: "128kb", 5: "256kb", 10: "512kb"}
+PORT = 29650
+LIMIT_S = 390
+WIRE_CALLS = 4
+
+
+def bytes_of(size: str) -> int:
+    """4M -> 4194304."""
+    return int(size[:-1]) << {"K": 10, "M": 20}[size[-1]]
+
+
+# ---- the network ----
+
+
+def ip(*words: str) -> None:
+    """Runs ip."""
+    subprocess.run(["ip", *words], check=True)
+
+
+def shape(namespace: str, device: str, gbit: float) -> None:
+    """What leaves ``device`` is held to ``gbit``."""
+    words = f"qdisc add dev {device} root tbf rate {gbit}gbit burst {BURST.get(int(gbit), '1mb')} latency 100ms".split()
+    subprocess.run(["ip", "netns", "exec", namespace, "tc", *words], check=True)
+
+
+@contextmanager
+def network(ranks: int, gbit: float) -> Iterator[list[str]]:
+    """Namespaces with addresses 10.77.0.1.. on devices called eth0, one a rank."""
+    hub = f"ptqar{os.getpid()}h"
+    names = [f"ptqar{os.getpid()}n{rank}" for rank in range(ranks)]
+    made: list[str] = []
+    try:
+        for name in (hub, *names):
+            ip("netns", "add", name)
+            made.append(name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", hub, "link", "add", "bridge0", "type", "bridge")
+        ip("-n", hub, "link", "set", "bridge0", "up")
+        for rank, name in enumerate(names):
+            ip("-n", hub, "link", "add", f"port{rank}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", hub, "link", "set", f"port{rank}", "master", "bridge0", "up")
+            ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            shape(name, "eth0", gbit)
+            shape(hub, f"port{rank}", gbit)
+        yield names
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def launch(options: argparse.Namespace, ranks: int, link: str) -> list[dict[str, object]]:
+    """The lines that rank 0 prints."""
+    if link == "loopback":
+        return run_ranks(options, ranks, link, None)
+    with network(ranks, float(link)) as names:
+        return run_ranks(options, ranks, link, names)
+
+
+def run_ranks(options: argparse.Namespace, ranks: int, link: str, names: list[str] | None) -> list[dict[str, object]]:
+    """Starts the ranks, waits for them, and reads rank 0's lines. RuntimeError when one fails."""
+    children = []
+    for rank in range(ranks):
+        command = [] if names is None else ["ip", "netns", "exec", names[rank]]
+        command += [sys.executable, __file__, *sys.argv[1:], "--worker", str(rank), str(ranks), link]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if names is None else "eth0"}
+        environment |= {"MASTER_ADDR": "127.0.0.1" if names is None else "10.77.0.1", "MASTER_PORT": str(PORT)}
+        output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        children.append(subprocess.Popen(command, stdout=output, text=True, env=environment))
+    try:
+        text, _ = children[0].communicate(timeout=LIMIT_S * len(options.sizes))
+        codes = [child.wait(timeout=30) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    if any(codes):
+        raise RuntimeError(f"ranks ended with {codes} on link {link}")
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+# ---- a rank ----
+
+
+def sent_bytes() -> int:
+    """Bytes that have left this namespace's interface."""
+    return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
+
+
+def seconds(run: Callable[[torch.Tensor], object], x: torch.Tensor, given: torch.Tensor) -> float:
+    """Of one call, from a barrier on."""
+    x.copy_(given)
+    dist.barrier()
+    begun = time.perf_counter()
+    run(x)
+    return time.perf_counter() - begun
+
+
+def own_sum(x: torch.Tensor) -> object:
+    """The backend's."""
+    return dist.all_reduce(x)
+
+
+def identical(x: torch.Tensor) -> bool:
+    """Whether all ranks hold the same bits."""
+    mine = torch.tensor([zlib.crc32(x.contiguous().view(torch.uint8).numpy().tobytes())])
+    all_of_them = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, mine)
+    return all(torch.equal(mine, other) for other in all_of_them)
+
+
+def partial(elements: int, rank: int) -> torch.Tensor:
+    """bfloat16 Gaussians, other ones for every rank."""
+    return torch.randn(elements, generator=torch.Generator().manual_seed(1000 + rank)).bfloat16()
+
+
+def relative_error(total: torch.Tensor) -> float:
+    """Of the sum of all ranks' ``partial``."""
+    exact = torch.zeros(total.numel(), dtype=torch.float64)
+    for rank in range(dist.get_world_size()):
+        exact += partial(total.numel(), rank)
+    return float((total.double() - exact).norm() / exact.norm())
+
+
+def measure(options: argparse.Namespace, size: str, link: str, reduces: tuple[QuantAllReduce, QuantAllReduce]) -> None:
+    """One size, all ways in turns; rank 0 prints a line."""
+    forced, auto = reduces
+    given = partial(bytes_of(size) // 2, dist.get_rank())
+    x = torch.empty_like(given)
+    ways: dict[str, Callable[[torch.Tensor], object]] = {
+        "gloo": own_sum,
+        "two_shot": forced.plain_two_shot,
+        "quantized": lambda v: forced.quantized(v, v),
+        "auto": lambda v: auto(v, v),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    before = forced.stats()
+    for turn in range(options.repeat + 1):
+        for name, run in ways.items():
+            took = seconds(run, x, given)
+            if turn:
+                times[name].append(took * 1e3)
+    spent = phases(before, forced, options.repeat + 1)
+    sent = wire_bytes(forced, x)
+    forced.quantized(x.copy_(given), x)
+    same, error = identical(x), relative_error(x)
+    if dist.get_rank() == 0:
+        line = summary(forced, times, nbytes=given.nbytes, sent=sent)
+        line |= {"error": round(error, 5), "identical": same, "auto_from": auto.min_bytes}
+        line |= {"phases": spent}
+        print(json.dumps({"link": link, "ranks": dist.get_world_size(), "size": size, "codec": options.codec, **line}))
+        sys.stdout.flush()
+
+
+def wire_bytes(reduce: QuantAllReduce, x: torch.Tensor) -> float:
+    """Bytes that leave rank 0's interface for one quantized sum. A barrier comes after all that was sent before it."""
+    x.zero_()
+    dist.barrier()
+    before = sent_bytes()
+    for _ in range(WIRE_CALLS):
+        reduce.quantized(x, x)
+    dist.barrier()
+    return (sent_bytes() - before) / WIRE_CALLS
+
+
+def summary(reduce: QuantAllReduce, times: dict[str, list[float]], *, nbytes: int, sent: float) -> dict[str, object]:
+    """Minima, medians, ratios and shares of the ideal."""
+    least = {name: min(values) for name, values in times.items()}
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    plain = (min(least["gloo"], least["two_shot"]), min(middle["gloo"], middle["two_shot"]))
+    ideal, ranks = 16 / reduce.codec.bits, reduce.world
+    ratio = (plain[0] / least["quantized"], plain[1] / middle["quantized"])
+    of_bf16 = sent / (2 * (ranks - 1) / ranks * nbytes)
+    return {
+        "ms_min": {name: round(value, 3) for name, value in least.items()},
+        "ms_median": {name: round(value, 3) for name, value in middle.items()},
+        "ratio_min": round(ratio[0], 3),
+        "ratio_median": round(ratio[1], 3),
+        "ideal": round(ideal, 3),
+        "of_ideal_min": round(ratio[0] / ideal, 3),
+        "of_ideal_median": round(ratio[1] / ideal, 3),
+        "auto_ratio_median": round(plain[1] / middle["auto"], 3),
+        "auto_ratio_min": round(plain[0] / least["auto"], 3),
+        "wire": round(of_bf16, 4),
+        "wire_of_ideal": round(of_bf16 * ideal, 4),
+    }
+
+
+def phases(before: object, reduce: QuantAllReduce, calls: int) -> dict[str, float]:
+    """Milliseconds a call in each phase."""
+    old, new = asdict(before), asdict(reduce.stats())  # type: ignore[call-overload]
+    return {name: round((new[name] - old[name]) / calls * 1e3, 3) for name in new if name.endswith("_s")}
+
+
+def soak(calls: int) -> None:
+    """Random sizes, dtypes, codecs, in place or not, alternating; rank 0 prints how many results differed."""
+    draw = random.Random(0)
+    reduces = [QuantAllReduce(codec=codec, min_bytes=0, chunk_bytes=1 << draw.randint(10, 18)) for codec in CODECS]
+    reduces.append(QuantAllReduce(min_bytes=0, hadamard=64, own_exact=False))
+    begun, wrong = time.perf_counter(), 0
+    for call in range(calls):
+        reduce = draw.choice(reduces)
+        elements = draw.choice((draw.randint(1, 300), draw.randint(1, 20_000), draw.randint(1, 400_000)))
+        dtype = draw.choice((torch.bfloat16, torch.float32, torch.float16))
+        x = torch.randn(elements, generator=torch.Generator().manual_seed(call * 8 + dist.get_rank())).to(dtype)
+        y = reduce(x, x if draw.random() < 0.3 else None)
+        wrong += not identical(y)
+    if dist.get_rank() == 0:
+        took = time.perf_counter() - begun
+        print(
+            json.dumps({"soak": calls, "ranks": dist.get_world_size(), "differing": wrong, "seconds": round(took, 1)})
+        )
+
+
+def worker(options: argparse.Namespace) -> None:
+    """One rank."""
+    rank, ranks, link = int(options.worker[0]), int(options.worker[1]), options.worker[2]
+    torch.set_num_threads(1)
+    if options.pin:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    if options.soak:
+        soak(options.soak)
+    else:
+        forced = QuantAllReduce(
+            codec=options.codec, block=options.block, hadamard=options.hadamard, min_bytes=0,
+            chunk_bytes=bytes_of(options.chunk), one_shot=options.one_shot,
+        )  # fmt: skip
+        auto = QuantAllReduce(codec=options.codec, block=options.block, hadamard=options.hadamard)
+        for size in options.sizes:
+            measure(options, size, link, (forced, auto))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", nargs="+", default=["1", "5", "10", "loopback"], help="Gbit/s, or loopback")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES))
+    parser.add_argument("--codec", default="int8", choices=CODECS)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--hadamard", type=int, default=0)
+    parser.add_argument("--chunk", default="2M")
+    parser.add_argument("--one-shot", action="store_true")
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--passes", type=int, default=1, help="times that everything is done")
+    parser.add_argument("--pin", action="store_true", help="each rank on a core of its own")
+    parser.add_argument("--soak", type=int, default=0)
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Prints the lines, and adds them to --results."""
+    options = parse(sys.argv[1:])
+    if options.worker:
+        worker(options)
+        return
+    links = ["loopback"] if options.soak else options.links
+    for _ in range(options.passes):
+        for ranks in options.ranks:
+            for link in links:
+                for line in launch(options, ranks, link):
+                    print(json.dumps(line), flush=True)
+                    if options.results:
+                        with options.results.open("a", encoding="utf-8") as file:
+                            file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
