@@ -146,9 +146,14 @@ def quantized_inputs(module: torch.nn.Module, quantizers: Mapping[str, Quantizer
                 their first and second product
     """
 
+    last: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor]] = []  # q, k and v are given the same tensor
+
     def hook_of(quantizer: Quantizer) -> Any:
         def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return (_straight_through(quantizer, args[0]), *args[1:])
+            x = args[0]
+            if not (last and last[0][0] is x and last[0][1] == x._version and last[0][2] == quantizer):
+                last[:] = [(x, x._version, quantizer, _straight_through(quantizer, x))]
+            return (last[0][3], *args[1:])
 
         return hook
 
@@ -180,4 +185,6 @@ def _expert_quantizer(quantizers: Mapping[tuple[int, str], Quantizer]) -> Observ
 
 
 def _straight_through(quantizer: Quantizer, x: torch.Tensor) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return quantizer(x)
     return x + (quantizer(x.detach()) - x.detach())

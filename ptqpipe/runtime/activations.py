@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.formats import CODECS
-from ptqpipe.qtensor import round_to
 from ptqpipe.schemes import Activation
 
 _E2M1_MAX, _E4M3_MAX = 6.0, 448.0
@@ -114,10 +112,15 @@ def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def _e2m1(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """float32 quantized to E2M1 with a scale and decoded. NaN stays NaN."""
+    """float32 quantized to E2M1 with a scale and decoded, as ``qtensor.encode`` rounds. NaN stays NaN.
+
+    Magnitudes below 2, below 4 and above are multiples of a half, one and two; halves of those go to the even code.
+    """
     y = x / scale
-    rounded = torch.copysign(round_to(y.abs(), CODECS["e2m1"]), y)
-    return torch.where(y.isnan(), y, rounded) * scale
+    size = y.abs()
+    step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
+    rounded = (size / step).round_().mul_(step).clamp_(max=_E2M1_MAX)
+    return torch.copysign(rounded, y).mul_(scale)
 
 
 def _power_of_two(x: torch.Tensor, *, offset: int) -> torch.Tensor:

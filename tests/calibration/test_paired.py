@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.calibration.paired import call_order, paired_moments
+from ptqpipe.calibration.paired import call_order, paired_moments, quantized_inputs
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.source import Source
@@ -64,3 +64,22 @@ def test_moments_are_those_of_two_whole_models(folders: tuple[Path, Path], modul
         ):
             assert float((got - expected).abs().max()) < ROUNDING * float(expected.abs().max())
         assert found[module] is found[modules[0]]
+
+
+def test_an_input_that_modules_share_is_quantized_once(folders: tuple[Path, Path]) -> None:
+    calls: list[int] = []
+
+    def quantizer(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.round()
+
+    with (
+        Source.open(folders[0]) as source,
+        Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows()) as runner,
+    ):
+        block = next(runner.blocks())
+        with torch.no_grad(), quantized_inputs(block.module, dict.fromkeys(CALLS, quantizer)):
+            out = block.forward(block.inputs(0), 0)
+        assert len(calls) == 4
+        with torch.no_grad(), quantized_inputs(block.module, {name: lambda x: x.round() for name in CALLS}):
+            assert torch.equal(block.forward(block.inputs(0), 0), out)

@@ -16,6 +16,8 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from transformers import AutoModelForCausalLM
 
 from ptqpipe.errors import UsageError
+from ptqpipe.formats import CODECS
+from ptqpipe.qtensor import round_to
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
@@ -80,6 +82,19 @@ def test_the_numbers_are_those_of_compressed_tensors(activation: Activation) -> 
     ours = InputQuantizer(activation, static, divides=activation is Activation.NVFP4_STATIC_GLOBAL)(x)
     assert torch.equal(ours, theirs(activation, x, static))
     assert not torch.equal(ours, x)
+
+
+def test_e2m1_rounds_as_the_encoder_does_ties_included() -> None:
+    eighths = torch.arange(-64, 65) / 8.0
+    far = torch.tensor(9.0)
+    every = torch.cat(
+        [eighths, torch.nextafter(eighths, far), torch.nextafter(eighths, -far), torch.tensor([1e30, -0.0])]
+    )
+    x = every.repeat_interleave(16).reshape(-1, 16).clone()
+    x[:, 0] = 6.0  # with which the block's scale is one
+    got = InputQuantizer(Activation.NVFP4_STATIC_GLOBAL, 1.0)(x.clamp(-6.0, 6.0))
+    expected = round_to(x.clamp(-6.0, 6.0).abs(), CODECS["e2m1"]).copysign(x)
+    assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("activation", list(ARGS))
