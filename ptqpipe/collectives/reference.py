@@ -68,7 +68,7 @@ def decode_units(data: torch.Tensor, codec: WireCodec) -> torch.Tensor:
     blocks = units * codec.unit // codec.block
     ends = (units * packed_columns(codec.unit, codec.code_bits), blocks * codec.scale_bytes)
     code_bytes, scale_codes, exponents = data.tensor_split((ends[0], ends[0] + ends[1]))
-    codes = unpack(code_bytes.reshape(blocks, -1), codec.code_bits)
+    codes = unpack(code_bytes.reshape(-1, packed_columns(codec.block, codec.code_bits)), codec.code_bits)
     scales = _scale_values(scale_codes, exponents, codec)
     return (_code_values(codes, codec) * scales.unsqueeze(1)).flatten()
 

@@ -11,7 +11,8 @@ from ptqpipe.kernels import cpu_library as lib
 WIRES = [
     *(get_wire_codec(name, block) for name in ("int8", "int6", "int4", "fp8") for block in (32, 64, 128, 256)),
     *(get_wire_codec(name) for name in ("mxfp8", "nvfp4")),
-    *(get_wire_codec(name, hadamard=size) for name in CODECS for size in (16, 64, 256)),
+    *(get_wire_codec(name, hadamard=64) for name in CODECS),
+    *(get_wire_codec("int8", block, hadamard=size) for block, size in ((32, 32), (128, 128), (64, 16), (64, 256))),
 ]
 SIZES = (1, 63, 64, 65, 1000, 5000)
 
