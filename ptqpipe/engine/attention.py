@@ -75,8 +75,8 @@ class _Step:
 class PagedAttention:
     """The pages of every layer, and the attention over them."""
 
-    def __init__(self, pages: dict[int, Pages], block_size: int) -> None:
-        self.pages, self.block_size = pages, block_size
+    def __init__(self, pages: dict[int, Pages], block_size: int, *, device: torch.device | str = "cpu") -> None:
+        self.pages, self.block_size, self.device = pages, block_size, device
         self._step: _Step | None = None
 
     @contextmanager
@@ -87,7 +87,8 @@ class PagedAttention:
         for span, table in zip(batch.spans, tables, strict=True):
             at = torch.arange(span.total - span.count, span.total)
             places.append(table[at // self.block_size] * self.block_size + at % self.block_size)
-        self._step = _Step(batch, torch.cat(places), tables, _singles(batch))
+        on_device = [table.to(self.device) for table in tables]
+        self._step = _Step(batch, torch.cat(places).to(self.device), on_device, _singles(batch))
         token = _ACTIVE.set(self)
         try:
             yield
@@ -141,10 +142,11 @@ class PagedAttention:
         if span.count > 1 and (window is not None or span.count != span.total or terms.sinks is not None):
             mask = step.masks.get((span.count, span.total, window))
             if mask is None:
-                mask = step.masks[(span.count, span.total, window)] = causal_mask(span.count, span.total, window)
+                mask = causal_mask(span.count, span.total, window).to(query.device)
+                step.masks[(span.count, span.total, window)] = mask
         if terms.softcap is not None or terms.sinks is not None:
             if mask is None and span.count > 1:
-                mask = causal_mask(span.count, span.total, None)
+                mask = causal_mask(span.count, span.total, None).to(query.device)
             return explicit_attention(query, key, value, mask, terms)
         return fused_attention(query, key, value, mask, terms.scaling)
 
@@ -162,7 +164,7 @@ def _singles(batch: Batch) -> PagedQueries | None:
 
 def numbers_of(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What each E4M3 code stands for with a scale [heads or 1, 1], in a model's dtype; float32 [heads or 1, 256]."""
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(scale.device)
     return (codes * scale).to(dtype).float().contiguous()
 
 

@@ -57,7 +57,8 @@ class Runner:
         )
         count = self._block_count(options)
         self.blocks = count if agree is None else agree(count)
-        self.attention = PagedAttention({layer: self._pages(layer) for layer in self.shapes}, options.block_size)
+        pages = {layer: self._pages(layer) for layer in self.shapes}
+        self.attention = PagedAttention(pages, options.block_size, device=model.device)
 
     def _block_count(self, options: CacheOptions) -> int:
         """As many as the sequences can use, within ``max_bytes``. UsageError if one sequence does not fit."""
@@ -74,23 +75,25 @@ class Runner:
         shape, scales = self.shapes[layer], self.scales.get(layer)
         dtype = self.dtype if scales is None else torch.float8_e4m3fn
         size = (self.blocks, self.block_size, shape.heads)
-        keys, values = (torch.zeros(*size, dim, dtype=dtype) for dim in (shape.key_dim, shape.value_dim))
+        dims = (shape.key_dim, shape.value_dim)
+        keys, values = (torch.zeros(*size, dim, dtype=dtype, device=self.model.device) for dim in dims)
         if scales is None:
             return Pages(keys, values)
         return Pages(keys, values, *scales, (numbers_of(scales[0], self.dtype), numbers_of(scales[1], self.dtype)))
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
-        """Float32 logits [wanted, vocabulary] of a batch."""
+        """Float32 logits [wanted, vocabulary] of a batch, on the CPU."""
+        device = self.model.device
         with self.attention.during(batch):
             out = self.model(
-                input_ids=batch.tokens[None],
-                position_ids=batch.positions()[None],
+                input_ids=batch.tokens[None].to(device),
+                position_ids=batch.positions()[None].to(device),
                 use_cache=False,
-                logits_to_keep=batch.wanted if len(batch.wanted) else 1,
+                logits_to_keep=batch.wanted.to(device) if len(batch.wanted) else 1,
             )
         logits: torch.Tensor = out.logits[0][: len(batch.wanted)]
-        return logits.float()
+        return logits.float().cpu()
 
 
 def check_model(model: Any) -> None:
@@ -147,7 +150,7 @@ def probe(model: Any) -> tuple[dict[int, LayerShape], dict[int, tuple[torch.Tens
     recorder = _Probe()
     one = torch.zeros(1, 1, dtype=torch.int64)
     with recorder.during(Batch(one[0], one[0], (Span(1, 1, (0,)),))):
-        model(input_ids=one, position_ids=one, use_cache=False)
+        model(input_ids=one.to(model.device), position_ids=one.to(model.device), use_cache=False)
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if sorted(recorder.shapes) != list(range(len(kinds))):
@@ -161,5 +164,6 @@ def probe(model: Any) -> tuple[dict[int, LayerShape], dict[int, tuple[torch.Tens
     scales = {}
     for module in model.modules():
         if (found := getattr(module, KV_SCALES, None)) is not None:
-            scales[int(module.layer_idx)] = (found[0].reshape(-1, 1), found[1].reshape(-1, 1))
+            key, value = (x.reshape(-1, 1).to(model.device) for x in found)
+            scales[int(module.layer_idx)] = (key, value)
     return recorder.shapes, scales

@@ -6,7 +6,7 @@ started here (``serve_ranks.py``) or by torchrun.
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +176,7 @@ def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
     decode_bytes = options.max_seqs * config.hidden_size * dtype_of(options.dtype, config).itemsize
     if options.allreduce == "auto":
         made = QuantAllReduce(min_bytes="auto")
-        made.min_bytes = max(made.min_bytes, decode_bytes + 1)
+        made.thresholds = replace(made.thresholds, quantized=max(made.thresholds.quantized, decode_bytes + 1))
         return [made]
     return [QuantAllReduce(codec=options.allreduce, min_bytes=decode_bytes + 1)]
 

@@ -137,7 +137,7 @@ def test_ranks_end_when_the_first_one_is_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_torchruns_ranks_are_joined(tmp_path: Path) -> None:
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ptqpipe")
-    with started(tmp_path, command=command) as service:
+    with started(tmp_path, "--allreduce", "auto", command=command) as service:
         assert service.ask().json()["choices"][0]["text"] == wanted()
         service.process.send_signal(signal.SIGTERM)
         service.ended()
