@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ptqpipe.collectives import op
+from ptqpipe.collectives.by_collectives import CollectiveExchange
 from ptqpipe.collectives.codecs import DTYPES, WireCodec, get_wire_codec
 from ptqpipe.collectives.gate import NEVER, Thresholds, measure
 from ptqpipe.collectives.layout import Layout, cut
@@ -26,8 +27,8 @@ from ptqpipe.collectives.stats import Phases, Stats
 from ptqpipe.collectives.wire import Plain, Quantized, Wire
 from ptqpipe.errors import UsageError
 
-LEAST_CHUNK = 256 << 10  # bytes of values in a chunk, below which a message's fixed cost outweighs what overlaps
-LEAST_CHUNKS = 8  # so that the first encoding and the last decoding, which nothing hides, are short
+LEAST_CHUNK = 1 << 20  # bytes of values in a chunk, below which a message's fixed cost outweighs what overlaps
+LEAST_CHUNKS = 2  # of messages that are large enough for it
 
 _users: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
@@ -55,6 +56,8 @@ class QuantAllReduce:
     min_bytes    smallest tensor that is quantized; "auto" measures it now, together with all other ranks
     plain        the sum to beat, and what small tensors get: x to the sum of x, may write to x. None is the group's own
     chunk_bytes  of values that move through the pipeline together
+    transport    "p2p": messages between pairs of ranks; "collectives": an all-to-all and an all-gather a chunk; "auto":
+                 the second for CUDA tensors
     own_exact    two-shot: the owner of a stripe adds its own partial unrounded. Off, a row's result does not depend on
                  which rank owns it
     one_shot     every rank gets every partial: one rounding instead of two. For two ranks, where it costs no byte
@@ -69,8 +72,8 @@ class QuantAllReduce:
         block: int = 64,
         hadamard: int = 0,
         min_bytes: int | Literal["auto"] = "auto",
-        chunk_bytes: int = 2 << 20,
-        transport: Literal["auto", "p2p"] = "auto",
+        chunk_bytes: int = 4 << 20,
+        transport: Literal["auto", "p2p", "collectives"] = "auto",
         own_exact: bool = True,
         one_shot: bool = False,
         plain: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -79,6 +82,9 @@ class QuantAllReduce:
         self.world: int = self.group.size()
         self.codec: WireCodec = get_wire_codec(codec, block, hadamard=hadamard)
         self.chunk_bytes = _positive("chunk_bytes", chunk_bytes)
+        if transport not in ("auto", "p2p", "collectives"):
+            raise UsageError(f"unknown transport {transport!r}; known are auto, p2p and collectives")
+        self.transport = transport
         self.own_exact = own_exact
         self.one_shot = one_shot
         if one_shot and self.world > 2:
@@ -88,6 +94,7 @@ class QuantAllReduce:
         self.name = op.register(self, f"{self.group.group_name}/{instance}")
         self._tag = first_tag(instance)
         self._workspace = Workspace()
+        self._stream: torch.cuda.Stream | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[torch.Tensor] | None = None
         self._stats = Stats()
@@ -100,6 +107,11 @@ class QuantAllReduce:
     def min_bytes(self) -> int:
         """The smallest tensor that is quantized, in bytes."""
         return self.thresholds.quantized
+
+    @min_bytes.setter
+    def min_bytes(self, value: int) -> None:
+        """For those who measure by themselves; the same on all ranks."""
+        self.thresholds = Thresholds(value, self.thresholds.two_shot)
 
     def should_use(self, numel: int, dtype: torch.dtype) -> bool:
         """Whether a tensor of ``numel`` elements of ``dtype`` is quantized: the same answer on every rank."""
@@ -171,7 +183,7 @@ class QuantAllReduce:
         codec = Quantized(self.codec)
         found = measure(
             self.group,
-            torch.device("cpu"),
+            _device_of(self.group),
             own=self._own,
             two_shot=lambda x: self._sum(x, x, Plain()),
             quantized=lambda x: self._sum(x, x, codec),
@@ -188,13 +200,23 @@ class QuantAllReduce:
         if self.one_shot and y is x:
             values = values.clone()
         layout = self.layout(x.numel(), x.dtype, wire)
-        exchange = Exchange(
-            self.group, wire, layout, values, y.view(-1), self._tag, self._workspace, phases, self.own_exact
-        )
-        exchange.one_shot() if self.one_shot else exchange.two_shot()
+        self._exchange(values, y.view(-1), layout, wire, phases)
         if isinstance(wire, Quantized):
             self._count(calls=1, value_bytes=x.nbytes, phases=phases)
         return _deliver(y, out)
+
+    def _exchange(self, x: torch.Tensor, out: torch.Tensor, layout: Layout, wire: Wire, phases: Phases) -> None:
+        collectives = self.transport == "collectives" or (self.transport == "auto" and x.is_cuda)
+        if collectives and not self.one_shot:
+            if x.is_cuda and self._stream is None:
+                self._stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
+            stream = self._stream if x.is_cuda else None
+            CollectiveExchange(self.group, wire, layout, x, out, stream, phases, self.own_exact).two_shot()
+            return
+        if x.is_cuda:
+            raise UsageError("one_shot and transport p2p are for CPU tensors; leave both out for CUDA")
+        exchange = Exchange(self.group, wire, layout, x, out, self._tag, self._workspace, phases, self.own_exact)
+        exchange.one_shot() if self.one_shot else exchange.two_shot()
 
     def layout(self, numel: int, dtype: torch.dtype, wire: Wire) -> Layout:
         """How a message is cut."""
@@ -230,6 +252,13 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(found, dist.ProcessGroup):
         raise UsageError("this process is not in the group that was given for the quantized all-reduce")
     return found
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where a group's tensors live: the GPU for NCCL, the CPU for gloo and for groups of both."""
+    if torch.device("cpu") in group._device_types:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _positive(name: str, value: int) -> int:

@@ -7,7 +7,6 @@ from which size on the quantized one beats the better of them. A size counts onl
 Must not know codecs or transports: it is given functions.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch.distributed as dist
 NEVER = 1 << 62  # bytes: no message is that large
 SIZES = tuple(1 << power for power in range(16, 25))  # 64 KiB .. 16 MiB
 DTYPE = torch.bfloat16
-GAIN = 1.05  # what a size must win by, in the median, to be counted
+GAIN = 1.05  # what the fastest of a size's repeats must win by: what else runs on a machine only slows them
 REPEAT = 5
 LIMIT_S = 1.5  # for one size; what takes longer is a link where the answer is clear after fewer repeats
 
@@ -52,9 +51,9 @@ def measure(
     for nbytes in sizes:
         x = torch.ones(nbytes // DTYPE.itemsize, dtype=DTYPE, device=device)
         runs = _rounds(group, x, (own, two_shot, quantized))
-        best = [min(a, b) for a, b, _ in runs]
-        gains.append(statistics.median(plain / run[2] for plain, run in zip(best, runs, strict=True)))
-        plain_gains.append(statistics.median(a / b for a, b, _ in runs))
+        ours, schedule, codec = (min(run[way] for run in runs) for way in range(3))
+        gains.append(min(ours, schedule) / codec)
+        plain_gains.append(ours / schedule)
     answer = torch.tensor([_from_where(gains, sizes), _from_where(plain_gains, sizes)], device=device)
     dist.broadcast(answer, group=group, group_src=0)
     first, second = (int(value) for value in answer.tolist())

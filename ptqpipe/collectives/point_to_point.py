@@ -20,7 +20,7 @@ from ptqpipe.collectives.layout import Layout
 from ptqpipe.collectives.stats import Phases
 from ptqpipe.collectives.wire import Wire
 
-LAG = 2  # chunks on the wire while one is computed
+LAG = 1  # chunks on the wire while one is computed
 _TAGS = 1 << 30  # ours start here: a group's other messages between two ranks usually count from 0
 _PER_GROUP = 1 << 20
 

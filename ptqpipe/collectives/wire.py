@@ -13,7 +13,7 @@ import torch
 
 from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import WireCodec
-from ptqpipe.kernels import cpu_collective
+from ptqpipe.kernels import cpu_collective, triton_collective
 
 PLAIN_UNIT = 64  # elements
 
@@ -63,7 +63,7 @@ class Quantized:
 
     def encode(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """See ``Wire``."""
-        if not cpu_collective.encode(x, room, self.codec):
+        if not (cpu_collective.encode(x, room, self.codec) or triton_collective.encode(x, room, self.codec)):
             room.copy_(reference.encode(x, self.codec))
         return room
 
@@ -73,16 +73,17 @@ class Quantized:
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """See ``Wire``."""
-        if not cpu_collective.decode(message, out, self.codec):
+        if not (cpu_collective.decode(message, out, self.codec) or triton_collective.decode(message, out, self.codec)):
             out.copy_(reference.decode(message, out.numel(), self.codec))
 
     def reduce(
         self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """See ``Wire``."""
-        requantize = room.numel() > 0
-        if not cpu_collective.reduce(messages, own, room if requantize else None, out, self.codec):
-            message, values = reference.reduce(messages, own, self.codec, requantize=requantize)
+        wanted = room if room.numel() else None
+        done = cpu_collective.reduce(messages, own, wanted, out, self.codec)
+        if not done and not triton_collective.reduce(messages, own, wanted, out, self.codec):
+            message, values = reference.reduce(messages, own, self.codec, requantize=wanted is not None)
             out.copy_(values)
             room.copy_(message)
         return room
@@ -113,10 +114,11 @@ class Plain:
         self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """See ``Wire``."""
-        total: torch.Tensor | None = None
-        for message in messages:
-            term = own if message is None else message.view(own.dtype)
-            total = term.float() if total is None else total + term
-        assert total is not None, "there is a rank"
-        out.copy_(total)
+        if not cpu_collective.add(messages, own, out):
+            total: torch.Tensor | None = None
+            for message in messages:
+                term = own if message is None else message.view(own.dtype)
+                total = term.float() if total is None else total + term
+            assert total is not None, "there is a rank"
+            out.copy_(total)
         return out.view(torch.uint8)

@@ -15,7 +15,7 @@ from ptqpipe.kernels import cpu_library as lib
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ELEMENTS = {"int8": 0, "int6": 1, "int4": 2, "e4m3": 3, "e2m1": 4}
 _SCALES = {"bf16": 0, "e8m0": 1, "e4m3": 2}
-_ENCODE, _DECODE, _REDUCE = 0, 1, 2
+_ENCODE, _DECODE, _REDUCE, _SUM = 0, 1, 2, 3
 
 
 class Wire(Protocol):
@@ -79,6 +79,28 @@ def reduce(
     job.x, job.out, job.ranks, job.messages = own.data_ptr(), out.data_ptr(), len(messages), ctypes.addressof(parts)
     job.message = None if message is None else message.data_ptr()
     return _run(job)
+
+
+def add(messages: Sequence[torch.Tensor | None], own: torch.Tensor, out: torch.Tensor) -> bool:
+    """Sums tensors of ``own``'s dtype (as bytes or not), None standing for ``own``, to ``out``; whether it did.
+
+    float32, in their order, rounded once; ``out`` may be ``own``.
+    """
+    given = [part for part in messages if part is not None]
+    if own.dtype != out.dtype or not _plain(own, out, *given):
+        return False
+    parts = (ctypes.c_void_p * len(messages))(*(None if part is None else part.data_ptr() for part in messages))
+    return _run(
+        lib.Collective(
+            step=_SUM,
+            dtype=_DTYPES[own.dtype],
+            elements=own.numel(),
+            ranks=len(messages),
+            x=own.data_ptr(),
+            messages=ctypes.addressof(parts),
+            out=out.data_ptr(),
+        )
+    )
 
 
 def _plain(values: torch.Tensor, *others: torch.Tensor) -> bool:

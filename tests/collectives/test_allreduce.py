@@ -18,7 +18,7 @@ from ptqpipe.errors import UsageError
 from tests.collectives.ranks import on_ranks
 
 WORLDS = (2, 3, 5)
-CALLS = 300  # over all ranks of a world
+CALLS = 200  # over all ranks of a world
 
 
 def partial(elements: int, rank: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -66,6 +66,7 @@ def draws(world: int) -> list[dict[str, Any]]:
             "chunk_bytes": draw.choice((512, 4096, 65_536)),
             "own_exact": draw.random() < 0.8,
             "in_place": draw.random() < 0.3,
+            "transport": draw.choice(("auto", "p2p", "collectives")),
         }
         for _ in range(CALLS // world)
     ]
@@ -80,6 +81,7 @@ def random_calls(rank: int, world: int) -> list[torch.Tensor]:
             hadamard=call["hadamard"],
             chunk_bytes=call["chunk_bytes"],
             own_exact=call["own_exact"],
+            transport=call["transport"],
             min_bytes=0,
         )
         x = partial(call["elements"], rank, call["dtype"], seed)
@@ -181,6 +183,7 @@ def choices(rank: int, world: int) -> dict[str, Any]:
     plain = reduce.plain(large)
     reduce.thresholds = Thresholds(NEVER, 0)
     two_shot = reduce(large)
+    other = QuantAllReduce(min_bytes=NEVER, transport="collectives").plain_two_shot(large.clone())
     wanted = sum(partial(2048, r, torch.bfloat16).float() for r in range(world))
     return {
         "answers": answers,
@@ -188,7 +191,7 @@ def choices(rank: int, world: int) -> dict[str, Any]:
         "large": torch.equal(results[1], exact[1]),
         "whole": torch.equal(results[2], whole * world),
         "plain": torch.equal(plain, exact[1]),
-        "two_shot": torch.equal(two_shot, torch.as_tensor(wanted).bfloat16()),
+        "two_shot": torch.equal(two_shot, torch.as_tensor(wanted).bfloat16()) and torch.equal(two_shot, other),
         "stats": reduce.stats(),
         "auto": QuantAllReduce(min_bytes="auto").thresholds,
     }
@@ -301,7 +304,14 @@ def test_one_rank_is_its_own_sum() -> None:
 
 def refusals(rank: int, world: int) -> list[str]:
     found = []
-    for keywords in ({"codec": "int9"}, {"block": 48}, {"hadamard": 5}, {"one_shot": True}, {"chunk_bytes": 0}):
+    for keywords in (
+        {"codec": "int9"},
+        {"block": 48},
+        {"hadamard": 5},
+        {"one_shot": True},
+        {"chunk_bytes": 0},
+        {"transport": "x"},
+    ):
         try:
             QuantAllReduce(min_bytes=0, **keywords)  # type: ignore[arg-type]
         except UsageError as error:
@@ -320,7 +330,7 @@ def refusals(rank: int, world: int) -> list[str]:
 
 def test_what_makes_no_sense_is_refused_in_one_line() -> None:
     for found in on_ranks(3, refusals):
-        assert len(found) == 7
+        assert len(found) == 8
         assert all("expected" in line or "known are" in line or "two ranks" in line for line in found)
 
 

@@ -88,6 +88,18 @@ def test_sums_and_their_messages_are_the_references(
         assert not requantize or torch.equal(room, message)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_sums_are_float32_in_order_rounded_once(isa: str, dtype: torch.dtype) -> None:
+    for n in SIZES:
+        xs = [adversarial(n, dtype, seed) for seed in range(4)]
+        total = xs[0].float()
+        for x in xs[1:]:
+            total = total + x.float()
+        out = torch.empty_like(xs[0])
+        assert cpu_collective.add([xs[0], None, xs[2].view(torch.uint8), xs[3]], xs[1], out)
+        assert same(out, total.to(dtype))
+
+
 def test_a_sum_may_replace_its_own_part(isa: str) -> None:
     codec, xs = get_wire_codec("int8"), [adversarial(700, torch.bfloat16, seed) for seed in range(2)]
     messages = [reference.encode(xs[0], codec), None]

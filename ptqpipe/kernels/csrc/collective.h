@@ -589,6 +589,27 @@ template <int ELEMENT, int SCALE, int B> static int32_t collective_dtype(const p
     return collective_step<ELEMENT, SCALE, B, PTQ_F16>(j);
 }
 
+// Messages that are numbers of the dtype themselves: their sum in float32, rounded once.
+template <int DTYPE> static int32_t sum_numbers(const ptq_collective *j) {
+    const ptq_collective job = *j;
+    int64_t i = 0;
+    for (; i + W <= job.elements; i += W) {
+        vf total = splat(-0.0f);  // adds nothing, not even to -0
+        for (int64_t rank = 0; rank < job.ranks; ++rank)
+            total = total + load_lanes<DTYPE>(job.messages[rank] ? (const void *)job.messages[rank] : job.x, i);
+        store_lanes<DTYPE>(job.out, i, total);
+    }
+    for (; i < job.elements; ++i) {
+        vf total = splat(-0.0f);
+        for (int64_t rank = 0; rank < job.ranks; ++rank)
+            total = total + splat(load_one<DTYPE>(job.messages[rank] ? (const void *)job.messages[rank] : job.x, i));
+        char lanes[4 * W];
+        store_lanes<DTYPE>(lanes, 0, total);
+        memcpy((char *)job.out + i * dtype_bytes(DTYPE), lanes, (size_t)dtype_bytes(DTYPE));
+    }
+    return PTQ_OK;
+}
+
 template <int ELEMENT> static int32_t collective_block(const ptq_collective *j) {
     if (j->block == 32) return collective_dtype<ELEMENT, PTQ_WIRE_BF16_SCALE, 32>(j);
     if (j->block == 64) return collective_dtype<ELEMENT, PTQ_WIRE_BF16_SCALE, 64>(j);
@@ -597,6 +618,8 @@ template <int ELEMENT> static int32_t collective_block(const ptq_collective *j) 
 }
 
 static int32_t collective(const ptq_collective *j) {
+    if (j->step == PTQ_WIRE_SUM)
+        return j->dtype == PTQ_BF16 ? sum_numbers<PTQ_BF16>(j) : j->dtype == PTQ_F32 ? sum_numbers<PTQ_F32>(j) : sum_numbers<PTQ_F16>(j);
     if (j->block < W || j->block % W) return PTQ_UNSUPPORTED;
     if (j->element == PTQ_WIRE_INT8) return collective_block<PTQ_WIRE_INT8>(j);
     if (j->element == PTQ_WIRE_INT6) return collective_dtype<PTQ_WIRE_INT6, PTQ_WIRE_BF16_SCALE, 0>(j);
