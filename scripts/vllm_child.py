@@ -8,7 +8,6 @@ what it logged.
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -60,28 +59,35 @@ class Answer:
 
 
 def run(python: str, request: Request, *, environment: dict[str, str], limit_s: int) -> Answer:
-    """Runs a request with another interpreter."""
+    """Runs a request with another interpreter, and clears away what vLLM leaves."""
+    from ptqpipe.stages.serve_vllm_processes import Family
+
     one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if request.tensor_parallel == 1 else {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w+", errors="replace") as log:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
         asked.write_text(json.dumps(asdict(request)))
-        try:
-            done = subprocess.run(
-                [python, __file__, str(asked), str(answered)],
-                env={**os.environ, **ENVIRONMENT, **one_process, **environment},
-                capture_output=True,
-                text=True,
-                timeout=limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return Answer(None, f"no answer in {limit_s} s")
-        text = done.stdout + done.stderr
-        log = [line[line.index("ptqpipe:") :] for line in text.splitlines() if "ptqpipe:" in line]
-        if done.returncode == 0 and answered.exists():
-            return Answer(**json.loads(answered.read_text()), log=log)
+        family = Family.start(
+            [python, __file__, str(asked), str(answered)],
+            {**os.environ, **ENVIRONMENT, **one_process, **environment},
+            log=log.fileno(),
+        )
+        deadline = time.monotonic() + limit_s
+        while family.running() and time.monotonic() < deadline:
+            family.look()
+            family.wait(0.5)
+        late = family.running()
+        family.kill()
+        family.wait(10)
+        family.clear()
+        log.seek(0)
+        text = log.read()
+        said = [line[line.index("ptqpipe:") :] for line in text.splitlines() if "ptqpipe:" in line]
+        if late:
+            return Answer(None, f"no answer in {limit_s} s", log=said)
+        if family.code == 0 and answered.exists():
+            return Answer(**json.loads(answered.read_text()), log=said)
         lines = [line.strip() for line in text.splitlines() if "Error" in line or "not supported" in line]
-        return Answer(None, (lines[-1] if lines else f"exit code {done.returncode}")[:300], log=log)
+        return Answer(None, (lines[-1] if lines else f"exit code {family.code}")[:300], log=said)
 
 
 def main() -> None:

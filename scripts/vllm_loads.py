@@ -10,6 +10,8 @@ extras). One JSON line an output:
     without_plugin  what vLLM says to it as it is (VLLM_PLUGINS="")
     versus_ptqpipe  vLLM with the plugin against ptqpipe's own loader in transformers, which decodes every weight and
                     quantizes the activations as the checkpoint states
+    bf16_versus_float32  that loader with itself in two dtypes: what rounding alone does to this model and format. Where
+                    activations are quantized a last bit decides between two codes, so this is the yardstick
     control         bf16 in both engines, the dequantized weights: what the engines differ by alone
     speed           tokens/s with the plugin; bf16_speed the same for the dequantized weights in vLLM, in the same run
 
@@ -40,11 +42,13 @@ OUTPUTS = (
 )  # fmt: skip
 
 
-def run_transformers(model: Path, prompts: list[list[int]], *, new_tokens: int) -> Outcome:
-    """The same in transformers, bf16: log-probabilities in float32, greedy continuation with a full pass each."""
+def run_transformers(
+    model: Path, prompts: list[list[int]], *, new_tokens: int, dtype: torch.dtype = torch.bfloat16
+) -> Outcome:
+    """The same in transformers: log-probabilities in float32, greedy continuation with a full pass each."""
     from ptqpipe.runtime import load_model
 
-    loaded = load_model(model, dtype=torch.bfloat16)
+    loaded = load_model(model, dtype=dtype)
     results: Outcome = []
     for prompt in prompts:
         ids = list(prompt)
@@ -97,6 +101,8 @@ def check(packed: Path, plain: Path, options: argparse.Namespace, prompts: list[
     own = run_transformers(packed, prompts, new_tokens=options.new_tokens)
     if found.outcome is not None:
         line["versus_ptqpipe"] = differences(found.outcome, own)
+    wide = run_transformers(packed, prompts, new_tokens=options.new_tokens, dtype=torch.float32)
+    line["bf16_versus_float32"] = differences(own, wide)
     if control.outcome is None:
         line["control"] = control.problem
     else:

@@ -37,11 +37,16 @@ class Family:
     stopped_at: float | None = None
 
     @classmethod
-    def start(cls, command: list[str], environment: dict[str, str]) -> Self:
-        """Starts the child in a session of its own: a Ctrl-C at the terminal reaches it through us alone."""
+    def start(cls, command: list[str], environment: dict[str, str], *, log: int | None = None) -> Self:
+        """Starts the child in a session of its own: a Ctrl-C at the terminal reaches it through us alone.
+
+        log  the file descriptor of what it prints; None is this process's own
+        """
         become_reaper()
         before = frozenset(path.name for path in SHM.iterdir()) if SHM.is_dir() else frozenset()
-        child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
         return cls(child, before)
 
     @property
