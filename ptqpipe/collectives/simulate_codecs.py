@@ -95,7 +95,7 @@ def _rounded_integers(x: torch.Tensor, codec: WireCodec) -> torch.Tensor | None:
     amax = blocks.abs().amax(dim=1, keepdim=True)
     if not bool(torch.isfinite(amax).all()):
         return None
-    scale = (((amax * _reciprocal(codec.top)).view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    scale = (amax * _reciprocal(codec.top)).bfloat16().float()  # to the nearest, as reference.py does
     if float(scale.min()) < _SMALLEST_SCALE:
         scale = torch.where(scale < _SMALLEST_SCALE, 0, scale)
         inverse = torch.where(scale > 0, 1 / scale, 0)
