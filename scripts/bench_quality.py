@@ -194,7 +194,7 @@ def run_model(
         line = {"model": model.name, "format": fmt, "tool": entry.tool, "entry": entry.name, "seed": seed}
         line |= {"calibrated": entry.calibrated, "version": args.versions[entry.tool]}
         for left in (*folder.glob("out*"), *folder.glob(".out*")):
-            shutil.rmtree(left)
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
             line |= produce(job, runs, folder / f"stats-{number}")
             line |= worker.submit(quality_worker.measure, job.out, fmt).result()

@@ -5,7 +5,7 @@ processes that run one after another, whose costs add up.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -47,6 +47,7 @@ AUTOROUND_SCHEMES = {
     "mxfp4": "MXFP4",
     "fp8": AUTOROUND_FP8,
 }
+OWN_ROWS = 128  # that a model writes
 NV, FP4 = ("nvfp4", "nvfp4_w4a4"), FORMATS[:4]
 
 
@@ -61,6 +62,7 @@ class Entry:
     transform   ptqpipe: what `transform --apply` does first, on statistics of the model; then it is calibrated again,
                 unless tuned
     tune        ptqpipe: options of `tune`, whose codes are converted; None: no tuning
+    own_text    ptqpipe: whether it is calibrated or tuned on text that `generate` lets the model write: needs no data
     """
 
     tool: str
@@ -70,6 +72,7 @@ class Entry:
     options: tuple[str, ...] = ()
     transform: str | None = None
     tune: tuple[str, ...] | None = None
+    own_text: bool = False
 
     @property
     def key(self) -> str:
@@ -77,8 +80,8 @@ class Entry:
         return f"{self.tool}:{self.name}"
 
     def needs_text(self, fmt: str) -> bool:
-        """Whether it runs the model on calibration text: for its weights, or for a peer's static input scales."""
-        return self.calibrated or (fmt == "nvfp4_w4a4" and self.tool != "ptqpipe")
+        """Whether a seed matters: it runs the model on text, for its weights or for a peer's static input scales."""
+        return self.calibrated or self.own_text or (fmt == "nvfp4_w4a4" and self.tool != "ptqpipe")
 
 
 def _ours(name: str, *options: str, **more: str | tuple[str, ...] | bool | None) -> Entry:
@@ -90,6 +93,8 @@ ENTRIES = (
     _ours("absmax", "--search", "absmax", "--global-scale", "absmax", calibrated=False, formats=(*NV, "fp8")),
     _ours("floor", "--search", "ocp_floor", calibrated=False, formats=("mxfp4a16", "mxfp4")),
     _ours("exact", calibrated=False),
+    _ours("gptq, own text", "--algorithm", "gptq", calibrated=False, own_text=True),
+    _ours("gptq in order, own text", tune=("--method", "gptq"), calibrated=False, own_text=True),
     _ours("exact, inputs", "--algorithm", "rtn", "--weighting", "none", formats=("nvfp4_w4a4",)),
     _ours("exact, diagonal", "--algorithm", "rtn", "--weighting", "diagonal"),
     _ours("exact, 16x16", "--algorithm", "rtn", "--weighting", "block", formats=FP4),
@@ -176,17 +181,21 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
     floats, again, codes = (job.out.with_name(job.out.name + tail) for tail in ("-float", "-stats", "-codes"))
     quiet = ["--workers", "1", "-q"]
     steps: list[list[str]] = []
+    if entry.own_text:
+        job = replace(job, calibration=job.out.with_name(job.out.name + "-text.jsonl"), rows=OWN_ROWS)
+        write = [*tool, "generate", str(source), "--samples", str(job.rows), "--seqlen", str(job.row_tokens)]
+        steps.append([*write, "--seed", str(job.seed), "-o", str(job.calibration), "--workers", "1"])
     if entry.transform:
         fold = [*tool, "transform", str(source), "--apply", entry.transform, "--stats", str(stats)]
         steps.append([*fold, "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(floats), *quiet])
         source = floats
-    known = ["--stats", str(stats)] if entry.calibrated and entry.tune is None else []
+    known = ["--stats", str(stats)] if entry.calibrated else []
     if entry.tune is not None:
         rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
         learn = [*tool, "tune", str(source), "--data", str(job.calibration), "--format", job.fmt, *rows]
         steps.append([*learn, *entry.tune, "-o", str(codes), *quiet])
         known = ["--rounding", str(codes)]
-    elif entry.transform:
+    elif entry.transform or entry.own_text:
         steps.append(calibrate_command(source, again, job))
         known = ["--stats", str(again)]
     convert = ["--format", job.fmt, *entry.options, *job.convert, "-o", str(job.out), *quiet]

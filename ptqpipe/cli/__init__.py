@@ -13,6 +13,7 @@ from ptqpipe.cli.calibrate import calibrate
 from ptqpipe.cli.convert import convert
 from ptqpipe.cli.demo import demo, formats
 from ptqpipe.cli.evaluate import evaluate
+from ptqpipe.cli.generate import generate
 from ptqpipe.cli.look import diff, inspect, verify
 from ptqpipe.cli.plan import plan
 from ptqpipe.cli.report import report
@@ -36,6 +37,7 @@ for _command in (
     convert,
     plan,
     calibrate,
+    generate,
     verify,
     evaluate,
     inspect,

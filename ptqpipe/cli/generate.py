@@ -1,0 +1,48 @@
+"""ptqpipe generate."""
+
+from pathlib import Path
+
+import click
+
+from ptqpipe.cli.common import machine_of, one_line_errors
+
+
+@click.command()
+@click.argument("model")
+@click.option("--samples", type=int, default=128, show_default=True, metavar="N", help="Windows to write.")
+@click.option("--seqlen", type=int, metavar="N", help="Tokens of a window [2048, at most the model's positions].")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--dtype", default="float32", show_default=True, metavar="NAME", help="float32, bfloat16, float16, auto.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="File of token ids to write (.jsonl)."
+)
+@click.option("--workers", type=int, metavar="N", help="Threads [processors, at most 16].")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@one_line_errors
+def generate(
+    model: str,
+    samples: int,
+    seqlen: int | None,
+    seed: int,
+    dtype: str,
+    out: Path,
+    workers: int | None,
+    device: str,
+    overwrite: bool,
+) -> None:
+    """Let MODEL write the text to calibrate on, where there is no data: calibrate and tune take it as --data."""
+    from ptqpipe.stages import generate as stage
+
+    machine = machine_of(workers, device, 8 << 30, progress=False)
+    done = stage.generate(
+        model,
+        out,
+        samples=samples,
+        seqlen=seqlen,
+        seed=seed,
+        dtype=dtype,
+        overwrite=overwrite,
+        machine=machine,
+    )
+    click.echo(f"{done.out}: {done.samples} windows of {done.seqlen} tokens in {done.seconds:.1f} s")
