@@ -226,7 +226,7 @@ class QuantAllReduce:
             unit=wire.unit,
             chunk_elements=self.chunk_bytes // dtype.itemsize,
             least_chunks=LEAST_CHUNKS,
-            least=LEAST_CHUNK // dtype.itemsize,
+            least=min(LEAST_CHUNK, self.chunk_bytes) // dtype.itemsize,
         )
 
     def _count(

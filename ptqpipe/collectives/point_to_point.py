@@ -2,7 +2,7 @@
 
 Two-shot: every rank sends its part of stripe p to rank p, which adds them up and sends the sum to all. Step t encodes
 and sends chunk t, sums and returns chunk t - LAG, decodes chunk t - 2 LAG, so while one chunk is computed the wire has
-others to carry. All receives are posted first: gloo moves no byte before the receiver has asked for it.
+others to carry. Receives are posted WINDOW chunks ahead: gloo moves no byte before the receiver has asked for it.
 
 Every rank decodes the same bytes, those of its own stripe too, so all end with the same bits.
 
@@ -16,33 +16,36 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ptqpipe.collectives.layout import Layout
+from ptqpipe.collectives.layout import Layout, Span
 from ptqpipe.collectives.stats import Phases
 from ptqpipe.collectives.wire import Wire
 
 LAG = 1  # chunks on the wire while one is computed
+WINDOW = 2 * LAG + 2  # chunks that have buffers at a time: those under way, and one to be asked for ahead of its turn
 _TAGS = 1 << 30  # ours start here: a group's other messages between two ranks usually count from 0
 _PER_GROUP = 1 << 20
 
 
 class Workspace:
-    """Bytes that calls share, grown on demand."""
+    """Bytes that calls share: WINDOW slots of rooms of one size, grown on demand."""
 
     def __init__(self) -> None:
-        self._room = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._rooms = self._size = 0
 
-    def reset(self, nbytes: int) -> None:
-        """Room for a call that takes ``nbytes`` (and up to 63 of each piece for alignment)."""
-        if self._room.numel() < nbytes:
-            self._room = torch.empty(nbytes, dtype=torch.uint8)
-        self._used = 0
+    def reset(self, *, rooms: int, nbytes: int) -> None:
+        """``rooms`` of ``nbytes`` (a multiple of 64 is made of it) in every slot."""
+        self._rooms, self._size = rooms, -(-nbytes // 64) * 64
+        if self._bytes.numel() < WINDOW * rooms * self._size:
+            self._bytes = torch.empty(WINDOW * rooms * self._size, dtype=torch.uint8)
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """The next ``nbytes``, aligned to 64 as the whole is."""
-        first = self._used
-        self._used = first + -(-nbytes // 64) * 64
-        return self._room[first : first + nbytes]
+    def room(self, chunk: int, index: int, nbytes: int) -> torch.Tensor:
+        """The first bytes of room ``index`` in the slot of ``chunk``, which it shares with chunk + WINDOW."""
+        first = (chunk % WINDOW * self._rooms + index) * self._size
+        return self._bytes[first : first + nbytes]
+
+
+Landing = tuple[torch.Tensor, dist.Work | None]  # where a message arrives, and when
 
 
 @dataclass(slots=True)
@@ -64,7 +67,9 @@ class Exchange:
     own_exact: bool = True
     rank: int = field(init=False)
     ranks: int = field(init=False)
-    _sends: list[dist.Work] = field(default_factory=list)
+    _sends: list[list[dist.Work]] = field(default_factory=lambda: [[] for _ in range(WINDOW)])
+    _parts: dict[int, list[Landing]] = field(default_factory=dict)
+    _sums: dict[int, list[Landing]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rank, self.ranks = self.group.rank(), self.group.size()
@@ -76,114 +81,123 @@ class Exchange:
 
     def two_shot(self) -> None:
         """Runs it; returns when ``out`` is written and no buffer is in use."""
-        layout, peers = self.layout, self.peers
-        self.workspace.reset(self._room_needed())
-        parts = [[self._receive_part(p, j) for p in peers] for j in range(layout.chunks)]
-        sums = [[self._receive_sum(p, j) for p in peers] for j in range(layout.chunks)]
+        layout = self.layout
+        self.workspace.reset(rooms=3 * len(self.peers) + 2, nbytes=self._longest())
+        for chunk in range(min(WINDOW, layout.chunks)):
+            self._receive(chunk)
         for step in range(layout.chunks + 2 * LAG):
             if step < layout.chunks:
-                self._send_parts(peers, step)
+                self._send_parts(step)
             if 0 <= step - LAG < layout.chunks:
-                self._reduce(peers, step - LAG, parts[step - LAG])
-            if 0 <= step - 2 * LAG < layout.chunks:
-                self._decode(peers, step - 2 * LAG, sums[step - 2 * LAG])
-        self._wait(self._sends)
+                self._reduce(step - LAG)
+            done = step - 2 * LAG
+            if 0 <= done < layout.chunks:
+                self._decode(done)
+                if done + WINDOW < layout.chunks:
+                    self._receive(done + WINDOW)
+        self._wait([work for works in self._sends for work in works])
 
     def one_shot(self) -> None:
         """Every rank sends all of its part to every other and adds them up itself: one rounding, no way back.
 
         The layout is that of one rank; ``out`` must not be ``x``.
         """
-        layout, peers, dtype = self.layout, self.peers, self.x.dtype
-        size = self.wire.nbytes(layout.stripe * layout.unit, dtype) + 64 * layout.chunks
-        self.workspace.reset(size * (len(peers) + 1))
-        spans = [layout.span(0, j) for j in range(layout.chunks)]
-        rooms = [[self.workspace.take(self.wire.nbytes(len(span), dtype)) for _ in peers] for span in spans]
-        landed = [
-            [self._receive(room, p, 2 * j) for p, room in zip(peers, rooms[j], strict=True)]
-            for j in range(layout.chunks)
-        ]
-        mine: list[torch.Tensor] = []
+        layout, peers = self.layout, self.peers
+        self.workspace.reset(rooms=len(peers) + 1, nbytes=self._longest())
+        for chunk in range(min(WINDOW, layout.chunks)):
+            self._receive_parts(chunk, len(layout.span(0, chunk)))
+        mine: dict[int, torch.Tensor] = {}
         for step in range(layout.chunks + LAG):
             if step < layout.chunks:
-                part = self.x[spans[step].first : spans[step].last]
-                mine.append(self._encode(part))
+                self._wait(self._free(step))
+                mine[step] = self._encode(layout.span(0, step), step, len(peers))
                 for p in peers:
-                    self._send(mine[-1], p, 2 * step)
-            if step >= LAG:
-                j = step - LAG
-                self._wait(landed[j])
-                terms: dict[int, torch.Tensor | None] = dict(zip(peers, rooms[j], strict=True))
-                terms[self.rank] = mine[j]
-                self._sum(terms, j, self.workspace.take(0))
-        self._wait(self._sends)
+                    self._send(mine[step], p, step, 2 * step)
+            done = step - LAG
+            if done >= 0:
+                self._sum(done, layout.span(0, done), mine.pop(done), self.workspace.room(done, 0, 0))
+                if done + WINDOW < layout.chunks:
+                    self._receive_parts(done + WINDOW, len(layout.span(0, done + WINDOW)))
+        self._wait([work for works in self._sends for work in works])
 
-    def _room_needed(self) -> int:
-        """Bytes of all messages that this rank sends and receives."""
-        layout, dtype = self.layout, self.x.dtype
-        stripe = self.wire.nbytes(layout.stripe * layout.unit, dtype) + 64 * layout.chunks
-        return stripe * (4 * (layout.ranks - 1) + 2)
+    def _longest(self) -> int:
+        """Bytes of the longest message."""
+        return self.wire.nbytes(len(self.layout.span(0, 0)), self.x.dtype)
 
-    def _receive_part(self, peer: int, chunk: int) -> tuple[torch.Tensor, dist.Work | None]:
-        """What ``peer`` puts into this rank's stripe."""
-        room = self.workspace.take(self.wire.nbytes(len(self.layout.span(self.rank, chunk)), self.x.dtype))
-        return room, self._receive(room, peer, 2 * chunk)
+    def _receive(self, chunk: int) -> None:
+        """Asks for the others' parts of this rank's stripe, and for the sums of theirs."""
+        self._receive_parts(chunk, len(self.layout.span(self.rank, chunk)))
+        sums: list[Landing] = []
+        for index, p in enumerate(self.peers):
+            span = self.layout.span(p, chunk)
+            room = self.workspace.room(chunk, len(self.peers) + index, self.wire.nbytes(len(span), self.x.dtype))
+            room = self.wire.landing(self.out[span.first : span.last], room)
+            sums.append((room, self._ask(room, p, 2 * chunk + 1)))
+        self._sums[chunk] = sums
 
-    def _receive_sum(self, peer: int, chunk: int) -> tuple[torch.Tensor, dist.Work | None]:
-        """The sum of the stripe of ``peer``."""
-        span = self.layout.span(peer, chunk)
-        room = self.workspace.take(self.wire.nbytes(len(span), self.x.dtype))
-        room = self.wire.landing(self.out[span.first : span.last], room)
-        return room, self._receive(room, peer, 2 * chunk + 1)
+    def _receive_parts(self, chunk: int, elements: int) -> None:
+        nbytes = self.wire.nbytes(elements, self.x.dtype)
+        rooms = [self.workspace.room(chunk, index, nbytes) for index in range(len(self.peers))]
+        self._parts[chunk] = [(room, self._ask(room, p, 2 * chunk)) for room, p in zip(rooms, self.peers, strict=True)]
 
-    def _send_parts(self, peers: Sequence[int], chunk: int) -> None:
-        for p in peers:
+    def _free(self, chunk: int) -> list[dist.Work]:
+        """What was sent from the slot that ``chunk`` is about to use; forgets it."""
+        works = self._sends[chunk % WINDOW]
+        self._sends[chunk % WINDOW] = []
+        return works
+
+    def _send_parts(self, chunk: int) -> None:
+        self._wait(self._free(chunk))
+        for index, p in enumerate(self.peers):
             span = self.layout.span(p, chunk)
             if len(span):
-                self._send(self._encode(self.x[span.first : span.last]), p, 2 * chunk)
+                self._send(self._encode(span, chunk, 2 * len(self.peers) + index), p, chunk, 2 * chunk)
 
-    def _encode(self, part: torch.Tensor) -> torch.Tensor:
+    def _encode(self, span: Span, chunk: int, index: int) -> torch.Tensor:
         begun = time.perf_counter()
-        message = self.wire.encode(part, self.workspace.take(self.wire.nbytes(part.numel(), part.dtype)))
+        part = self.x[span.first : span.last]
+        room = self.workspace.room(chunk, index, self.wire.nbytes(len(span), part.dtype))
+        message = self.wire.encode(part, room)
         self.phases.encode += time.perf_counter() - begun
         return message
 
-    def _reduce(self, peers: Sequence[int], chunk: int, parts: Sequence[tuple[torch.Tensor, dist.Work | None]]) -> None:
-        span = self.layout.span(self.rank, chunk)
+    def _reduce(self, chunk: int) -> None:
+        span, last = self.layout.span(self.rank, chunk), 3 * len(self.peers)
         if not len(span):
             return
-        self._wait([work for _, work in parts])
-        terms: dict[int, torch.Tensor | None] = {p: room for p, (room, _) in zip(peers, parts, strict=True)}
-        terms[self.rank] = None if self.own_exact else self._encode(self.x[span.first : span.last])
-        room = self.workspace.take(self.wire.nbytes(len(span), self.x.dtype))
-        message = self._sum(terms, chunk, room)
-        for p in peers:
-            self._send(message, p, 2 * chunk + 1)
+        mine = None if self.own_exact else self._encode(span, chunk, last)
+        room = self.workspace.room(chunk, last + 1, self.wire.nbytes(len(span), self.x.dtype))
+        message = self._sum(chunk, span, mine, room)
+        for p in self.peers:
+            self._send(message, p, chunk, 2 * chunk + 1)
 
-    def _sum(self, terms: dict[int, torch.Tensor | None], chunk: int, room: torch.Tensor) -> torch.Tensor:
+    def _sum(self, chunk: int, span: Span, mine: torch.Tensor | None, room: torch.Tensor) -> torch.Tensor:
+        """Of the parts that have come for ``span`` and this rank's; None is what it has, unrounded."""
+        parts = self._parts.pop(chunk)
+        self._wait([work for _, work in parts])
         begun = time.perf_counter()
-        span = self.layout.span(self.rank if self.layout.ranks > 1 else 0, chunk)
-        in_order = [terms[rank] for rank in range(len(terms))]
+        terms: dict[int, torch.Tensor | None] = {p: part for p, (part, _) in zip(self.peers, parts, strict=True)}
+        terms[self.rank] = mine
+        in_order = [terms[rank] for rank in range(self.ranks)]
         own, out = self.x[span.first : span.last], self.out[span.first : span.last]
         message = self.wire.reduce(in_order, own, room, out)
         self.phases.reduce += time.perf_counter() - begun
         return message
 
-    def _decode(self, peers: Sequence[int], chunk: int, sums: Sequence[tuple[torch.Tensor, dist.Work | None]]) -> None:
-        for p, (message, work) in zip(peers, sums, strict=True):
+    def _decode(self, chunk: int) -> None:
+        for p, (message, work) in zip(self.peers, self._sums.pop(chunk), strict=True):
             span = self.layout.span(p, chunk)
-            if not len(span):
-                continue
-            self._wait([work])
-            begun = time.perf_counter()
-            self.wire.decode(message, self.out[span.first : span.last])
-            self.phases.decode += time.perf_counter() - begun
+            if len(span):
+                self._wait([work])
+                begun = time.perf_counter()
+                self.wire.decode(message, self.out[span.first : span.last])
+                self.phases.decode += time.perf_counter() - begun
 
-    def _send(self, message: torch.Tensor, peer: int, tag: int) -> None:
+    def _send(self, message: torch.Tensor, peer: int, chunk: int, tag: int) -> None:
         self.phases.sent += message.numel()
-        self._sends.append(self.group.send([message], peer, self.tag + tag))
+        self._sends[chunk % WINDOW].append(self.group.send([message], peer, self.tag + tag))
 
-    def _receive(self, room: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
+    def _ask(self, room: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
         return self.group.recv([room], peer, self.tag + tag) if room.numel() else None
 
     def _wait(self, works: Sequence[dist.Work | None]) -> None:
