@@ -163,23 +163,22 @@ def model_error(
     return math.sqrt(rounding**2 * weight + output**2)
 
 
-_SCALE_UP, _SCALE_UP_SQUARED = 2**-8 * math.log(2), 2**-14 / 6  # mean and mean square of how much it rounds a scale
+# Mean square of how much rounding to bfloat16 moves a scale: steps of 2^-7 over a mantissa whose logarithm is uniform.
+_SCALE_OFF_SQUARED = 2**-14 / 12 * (3 / (8 * math.log(2)))
 
 
 def integer_rounding_error(bits: int, block: int) -> float:
-    """Relative L2 of rounding Gaussian numbers to symmetric integers whose bfloat16 scale is rounded up.
+    """Relative L2 of rounding Gaussian numbers to symmetric integers whose bfloat16 scale is rounded to the nearest.
 
-    A step of E[amax^2]^(1/2) / qmax, a little more for the scale, squared over 12. The largest of a block would be
-    exact but for the scale: it is off by qmax times what the scale is, in steps, and by no more than other numbers.
-    E[amax^2] = integral of 2 a P(amax > a), by the trapezoid rule.
+    A step of E[amax^2]^(1/2) / qmax, squared over 12. The largest of a block would be exact but for the scale: it is
+    off by qmax times what the scale is, in steps. E[amax^2] = integral of 2 a P(amax > a), by the trapezoid rule.
     """
     a = torch.linspace(0, 12, 200_001, dtype=torch.float64)
     beyond = 1 - torch.erf(a / math.sqrt(2)) ** block
     amax_squared = float(torch.trapezoid(2 * a * beyond, a))
     qmax = (1 << (bits - 1)) - 1
-    largest = min(1.0, 12 * qmax**2 * _SCALE_UP_SQUARED)
-    rounded = (block - 1 + largest) / block
-    return math.sqrt(rounded * amax_squared / 12) / qmax * (1 + _SCALE_UP)
+    rounded = (block - 1 + 12 * qmax**2 * _SCALE_OFF_SQUARED) / block
+    return math.sqrt(rounded * amax_squared / 12) / qmax
 
 
 def rounding_error(codec: Rounding, *, elements: int = 1 << 18, seed: int = 1) -> float:
