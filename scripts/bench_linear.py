@@ -42,10 +42,8 @@ def measure(fmt: str, shape: tuple[int, int], rows: int, *, repeat: int) -> dict
     n, k = shape
     copies = max(2, COPIES_BYTES // (2 * n * k)) if rows <= 64 else 2
     w = (torch.randn(n, k, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
-    first = PackedWeight.from_qtensor(quantize(w, fmt))
-    packed = [first] + [
-        PackedWeight(first.fmt, first.shape, first.data.clone(), first.scales, first.factor) for _ in range(copies - 1)
-    ]
+    first = PackedWeight.from_qtensor(quantize(w, fmt)).arranged()
+    packed = [first] + [PackedWeight.from_qtensor(quantize(w, fmt)).arranged() for _ in range(copies - 1)]
     floats = [w.clone() for _ in range(copies)]
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).bfloat16()
     ours = [lambda p=p: packed_linear(x, p) for p in packed]

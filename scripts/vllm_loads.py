@@ -15,7 +15,8 @@ extras). One JSON line an output:
     control         bf16 in both engines, the dequantized weights: what the engines differ by alone
     speed           tokens/s with the plugin; bf16_speed the same for the dequantized weights in vLLM, in the same run
 
-Log-probabilities of the prompts' own tokens, and greedy continuations up to the first token that differs.
+Log-probabilities of the prompts' own tokens (random ones for CKPT), and greedy continuations up to the first token that
+differs.
 """
 
 import argparse
@@ -113,10 +114,23 @@ def check(packed: Path, plain: Path, options: argparse.Namespace, prompts: list[
     return line
 
 
-def checks(options: argparse.Namespace) -> Any:
-    """A line for each output or checkpoint."""
+def text_prompts(model: Path) -> list[list[int]]:
+    """`PROMPTS` as the model's tokenizer cuts them."""
     from transformers import AutoTokenizer
 
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [tokenizer(text)["input_ids"] for text in PROMPTS]
+
+
+def random_prompts(model: Path) -> list[list[int]]:
+    """Four prompts of 24 tokens: a model without training has no use for words."""
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    found: list[list[int]] = torch.randint(3, size, (4, 24), generator=torch.Generator().manual_seed(1)).tolist()
+    return found
+
+
+def checks(options: argparse.Namespace) -> Any:
+    """A line for each output or checkpoint."""
     import ptqpipe
     from ptqpipe.stages.dequantize import dequantize
 
@@ -124,8 +138,7 @@ def checks(options: argparse.Namespace) -> Any:
         with tempfile.TemporaryDirectory() as name:
             scratch = Path(name)
             model = Path(output) if options.packed else options.model
-            tokenizer = AutoTokenizer.from_pretrained(model)
-            prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+            prompts = random_prompts(model) if options.packed else text_prompts(model)
             packed, line = model, {"model": model.parent.name if model.name == "hf" else model.name}
             if not options.packed:
                 scheme, _, container = output.partition("@")

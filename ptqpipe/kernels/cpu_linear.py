@@ -1,88 +1,142 @@
 """Products with a packed weight on a CPU: the compiled kernels behind ``runtime/packed.py``.
 
-`linear` reads every packed byte once for up to eight rows of x. Sums are float32, in an order that depends on K alone:
-neither threads nor the number of rows nor the other rows of a call change a bit of a result. On CPUs with AVX512-BF16
-products are those of VDPBF16PS (float32, subnormal inputs taken as zero), elsewhere float32 products and sums.
+Sums are float32. In *panels*, which CPUs with AVX512-BF16 read, the order of a sum depends on K alone (for NVFP4, whose
+weights are decoded otherwise from 48 rows of x on, on that too): neither threads nor the other rows of a call change a
+bit of a result. Products are those of VDPBF16PS (float32, subnormal inputs taken as zero), elsewhere float32 products
+and sums.
 
 Knows addresses and formats; must not know modules.
 """
 
 import ctypes
+from functools import cache
 
 import torch
+from torch.nn.functional import pad
 
 from ptqpipe.formats import WHOLE, Format
 from ptqpipe.kernels import cpu_library as lib
 
-_ELEMENTS = {"e2m1": 0, "e4m3": 1}
-_DTYPES = {torch.float32: 0, torch.bfloat16: 2}
+_ELEMENTS = {"e2m1": 0, "e4m3": 1, "e2m3": 2, "e3m2": 3}
 _NO_SCALES, _E4M3, _E8M0, _FLOAT = 0, 1, 2, 3
 _SCALES = {("e4m3", 16): _E4M3, ("e8m0", 32): _E8M0, ("bf16", 128): _FLOAT}
-_WORTH_A_THREAD = 1 << 18  # weights, below which waking another thread costs more than it brings
+_WORTH_A_THREAD = 1 << 18  # products, below which waking another thread costs more than it brings
+_LANES, _UNIT = 16, 64  # rows and columns of a weight that a panel's units have
 
 
-def linear(
-    x: torch.Tensor,
+class Operand:
+    """A weight's part of a job for the kernels, made once, and the bytes that it points to."""
+
+    def __init__(self, job: lib.Linear, kept: tuple[torch.Tensor | None, ...]) -> None:
+        self._job, self._kept = job, kept
+
+    def job(self, rows: int) -> lib.Linear:
+        """For ``rows`` of x, on as many threads as torch uses and are worth it."""
+        job = lib.Linear.from_buffer_copy(self._job)
+        job.threads = min(torch.get_num_threads(), 1 + job.n * job.k * rows // _WORTH_A_THREAD)
+        return job
+
+
+def operand(
     data: torch.Tensor,
     scales: torch.Tensor | None,
     factor: torch.Tensor | None,
     fmt: Format,
-    bias: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """``[M, N]`` bfloat16: ``x [M, K]`` bfloat16 times a weight as `PackedWeight` describes it, plus ``bias [N]``.
-
-    None for what has no kernel: other dtypes and formats, strided bytes, no compiler.
-    """
-    job = _job(data, scales, fmt) if x.dtype == torch.bfloat16 and x.device.type == "cpu" else None
-    if job is None:
-        return None
-    x = x.contiguous()
-    added = None if bias is None else bias.float().contiguous()
-    out = torch.empty(x.shape[0], data.shape[0], dtype=x.dtype)
-    job.x, job.m, job.out = x.data_ptr(), x.shape[0], out.data_ptr()
-    job.bias = None if added is None else added.data_ptr()
-    if factor is not None:
-        job.factor, job.factor_step = factor.data_ptr(), int(len(factor) > 1)
-    return out if lib.call("ptq_linear_rows", ctypes.byref(job)) == lib.OK else None
-
-
-def unpack(
-    data: torch.Tensor, scales: torch.Tensor | None, fmt: Format, first: int, last: int, *, out: torch.Tensor
-) -> bool:
-    """Rows ``[first, last)`` of a weight without its factors, to ``out [last - first, K]`` bfloat16; whether it did.
-
-    The float32 product of code and scale, rounded once: exact but for FP8 in blocks of 128x128.
-    """
-    job = _job(data, scales, fmt)
-    if job is None or out.dtype != torch.bfloat16 or not out.is_contiguous():
-        return False
-    job.out = out.data_ptr()
-    return lib.call("ptq_linear_unpack", ctypes.byref(job), ctypes.c_int64(first), ctypes.c_int64(last)) == lib.OK
-
-
-class _Job(lib.Linear):
-    """A job, and what it points to."""
-
-    kept: tuple[torch.Tensor | None, ...] = ()
-
-
-def _job(data: torch.Tensor, scales: torch.Tensor | None, fmt: Format) -> _Job | None:
-    """The weight's part of a job; None where there is no kernel."""
+    shape: tuple[int, int],
+    *,
+    panels: bool,
+) -> Operand | None:
+    """A weight as `PackedWeight` describes it; None where no kernel is: other formats, strided bytes."""
     kind = _kind(fmt, scales)
-    if kind is None or data.device.type != "cpu" or data.stride(-1) != 1 or not lib.known_isas():
+    if kind is None or data.device.type != "cpu" or data.stride(-1) != 1 or not limit(panels=panels):
         return None
-    n, k = data.shape[0], data.shape[1] * 8 // fmt.element.bits
     numbers = scales.float().contiguous() if kind == _FLOAT and scales is not None else scales
-    job = _Job(
-        data=data.data_ptr(), data_stride=data.stride(0), n=n, k=k,
+    job = lib.Linear(
+        data=data.data_ptr(), data_stride=data.stride(0), n=shape[0], k=shape[1],
         scales=None if numbers is None else numbers.data_ptr(),
         scale_stride=0 if numbers is None else numbers.shape[1],
         scale_rows=fmt.block[0] if kind == _FLOAT else 1,
-        element=_ELEMENTS[fmt.element.name], scale_kind=kind,
-        threads=min(torch.get_num_threads(), 1 + n * k // _WORTH_A_THREAD),
+        element=_ELEMENTS[fmt.element.name], scale_kind=kind, panels=int(panels),
     )  # fmt: skip
-    job.kept = (data, numbers)
-    return job
+    if factor is not None:
+        job.factor, job.factor_step = factor.data_ptr(), int(len(factor) > 1)
+    return Operand(job, (data, numbers, factor))
+
+
+def linear(x: torch.Tensor, weight: Operand, bias: torch.Tensor | None) -> torch.Tensor:
+    """``[M, N]`` bfloat16: ``x [M, K]`` bfloat16 times a weight, plus ``bias [N]``. MemoryError when there is none."""
+    x = x.contiguous()
+    added = None if bias is None else bias.float().contiguous()
+    job = weight.job(x.shape[0])
+    out = torch.empty(x.shape[0], job.n, dtype=torch.bfloat16)
+    job.x, job.m, job.out = x.data_ptr(), x.shape[0], out.data_ptr()
+    job.bias = None if added is None else added.data_ptr()
+    if lib.call("ptq_linear_rows", ctypes.byref(job)) != lib.OK:
+        raise MemoryError(f"no room to lay out {x.shape[0]} rows of {x.shape[1]} numbers")
+    return out
+
+
+def unpack(weight: Operand, first: int, last: int, *, out: torch.Tensor) -> None:
+    """Rows ``[first, last)`` of a weight without its factors, to ``out [last - first, K]`` bfloat16, contiguous.
+
+    The float32 product of code and scale, rounded once: exact but for FP8 in blocks of 128x128. Not from panels.
+    """
+    job = weight.job(last - first)
+    job.out = out.data_ptr()
+    status = lib.call("ptq_linear_unpack", ctypes.byref(job), ctypes.c_int64(first), ctypes.c_int64(last))
+    assert status == lib.OK
+
+
+def limit(*, panels: bool) -> int:
+    """The most rows of x for which `linear` is faster than `unpack` and torch's product: all there are in panels, but
+    where the CPU has AMX. 0 where there is no kernel."""
+    return _limit(lib.current_isa(), panels) if lib.known_isas() else 0
+
+
+@cache
+def _limit(isa: str, panels: bool) -> int:
+    found = lib.library()
+    assert found is not None, "it knows instruction sets"
+    found.ptq_linear_limit.restype = ctypes.c_int64
+    return int(found.ptq_linear_limit(isa.encode(), ctypes.c_int64(panels)))
+
+
+def has_panels(fmt: Format, scales: torch.Tensor | None) -> bool:
+    """Whether this machine has a kernel for a weight in panels."""
+    return (
+        limit(panels=True) > 0
+        and _kind(fmt, scales) is not None
+        and (fmt.block[0] in (1, WHOLE) or fmt.block[0] % 16 == 0)
+    )
+
+
+def code_panels(data: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Codes uint8 ``[N, B]`` in panels, uint8 ``[N', B']``: zeros pad rows to 16 and columns to 64."""
+    return to_panels(data, _UNIT * fmt.element.bits // 8)
+
+
+def scale_panels(scales: torch.Tensor | None, fmt: Format) -> torch.Tensor | None:
+    """Scales in panels, those of a byte; the others as they are."""
+    return to_panels(scales, 4) if scales is not None and _kind(fmt, scales) in (_E4M3, _E8M0) else scales
+
+
+def to_panels(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Bytes ``[N, B]``, padded with zeros to 16 rows and ``width`` bytes, transposed in dwords 16 rows at a time."""
+    n, b = rows.shape
+    whole = pad(rows.view(torch.uint8), (0, -b % width, 0, -n % _LANES)).contiguous()
+    dwords = whole.view(torch.int32).reshape(-1, _LANES, whole.shape[1] // 4)
+    return _dense(dwords.transpose(1, 2)).view(torch.uint8).reshape(whole.shape)
+
+
+def from_panels(panels: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """The bytes ``[rows, width]`` that `to_panels` got."""
+    dwords = panels.view(torch.int32).reshape(-1, panels.shape[1] // 4, _LANES)
+    return _dense(dwords.transpose(1, 2)).view(torch.uint8).reshape(panels.shape)[:rows, :width].contiguous()
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose last stride is 1, which ``contiguous()`` does not promise where a dimension is 1."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _kind(fmt: Format, scales: torch.Tensor | None) -> int | None:

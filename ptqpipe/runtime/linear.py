@@ -32,7 +32,7 @@ class PackedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = q.shape
-        self.packed = PackedWeight.from_qtensor(replace(q, low_rank=None))
+        self.packed = PackedWeight.from_qtensor(replace(q, low_rank=None)).arranged()
         self.low_rank = q.low_rank
         self.quantizer = None if quantizer is None or quantizer.activation is Activation.NONE else quantizer
         self.register_parameter("bias", bias)

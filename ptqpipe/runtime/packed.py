@@ -8,9 +8,9 @@ weights: so the inner numbers of NVFP4, MXFP4, MXFP8 and FP8 per channel or tens
 
 Three ways, by dtype and number of rows of x, and the same for every row of a call:
 
-    few rows, bfloat16    a compiled kernel that reads the packed bytes (``kernels/cpu_linear.py``), on CUDA Triton's
-    bfloat16              a run of rows is decoded to bfloat16, then torch's product, whose output is rounded before the
-                          factor and again after it
+    bfloat16              a compiled kernel that reads the packed bytes (``kernels/cpu_linear.py``), on CUDA Triton's
+    bfloat16, many rows   where that is faster (CPUs with AMX, or without BF16): a run of rows is decoded to bfloat16,
+                          then torch's product, whose output is rounded before the factor and again after it
     float32               a run of rows is decoded to float32, factor included, then torch's product
 
 Errors, relative to sum_k |x_k w_k|, with u = 2^-24 and v = 2^-8: float32 and the kernel K * 2u, then v for an output in
@@ -19,7 +19,7 @@ bfloat16; the tiles K * u + 2v. FP8 in blocks of 128x128 adds v in the tiles, si
 Knows formats and kernels; must not know modules, models or files, so that it also serves vLLM.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from ptqpipe.formats import WHOLE, Format
 from ptqpipe.kernels import cpu, cpu_linear
 from ptqpipe.qtensor import QTensor
 
-FEW_ROWS = 16  # of x; from here on decoding tiles and torch's product is faster
 TILE_BYTES = 4 << 20  # of a decoded run of rows
 
 
@@ -44,6 +43,7 @@ class PackedWeight:
     scales  of the blocks, as in a QTensor; None where the factors are all there is
     factor  float32 ``[1]`` or ``[N]``: what multiplies the rows of the inner part; None for 1
     divisor float32 0-d: the global scale where it divides, so that `dequantize` rounds as QTensor does; else None
+    operand of a weight in panels (see `arranged`): what the kernel is told; None: the bytes lie in rows
     """
 
     fmt: Format
@@ -52,6 +52,7 @@ class PackedWeight:
     scales: torch.Tensor | None
     factor: torch.Tensor | None
     divisor: torch.Tensor | None = None
+    operand: cpu_linear.Operand | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_qtensor(cls, q: QTensor) -> "PackedWeight":
@@ -76,13 +77,46 @@ class PackedWeight:
         """Bytes of codes, scales and factors."""
         return sum(part.nbytes for part in (self.data, self.scales, self.factor) if part is not None)
 
+    def arranged(self) -> "PackedWeight":
+        """The same weight in *panels*, the order of bytes that this machine's kernel is fastest on.
+
+        Itself where there is none, or where zeros that pad the rows to 16 and the columns to 64 would add a tenth.
+        """
+        n, k = self.shape
+        padded = -(-n // 16) * 16 * -(-k // 64) * 64
+        if self.operand is not None or self.device.type != "cpu" or 10 * padded > 11 * n * k:
+            return self
+        if not cpu_linear.has_panels(self.fmt, self.scales):
+            return self
+        data, scales = cpu_linear.code_panels(self.data, self.fmt), cpu_linear.scale_panels(self.scales, self.fmt)
+        operand = cpu_linear.operand(data, scales, self.factor, self.fmt, self.shape, panels=True)
+        return replace(self, data=data, scales=scales, operand=operand)
+
+    def in_rows(self) -> "PackedWeight":
+        """The same weight with its bytes as a QTensor has them."""
+        if self.operand is None:
+            return self
+        n, k = self.shape
+        data = cpu_linear.from_panels(self.data, n, k * self.fmt.element.bits // 8)
+        scales = self.scales
+        if scales is not None and scales.element_size() == 1:
+            scales = cpu_linear.from_panels(scales, n, -(-k // self.fmt.block[1])).view(scales.dtype)
+        return replace(self, data=data, scales=scales, operand=None)
+
     def to(self, device: torch.device | str) -> "PackedWeight":
         """The weight on ``device``."""
-        rest = (None if part is None else part.to(device) for part in (self.scales, self.factor, self.divisor))
-        return PackedWeight(self.fmt, self.shape, self.data.to(device), *rest)
+        if self.device == torch.device(device):
+            return self
+        rows = self.in_rows()
+        scales, factor, divisor = (
+            None if part is None else part.to(device) for part in (rows.scales, rows.factor, rows.divisor)
+        )
+        return PackedWeight(rows.fmt, rows.shape, rows.data.to(device), scales, factor, divisor).arranged()
 
     def narrow(self, dim: int, start: int, length: int) -> "PackedWeight":
         """Rows (dim 0) or columns (dim 1) ``[start, start+length)`` on block edges. FormatError elsewhere."""
+        if self.operand is not None:
+            return self.in_rows().narrow(dim, start, length)
         if dim == 1 and self.scales is None:  # one scale a row holds for every part of it
             data = self.data.narrow(1, start, length)
             return replace(self, shape=(self.shape[0], length), data=data)
@@ -97,7 +131,7 @@ class PackedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``[N, K]``: the float32 decode, bit for bit QTensor's, rounded once to ``dtype``."""
-        return self._tile(0, self.shape[0]).to(dtype)
+        return self.in_rows()._tile(0, self.shape[0]).to(dtype)
 
     def _inner(self) -> QTensor:
         """The blocks as a QTensor, its global scale 1."""
@@ -119,7 +153,9 @@ class PackedWeight:
     def _inner_tile(self, start: int, stop: int, room: torch.Tensor) -> torch.Tensor:
         """The inner numbers of rows ``[start, stop)`` in the dtype of ``room``, a flat tensor that it may use."""
         out = room[: (stop - start) * self.shape[1]].view(stop - start, self.shape[1])
-        if cpu_linear.unpack(self.data, self.scales, self.fmt, start, stop, out=out):
+        weight = cpu_linear.operand(self.data, self.scales, None, self.fmt, self.shape, panels=False)
+        if weight is not None and out.dtype == torch.bfloat16:
+            cpu_linear.unpack(weight, start, stop, out=out)
             return out
         if self.scales is not None:
             return _decoded(self._inner().narrow(0, start, stop - start), room.dtype)
@@ -149,21 +185,24 @@ def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
     if x.shape[-1] != weight.shape[1]:
         raise FormatError(f"an input of {x.shape[-1]} columns for a weight of {weight.shape[0]}x{weight.shape[1]}")
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] <= FEW_ROWS:
-        y = _few_rows(rows, weight, bias)
-        if y is not None:
-            return y.reshape(*x.shape[:-1], -1)
-    return _tiles(rows, weight, bias).reshape(*x.shape[:-1], -1)
+    y = _kernel(rows, weight, bias)
+    return (_tiles(rows, weight, bias) if y is None else y).reshape(*x.shape[:-1], -1)
 
 
-def _few_rows(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """The kernel of the device, None where there is none."""
-    if x.device.type == "cpu":
-        return cpu_linear.linear(x, weight.data, weight.scales, weight.factor, weight.fmt, bias)
-    return None
+def _kernel(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """By the kernel of the device; None where there is none for so many rows."""
+    if x.device.type != "cpu" or x.dtype != torch.bfloat16:
+        return None
+    if x.shape[0] > cpu_linear.limit(panels=weight.operand is not None):
+        return None
+    job = weight.operand or cpu_linear.operand(
+        weight.data, weight.scales, weight.factor, weight.fmt, weight.shape, panels=False
+    )
+    return None if job is None else cpu_linear.linear(x, job, bias)
 
 
 def _tiles(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    weight = weight.in_rows()
     exact = x.dtype == torch.float32
     dtype = x.dtype if x.dtype in (torch.float32, torch.bfloat16) else torch.float32
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)

@@ -227,7 +227,8 @@ def _layers(stored: Stored, expert: int, activation: Activation, *, shards: int)
     parts = shards if any(bool((s != s[0]).any()) for s in spanning) else 1
     rows = stored.data.shape[1] // parts
     quantizer = _quantizer(stored, expert, activation)
-    return tuple(Layer(PackedWeight.from_qtensor(_part(stored, expert, i, rows)), quantizer) for i in range(parts))
+    weights = (PackedWeight.from_qtensor(_part(stored, expert, i, rows)) for i in range(parts))
+    return tuple(Layer(weight.arranged(), quantizer) for weight in weights)
 
 
 def _part(stored: Stored, expert: int, part: int, rows: int) -> QTensor:

@@ -55,7 +55,7 @@ def keep(module: Any, q: "QTensor", quantizer: InputQuantizer, *, drop: tuple[st
 
     drop  names of the parameters that the packed weight has taken over
     """
-    weight = PackedWeight.from_qtensor(q)
+    weight = PackedWeight.from_qtensor(q).arranged()
     for name in drop:
         if hasattr(module, name):
             delattr(module, name)

@@ -7,10 +7,10 @@ from ptqpipe.api import quantize
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import WHOLE
 from ptqpipe.kernels import cpu, cpu_linear
-from ptqpipe.runtime.packed import FEW_ROWS, PackedWeight, packed_linear
+from ptqpipe.runtime.packed import PackedWeight, packed_linear
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "mxfp6_e2m3", "fp8_channel", "fp8_tensor", "fp8_block")
-ROWS = (1, 2, 3, 7, 8, 13, FEW_ROWS, FEW_ROWS + 1, 200)
+ROWS = (1, 2, 3, 4, 5, 8, 13, 16, 17, 47, 48, 200, 700)
 U, V = 2.0**-24, 2.0**-8
 
 
@@ -30,9 +30,11 @@ def bound(x: torch.Tensor, w: torch.Tensor, exact: torch.Tensor, *, decoded_bf16
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("shape", [(48, 128), (33, 256), (130, 160), (5, 2080)])
-def test_the_product_is_that_of_the_decoded_weight(fmt: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(48, 128), (33, 256), (250, 480), (16, 2080), (5, 2080)])
+@pytest.mark.parametrize("layout", ["rows", "panels"])
+def test_the_product_is_that_of_the_decoded_weight(fmt: str, shape: tuple[int, int], layout: str) -> None:
     packed, w = weight(fmt, *shape)
+    packed = packed.arranged() if layout == "panels" else packed
     for rows in ROWS:
         x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)).bfloat16()
         y, exact = packed_linear(x, packed).double(), x.double() @ w.t()
@@ -49,10 +51,11 @@ def test_every_instruction_set_has_a_kernel_for_few_rows(fmt: str, isa: str) -> 
     bias = torch.randn(40, generator=torch.Generator().manual_seed(2)).bfloat16()
     cpu.force_isa(isa)
     try:
-        y = cpu_linear.linear(x, packed.data, packed.scales, packed.factor, packed.fmt, bias)
+        operand = cpu_linear.operand(packed.data, packed.scales, packed.factor, packed.fmt, packed.shape, panels=False)
+        assert operand is not None
+        y = cpu_linear.linear(x, operand, bias)
     finally:
         cpu.force_isa(None)
-    assert y is not None
     exact = x.double() @ w.t() + bias.double()
     assert bool(((y.double() - exact).abs() <= bound(x, w, exact, decoded_bf16=False)).all())
 
@@ -72,13 +75,41 @@ def test_all_codes_and_scales_decode_in_the_kernel(fmt: str) -> None:
     packed = PackedWeight(packed.fmt, packed.shape, data, scales, packed.factor)
     w = packed.dequantize()
     x = torch.eye(64).bfloat16()
-    for start in range(0, 64, 16):
-        y = packed_linear(x[start : start + 16], packed)
-        assert torch.equal(y, w[:, start : start + 16].t().bfloat16())
+    for layout in (packed, packed.arranged()):
+        for rows in (1, 4, 16, 64):
+            for start in range(0, 64, rows):
+                y = packed_linear(x[start : start + rows], layout)
+                assert torch.equal(y, w[:, start : start + rows].t().bfloat16())
 
 
-def test_a_row_does_not_depend_on_the_others_nor_on_threads() -> None:
-    packed, _ = weight("nvfp4", 2048, 512)
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_scales_that_are_negative_or_nan_reach_their_own_row_alone(rows: int) -> None:
+    packed, w = weight("nvfp4", 48, 128)
+    assert packed.scales is not None
+    packed.scales[3, 2], packed.scales[40, 7] = 0x7F, packed.scales[40, 7] | 0x80
+    w[40, 112:] *= -1
+    x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(9)).bfloat16()
+    y, exact = packed_linear(x, packed.arranged()).double(), x.double() @ w.t()
+    others = [row for row in range(48) if row != 3]
+    assert bool(y[:, 3].isnan().all())
+    assert bool(((y - exact).abs() <= bound(x, w, exact, decoded_bf16=False))[:, others].all())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_panels_hold_the_same_bytes(fmt: str) -> None:
+    packed, _ = weight(fmt, 250, 480)
+    arranged = packed.arranged()
+    back = arranged.in_rows()
+    assert (arranged.operand is not None) == (cpu_linear.limit(panels=True) > 0)
+    assert torch.equal(back.data, packed.data)
+    assert packed.scales is back.scales or torch.equal(*(x.view(torch.uint8) for x in (back.scales, packed.scales)))  # type: ignore[union-attr]
+    assert torch.equal(arranged.dequantize(), packed.dequantize())
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp8_channel"])
+def test_a_row_does_not_depend_on_the_others_nor_on_threads(fmt: str) -> None:
+    packed, _ = weight(fmt, 2048, 512)
+    packed = packed.arranged()
     x = torch.randn(13, 512, generator=torch.Generator().manual_seed(4)).bfloat16()
     threads = torch.get_num_threads()
     try:
@@ -101,17 +132,18 @@ def test_the_decode_is_qtensors(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_narrowing_commutes_with_decoding(fmt: str) -> None:
     q = quantize(torch.randn(256, 256, generator=torch.Generator().manual_seed(6)).bfloat16(), fmt)
-    packed, w = PackedWeight.from_qtensor(q), q.dequantize()
+    packed, w = PackedWeight.from_qtensor(q).arranged(), q.dequantize()
     if q.fmt.block != (WHOLE, WHOLE):
         assert torch.equal(packed.narrow(0, 128, 128).dequantize(), w[128:])
     part = packed.narrow(1, 128, 128)
     assert torch.equal(part.dequantize(), w[:, 128:])
     x = torch.randn(3, 128).bfloat16()
-    assert torch.equal(packed_linear(x, part), packed_linear(torch.nn.functional.pad(x, (128, 0)), packed))
+    assert torch.equal(packed_linear(x, part.arranged()), packed_linear(torch.nn.functional.pad(x, (128, 0)), packed))
 
 
 def test_float32_inputs_meet_the_exact_decode() -> None:
     packed, w = weight("nvfp4", 96, 256)
+    packed = packed.arranged()
     x = torch.randn(4, 3, 256, generator=torch.Generator().manual_seed(7))
     exact = x.double() @ w.t()
     sums = x.double().abs() @ w.abs().t()
@@ -122,6 +154,7 @@ def test_float32_inputs_meet_the_exact_decode() -> None:
 
 def test_nan_and_inf_reach_the_rows_that_hold_them_alone() -> None:
     packed, _ = weight("nvfp4", 64, 128)
+    packed = packed.arranged()
     x = torch.randn(4, 128, generator=torch.Generator().manual_seed(8)).bfloat16()
     clean = packed_linear(x, packed)
     x[1, 5], x[2, 9] = float("nan"), float("inf")

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 8
+#define PTQ_ABI 10
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3 };       // element
@@ -113,7 +113,7 @@ enum { PTQ_NO_SCALES = 0, PTQ_BLOCK_E4M3 = 1, PTQ_BLOCK_E8M0 = 2, PTQ_BLOCK_FLOA
 
 // out [m, n] = x [m, k] times a packed weight [n, k], transposed; x and out dense bfloat16.
 struct ptq_linear {
-    const uint8_t *data;          // packed codes, rows data_stride bytes apart
+    const uint8_t *data;          // packed codes, rows data_stride bytes apart; or in panels
     int64_t data_stride, n, k;
     const void *scales;           // E4M3 per 16 columns, E8M0 per 32, float32 per 128; rows scale_stride numbers apart
     int64_t scale_stride, scale_rows;  // rows of the weight that share a row of scales
@@ -125,12 +125,17 @@ struct ptq_linear {
     const float *bias;            // [n] or null
     uint16_t *out;
     int64_t threads;
+    // 1: 16 rows of codes follow each other transposed in dwords, [row / 16][dword][row % 16], rows padded to 16 and to
+    // data_stride bytes, 64 columns or a multiple of them; scales of a byte too, to scale_stride bytes. Zeros in padding.
+    int64_t panels;
 };
 
-// How an instruction set does it: x is laid out once, then any thread does any rows of the weight.
+enum { PTQ_LINEAR_ROWS = 512 };  // of x, at most, in a call of these
+
+// How an instruction set does it: any thread lays out any rows of x, then any thread does any rows of the weight.
 struct ptq_linear_ops {
     int64_t (*bytes)(const struct ptq_linear *job);
-    void (*prepare)(const struct ptq_linear *job, void *x);
+    void (*prepare)(const struct ptq_linear *job, void *x, int64_t first, int64_t last);
     void (*rows)(const struct ptq_linear *job, const void *x, int64_t first, int64_t last);
     // Rows of the weight without their factors, bfloat16 [last - first, k], to `out`.
     void (*unpack)(const struct ptq_linear *job, int64_t first, int64_t last, uint16_t *out);
@@ -149,6 +154,6 @@ struct ptq_ops {
 };
 
 extern "C" const struct ptq_ops ptq_ops_avx512, ptq_ops_avx2, ptq_ops_baseline;
-extern "C" const struct ptq_linear_ops ptq_linear_bf16;  // AVX-512 with BF16 and VBMI
+extern "C" const struct ptq_linear_ops ptq_linear_bf16;  // AVX-512 with BF16 and VBMI, in panels; but `unpack` is for rows
 
 #endif

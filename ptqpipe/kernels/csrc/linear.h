@@ -5,7 +5,7 @@
 enum { LINEAR_RUN = 512, LINEAR_TILE = 8 };
 
 struct Floats {
-    float pair[256][2], e4m3[256];
+    float pair[256][2], e4m3[256], e2m3[64], e3m2[64];
 };
 
 constexpr float power_of_two(int e) {
@@ -27,6 +27,10 @@ constexpr Floats make_floats() {
         f.pair[code][1] = minifloat_value(code >> 4, 2, 1, 1);
         f.e4m3[code] = (code & 127) == 127 ? __builtin_nanf("") : minifloat_value(code, 4, 3, 7);
     }
+    for (int code = 0; code < 64; ++code) {
+        f.e2m3[code] = minifloat_value(code, 2, 3, 1);
+        f.e3m2[code] = minifloat_value(code, 3, 2, 3);
+    }
     return f;
 }
 static constexpr Floats FLOATS = make_floats();
@@ -46,8 +50,15 @@ static void decode_run(const ptq_linear *j, int64_t row, int64_t column, int64_t
     const uint8_t *codes = j->data + row * j->data_stride;
     if (j->element == PTQ_E2M1)
         for (int64_t i = 0; i < count; i += 2) memcpy(out + i, FLOATS.pair[codes[(column + i) / 2]], 8);
-    else
+    else if (j->element == PTQ_E4M3)
         for (int64_t i = 0; i < count; ++i) out[i] = FLOATS.e4m3[codes[column + i]];
+    else
+        for (int64_t i = 0; i < count; i += 4) {
+            const uint8_t *p = codes + (column + i) / 4 * 3;
+            const uint32_t four = p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16;
+            const float *values = j->element == PTQ_E2M3 ? FLOATS.e2m3 : FLOATS.e3m2;
+            for (int c = 0; c < 4; ++c) out[i + c] = values[four >> 6 * c & 63];
+        }
     for (int64_t i = count; i % W; ++i) out[i] = 0.0f;
     if (j->scale_kind == PTQ_NO_SCALES) return;
     const int64_t block = j->scale_kind == PTQ_BLOCK_E4M3 ? 16 : j->scale_kind == PTQ_BLOCK_E8M0 ? 32 : 128;
@@ -76,9 +87,9 @@ INLINE uint16_t to_bf16(float v) {
 static int64_t linear_columns(const ptq_linear *j) { return (j->k + W - 1) / W * W; }
 static int64_t linear_bytes(const ptq_linear *j) { return j->m * linear_columns(j) * 4; }
 
-static void linear_prepare(const ptq_linear *j, void *x) {
+static void linear_prepare(const ptq_linear *j, void *x, int64_t first, int64_t last) {
     const int64_t columns = linear_columns(j);
-    for (int64_t m = 0; m < j->m; ++m) {
+    for (int64_t m = first; m < last; ++m) {
         float *row = (float *)x + m * columns;
         for (int64_t i = 0; i < columns; ++i) row[i] = i < j->k ? load_one<PTQ_BF16>(j->x, m * j->k + i) : 0.0f;
     }

@@ -1,7 +1,10 @@
-// Few rows of x times a packed weight on AVX-512 with BF16 and VBMI: codes become bfloat16 by permutes of a register.
+// x times a packed weight on AVX-512 with BF16 and VBMI, from one row of x to many.
 //
-// A chunk is 64 columns. Two registers of 32 bfloat16 weights meet two of x, which is laid out to match; VDPBF16PS leaves
-// 16 float lanes of four columns each, so a block of 16 is one 128-bit lane, and the scales of a chunk are one multiply.
+// VDPBF16PS adds two columns to each of 16 float lanes, one a row of the weight, whose bytes lie in panels (see
+// linear_panel.h). For up to FEW rows of x codes meet x as they are decoded; for more, two panels and SLAB columns are
+// decoded at a time into a buffer of the nearest cache, which then meets every row of x. The sum of a block of 32 columns is
+// added to the sum of the row, times its scale. So the order of a sum depends on K alone. But for NVFP4: few rows meet
+// blocks of 16, more than FEW weights that are decoded with their scales, in blocks of 64.
 #include "system.h"
 #if defined(__x86_64__)
 #if defined(__clang__)
@@ -13,275 +16,254 @@
 
 namespace {
 
-#define INLINE static inline __attribute__((always_inline))
+#define METHOD inline __attribute__((always_inline))
+#define INLINE static METHOD
 
 #define UNROLL _Pragma("GCC unroll 16")  // sums live in registers only if no loop is left around them
 
-// Codes are asked for AHEAD bytes before they are needed: rows are short, and two are read at once, so the hardware's own
-// prefetch does not keep up. Weights that are in no cache take a quarter of the time; 4096 does less well.
-enum { CHUNK = 64, AHEAD = 8192 };
+// TILE rows of x: as many sums as hide the latency of VDPBF16PS, and no more than there are registers.
+enum { LANES = 16, PANELS = 2, GROUP = LANES * PANELS, UNIT = 64, SLAB = 256, PAIRS = SLAB / 2, FEW = 4, TILE = 8 };
+enum { FAR_ROWS = 48, FAR_GROUPS = 4 };  // from so many rows of x on, more of the weight meets each of them
 
-// bfloat16 of the codes of E2M1, twice: a word may carry the next code's lowest bit in bit 4.
-alignas(64) const uint16_t e2m1_words[32] = {
-    0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0,
-    0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0};
+#include "linear_panel.h"
+#include "linear_unpack.h"
 
-struct Bytes {
-    alignas(64) uint8_t low[128], high[128];
+INLINE int64_t slabs_of(const ptq_linear *j) { return (j->k + SLAB - 1) / SLAB; }
+INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// What a thread decodes to and sums in.
+struct Room {
+    __m512i w[FAR_GROUPS][PAIRS * PANELS];
+    __m512 scales[FAR_GROUPS][SLAB / 16 * PANELS];
+    __m512 sums[FAR_GROUPS][PTQ_LINEAR_ROWS][PANELS];
 };
 
-constexpr Bytes make_bytes() {  // bfloat16 of the magnitudes of E4M3
-    Bytes b{};
-    for (int code = 0; code < 128; ++code) {
-        int e = code >> 3, m = code & 7, word = 0;
-        if (code == 127) {
-            word = 0x7FC0;
-        } else if (code) {
-            if (!e) {  // m * 2^-9 with the leading bit moved into the exponent
-                for (e = 1; !(m & 8); m <<= 1) --e;
-                m &= 7;
+// ---- x: [slab][row][SLAB], the columns of a pair side by side, zeros behind the last ----
+
+int64_t bytes(const ptq_linear *j) { return j->m * slabs_of(j) * SLAB * 2; }
+
+void prepare(const ptq_linear *j, void *out, int64_t first, int64_t last) {
+    const __m512i order = _mm512_broadcast_i32x4(
+        j->element == PTQ_E2M1 ? _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+                               : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+    for (int64_t slab = 0; slab < slabs_of(j); ++slab)
+        for (int64_t m = first; m < last; ++m) {
+            uint16_t *to = (uint16_t *)out + (slab * j->m + m) * SLAB;
+            const uint16_t *from = j->x + m * j->k + slab * SLAB;
+            const int64_t left = at_most(j->k - slab * SLAB, SLAB);
+            for (int64_t c = 0; c < SLAB; c += 32) {
+                const __mmask32 mask = left - c >= 32 ? ~0u : left <= c ? 0 : (1u << (left - c)) - 1;
+                const __m512i v = _mm512_maskz_loadu_epi16(mask, from + c);
+                _mm512_store_si512(to + c, _mm512_shuffle_epi8(v, order));
             }
-            word = (e + 120) << 7 | m << 4;
         }
-        b.low[code] = (uint8_t)word;
-        b.high[code] = (uint8_t)(word >> 8);
+}
+
+// ---- a panel ----
+
+template <int ELEMENT, int SCALE, bool INSIDE> struct Weight {
+    typedef Shape<ELEMENT> S;
+    // Columns whose sum is taken before it meets the others, and its scale if it has one (INSIDE: has met it already).
+    enum { BLOCK = INSIDE ? 64 : SCALE == PTQ_BLOCK_E4M3 ? 16 : 32, BLOCKS = UNIT / BLOCK };
+    enum { SCALED = SCALE != PTQ_NO_SCALES && !INSIDE };
+
+    const ptq_linear *j;
+    Tables<ELEMENT> tables;
+    ScaledTables scaled;
+
+    explicit Weight(const ptq_linear *job) : j(job) {}
+
+    METHOD const __m512i *codes(int64_t row) const { return (const __m512i *)(j->data + row * j->data_stride); }
+
+    // The dwords of scales that a unit of 16 rows begins with.
+    METHOD __m512i bytes_of_scales(int64_t row, int64_t unit) const {
+        const int64_t dword = SCALE == PTQ_BLOCK_E8M0 ? unit / 2 : unit;
+        return _mm512_loadu_si512((const uint8_t *)j->scales + row * j->scale_stride + 64 * dword);
     }
-    return b;
-}
-constexpr Bytes e4m3_bytes = make_bytes();
 
-struct Tables {
-    __m512i words, low[2], high[2], spread;
-};
-
-struct Weights {
-    __m512bh a, b;
-};
-
-template <int ELEMENT> INLINE Weights decode(const uint8_t *p, __mmask64 mask, const Tables &t) {
-    if (ELEMENT == PTQ_E2M1) {
-        const __m512i w = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8((__mmask32)mask, p));
-        return {(__m512bh)_mm512_permutexvar_epi16(w, t.words),
-                (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(w, 4), t.words)};
-    }
-    const __m512i codes = _mm512_maskz_loadu_epi8(mask, p);
-    const __m512i low = _mm512_permutex2var_epi8(t.low[0], codes, t.low[1]);
-    const __m512i magnitude = _mm512_permutex2var_epi8(t.high[0], codes, t.high[1]);
-    const __m512i high = _mm512_ternarylogic_epi32(magnitude, codes, _mm512_set1_epi8((char)0x80), 0xF8);
-    return {(__m512bh)_mm512_unpacklo_epi8(low, high), (__m512bh)_mm512_unpackhi_epi8(low, high)};
-}
-
-// Where decode() puts the columns of a chunk: the i-th number of register a (then b) is column `column_of`.
-INLINE int column_of(int32_t element, int i) {
-    const int second = i >= 32, k = i & 31;
-    return element == PTQ_E2M1 ? 2 * k + second : k / 8 * 16 + 8 * second + k % 8;
-}
-
-// The scales of a chunk, one a float lane. `packed` holds its bytes.
-template <int SCALE> INLINE __m512 scales_of(uint32_t packed, const Tables &t) {
-    const __m512i at_16 = _mm512_shuffle_epi8(_mm512_set1_epi32((int32_t)packed), t.spread);
-    if (SCALE == PTQ_BLOCK_E4M3)  // the bits of a float of 2^-120 times the value
-        return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(at_16, 4)), _mm512_set1_ps(0x1p120f));
-    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_slli_epi32(at_16, 7), _mm512_set1_epi32(0x00400000)));
-}
-
-template <int SCALE> INLINE uint32_t packed_scales(const ptq_linear *j, int64_t row, int64_t c) {
-    const int n = SCALE == PTQ_BLOCK_E4M3 ? 4 : 2;
-    const int64_t count = SCALE == PTQ_BLOCK_E4M3 ? j->k / 16 : j->k / 32, left = count - c * n;
-    const uint8_t *p = (const uint8_t *)j->scales + row * j->scale_stride + c * n;
-    uint32_t packed = 0;
-    if (left < n) {
-        memcpy(&packed, p, (size_t)left);
-    } else if (n == 4) {
-        memcpy(&packed, p, 4);
-    } else {  // through a word of its size: two bytes stored and four loaded again would wait for each other
-        uint16_t two;
-        memcpy(&two, p, 2);
-        packed = two;
-    }
-    return packed;
-}
-
-Tables make_tables(int32_t scale_kind) {
-    Tables t;
-    t.words = _mm512_load_si512(e2m1_words);
-    for (int i = 0; i < 2; ++i) {
-        t.low[i] = _mm512_load_si512(e4m3_bytes.low + 64 * i);
-        t.high[i] = _mm512_load_si512(e4m3_bytes.high + 64 * i);
-    }
-    alignas(64) uint8_t spread[64];  // in byte 2 of every lane the scale of its block
-    for (int i = 0; i < 64; ++i) {
-        const int block = scale_kind == PTQ_BLOCK_E4M3 ? i / 16 : i / 32;
-        spread[i] = i % 4 == 2 ? (uint8_t)block : 0x80;
-    }
-    t.spread = _mm512_load_si512(spread);
-    return t;
-}
-
-INLINE uint16_t to_bf16(float v) {
-    uint32_t u;
-    memcpy(&u, &v, 4);
-    if ((u & 0x7FFFFFFF) > 0x7F800000) return (uint16_t)(u >> 16 | 0x40);
-    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
-}
-
-// ROWS rows of the weight and TILE rows of x, whose registers serve all of those. The order of every sum is the same
-// whatever these two are.
-template <int ELEMENT, int SCALE, int ROWS, int TILE>
-void tile(const ptq_linear *j, const uint16_t *x, int64_t row, int64_t m0, const Tables &t) {
-    const int64_t chunks = (j->k + CHUNK - 1) / CHUNK, stride = chunks * CHUNK;
-    const int bytes = ELEMENT == PTQ_E2M1 ? CHUNK / 2 : CHUNK;
-    const int64_t row_bytes = ELEMENT == PTQ_E2M1 ? j->k / 2 : j->k;
-    const uint8_t *codes = j->data + row * j->data_stride;
-    __m512 sums[ROWS][TILE], more[ROWS][TILE];
-    UNROLL for (int r = 0; r < ROWS; ++r)
-        UNROLL for (int i = 0; i < TILE; ++i) sums[r][i] = more[r][i] = _mm512_setzero_ps();
-    for (int64_t c = 0; c < chunks; ++c) {
-        const int64_t left = row_bytes - c * bytes;
-        const __mmask64 mask = left >= bytes ? ~0ull : (1ull << left) - 1;
-        Weights w[ROWS];
-        __m512 s[ROWS];
-        UNROLL for (int r = 0; r < ROWS; ++r) {
-            if (bytes == 64 || !(c & 1)) _mm_prefetch((const char *)(codes + r * j->data_stride + c * bytes + AHEAD), _MM_HINT_T0);
-            w[r] = decode<ELEMENT>(codes + r * j->data_stride + c * bytes, mask, t);
-            if (SCALE == PTQ_BLOCK_FLOAT)
-                s[r] = _mm512_set1_ps(((const float *)j->scales)[(row + r) / j->scale_rows * j->scale_stride + c / 2]);
-            else if (SCALE != PTQ_NO_SCALES)
-                s[r] = scales_of<SCALE>(packed_scales<SCALE>(j, row + r, c), t);
+    // s[block][stride]
+    METHOD void scales_at(int64_t row, int64_t unit, __m512 *s, int64_t stride) const {
+        if (SCALE == PTQ_BLOCK_E4M3) e4m3_scales(bytes_of_scales(row, unit), s, stride);
+        if (SCALE == PTQ_BLOCK_E8M0) e8m0_scales(bytes_of_scales(row, unit), (int)(unit % 2) * 16, s, stride);
+        if (SCALE == PTQ_BLOCK_FLOAT) {
+            const float *numbers = (const float *)j->scales + row / j->scale_rows * j->scale_stride;
+            s[0] = s[stride] = _mm512_set1_ps(numbers[unit / 2]);
         }
-        UNROLL for (int i = 0; i < TILE; ++i) {
-            const uint16_t *p = x + (m0 + i) * stride + c * CHUNK;
-            const __m512bh xa = (__m512bh)_mm512_load_si512(p), xb = (__m512bh)_mm512_load_si512(p + 32);
-            UNROLL for (int r = 0; r < ROWS; ++r) {
-                if (SCALE == PTQ_NO_SCALES) {
-                    sums[r][i] = _mm512_dpbf16_ps(sums[r][i], w[r].a, xa);
-                    more[r][i] = _mm512_dpbf16_ps(more[r][i], w[r].b, xb);
-                } else {
-                    const __m512 half = _mm512_dpbf16_ps(_mm512_setzero_ps(), w[r].a, xa);
-                    sums[r][i] = _mm512_fmadd_ps(_mm512_dpbf16_ps(half, w[r].b, xb), s[r], sums[r][i]);
-                }
+    }
+
+    // w[pair][PANELS] and s[block][PANELS]
+    METHOD void decode(int64_t row, int64_t unit, __m512i *w, __m512 *s) const {
+        const __m512i *d = codes(row) + unit * S::DWORDS;
+        if (INSIDE) {
+            if (!decode_scaled(d, bytes_of_scales(row, unit), scaled, w)) odd_scales(row, unit, w);
+            return;
+        }
+        UNROLL for (int q = 0; q < S::STEPS; ++q) {
+            __m512i v[S::STEP_PAIRS];
+            pairs_at<ELEMENT>(d, q, tables, v);
+            UNROLL for (int i = 0; i < S::STEP_PAIRS; ++i) w[(q * S::STEP_PAIRS + i) * PANELS] = v[i];
+        }
+        scales_at(row, unit, s, PANELS);
+    }
+
+    // Any scales at all.
+    __attribute__((noinline)) void odd_scales(int64_t row, int64_t unit, __m512i *w) const {
+        __m512 s[4];
+        e4m3_scales(bytes_of_scales(row, unit), s, 1);
+        for (int q = 0; q < 8; ++q) {
+            __m512i v[4];
+            pairs_at<PTQ_E2M1>(codes(row) + unit * Shape<PTQ_E2M1>::DWORDS, q, Tables<PTQ_E2M1>(), v);
+            for (int i = 0; i < 4; ++i) {
+                const __m512i even = _mm512_slli_epi32(v[i], 16), odd = _mm512_and_si512(v[i], _mm512_set1_epi32(-65536));
+                const __m512i a = _mm512_cvtepu16_epi32(to_bf16(_mm512_mul_ps(_mm512_castsi512_ps(even), s[q / 2])));
+                const __m512i b = _mm512_cvtepu16_epi32(to_bf16(_mm512_mul_ps(_mm512_castsi512_ps(odd), s[q / 2])));
+                w[(4 * q + i) * PANELS] = _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
             }
         }
     }
-    UNROLL for (int r = 0; r < ROWS; ++r)
-        UNROLL for (int i = 0; i < TILE; ++i) {
-            const __m512 sum = SCALE == PTQ_NO_SCALES ? _mm512_add_ps(sums[r][i], more[r][i]) : sums[r][i];
-            float y = _mm512_reduce_add_ps(sum);
-            if (j->factor) y *= j->factor[(row + r) * j->factor_step];
-            if (j->bias) y += j->bias[row + r];
-            j->out[(m0 + i) * j->n + row + r] = to_bf16(y);
+};
+
+// ---- the product ----
+
+// `blocks` blocks of a slab of two panels times T rows of x, added to sums[T][PANELS]. x starts a slab.
+template <int BLOCK, bool SCALED, int T>
+void product(const __m512i *w, const __m512 *s, const uint32_t *x, __m512 (*sums)[PANELS], int64_t blocks) {
+    for (int64_t b = 0; b < blocks; ++b, s += PANELS, x += BLOCK / 2) {
+        __m512 part[T][PANELS];
+        UNROLL for (int t = 0; t < T; ++t) UNROLL for (int p = 0; p < PANELS; ++p) part[t][p] = _mm512_setzero_ps();
+        UNROLL for (int k = 0; k < BLOCK / 2; ++k, w += PANELS) {
+            const __m512bh a = (__m512bh)w[0], c = (__m512bh)w[1];
+            UNROLL for (int t = 0; t < T; ++t) {
+                const __m512bh v = (__m512bh)_mm512_set1_epi32((int32_t)x[t * PAIRS + k]);
+                part[t][0] = _mm512_dpbf16_ps(part[t][0], a, v);
+                part[t][1] = _mm512_dpbf16_ps(part[t][1], c, v);
+            }
         }
-}
-
-template <int ELEMENT, int SCALE, int ROWS, int TILE>
-void tiles(const ptq_linear *j, const uint16_t *x, int64_t first, int64_t last, int64_t m, const Tables &t) {
-    int64_t row = first;
-    for (; row + ROWS <= last; row += ROWS) tile<ELEMENT, SCALE, ROWS, TILE>(j, x, row, m, t);
-    for (; row < last; ++row) tile<ELEMENT, SCALE, 1, TILE>(j, x, row, m, t);
-}
-
-template <int ELEMENT, int SCALE> void some_rows(const ptq_linear *j, const uint16_t *x, int64_t first, int64_t last) {
-    const Tables t = make_tables(j->scale_kind);
-    const int wide = SCALE == PTQ_NO_SCALES ? 1 : 2;  // two sums each without scales: the registers are as many
-    for (int64_t m = 0; m < j->m;) {  // x outside: a tile of it stays in the nearest caches
-        const int64_t left = j->m - m;
-        if (left >= 8) tiles<ELEMENT, SCALE, wide, 8>(j, x, first, last, m, t), m += 8;
-        else if (left >= 4) tiles<ELEMENT, SCALE, 2 * wide, 4>(j, x, first, last, m, t), m += 4;
-        else if (left >= 2) tiles<ELEMENT, SCALE, 2 * wide, 2>(j, x, first, last, m, t), m += 2;
-        else tiles<ELEMENT, SCALE, 2, 1>(j, x, first, last, m, t), m += 1;
+        UNROLL for (int t = 0; t < T; ++t)
+            UNROLL for (int p = 0; p < PANELS; ++p)
+                sums[t][p] = SCALED ? _mm512_fmadd_ps(part[t][p], s[p], sums[t][p]) : _mm512_add_ps(part[t][p], sums[t][p]);
     }
 }
 
-int64_t bytes(const ptq_linear *j) { return j->m * ((j->k + CHUNK - 1) / CHUNK * CHUNK) * 2; }
+// m rows of x, in tiles as equal as they can be.
+template <int BLOCK, bool SCALED>
+void products(const __m512i *w, const __m512 *s, const uint32_t *x, __m512 (*sums)[PANELS], int64_t blocks, int64_t m) {
+    for (int64_t tiles = (m + TILE - 1) / TILE, t; tiles; --tiles, m -= t, x += t * PAIRS, sums += t) {
+        t = (m + tiles - 1) / tiles;
+        if (t == 8) product<BLOCK, SCALED, 8>(w, s, x, sums, blocks);
+        else if (t == 7) product<BLOCK, SCALED, 7>(w, s, x, sums, blocks);
+        else if (t == 6) product<BLOCK, SCALED, 6>(w, s, x, sums, blocks);
+        else if (t == 5) product<BLOCK, SCALED, 5>(w, s, x, sums, blocks);
+        else if (t == 4) product<BLOCK, SCALED, 4>(w, s, x, sums, blocks);
+        else if (t == 3) product<BLOCK, SCALED, 3>(w, s, x, sums, blocks);
+        else if (t == 2) product<BLOCK, SCALED, 2>(w, s, x, sums, blocks);
+        else product<BLOCK, SCALED, 1>(w, s, x, sums, blocks);
+    }
+}
 
-void prepare(const ptq_linear *j, void *out) {
-    const int64_t chunks = (j->k + CHUNK - 1) / CHUNK;
-    uint16_t *to = (uint16_t *)out;
-    int order[CHUNK];
-    for (int i = 0; i < CHUNK; ++i) order[i] = column_of(j->element, i);
-    for (int64_t m = 0; m < j->m; ++m)
-        for (int64_t c = 0; c < chunks; ++c, to += CHUNK) {
-            const uint16_t *from = j->x + m * j->k + c * CHUNK;
-            const int64_t left = j->k - c * CHUNK;
-            for (int i = 0; i < CHUNK; ++i) to[i] = order[i] < left ? from[order[i]] : 0;
+// Sums of 16 rows of the weight, with factor and bias, to bfloat16.
+INLINE void write(const ptq_linear *j, __m512 sum, int64_t m, int64_t row, int64_t rows) {
+    const __mmask16 mask = rows >= LANES ? 0xFFFF : (__mmask16)((1u << rows) - 1);
+    if (j->factor)
+        sum = _mm512_mul_ps(sum, j->factor_step ? _mm512_maskz_loadu_ps(mask, j->factor + row) : _mm512_set1_ps(*j->factor));
+    if (j->bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, j->bias + row));
+    const __m256i y = to_bf16(sum);
+    uint16_t *to = j->out + m * j->n + row;
+    if (rows >= LANES) _mm256_storeu_si256((__m256i *)to, y);
+    else _mm256_mask_storeu_epi16(to, mask, y);
+}
+
+// Rows [row, last) of the weight, at most FAR_GROUPS groups of them, times x.
+template <class W> void block_of_rows(const W &weight, const uint16_t *x, Room *room, int64_t row, int64_t last) {
+    const ptq_linear *j = weight.j;
+    const int64_t slabs = slabs_of(j), groups = (last - row + GROUP - 1) / GROUP, units = (j->k + UNIT - 1) / UNIT;
+    for (int64_t g = 0; g < groups; ++g) memset(room->sums[g], 0, (size_t)j->m * sizeof room->sums[g][0]);
+    for (int64_t slab = 0; slab < slabs; ++slab) {
+        const int64_t first = slab * (SLAB / UNIT), count = at_most(SLAB / UNIT, units - first);
+        const uint32_t *inputs = (const uint32_t *)(x + slab * j->m * SLAB);
+        for (int64_t g = 0; g < groups; ++g) {
+            for (int64_t p = 0; p < PANELS; ++p) {
+                const int64_t at = row + g * GROUP + p * LANES;
+                for (int64_t u = 0; at < last && u < count; ++u)
+                    weight.decode(at, first + u, room->w[g] + u * UNIT / 2 * PANELS + p, room->scales[g] + u * W::BLOCKS * PANELS + p);
+            }
+            products<W::BLOCK, W::SCALED>(room->w[g], room->scales[g], inputs, room->sums[g], count * W::BLOCKS, j->m);
         }
+    }
+    for (int64_t g = 0; g < groups; ++g)
+        for (int p = 0; p < PANELS; ++p) {
+            const int64_t first = row + g * GROUP + p * LANES;
+            if (first < last)
+                for (int64_t m = 0; m < j->m; ++m) write(j, room->sums[g][m][p], m, first, last - first);
+        }
+}
+
+// The P panels at `row` times T rows of x, all there are.
+template <int ELEMENT, int SCALE, int T, int P>
+void few_rows(const Weight<ELEMENT, SCALE, false> &weight, const uint32_t *x, int64_t row, int64_t last) {
+    typedef Weight<ELEMENT, SCALE, false> W;
+    typedef Shape<ELEMENT> S;
+    const int64_t units = (weight.j->k + UNIT - 1) / UNIT;
+    __m512 sums[P][T];
+    UNROLL for (int p = 0; p < P; ++p) UNROLL for (int t = 0; t < T; ++t) sums[p][t] = _mm512_setzero_ps();
+    for (int64_t unit = 0; unit < units; ++unit) {
+        const uint32_t *in = x + unit / 4 * T * PAIRS + unit % 4 * (UNIT / 2);
+        __m512 s[P][4];
+        UNROLL for (int p = 0; p < P; ++p) weight.scales_at(row + p * LANES, unit, s[p], 1);
+        UNROLL for (int b = 0; b < W::BLOCKS; ++b) {
+            __m512 part[P][T];
+            UNROLL for (int p = 0; p < P; ++p) UNROLL for (int t = 0; t < T; ++t) part[p][t] = _mm512_setzero_ps();
+            UNROLL for (int q = b * S::STEPS / W::BLOCKS; q < (b + 1) * S::STEPS / W::BLOCKS; ++q) {
+                __m512i w[P][S::STEP_PAIRS];
+                UNROLL for (int p = 0; p < P; ++p)
+                    pairs_at<ELEMENT>(weight.codes(row + p * LANES) + unit * S::DWORDS, q, weight.tables, w[p]);
+                UNROLL for (int i = 0; i < S::STEP_PAIRS; ++i)
+                    UNROLL for (int t = 0; t < T; ++t) {
+                        const __m512bh v = (__m512bh)_mm512_set1_epi32((int32_t)in[t * PAIRS + q * S::STEP_PAIRS + i]);
+                        UNROLL for (int p = 0; p < P; ++p) part[p][t] = _mm512_dpbf16_ps(part[p][t], (__m512bh)w[p][i], v);
+                    }
+            }
+            UNROLL for (int p = 0; p < P; ++p) UNROLL for (int t = 0; t < T; ++t)
+                sums[p][t] = W::SCALED ? _mm512_fmadd_ps(part[p][t], s[p][b], sums[p][t]) : _mm512_add_ps(part[p][t], sums[p][t]);
+        }
+    }
+    for (int p = 0; p < P; ++p)
+        for (int t = 0; t < T; ++t) write(weight.j, sums[p][t], t, row + p * LANES, last - row - p * LANES);
+}
+
+template <int ELEMENT, int SCALE, int T> void few(const ptq_linear *j, const void *x, int64_t row, int64_t last) {
+    const Weight<ELEMENT, SCALE, false> weight(j);
+    enum { P = T > 1 ? 2 : 1 };  // one row is bound by memory, which one stream gets most of
+    for (; row + (P - 1) * LANES < last; row += P * LANES) few_rows<ELEMENT, SCALE, T, P>(weight, (const uint32_t *)x, row, last);
+    if (row < last) few_rows<ELEMENT, SCALE, T, 1>(weight, (const uint32_t *)x, row, last);
+}
+
+template <int ELEMENT, int SCALE> void some_rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
+    static thread_local Room room;
+    if (j->m == 1) return few<ELEMENT, SCALE, 1>(j, x, first, last);
+    if (j->m == 2) return few<ELEMENT, SCALE, 2>(j, x, first, last);
+    if (j->m == 3) return few<ELEMENT, SCALE, 3>(j, x, first, last);
+    if (j->m == FEW) return few<ELEMENT, SCALE, FEW>(j, x, first, last);
+    const Weight<ELEMENT, SCALE, SCALE == PTQ_BLOCK_E4M3> weight(j);
+    const int64_t step = GROUP * (j->m >= FAR_ROWS ? FAR_GROUPS : 1);
+    for (int64_t row = first; row < last; row += step)
+        block_of_rows(weight, (const uint16_t *)x, &room, row, at_most(row + step, last));
 }
 
 void rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
-    const uint16_t *p = (const uint16_t *)x;
     if (j->element == PTQ_E2M1) {
-        if (j->scale_kind == PTQ_BLOCK_E4M3) some_rows<PTQ_E2M1, PTQ_BLOCK_E4M3>(j, p, first, last);
-        else if (j->scale_kind == PTQ_BLOCK_E8M0) some_rows<PTQ_E2M1, PTQ_BLOCK_E8M0>(j, p, first, last);
-        return;
-    }
-    if (j->scale_kind == PTQ_NO_SCALES) some_rows<PTQ_E4M3, PTQ_NO_SCALES>(j, p, first, last);
-    else if (j->scale_kind == PTQ_BLOCK_E8M0) some_rows<PTQ_E4M3, PTQ_BLOCK_E8M0>(j, p, first, last);
-    else some_rows<PTQ_E4M3, PTQ_BLOCK_FLOAT>(j, p, first, last);
-}
-
-// ---- rows as bfloat16 numbers, for a library's product ----
-
-INLINE float scale_at(const ptq_linear *j, int64_t row, int64_t column) {
-    const int64_t at = row / j->scale_rows * j->scale_stride;
-    uint32_t u;
-    if (j->scale_kind == PTQ_NO_SCALES) return 1.0f;
-    if (j->scale_kind == PTQ_BLOCK_FLOAT) return ((const float *)j->scales)[at + column / 128];
-    if (j->scale_kind == PTQ_BLOCK_E4M3) {
-        const uint8_t code = ((const uint8_t *)j->scales)[at + column / 16];
-        u = (uint32_t)e4m3_bytes.high[code & 127] << 24 | (uint32_t)e4m3_bytes.low[code & 127] << 16;
+        if (j->scale_kind == PTQ_BLOCK_E4M3) some_rows<PTQ_E2M1, PTQ_BLOCK_E4M3>(j, x, first, last);
+        else some_rows<PTQ_E2M1, PTQ_BLOCK_E8M0>(j, x, first, last);
+    } else if (j->element == PTQ_E2M3) {
+        some_rows<PTQ_E2M3, PTQ_BLOCK_E8M0>(j, x, first, last);
+    } else if (j->element == PTQ_E3M2) {
+        some_rows<PTQ_E3M2, PTQ_BLOCK_E8M0>(j, x, first, last);
+    } else if (j->scale_kind == PTQ_NO_SCALES) {
+        some_rows<PTQ_E4M3, PTQ_NO_SCALES>(j, x, first, last);
+    } else if (j->scale_kind == PTQ_BLOCK_E8M0) {
+        some_rows<PTQ_E4M3, PTQ_BLOCK_E8M0>(j, x, first, last);
     } else {
-        const uint32_t e = ((const uint8_t *)j->scales)[at + column / 32];
-        u = e == 255 ? 0x7FC00000u : e ? e << 23 : 0x00400000u;
-    }
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-
-// 16 codes from column `column` as floats.
-template <int ELEMENT> INLINE __m512 floats_of(const uint8_t *codes, int64_t column, __m512i nibbles, __m512 values) {
-    if (ELEMENT == PTQ_E2M1) {
-        uint64_t q;
-        memcpy(&q, codes + column / 2, 8);
-        return _mm512_permutexvar_ps(_mm512_multishift_epi64_epi8(nibbles, _mm512_set1_epi64((int64_t)q)), values);
-    }
-    // A float of 2^-120 times the magnitude, made whole by a multiplication; its largest is the code of NaN.
-    const __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + column)));
-    const __m512i magnitude = _mm512_and_si512(c, _mm512_set1_epi32(127));
-    const __m512i sign = _mm512_slli_epi32(_mm512_xor_si512(c, magnitude), 24);
-    const __m512 v = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(magnitude, 20)), _mm512_set1_ps(0x1p120f));
-    const __mmask16 nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(127));
-    const __m512i bits = _mm512_mask_mov_epi32(_mm512_castps_si512(v), nan, _mm512_set1_epi32(0x7FC00000));
-    return _mm512_castsi512_ps(_mm512_or_si512(bits, sign));
-}
-
-template <int ELEMENT> void unpack_row(const ptq_linear *j, int64_t row, uint16_t *out) {
-    alignas(64) static const float e2m1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
-    alignas(64) uint8_t shifts[64];
-    for (int i = 0; i < 64; ++i) shifts[i] = (uint8_t)(i / 4 * 4);
-    const __m512i nibbles = _mm512_load_si512(shifts);
-    const __m512 values = _mm512_load_ps(e2m1);
-    const uint8_t *codes = j->data + row * j->data_stride;
-    int64_t k = 0;
-    for (; k + 16 <= j->k; k += 16) {
-        const __m512 w = floats_of<ELEMENT>(codes, k, nibbles, values);
-        const __m512 scaled = _mm512_mul_ps(w, _mm512_set1_ps(scale_at(j, row, k)));
-        _mm256_storeu_si256((__m256i *)(out + k), (__m256i)_mm512_cvtneps_pbh(scaled));
-    }
-    for (; k < j->k; ++k) {  // rows of FP8 need not be whole blocks
-        const uint8_t code = codes[k];
-        uint32_t u = (uint32_t)e4m3_bytes.high[code & 127] << 24 | (uint32_t)e4m3_bytes.low[code & 127] << 16 |
-                     (uint32_t)(code & 128) << 24;
-        float f;
-        memcpy(&f, &u, 4);
-        out[k] = to_bf16(f * scale_at(j, row, k));
-    }
-}
-
-void unpack(const ptq_linear *j, int64_t first, int64_t last, uint16_t *out) {
-    for (int64_t row = first; row < last; ++row, out += j->k) {
-        if (j->element == PTQ_E2M1) unpack_row<PTQ_E2M1>(j, row, out);
-        else unpack_row<PTQ_E4M3>(j, row, out);
+        some_rows<PTQ_E4M3, PTQ_BLOCK_FLOAT>(j, x, first, last);
     }
 }
 

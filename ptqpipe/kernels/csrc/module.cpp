@@ -9,6 +9,9 @@
 
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -66,7 +69,7 @@ EXPORT int32_t ptq_collective_step(const char *name, const struct ptq_collective
 struct linear_call {
     const struct ptq_linear *job;
     const struct ptq_linear_ops *ops;
-    const void *x;
+    void *x;
     int64_t first, last, run;
 };
 
@@ -76,43 +79,96 @@ static void linear_part(void *argument, int64_t part) {
     c->ops->rows(c->job, c->x, first, last < c->last ? last : c->last);
 }
 
+static void prepare_part(void *argument, int64_t part) {
+    const struct linear_call *c = (const struct linear_call *)argument;
+    const int64_t first = part * c->run, last = first + c->run;
+    c->ops->prepare(c->job, c->x, first, last < c->last ? last : c->last);
+}
+
 static void unpack_part(void *argument, int64_t part) {
     const struct linear_call *c = (const struct linear_call *)argument;
     const int64_t first = c->first + part * c->run, last = first + c->run;
     c->ops->unpack(c->job, first, last < c->last ? last : c->last, c->job->out + (first - c->first) * c->job->k);
 }
 
-static const struct ptq_linear_ops *linear_called(const char *name) {
-    const struct ptq_ops *ops = ops_called(name);
+static bool has_bf16(const struct ptq_ops *ops) {
 #if defined(__x86_64__)
-    if (ops == &ptq_ops_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
-        return &ptq_linear_bf16;
+    return ops == &ptq_ops_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+#else
+    return ops && false;
 #endif
-    return ops ? ops->linear : nullptr;
 }
 
-// Small parts, so that a thread that comes late costs little.
+// The kernels for a layout, null where there are none.
+static const struct ptq_linear_ops *linear_called(const char *name, bool panels) {
+    const struct ptq_ops *ops = ops_called(name);
+#if defined(__x86_64__)
+    if (panels) return has_bf16(ops) ? &ptq_linear_bf16 : nullptr;
+#endif
+    return ops && !panels ? ops->linear : nullptr;
+}
+
+#if defined(__x86_64__)
+// Whether the CPU multiplies tiles of bfloat16 (AMX) and the system saves them.
+static bool has_amx(void) {
+    uint32_t a, b, c, d, low, high;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low >> 17 & 3) == 3;
+}
+#else
+static bool has_amx(void) { return false; }
+#endif
+
+// The most rows of x for which ptq_linear_rows is faster than unpacking and a library's product; 0 without a kernel.
+EXPORT int64_t ptq_linear_limit(const char *name, int64_t panels) {
+    if (!linear_called(name, panels != 0)) return 0;
+    return !panels ? 16 : has_amx() ? 32 : INT64_MAX;
+}
+
+// Room that a thread keeps from call to call: fresh pages cost more than what is done in them.
+struct linear_room {
+    void *bytes = nullptr;
+    size_t size = 0;
+    void *of(size_t wanted) {
+        if (wanted <= size) return bytes;
+        free(bytes);
+        size = (wanted + 4095) / 4096 * 4096;
+        bytes = aligned_alloc(4096, size);
+        if (!bytes) size = 0;
+        return bytes;
+    }
+    ~linear_room() { free(bytes); }
+};
+
+// Small parts, so that a thread that comes late costs little; whole panels of the kernels' rows.
 static int64_t part_of(int64_t rows, int64_t threads) {
-    const int64_t parts = threads > 1 ? threads * 8 : 1;
-    return (rows + parts - 1) / parts;
+    const int64_t parts = threads > 1 ? threads * 8 : 1, each = (rows + parts - 1) / parts;
+    return (each + 31) / 32 * 32;
 }
 
 EXPORT int32_t ptq_linear_rows(const char *name, const struct ptq_linear *job) {
-    const struct ptq_linear_ops *ops = linear_called(name);
+    static thread_local linear_room room;
+    const struct ptq_linear_ops *ops = linear_called(name, job->panels != 0);
     if (!ops) return PTQ_UNSUPPORTED;
-    if (!job->n || !job->m) return PTQ_OK;
-    void *x = aligned_alloc(64, (size_t)(ops->bytes(job) + 64) / 64 * 64);
-    if (!x) return PTQ_NO_MEMORY;
-    ops->prepare(job, x);
-    struct linear_call c = {job, ops, x, 0, job->n, part_of(job->n, job->threads)};
-    in_parallel(linear_part, &c, (job->n + c.run - 1) / c.run, job->threads);
-    free(x);
+    struct ptq_linear some = *job;  // rows of x: as many as the kernels keep sums of
+    for (int64_t left = job->n ? job->m : 0; left; left -= some.m, some.x += some.m * job->k, some.out += some.m * job->n) {
+        const int64_t turns = (left + PTQ_LINEAR_ROWS - 1) / PTQ_LINEAR_ROWS;
+        some.m = (left + turns - 1) / turns;
+        void *x = room.of((size_t)ops->bytes(&some) + 1);
+        if (!x) return PTQ_NO_MEMORY;
+        struct linear_call layout = {&some, ops, x, 0, some.m, 16};
+        in_parallel(prepare_part, &layout, (some.m + 15) / 16, job->threads);
+        struct linear_call c = {&some, ops, x, 0, job->n, part_of(job->n, job->threads)};
+        in_parallel(linear_part, &c, (job->n + c.run - 1) / c.run, job->threads);
+    }
     return PTQ_OK;
 }
 
 EXPORT int32_t ptq_linear_unpack(const char *name, const struct ptq_linear *job, int64_t first, int64_t last) {
-    const struct ptq_linear_ops *ops = linear_called(name);
-    if (!ops) return PTQ_UNSUPPORTED;
+    const struct ptq_linear_ops *ops = linear_called(name, has_bf16(ops_called(name)));
+    if (!ops || job->panels) return PTQ_UNSUPPORTED;
     if (first >= last) return PTQ_OK;
     struct linear_call c = {job, ops, nullptr, first, last, part_of(last - first, job->threads)};
     in_parallel(unpack_part, &c, (last - first + c.run - 1) / c.run, job->threads);
