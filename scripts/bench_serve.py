@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,9 @@ class Result:
     itl_ms: tuple[float, float]
 
 
-def prompts_of(load: Load, vocabulary: int, seed: int) -> list[list[int]]:
-    """Random tokens."""
-    rng = random.Random(seed)
+def prompts_of(load: Load, vocabulary: int, repeat: int) -> list[list[int]]:
+    """Random tokens, others for every load and repeat."""
+    rng = random.Random(f"{load.batch} {load.prompt} {repeat}")
     return [[rng.randrange(16, vocabulary - 16) for _ in range(load.prompt)] for _ in range(load.batch)]
 
 
@@ -132,7 +132,8 @@ def server(command: list[str], *, threads: int, port: int) -> Iterator[int]:
                 time.sleep(0.2)
             yield process.pid
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it did not start
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:

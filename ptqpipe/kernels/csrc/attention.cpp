@@ -21,15 +21,20 @@ struct ptq_attention {
     int32_t kind, unused;
 };
 
+#define ATTEND static inline __attribute__((always_inline))
+
 namespace baseline {
-#define MADD(a, b, c) ((a) * (b) + (c))
+enum { LANES = 4 };
+#define madd(a, b, c) ((a) * (b) + (c))
 #include "attention.h"
-#undef MADD
+#undef madd
 }  // namespace baseline
 
 #if defined(__x86_64__)
-#define MADD(a, b, c) __builtin_fmaf(a, b, c)
+
 namespace avx2 {
+enum { LANES = 8 };
+#define madd(a, b, c) ((vf)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #include "attention.h"
@@ -40,8 +45,11 @@ namespace avx2 {
 #include "attention.h"
 #pragma GCC pop_options
 #endif
+#undef madd
 }  // namespace avx2
 namespace avx512 {
+enum { LANES = 16 };
+#define madd(a, b, c) ((vf)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))), apply_to = function)
 #include "attention.h"
@@ -52,6 +60,7 @@ namespace avx512 {
 #include "attention.h"
 #pragma GCC pop_options
 #endif
+#undef madd
 }  // namespace avx512
 #endif
 
