@@ -95,26 +95,28 @@ def network(ranks: int, gbit: float) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-def launch(options: argparse.Namespace, ranks: int, link: str) -> list[dict[str, object]]:
-    """The lines that rank 0 prints."""
+def launch(ranks: int, link: str, *, limit_s: float, script: str = __file__) -> list[dict[str, object]]:
+    """The lines that rank 0 of a script prints, which gets this command's options and ``--worker RANK RANKS LINK``."""
     if link == "loopback":
-        return run_ranks(options, ranks, link, None)
+        return run_ranks(ranks, link, None, limit_s=limit_s, script=script)
     with network(ranks, float(link)) as names:
-        return run_ranks(options, ranks, link, names)
+        return run_ranks(ranks, link, names, limit_s=limit_s, script=script)
 
 
-def run_ranks(options: argparse.Namespace, ranks: int, link: str, names: list[str] | None) -> list[dict[str, object]]:
+def run_ranks(
+    ranks: int, link: str, names: list[str] | None, *, limit_s: float, script: str
+) -> list[dict[str, object]]:
     """Starts the ranks, waits for them, and reads rank 0's lines. RuntimeError when one fails."""
     children = []
     for rank in range(ranks):
         command = [] if names is None else ["ip", "netns", "exec", names[rank]]
-        command += [sys.executable, __file__, *sys.argv[1:], "--worker", str(rank), str(ranks), link]
+        command += [sys.executable, script, *sys.argv[1:], "--worker", str(rank), str(ranks), link]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if names is None else "eth0"}
         environment |= {"MASTER_ADDR": "127.0.0.1" if names is None else "10.77.0.1", "MASTER_PORT": str(PORT)}
         output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         children.append(subprocess.Popen(command, stdout=output, text=True, env=environment))
     try:
-        text, _ = children[0].communicate(timeout=LIMIT_S * len(options.sizes))
+        text, _ = children[0].communicate(timeout=limit_s)
         codes = [child.wait(timeout=30) for child in children]
     finally:
         for child in children:
@@ -318,7 +320,7 @@ def main() -> None:
     for _ in range(options.passes):
         for ranks in options.ranks:
             for link in links:
-                for line in launch(options, ranks, link):
+                for line in launch(ranks, link, limit_s=LIMIT_S * len(options.sizes)):
                     print(json.dumps(line), flush=True)
                     if options.results:
                         with options.results.open("a", encoding="utf-8") as file:

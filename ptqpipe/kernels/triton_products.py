@@ -16,6 +16,9 @@ that do; FACTOR 0 for none, 1 for one, 2 for one a row; BN rows and BYTES bytes 
 and addresses; must not know formats by name. Imports Triton: import it from inside functions.
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
@@ -290,3 +293,83 @@ def parts_kernel(
     for part in tl.static_range(1, PARTS):
         total += tl.load(sums + part * count.to(tl.int64) + at, mask=live, other=0.0)
     put(out, at, finished(total, factor, bias, at % n, live, FACTOR, BIAS), live)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A packed weight ``[N, K]`` and a bias as the kernels read them.
+
+    data    uint8 ``[N, width]``, the last stride 1
+    scales  contiguous ``[ceil(N / scale_rows), blocks]`` of bytes or of bfloat16, by ``kind``; or None
+    factor  float32 ``[1]`` or ``[N]``, or None; bias ``[N]`` or None, contiguous
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    factor: torch.Tensor | None
+    bias: torch.Tensor | None
+    bits: int
+    kind: int
+    group: int
+    scale_rows: int
+
+    @property
+    def factor_kind(self) -> int:
+        """FACTOR of the kernels."""
+        return 0 if self.factor is None else 1 + (len(self.factor) > 1)
+
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """Four tensors for the kernels; the bytes stand in for what there is not."""
+        return tuple(self.data if part is None else part for part in (self.data, self.scales, self.factor, self.bias))
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """``rows`` rows and ``width`` bytes of a weight a step, ``tokens`` rows of x; K cut into ``parts`` at most."""
+
+    rows: int
+    width: int
+    tokens: int
+    parts: int = 1
+
+    def chunk(self, width: int) -> int:
+        """Bytes of a row of ``width`` that one part sums: whole steps."""
+        steps = -(-width // self.width)
+        return -(-steps // self.parts) * self.width
+
+
+def multiply(x: torch.Tensor, weight: Weight, tile: Tile, *, lanes: bool, exact: bool) -> torch.Tensor:
+    """``[M, N]`` of a contiguous x ``[M, K]`` by one of the two kernels; ``exact`` where Triton interprets."""
+    data, (m, n) = weight.data, (x.shape[0], weight.data.shape[0])
+    chunk, blocks = tile.chunk(data.shape[1]), 0 if weight.scales is None else weight.scales.shape[1]
+    parts = triton.cdiv(data.shape[1], chunk)
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    target = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
+    factor, bias = (weight.factor_kind, weight.bias is not None) if parts == 1 else (0, False)
+    if lanes:
+        if weight.bits == 4:  # pairs of numbers, which words must hold
+            x = (x if x.storage_offset() % 2 == 0 else x.clone()).view(torch.int32)
+        lanes_kernel[(triton.cdiv(n, tile.rows), parts)](
+            _bits(target), x, *weight.arguments(), n, data.shape[1], data.stride(0), blocks, chunk,
+            M=m, FLOAT16=out.dtype == torch.float16, FACTOR=factor, BIAS=bias, BITS=weight.bits, KIND=weight.kind,
+            GROUP=weight.group, SCALE_ROWS=weight.scale_rows, BN=tile.rows, BYTES=tile.width, num_warps=4,
+        )  # fmt: skip
+    else:
+        tiles_kernel[(triton.cdiv(n, tile.rows) * triton.cdiv(m, tile.tokens), parts)](
+            _bits(target), x, *weight.arguments(), m, n, data.shape[1], data.stride(0), blocks, chunk,
+            EXACT=exact, FACTOR=factor, BIAS=bias, BITS=weight.bits, KIND=weight.kind, GROUP=weight.group,
+            SCALE_ROWS=weight.scale_rows, BM=tile.tokens, BN=tile.rows, BYTES=tile.width,
+            num_warps=8 if tile.tokens * tile.rows >= 128 * 128 else 4,
+        )  # fmt: skip
+    if parts > 1:
+        lanes_each = 1024
+        parts_kernel[(triton.cdiv(m * n, lanes_each),)](
+            _bits(out), target, *weight.arguments()[2:], m * n, n,
+            PARTS=parts, FACTOR=weight.factor_kind, BIAS=weight.bias is not None, LANES=lanes_each, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _bits(out: torch.Tensor) -> torch.Tensor:
+    """What `put` stores to."""
+    return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
