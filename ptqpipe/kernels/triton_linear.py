@@ -10,23 +10,20 @@ Knows formats; must not know modules or files. Triton is imported on first use o
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from ptqpipe.formats import WHOLE, Format
 from ptqpipe.kernels.triton import available, interpreting
 
-if TYPE_CHECKING:
-    from ptqpipe.kernels import triton_products
-
 FEW = 4  # rows of x up to which every lane multiplies on its own: it keeps the sums of each in registers
 MANY = 256  # rows of x from which decoding once costs less than decoding in every tile: by counting, not measured
 PROGRAMS = 4  # a multiprocessor, below which K is cut
 PARTS = 16  # of K at most
 _ELEMENTS = {"e2m1": 4, "e4m3": 8}
-_NONE, _NUMBERS = 0, 3  # as in triton_products.py, and so are these:
+_NONE, _NUMBERS = 0, 3  # KIND of triton_products.py, and so are these:
 _SCALES = {"e4m3": 1, "e8m0": 2}
+_SUM_LANES = 1024  # numbers that a program of parts_kernel adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +34,48 @@ class Plan:
     kind: int
     group: int
     scale_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A packed weight ``[N, K]`` and a bias as the kernels read them.
+
+    data    uint8 ``[N, width]``, the last stride 1
+    scales  contiguous ``[ceil(N / scale_rows), blocks]`` of bytes or of bfloat16, by ``kind``; or None
+    factor  float32 ``[1]`` or ``[N]``, or None; bias ``[N]`` or None, contiguous
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    factor: torch.Tensor | None
+    bias: torch.Tensor | None
+    bits: int
+    kind: int
+    group: int
+    scale_rows: int
+
+    @property
+    def factor_kind(self) -> int:
+        """FACTOR of the kernels."""
+        return 0 if self.factor is None else 1 + (len(self.factor) > 1)
+
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """Four tensors for the kernels; the bytes stand in for what there is not."""
+        return tuple(self.data if part is None else part for part in (self.data, self.scales, self.factor, self.bias))
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """``rows`` rows and ``width`` bytes of a weight a step, ``tokens`` rows of x; K cut into ``parts`` at most."""
+
+    rows: int
+    width: int
+    tokens: int
+    parts: int = 1
+
+    def chunk(self, width: int) -> int:
+        """Bytes of a row of ``width`` that one part sums: whole steps."""
+        return _over(_over(width, self.width), self.parts) * self.width
 
 
 def plan_of(fmt: Format, scales: torch.Tensor | None) -> Plan | None:
@@ -80,9 +119,7 @@ def linear(
         return None
     if tuple(data.shape) != (shape[0], shape[1] * plan.bits // 8) or x.shape[1] != shape[1]:
         return None
-    from ptqpipe.kernels import triton_products
-
-    weight = triton_products.Weight(
+    weight = Weight(
         data,
         None if scales is None else _bytes(scales.contiguous()),
         factor,
@@ -92,31 +129,25 @@ def linear(
     tile = tile_of(plan, x.shape[0], shape, parts=parts, processors=1 if interpreting() else _processors(x.device))
     few = x.shape[0] <= FEW
     if interpreting():
-        return triton_products.multiply(x.contiguous(), weight, tile, lanes=few, exact=True)
+        return _multiply(x.contiguous(), weight, tile, lanes=few, exact=True)
     with torch.cuda.device(x.device):
-        return triton_products.multiply(x.contiguous(), weight, tile, lanes=few, exact=False)
+        return _multiply(x.contiguous(), weight, tile, lanes=few, exact=False)
 
 
-def tile_of(
-    plan: Plan, m: int, shape: tuple[int, int], *, parts: int | None, processors: int
-) -> "triton_products.Tile":
+def tile_of(plan: Plan, m: int, shape: tuple[int, int], *, parts: int | None, processors: int) -> Tile:
     """The sizes for ``m`` rows of x. The classes of m are 1, 2, 3, 4, and up to 16, 32, 64, and more."""
-    from ptqpipe.kernels.triton_products import Tile
-
     n, width = shape[0], shape[1] * plan.bits // 8
     if m <= FEW:
-        # A warp reads 512 bytes of a row, 16 a lane; 32 sums a lane for each row of x, 64 in all.
+        # Four bytes a lane of four warps side by side, of each row; 4 sums a lane for each of these and each row of x.
         rows, columns, tokens = (8 if m <= 2 else 4), 512, m
-        columns = max(min(columns, 1 << (width - 1).bit_length()), plan.group)
+        columns = max(4, min(columns, 1 << (width - 1).bit_length()))
     else:
-        # 64 codes a step; blocks of 128 columns with scales of their own are steps themselves.
         tokens = next((size for size in (16, 32, 64) if m <= size), 128)
-        rows, columns = (128 if tokens == 128 else 64), (plan.group if plan.kind == _NUMBERS else 8 * plan.bits)
-        columns = max(columns, plan.group)
+        rows, columns = (128 if tokens == 128 else 64), 8 * plan.bits  # 64 codes a step
+        columns = columns if plan.kind == _NUMBERS else max(columns, plan.group)
     if parts is None:
-        programs = -(-n // rows) * -(-m // tokens) if m > FEW else -(-n // rows)
-        steps = -(-width // columns)
-        parts = max(1, min(PARTS, steps // 4, -(-PROGRAMS * processors // programs))) if m <= 64 else 1
+        wanted = _over(PROGRAMS * processors, _over(n, rows))
+        parts = max(1, min(PARTS, _over(width, columns) // 4, wanted)) if m <= 64 else 1
     return Tile(rows, columns, tokens, parts)
 
 
@@ -127,3 +158,48 @@ def _bytes(scales: torch.Tensor) -> torch.Tensor:
 @cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _multiply(x: torch.Tensor, weight: Weight, tile: Tile, *, lanes: bool, exact: bool) -> torch.Tensor:
+    """``[M, N]`` of a contiguous x ``[M, K]`` by one of the two kernels; ``exact`` where Triton interprets."""
+    from ptqpipe.kernels import triton_products
+
+    data, (m, n) = weight.data, (x.shape[0], weight.data.shape[0])
+    chunk, blocks = tile.chunk(data.shape[1]), 0 if weight.scales is None else weight.scales.shape[1]
+    parts = _over(data.shape[1], chunk)
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    target = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
+    factor, bias = (weight.factor_kind, weight.bias is not None) if parts == 1 else (0, False)
+    if lanes:
+        if weight.bits == 4:  # pairs of numbers, which words must hold
+            x = (x if x.storage_offset() % 2 == 0 else x.clone()).view(torch.int32)
+        triton_products.lanes_kernel[(_over(n, tile.rows), parts)](
+            _bits(target), x, *weight.arguments(), n, data.shape[1], data.stride(0), blocks, chunk,
+            M=m, FLOAT16=out.dtype == torch.float16, FACTOR=factor, BIAS=bias, BITS=weight.bits, KIND=weight.kind,
+            GROUP=weight.group, SCALE_ROWS=weight.scale_rows, BN=tile.rows, BYTES=tile.width,
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    else:
+        triton_products.tiles_kernel[(_over(n, tile.rows) * _over(m, tile.tokens), parts)](
+            _bits(target), x, *weight.arguments(), m, n, data.shape[1], data.stride(0), blocks, chunk,
+            EXACT=exact, FACTOR=factor, BIAS=bias, BITS=weight.bits, KIND=weight.kind, GROUP=weight.group,
+            SCALE_ROWS=weight.scale_rows, BM=tile.tokens, BN=tile.rows, BYTES=tile.width,
+            num_warps=8 if tile.tokens * tile.rows >= 128 * 128 else 4, enable_fp_fusion=True,
+        )  # fmt: skip
+    if parts > 1:
+        triton_products.parts_kernel[(_over(m * n, _SUM_LANES),)](
+            _bits(out), target, *weight.arguments()[2:], m * n, n,
+            PARTS=parts, FACTOR=weight.factor_kind, BIAS=weight.bias is not None, LANES=_SUM_LANES,
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
+
+
+def _bits(out: torch.Tensor) -> torch.Tensor:
+    """What `put` stores to."""
+    return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
+
+
+def _over(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)

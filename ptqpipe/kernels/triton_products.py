@@ -11,20 +11,17 @@ bfloat16 numbers exactly, but for scales that are bfloat16 numbers themselves (F
 codes in float32 in `lanes`, and the sums of each block in `tiles`. A float16 x enters `tiles` as the sum of two
 bfloat16 numbers, exactly.
 
-Constants: BITS of a code; KIND of the scales (``NONE`` ...); GROUP bytes of codes that share a scale, SCALE_ROWS rows
-that do; FACTOR 0 for none, 1 for one, 2 for one a row; BN rows and BYTES bytes of a tile of the weight. Knows numbers
-and addresses; must not know formats by name. Imports Triton: import it from inside functions.
+Constants: BITS of a code; KIND of the scales (0 none, 1 E4M3, 2 E8M0, 3 numbers); GROUP bytes of codes that share a
+scale, SCALE_ROWS rows that do; FACTOR 0 for none, 1 for one, 2 for one a row; BN rows and BYTES bytes of a tile of the
+weight. Fused multiply-adds are welcome, all that is decoded being exact. Knows numbers and addresses; must not know
+formats by name. Imports Triton: import it from inside functions.
 """
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 
 from ptqpipe.kernels.triton_codecs import bfloat16_bits, decode_e8m0
 
-NONE, E4M3, E8M0, NUMBERS = 0, 1, 2, 3  # kinds of scales
 _E2M1_BITS = tl.constexpr(0x81C00000 - (1 << 32))  # sign, two bits of exponent and one of mantissa in a float32
 _E4M3_BITS = tl.constexpr(0x87F00000 - (1 << 32))
 
@@ -65,9 +62,9 @@ def scales_of(
 
 
 @triton.jit
-def times(values: tl.tensor, scale: tl.tensor, BN: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr) -> tl.tensor:
-    """``values [BN, BYTES]`` times ``scale [BN, BYTES / GROUP]``, each for GROUP columns."""
-    return tl.reshape(tl.reshape(values, (BN, BYTES // GROUP, GROUP)) * scale[:, :, None], (BN, BYTES))
+def times(values: tl.tensor, scale: tl.tensor, BN: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constexpr) -> tl.tensor:
+    """``values [BN, BYTES]`` times ``scale [BN, BYTES / RUN]``, each for RUN columns."""
+    return tl.reshape(tl.reshape(values, (BN, BYTES // RUN, RUN)) * scale[:, :, None], (BN, BYTES))
 
 
 @triton.jit
@@ -86,12 +83,17 @@ def decoded(
     SCALE_ROWS: tl.constexpr,
     BN: tl.constexpr,
     BYTES: tl.constexpr,
+    RUN: tl.constexpr,
 ) -> tl.tuple:
     """Two times float32 ``[BN, BYTES]``, the low and the high code of each byte; twice the same where a byte is one.
 
-    Bytes ``[first, first + BYTES)`` of each row; zero where there is none. KIND NONE leaves the codes' values.
+    Bytes ``[first, first + BYTES)`` of each row; zero where there is none. KIND 0 leaves the codes' values. A scale
+    is read for RUN bytes, a divisor of GROUP; where that is 4, a lane reads no more at once than four bytes of a row,
+    so that four warps lie side by side, and what belongs to a column already is where it is needed.
     """
     at = first + tl.arange(0, BYTES)
+    if RUN == 4:
+        at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
     inside = live[:, None] & (at < width)[None, :]
     byte = tl.load(data + rows.to(tl.int64)[:, None] * stride + at[None, :], mask=inside, other=0).to(tl.int32)
     if BITS == 4:
@@ -101,10 +103,10 @@ def decoded(
         low = e4m3(byte)
         high = low
     if KIND != 0:
-        block = first // GROUP + tl.arange(0, BYTES // GROUP)
+        block = (first + RUN * tl.arange(0, BYTES // RUN)) // GROUP
         scale = scales_of(scales, rows, live, block, blocks, KIND, SCALE_ROWS)
-        low = times(low, scale, BN, BYTES, GROUP)
-        high = times(high, scale, BN, BYTES, GROUP) if BITS == 4 else low
+        low = times(low, scale, BN, BYTES, RUN)
+        high = times(high, scale, BN, BYTES, RUN) if BITS == 4 else low
     return low, high
 
 
@@ -180,7 +182,7 @@ def lanes_kernel(
         acc = acc + (tl.zeros([BN, BYTES], tl.float32),)  # noqa: RUF005 - Triton has no starred tuples
     for first in range(begin, tl.minimum(begin + chunk, width), BYTES):
         low, high = decoded(
-            data, scales, rows, live, first, width, stride, blocks, BITS, KIND, GROUP, SCALE_ROWS, BN, BYTES
+            data, scales, rows, live, first, width, stride, blocks, BITS, KIND, GROUP, SCALE_ROWS, BN, BYTES, 4
         )
         at = first + tl.arange(0, BYTES)
         sums: tl.tuple = ()
@@ -242,8 +244,8 @@ def tiles_kernel(
 ) -> None:
     """``out [parts, m, n]``: program (i, part) sums ``chunk`` bytes of BN rows of the weight for BM rows of x.
 
-    Programs that follow each other share rows of the weight, which the second-level cache then holds. With KIND NUMBERS
-    BYTES is a part of GROUP, and the scale of a block multiplies the sums of the block.
+    Programs that follow each other share rows of the weight, which the second-level cache then holds. Where scales are
+    numbers, BYTES is a part of GROUP, and the scale of a block multiplies the sums of that part.
     """
     PER: tl.constexpr = 8 // BITS
     BK: tl.constexpr = BYTES * PER
@@ -257,7 +259,7 @@ def tiles_kernel(
     for first in range(begin, tl.minimum(begin + chunk, width), BYTES):
         EARLY: tl.constexpr = 0 if KIND == 3 else KIND
         low, high = decoded(
-            data, scales, rows, live, first, width, stride, blocks, BITS, EARLY, GROUP, SCALE_ROWS, BN, BYTES
+            data, scales, rows, live, first, width, stride, blocks, BITS, EARLY, GROUP, SCALE_ROWS, BN, BYTES, GROUP
         )
         w = tl.reshape(tl.join(low, high), (BN, BK)) if BITS == 4 else low
         at = first * PER + tl.arange(0, BK)
@@ -291,85 +293,5 @@ def parts_kernel(
     live = at < count
     total = tl.load(sums + at, mask=live, other=0.0)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(sums + part * count.to(tl.int64) + at, mask=live, other=0.0)
+        total += tl.load(sums + part * count + at, mask=live, other=0.0)
     put(out, at, finished(total, factor, bias, at % n, live, FACTOR, BIAS), live)
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A packed weight ``[N, K]`` and a bias as the kernels read them.
-
-    data    uint8 ``[N, width]``, the last stride 1
-    scales  contiguous ``[ceil(N / scale_rows), blocks]`` of bytes or of bfloat16, by ``kind``; or None
-    factor  float32 ``[1]`` or ``[N]``, or None; bias ``[N]`` or None, contiguous
-    """
-
-    data: torch.Tensor
-    scales: torch.Tensor | None
-    factor: torch.Tensor | None
-    bias: torch.Tensor | None
-    bits: int
-    kind: int
-    group: int
-    scale_rows: int
-
-    @property
-    def factor_kind(self) -> int:
-        """FACTOR of the kernels."""
-        return 0 if self.factor is None else 1 + (len(self.factor) > 1)
-
-    def arguments(self) -> tuple[torch.Tensor, ...]:
-        """Four tensors for the kernels; the bytes stand in for what there is not."""
-        return tuple(self.data if part is None else part for part in (self.data, self.scales, self.factor, self.bias))
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """``rows`` rows and ``width`` bytes of a weight a step, ``tokens`` rows of x; K cut into ``parts`` at most."""
-
-    rows: int
-    width: int
-    tokens: int
-    parts: int = 1
-
-    def chunk(self, width: int) -> int:
-        """Bytes of a row of ``width`` that one part sums: whole steps."""
-        steps = -(-width // self.width)
-        return -(-steps // self.parts) * self.width
-
-
-def multiply(x: torch.Tensor, weight: Weight, tile: Tile, *, lanes: bool, exact: bool) -> torch.Tensor:
-    """``[M, N]`` of a contiguous x ``[M, K]`` by one of the two kernels; ``exact`` where Triton interprets."""
-    data, (m, n) = weight.data, (x.shape[0], weight.data.shape[0])
-    chunk, blocks = tile.chunk(data.shape[1]), 0 if weight.scales is None else weight.scales.shape[1]
-    parts = triton.cdiv(data.shape[1], chunk)
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    target = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
-    factor, bias = (weight.factor_kind, weight.bias is not None) if parts == 1 else (0, False)
-    if lanes:
-        if weight.bits == 4:  # pairs of numbers, which words must hold
-            x = (x if x.storage_offset() % 2 == 0 else x.clone()).view(torch.int32)
-        lanes_kernel[(triton.cdiv(n, tile.rows), parts)](
-            _bits(target), x, *weight.arguments(), n, data.shape[1], data.stride(0), blocks, chunk,
-            M=m, FLOAT16=out.dtype == torch.float16, FACTOR=factor, BIAS=bias, BITS=weight.bits, KIND=weight.kind,
-            GROUP=weight.group, SCALE_ROWS=weight.scale_rows, BN=tile.rows, BYTES=tile.width, num_warps=4,
-        )  # fmt: skip
-    else:
-        tiles_kernel[(triton.cdiv(n, tile.rows) * triton.cdiv(m, tile.tokens), parts)](
-            _bits(target), x, *weight.arguments(), m, n, data.shape[1], data.stride(0), blocks, chunk,
-            EXACT=exact, FACTOR=factor, BIAS=bias, BITS=weight.bits, KIND=weight.kind, GROUP=weight.group,
-            SCALE_ROWS=weight.scale_rows, BM=tile.tokens, BN=tile.rows, BYTES=tile.width,
-            num_warps=8 if tile.tokens * tile.rows >= 128 * 128 else 4,
-        )  # fmt: skip
-    if parts > 1:
-        lanes_each = 1024
-        parts_kernel[(triton.cdiv(m * n, lanes_each),)](
-            _bits(out), target, *weight.arguments()[2:], m * n, n,
-            PARTS=parts, FACTOR=weight.factor_kind, BIAS=weight.bias is not None, LANES=lanes_each, num_warps=4,
-        )  # fmt: skip
-    return out
-
-
-def _bits(out: torch.Tensor) -> torch.Tensor:
-    """What `put` stores to."""
-    return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
