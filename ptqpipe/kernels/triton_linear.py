@@ -140,6 +140,7 @@ def tile_of(plan: Plan, m: int, shape: tuple[int, int], *, parts: int | None, pr
     if m <= FEW:
         # Four bytes a lane of four warps side by side, of each row; 4 sums a lane for each of these and each row of x.
         rows, columns, tokens = (8 if m <= 2 else 4), 512, m
+        rows = 64 if interpreting() else rows  # it pays by the operation, not by the lane
         columns = max(4, min(columns, 1 << (width - 1).bit_length()))
     else:
         tokens = next((size for size in (16, 32, 64) if m <= size), 128)

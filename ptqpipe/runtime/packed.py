@@ -229,7 +229,7 @@ def _codes_product(
     """FP8 codes of x times those of the weight; None where formats or the device have it otherwise."""
     if quantizer.activation is not Activation.FP8_TOKEN or x.dtype != torch.bfloat16 or not x.numel():
         return None
-    if weight.scales is not None or weight.factor is None or not weight.data.is_contiguous():
+    if weight.scales is not None or weight.factor is None or weight.operand or not weight.data.is_contiguous():
         return None
     if weight.fmt.element.name != "e4m3" or not cuda_fp8.fits(x.device, weight.shape):
         return None
