@@ -92,7 +92,9 @@ def paged_attention(
     None for what has no kernel: other dtypes and devices, no compiler.
     """
     kind = _KINDS.get(keys.dtype)
-    if kind is None or keys.device.type != "cpu" or not _there() or (kind == 1) != (numbers is not None):
+    if kind is None or keys.device.type != "cpu" or (kind == 1) != (numbers is not None):
+        return None
+    if not _exports("ptq_paged_attention"):
         return None
     if not keys.is_contiguous() or not values.is_contiguous():
         return None
@@ -139,7 +141,9 @@ def paged_prefill(
     dtypes and devices, CPUs without BF16 products, dimensions above 512.
     """
     tensors = (query, keys, values)
-    if any(x.dtype != torch.bfloat16 or x.device.type != "cpu" for x in tensors) or not _there():
+    if any(x.dtype != torch.bfloat16 or x.device.type != "cpu" for x in tensors):
+        return None
+    if not _exports("ptq_paged_prefill"):
         return None
     if not keys.is_contiguous() or not values.is_contiguous():
         return None
@@ -163,7 +167,6 @@ def paged_prefill(
 
 
 @cache
-def _there() -> bool:
-    """Whether the extension was built, and with these kernels."""
-    found = lib.library()
-    return bool(lib.known_isas()) and hasattr(found, "ptq_paged_attention") and hasattr(found, "ptq_paged_prefill")
+def _exports(function: str) -> bool:
+    """Whether the extension was built, and with this kernel."""
+    return bool(lib.known_isas()) and hasattr(lib.library(), function)
