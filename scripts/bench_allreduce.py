@@ -5,7 +5,8 @@ Usage: sudo python scripts/bench_allreduce.py [--links 1 5 10 loopback] [--ranks
 
 Makes a network namespace a rank, joined by a bridge in one of their own; every port is held to the rate by tc tbf in
 both directions. All are removed at the end, however it comes. One JSON line a link, number of ranks and size. Times
-are rank 0's, in ms, each after a barrier, in place, the ways of summing in turns:
+are rank 0's, in ms, each after a barrier, in place, the ways of summing in turns of changing order, on links that have
+no burst left:
 
     gloo, two_shot    bfloat16: the backend's all-reduce, and our schedule without a codec; the faster one is ``plain``
     quantized, auto   ours; ``auto`` is what a QuantAllReduce that measured its threshold does with that size
@@ -42,6 +43,8 @@ from ptqpipe.collectives import CODECS, QuantAllReduce
 
 SIZES = ("64K", "256K", "1M", "4M", "16M", "64M")
 BURST = {1: "128kb", 5: "256kb", 10: "512kb"}
+DRAIN_BYTES = 512 << 10  # what tc lets through at once, at most
+SMALL_BYTES = 1 << 20  # of messages that are measured four times as often: a core that wakes late is much of their time
 PORT = 29650
 LIMIT_S = 390
 WIRE_CALLS = 4
@@ -92,26 +95,28 @@ def network(ranks: int, gbit: float) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-def launch(options: argparse.Namespace, ranks: int, link: str) -> list[dict[str, object]]:
-    """The lines that rank 0 prints."""
+def launch(ranks: int, link: str, *, limit_s: float, script: str = __file__) -> list[dict[str, object]]:
+    """The lines that rank 0 of a script prints, which gets this command's options and ``--worker RANK RANKS LINK``."""
     if link == "loopback":
-        return run_ranks(options, ranks, link, None)
+        return run_ranks(ranks, link, None, limit_s=limit_s, script=script)
     with network(ranks, float(link)) as names:
-        return run_ranks(options, ranks, link, names)
+        return run_ranks(ranks, link, names, limit_s=limit_s, script=script)
 
 
-def run_ranks(options: argparse.Namespace, ranks: int, link: str, names: list[str] | None) -> list[dict[str, object]]:
+def run_ranks(
+    ranks: int, link: str, names: list[str] | None, *, limit_s: float, script: str
+) -> list[dict[str, object]]:
     """Starts the ranks, waits for them, and reads rank 0's lines. RuntimeError when one fails."""
     children = []
     for rank in range(ranks):
         command = [] if names is None else ["ip", "netns", "exec", names[rank]]
-        command += [sys.executable, __file__, *sys.argv[1:], "--worker", str(rank), str(ranks), link]
+        command += [sys.executable, script, *sys.argv[1:], "--worker", str(rank), str(ranks), link]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if names is None else "eth0"}
         environment |= {"MASTER_ADDR": "127.0.0.1" if names is None else "10.77.0.1", "MASTER_PORT": str(PORT)}
         output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         children.append(subprocess.Popen(command, stdout=output, text=True, env=environment))
     try:
-        text, _ = children[0].communicate(timeout=LIMIT_S * len(options.sizes))
+        text, _ = children[0].communicate(timeout=limit_s)
         codes = [child.wait(timeout=30) for child in children]
     finally:
         for child in children:
@@ -129,9 +134,11 @@ def sent_bytes() -> int:
     return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
 
 
-def seconds(run: Callable[[torch.Tensor], object], x: torch.Tensor, given: torch.Tensor) -> float:
-    """Of one call, from a barrier on."""
+def seconds(run: Callable[[torch.Tensor], object], x: torch.Tensor, given: torch.Tensor, drain: torch.Tensor) -> float:
+    """Of one call, from a barrier on. ``drain`` is summed before, so that no call finds what tc's bucket saved up."""
     x.copy_(given)
+    if drain.numel():
+        dist.all_reduce(drain)
     dist.barrier()
     begun = time.perf_counter()
     run(x)
@@ -176,13 +183,17 @@ def measure(options: argparse.Namespace, size: str, link: str, reduces: tuple[Qu
         "auto": lambda v: auto(v, v),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
+    drain = torch.zeros(0 if link == "loopback" else 2 * DRAIN_BYTES // 4)
+    repeat = options.repeat * (4 if given.nbytes <= SMALL_BYTES else 1)
+    order, draw = list(ways), random.Random(0)
     before = forced.stats()
-    for turn in range(options.repeat + 1):
-        for name, run in ways.items():
-            took = seconds(run, x, given)
+    for turn in range(repeat + 1):
+        draw.shuffle(order)
+        for name in order:
+            took = seconds(ways[name], x, given, drain)
             if turn:
                 times[name].append(took * 1e3)
-    spent = phases(before, forced, options.repeat + 1)
+    spent = phases(before, forced, repeat + 1)
     sent = wire_bytes(forced, x)
     forced.quantized(x.copy_(given), x)
     same, error = identical(x), relative_error(x)
@@ -309,7 +320,7 @@ def main() -> None:
     for _ in range(options.passes):
         for ranks in options.ranks:
             for link in links:
-                for line in launch(options, ranks, link):
+                for line in launch(ranks, link, limit_s=LIMIT_S * len(options.sizes)):
                     print(json.dumps(line), flush=True)
                     if options.results:
                         with options.results.open("a", encoding="utf-8") as file:

@@ -153,9 +153,6 @@ def model_error(
 ) -> float:
     """The closed form of ``rel_l2``: independent roundings add up in the square.
 
-    In chains of hundreds they are not quite independent: a scale that is rounded up makes the largest number of its
-    block larger, which makes the next scale larger. A ring of 512 loses 23 % more than this says, one of 64 3 %.
-
     rounding  relative L2 of one rounding of one partial (see `rounding_error`)
     output    that of the cast at the end
     """

@@ -100,3 +100,15 @@ def decode_e8m0(code: tl.tensor) -> tl.tensor:
     """float32 ``2^(code - 127)`` of int32 codes 0..254; NaN for 255. 2^-127 is subnormal in float32, and kept."""
     bits = tl.where(code == 0, 0x00400000, code << 23)
     return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bfloat16_bits(value: tl.tensor) -> tl.tensor:
+    """int16 bits of float32 rounded to bfloat16, to nearest even; one NaN for all of them.
+
+    By hand: the interpreter's own conversion cuts off. A device's products give the NaN 0x7FFFFFFF, whose rounding
+    would carry into the sign.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(value != value, 0x7FC0, rounded).to(tl.int16)

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 
 from ptqpipe.formats import Codec, Format
-from ptqpipe.kernels.triton_codecs import Minifloat, decode_e8m0, decode_signed, encode_signed, minifloat_of
+from ptqpipe.kernels.triton_codecs import (
+    Minifloat,
+    bfloat16_bits,
+    decode_e8m0,
+    decode_signed,
+    encode_signed,
+    minifloat_of,
+)
 
 PIECE = 1 << 30
 _NUMBERS, _POWERS, _MINIFLOATS = 0, 1, 2  # kinds of scales
@@ -142,10 +149,7 @@ def dequantize_kernel(
         EMIN, MANT, MAX, BITS, KIND, SMIN, SMANT, SMAX, SBITS, DIVIDES,
     )  # fmt: skip
     if BFLOAT16:
-        # To nearest even by hand: the interpreter's own conversion cuts off.
-        bits = value.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        tl.store(out + at, bits.to(tl.int16), mask=live)
+        tl.store(out + at, bfloat16_bits(value), mask=live)
     else:
         tl.store(out + at, value.to(out.dtype.element_ty), mask=live)
 

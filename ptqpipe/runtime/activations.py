@@ -84,9 +84,8 @@ def _mxfp8(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
 
 
 def _fp8_dynamic(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
-    scale = x.abs().amax(-1, keepdim=True) / _E4M3_MAX
-    scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
-    return round_to_e4m3(x / scale) * scale
+    codes, scale = fp8_codes(x)
+    return codes.float() * scale
 
 
 def _fp8_static(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
@@ -106,9 +105,20 @@ _QUANTIZE: dict[Activation, Callable[[InputQuantizer, torch.Tensor], torch.Tenso
 }
 
 
+def fp8_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float8_e4m3fn ``[..., K]``, float32 scales ``[..., 1]``) of float32 rows: what ``fp8_token`` decodes."""
+    scale = x.abs().amax(-1, keepdim=True) / _E4M3_MAX
+    scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
+    return _to_e4m3(x / scale), scale
+
+
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """float32 rounded to E4M3: saturating, ties to even. NaN stays NaN."""
-    return x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float()
+    return _to_e4m3(x).float()
+
+
+def _to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _e2m1(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

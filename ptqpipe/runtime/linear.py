@@ -2,7 +2,7 @@
 
 The product is ``packed.py``'s: on a CPU a compiled kernel reads the packed bytes, on CUDA a Triton kernel. Formats that
 quantize activations have them quantized and decoded first (``activations.py``), which is what hardware for the format
-computes up to the order of its sums. Must not know models, files or ranks.
+computes up to the order of its sums and one rounding of the inputs. Must not know models, files or ranks.
 """
 
 from collections.abc import Callable
@@ -39,10 +39,10 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
-        if self.quantizer is not None:
-            x = self.quantizer(x)
-        y: torch.Tensor = packed_linear(x, self.packed, self.bias)
-        return y if self.low_rank is None else y + _thin(x, self.low_rank)
+        if self.low_rank is None:
+            return packed_linear(x, self.packed, self.bias, quantizer=self.quantizer)
+        x = x if self.quantizer is None else self.quantizer(x)
+        return packed_linear(x, self.packed, self.bias) + _thin(x, self.low_rank)
 
     def extra_repr(self) -> str:
         """As torch prints it."""

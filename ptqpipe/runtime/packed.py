@@ -6,15 +6,21 @@ The decode is QTensor's. A weight is an *inner* part, whose numbers come from co
 factor a row (the global scale of NVFP4, the scales of FP8 per channel), which multiplies the sums instead of the
 weights: so the inner numbers of NVFP4, MXFP4, MXFP8 and FP8 per channel or tensor are bfloat16 numbers, exactly.
 
-Three ways, by dtype and number of rows of x, and the same for every row of a call:
+Four ways, by dtype and number of rows of x, and the same for every row of a call:
 
-    bfloat16              a compiled kernel that reads the packed bytes (``kernels/cpu_linear.py``), on CUDA Triton's
-    bfloat16, many rows   where that is faster (CPUs with AMX, or without BF16): a run of rows is decoded to bfloat16,
-                          then torch's product, whose output is rounded before the factor and again after it
+    bfloat16              a kernel that reads the packed bytes: compiled on a CPU (``kernels/cpu_linear.py``), Triton's
+                          on CUDA (``kernels/triton_linear.py``), which takes float16, too
+    bfloat16, many rows   where that is faster (CPUs with AMX, or without BF16; CUDA): a run of rows is decoded to
+                          bfloat16, then torch's product, whose output is rounded before the factor and again after it
     float32               a run of rows is decoded to float32, factor included, then torch's product
+    bfloat16, FP8 inputs  weights of FP8 per channel or tensor and inputs of FP8 per token on CUDA devices that multiply
+                          FP8: codes times codes (``kernels/cuda_fp8.py``)
 
-Errors, relative to sum_k |x_k w_k|, with u = 2^-24 and v = 2^-8: float32 and the kernel K * 2u, then v for an output in
-bfloat16; the tiles K * u + 2v. FP8 in blocks of 128x128 adds v in the tiles, since its weights do not fit bfloat16.
+Errors, relative to sum_k |x_k w_k|, with u = 2^-24 and v = 2^-8: float32 and the kernels K * 2u, then v for an output
+in bfloat16 (v / 8 in float16); the tiles K * u + 2v. FP8 in blocks of 128x128 adds v in the tiles, since its weights do
+not fit bfloat16. Codes times codes skip the rounding of the decoded inputs to bfloat16, which is v against the other
+ways. For CUDA the bounds are those of float32 sums, shown under Triton's interpreter: nobody has measured yet what the
+sums inside tensor cores add to them.
 
 Knows formats and kernels; must not know modules, models or files, so that it also serves vLLM.
 """
@@ -27,10 +33,13 @@ from torch.nn.functional import linear
 
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import WHOLE, Format
-from ptqpipe.kernels import cpu, cpu_linear
+from ptqpipe.kernels import cpu, cpu_linear, cuda_fp8, triton, triton_linear
 from ptqpipe.qtensor import QTensor
+from ptqpipe.runtime.activations import InputQuantizer, fp8_codes
+from ptqpipe.schemes import Activation
 
-TILE_BYTES = 4 << 20  # of a decoded run of rows
+TILE_BYTES = 4 << 20  # of a decoded run of rows: it stays in a CPU's cache
+CUDA_TILE_BYTES = 256 << 20  # few launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +161,9 @@ class PackedWeight:
 
     def _inner_tile(self, start: int, stop: int, room: torch.Tensor) -> torch.Tensor:
         """The inner numbers of rows ``[start, stop)`` in the dtype of ``room``, a flat tensor that it may use."""
-        out = room[: (stop - start) * self.shape[1]].view(stop - start, self.shape[1])
         weight = cpu_linear.operand(self.data, self.scales, None, self.fmt, self.shape, panels=False)
-        if weight is not None and out.dtype == torch.bfloat16:
+        if weight is not None and room.dtype == torch.bfloat16:
+            out = room[: (stop - start) * self.shape[1]].view(stop - start, self.shape[1])
             cpu_linear.unpack(weight, start, stop, out=out)
             return out
         if self.scales is not None:
@@ -168,29 +177,42 @@ class PackedWeight:
 
 
 def _decoded(q: QTensor, dtype: torch.dtype) -> torch.Tensor:
-    if q.data.device.type == "cpu":
-        found = cpu.dequantize(
-            q.data, q.scales.contiguous(), q.fmt, q.global_scale, dtype, global_divides=q.global_divides
-        )
+    kernels = {"cpu": cpu.dequantize, "cuda": triton.dequantize}.get(q.data.device.type)
+    if kernels is not None:
+        found = kernels(q.data, q.scales.contiguous(), q.fmt, q.global_scale, dtype, global_divides=q.global_divides)
         if found is not None:
             return found
     return q.dequantize().to(dtype)
 
 
-def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x [..., K]`` times the weight, ``[..., N]`` in the dtype of x. Not differentiable.
+def packed_linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    quantizer: InputQuantizer | None = None,
+) -> torch.Tensor:
+    """``x [..., K]``, quantized by ``quantizer``, times the weight: ``[..., N]`` in the dtype of x. Not differentiable.
 
     FormatError for an x of another width.
     """
     if x.shape[-1] != weight.shape[1]:
         raise FormatError(f"an input of {x.shape[-1]} columns for a weight of {weight.shape[0]}x{weight.shape[1]}")
     rows = x.reshape(-1, x.shape[-1])
-    y = _kernel(rows, weight, bias)
+    y = None
+    if quantizer is not None:
+        y = _codes_product(rows, weight, bias, quantizer)
+        rows = rows if y is not None else quantizer(rows)
+    y = _kernel(rows, weight, bias) if y is None else y
     return (_tiles(rows, weight, bias) if y is None else y).reshape(*x.shape[:-1], -1)
 
 
 def _kernel(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor | None:
     """By the kernel of the device; None where there is none for so many rows."""
+    if x.device.type == "cuda":
+        if x.dtype == torch.bfloat16 and x.shape[0] > triton_linear.MANY:
+            return None
+        return triton_linear.linear(x, weight.data, weight.scales, weight.factor, weight.fmt, weight.shape, bias)
     if x.device.type != "cpu" or x.dtype != torch.bfloat16:
         return None
     if x.shape[0] > cpu_linear.limit(panels=weight.operand is not None):
@@ -201,6 +223,20 @@ def _kernel(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) ->
     return None if job is None else cpu_linear.linear(x, job, bias)
 
 
+def _codes_product(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, quantizer: InputQuantizer
+) -> torch.Tensor | None:
+    """FP8 codes of x times those of the weight; None where formats or the device have it otherwise."""
+    if quantizer.activation is not Activation.FP8_TOKEN or x.dtype != torch.bfloat16 or not x.numel():
+        return None
+    if weight.scales is not None or weight.factor is None or not weight.data.is_contiguous():
+        return None
+    if weight.fmt.element.name != "e4m3" or not cuda_fp8.fits(x.device, weight.shape):
+        return None
+    codes, scales = fp8_codes(x.float())
+    return cuda_fp8.scaled_mm_linear(codes, scales, weight.data, weight.factor, bias)
+
+
 def _tiles(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     weight = weight.in_rows()
     exact = x.dtype == torch.float32
@@ -208,7 +244,7 @@ def _tiles(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> 
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     inputs: Any = x.to(dtype)
     runs = _runs(weight, dtype)
-    room = torch.empty(runs[0][1] * weight.shape[1], dtype=dtype, device=x.device)  # one buffer for all of them
+    room = torch.empty(runs[0][1] * weight.shape[1] if x.device.type == "cpu" else 0, dtype=dtype)  # for all of them
     for start, stop in runs:
         tile = weight._tile(start, stop) if exact else weight._inner_tile(start, stop, room)
         out = linear(inputs, tile)
@@ -222,5 +258,6 @@ def _runs(weight: PackedWeight, dtype: torch.dtype) -> list[tuple[int, int]]:
     """Runs of rows on block edges, `TILE_BYTES` each when they are decoded; the first is the longest."""
     n, k = weight.shape
     block = weight.fmt.block[0] or 1
-    step = max(block, TILE_BYTES // max(1, k * dtype.itemsize) // block * block)
+    tile_bytes = CUDA_TILE_BYTES if weight.device.type == "cuda" else TILE_BYTES
+    step = max(block, tile_bytes // max(1, k * dtype.itemsize) // block * block)
     return [(start, min(start + step, n)) for start in range(0, n, step)]

@@ -1,0 +1,205 @@
+"""Linear layers whose weights stay packed on a CUDA device: the Triton kernels behind ``runtime/packed.py``.
+
+Sums are float32, in an order that depends on the shape of the weight, the multiprocessors of the device and the class
+of the number of rows of x (`tile_of`): two calls of the same class give a row the same bits whatever the others hold.
+Under Triton's interpreter CPU tensors are taken, which is how the kernels are tested without a GPU. They have not been
+timed on one: the sizes of tiles are counts of registers and bytes, which ``scripts/bench_triton.py`` can judge.
+
+Knows formats; must not know modules or files. Triton is imported on first use only.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ptqpipe.formats import WHOLE, Format
+from ptqpipe.kernels.triton import available, interpreting
+
+FEW = 4  # rows of x up to which every lane multiplies on its own: it keeps the sums of each in registers
+MANY = 256  # rows of x from which decoding once costs less than decoding in every tile: by counting, not measured
+PROGRAMS = 4  # a multiprocessor, below which K is cut
+PARTS = 16  # of K at most
+_ELEMENTS = {"e2m1": 4, "e4m3": 8}
+_NONE, _NUMBERS = 0, 3  # KIND of triton_products.py, and so are these:
+_SCALES = {"e4m3": 1, "e8m0": 2}
+_SUM_LANES = 1024  # numbers that a program of parts_kernel adds
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the kernels know of a format: bits of a code, kind of scales, bytes of a row and rows that share one."""
+
+    bits: int
+    kind: int
+    group: int
+    scale_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A packed weight ``[N, K]`` and a bias as the kernels read them.
+
+    data    uint8 ``[N, width]``, the last stride 1
+    scales  contiguous ``[ceil(N / scale_rows), blocks]`` of bytes or of bfloat16, by ``kind``; or None
+    factor  float32 ``[1]`` or ``[N]``, or None; bias ``[N]`` or None, contiguous
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    factor: torch.Tensor | None
+    bias: torch.Tensor | None
+    bits: int
+    kind: int
+    group: int
+    scale_rows: int
+
+    @property
+    def factor_kind(self) -> int:
+        """FACTOR of the kernels."""
+        return 0 if self.factor is None else 1 + (len(self.factor) > 1)
+
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """Four tensors for the kernels; the bytes stand in for what there is not."""
+        return tuple(self.data if part is None else part for part in (self.data, self.scales, self.factor, self.bias))
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """``rows`` rows and ``width`` bytes of a weight a step, ``tokens`` rows of x; K cut into ``parts`` at most."""
+
+    rows: int
+    width: int
+    tokens: int
+    parts: int = 1
+
+    def chunk(self, width: int) -> int:
+        """Bytes of a row of ``width`` that one part sums: whole steps."""
+        return _over(_over(width, self.width), self.parts) * self.width
+
+
+def plan_of(fmt: Format, scales: torch.Tensor | None) -> Plan | None:
+    """The constants of a format that the kernels cover, or None."""
+    bits, (rows, columns) = _ELEMENTS.get(fmt.element.name), fmt.block
+    if bits is None:
+        return None
+    if scales is None:
+        return Plan(bits, _NONE, 1, 1) if columns == WHOLE else None
+    if fmt.scale.name == "bf16" and bits == 8 and columns == 128 and rows != WHOLE:
+        return Plan(bits, _NUMBERS, columns, rows)
+    kind = _SCALES.get(fmt.scale.name)
+    if kind is None or rows != 1 or columns not in (8, 16, 32, 64, 128):
+        return None
+    return Plan(bits, kind, columns * bits // 8, 1)
+
+
+def linear(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    fmt: Format,
+    shape: tuple[int, int],
+    bias: torch.Tensor | None = None,
+    *,
+    parts: int | None = None,
+) -> torch.Tensor | None:
+    """``[M, N]`` in the dtype of x: ``x [M, K]`` bfloat16 or float16 times a weight ``[N, K]``, plus ``bias [N]``.
+
+    data, scales, factor  as in a `PackedWeight` whose bytes lie in rows; a row of ``data`` may be part of a longer one
+    parts                 into how many parts K is cut at most; None for as many as keep the device busy
+
+    E2M1 and E4M3 with E4M3 or E8M0 scales of 8 to 128 columns, E4M3 with bfloat16 scales of 128 columns, and both with
+    factors alone. None for the rest, for other dtypes and devices, and for empty tensors.
+    """
+    plan = plan_of(fmt, scales)
+    if plan is None or x.dtype not in (torch.bfloat16, torch.float16) or not x.numel() or not data.numel():
+        return None
+    if not available() or (x.device.type == "cuda") == interpreting() or data.stride(-1) != 1:
+        return None
+    if tuple(data.shape) != (shape[0], shape[1] * plan.bits // 8) or x.shape[1] != shape[1]:
+        return None
+    weight = Weight(
+        data,
+        None if scales is None else _bytes(scales.contiguous()),
+        factor,
+        None if bias is None else bias.contiguous(),
+        *(plan.bits, plan.kind, plan.group, plan.scale_rows),
+    )
+    tile = tile_of(plan, x.shape[0], shape, parts=parts, processors=1 if interpreting() else _processors(x.device))
+    few = x.shape[0] <= FEW
+    if interpreting():
+        return _multiply(x.contiguous(), weight, tile, lanes=few, exact=True)
+    with torch.cuda.device(x.device):
+        return _multiply(x.contiguous(), weight, tile, lanes=few, exact=False)
+
+
+def tile_of(plan: Plan, m: int, shape: tuple[int, int], *, parts: int | None, processors: int) -> Tile:
+    """The sizes for ``m`` rows of x. The classes of m are 1, 2, 3, 4, and up to 16, 32, 64, and more."""
+    n, width = shape[0], shape[1] * plan.bits // 8
+    if m <= FEW:
+        # Four bytes a lane of four warps side by side, of each row; 4 sums a lane for each of these and each row of x.
+        rows, columns, tokens = (8 if m <= 2 else 4), 512, m
+        columns = max(4, min(columns, 1 << (width - 1).bit_length()))
+    else:
+        tokens = next((size for size in (16, 32, 64) if m <= size), 128)
+        rows, columns = (128 if tokens == 128 else 64), 8 * plan.bits  # 64 codes a step
+        columns = columns if plan.kind == _NUMBERS else max(columns, plan.group)
+    if parts is None:
+        wanted = _over(PROGRAMS * processors, _over(n, rows))
+        parts = max(1, min(PARTS, _over(width, columns) // 4, wanted)) if m <= 64 else 1
+    return Tile(rows, columns, tokens, parts)
+
+
+def _bytes(scales: torch.Tensor) -> torch.Tensor:
+    return scales.view(torch.uint8) if scales.element_size() == 1 else scales
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _multiply(x: torch.Tensor, weight: Weight, tile: Tile, *, lanes: bool, exact: bool) -> torch.Tensor:
+    """``[M, N]`` of a contiguous x ``[M, K]`` by one of the two kernels; ``exact`` where Triton interprets."""
+    from ptqpipe.kernels import triton_products
+
+    data, (m, n) = weight.data, (x.shape[0], weight.data.shape[0])
+    chunk, blocks = tile.chunk(data.shape[1]), 0 if weight.scales is None else weight.scales.shape[1]
+    parts = _over(data.shape[1], chunk)
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    target = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
+    factor, bias = (weight.factor_kind, weight.bias is not None) if parts == 1 else (0, False)
+    if lanes:
+        if weight.bits == 4:  # pairs of numbers, which words must hold
+            x = (x if x.storage_offset() % 2 == 0 else x.clone()).view(torch.int32)
+        triton_products.lanes_kernel[(_over(n, tile.rows), parts)](
+            _bits(target), x, *weight.arguments(), n, data.shape[1], data.stride(0), blocks, chunk,
+            M=m, FLOAT16=out.dtype == torch.float16, FACTOR=factor, BIAS=bias, BITS=weight.bits, KIND=weight.kind,
+            GROUP=weight.group, SCALE_ROWS=weight.scale_rows, BN=tile.rows, BYTES=tile.width,
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    else:
+        triton_products.tiles_kernel[(_over(n, tile.rows) * _over(m, tile.tokens), parts)](
+            _bits(target), x, *weight.arguments(), m, n, data.shape[1], data.stride(0), blocks, chunk,
+            EXACT=exact, FACTOR=factor, BIAS=bias, BITS=weight.bits, KIND=weight.kind, GROUP=weight.group,
+            SCALE_ROWS=weight.scale_rows, BM=tile.tokens, BN=tile.rows, BYTES=tile.width,
+            num_warps=8 if tile.tokens * tile.rows >= 128 * 128 else 4, enable_fp_fusion=True,
+        )  # fmt: skip
+    if parts > 1:
+        triton_products.parts_kernel[(_over(m * n, _SUM_LANES),)](
+            _bits(out), target, *weight.arguments()[2:], m * n, n,
+            PARTS=parts, FACTOR=weight.factor_kind, BIAS=weight.bias is not None, LANES=_SUM_LANES,
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
+
+
+def _bits(out: torch.Tensor) -> torch.Tensor:
+    """What `put` stores to."""
+    return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
+
+
+def _over(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)
