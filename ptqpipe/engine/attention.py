@@ -8,7 +8,7 @@ sliding windows, sinks and soft caps are a model's arguments to it. An FP8 cache
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.errors import UsageError
-from ptqpipe.kernels.cpu_attention import PagedQueries, paged_attention
+from ptqpipe.kernels.cpu_attention import PagedQueries, PagedSpans, paged_attention, paged_prefill
 
 IMPLEMENTATION = "ptqpipe_paged"
 KV_SCALES = "ptqpipe_kv_scales"  # runtime/kv_cache.py puts it on attention modules
@@ -63,13 +63,20 @@ class _Step:
     """A batch with what all layers need of it. ``slots`` int64 [T]: where each token's keys go.
 
     singles  of the spans in front that have one token each
+    others   of the spans behind them
     """
 
     batch: Batch
     slots: torch.Tensor
     tables: list[torch.Tensor]
     singles: PagedQueries | None
+    others: PagedSpans | None
     masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def n_singles(self) -> int:
+        """Spans in front that have one token each, and so their rows."""
+        return 0 if self.singles is None else len(self.singles.totals)
 
 
 class PagedAttention:
@@ -88,7 +95,9 @@ class PagedAttention:
             at = torch.arange(span.total - span.count, span.total)
             places.append(table[at // self.block_size] * self.block_size + at % self.block_size)
         on_device = [table.to(self.device) for table in tables]
-        self._step = _Step(batch, torch.cat(places).to(self.device), on_device, _singles(batch))
+        singles = _singles(batch)
+        others = _others(batch, 0 if singles is None else len(singles.totals))
+        self._step = _Step(batch, torch.cat(places).to(self.device), on_device, singles, others)
         token = _ACTIVE.set(self)
         try:
             yield
@@ -105,8 +114,10 @@ class PagedAttention:
         store(pages.keys, step.slots, key, pages.key_scale)
         store(pages.values, step.slots, value, pages.value_scale)
         out = query.new_empty(*query.shape[:2], value.shape[-1])
+        spans = list(zip(step.batch.spans, step.tables, strict=True))
+        last = step.n_singles if self._attend_others(step, pages, query, out, terms) else len(spans)
         at = self._attend_singles(step, pages, query, out, terms)
-        for span, table in list(zip(step.batch.spans, step.tables, strict=True))[at:]:
+        for span, table in spans[at:last]:
             rows = slice(at, at + span.count)
             if span.count == span.total and pages.key_scale is None:  # all that it sees is at hand
                 k, v = key[rows], value[rows]
@@ -130,6 +141,16 @@ class PagedAttention:
             return 0
         out[:n] = found
         return n
+
+    def _attend_others(self, step: _Step, pages: Pages, query: torch.Tensor, out: torch.Tensor, terms: Terms) -> bool:
+        """Fills ``out`` for the queries behind the single ones by the compiled kernel; False if it does not."""
+        if step.others is None or pages.key_scale is not None:
+            return False
+        found = paged_prefill(
+            query[step.n_singles :], pages.keys, pages.values, step.others, scaling=terms.scaling,
+            window=terms.window, softcap=terms.softcap, sinks=terms.sinks, out=out[step.n_singles :],
+        )  # fmt: skip
+        return found is not None
 
     def _one(
         self, step: _Step, span: Span, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
@@ -156,10 +177,24 @@ def _singles(batch: Batch) -> PagedQueries | None:
     spans = list(itertools.takewhile(lambda span: span.count == 1, batch.spans))
     if not spans:
         return None
-    longest = max(len(span.blocks) for span in spans)
-    tables = torch.tensor([span.blocks + (0,) * (longest - len(span.blocks)) for span in spans], dtype=torch.int64)
     totals = [span.total for span in spans]
-    return PagedQueries(tables, torch.tensor(totals, dtype=torch.int64), sum(totals))
+    return PagedQueries(_tables(spans), torch.tensor(totals, dtype=torch.int64), sum(totals))
+
+
+def _others(batch: Batch, first: int) -> PagedSpans | None:
+    """The spans from the one called ``first`` on; None if there are none."""
+    spans = batch.spans[first:]
+    if not spans:
+        return None
+    starts = torch.tensor([0, *itertools.accumulate(span.count for span in spans)], dtype=torch.int64)
+    totals = torch.tensor([span.total for span in spans], dtype=torch.int64)
+    return PagedSpans(_tables(spans), totals, starts, sum(span.count * span.total for span in spans))
+
+
+def _tables(spans: Sequence[Span]) -> torch.Tensor:
+    """Their blocks in rows of the longest's length, int64 [n, most blocks]; 0 behind the last."""
+    longest = max(len(span.blocks) for span in spans)
+    return torch.tensor([span.blocks + (0,) * (longest - len(span.blocks)) for span in spans], dtype=torch.int64)
 
 
 def numbers_of(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Attention of one query a sequence over pages, compiled: what ``engine/attention.py`` does in torch for other cases.
+"""Attention over pages, compiled: what ``engine/attention.py`` does in torch for other cases.
 
-Reads the pages where they are: nothing is gathered, no head is repeated. Scores, weights and sums are float32; their
-order depends on the sequence alone, so neither threads nor the other sequences change a bit. Knows addresses; must not
-know schedulers or models.
+Reads the pages where they are: nothing is gathered, no head is repeated. `paged_attention` has one query a sequence and
+float32 scores, weights and sums. `paged_prefill` has several, for bfloat16 pages on AVX-512 with BF16, and rounds the
+weights to bfloat16. The order of a sum depends on its sequence alone, so neither threads nor the other sequences change
+a bit. Knows addresses; must not know schedulers or models.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from ptqpipe.kernels import cpu_library as lib
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _KINDS = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.bfloat16: 2}
 _WORTH_A_THREAD = 1 << 16  # numbers read, below which waking another thread costs more than it brings
+_PRODUCTS_WORTH_A_THREAD = 1 << 21  # the same for products of several queries
 
 
 class _Attention(ctypes.Structure):
@@ -30,6 +32,18 @@ class _Attention(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Prefill(ctypes.Structure):
+    """``struct ptq_prefill``."""
+
+    _fields_ = (
+        ("q", _POINTER), ("keys", _POINTER), ("values", _POINTER), ("tables", _POINTER), ("starts", _POINTER),
+        ("totals", _POINTER), ("sinks", _POINTER), ("out", _POINTER),
+        ("spans", _LONG), ("heads", _LONG), ("kv_heads", _LONG), ("key_dim", _LONG), ("value_dim", _LONG),
+        ("block_size", _LONG), ("table_stride", _LONG), ("q_token", _LONG), ("q_head", _LONG), ("window", _LONG),
+        ("threads", _LONG), ("scaling", _FLOAT), ("softcap", _FLOAT),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class PagedQueries:
     """Which pages each of several single queries sees. ``tables`` int64 [n, most blocks], ``totals`` int64 [n] tokens.
@@ -40,6 +54,20 @@ class PagedQueries:
     tables: torch.Tensor
     totals: torch.Tensor
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSpans:
+    """Spans of queries that lie one after the other. ``tables`` int64 [n, most blocks], ``totals`` int64 [n] tokens.
+
+    starts  int64 [n + 1]: where each span's queries begin, which are the last of its tokens, and where all end
+    pairs   of queries and keys that they see, about: the sum of queries times tokens
+    """
+
+    tables: torch.Tensor
+    totals: torch.Tensor
+    starts: torch.Tensor
+    pairs: int
 
 
 def paged_attention(
@@ -64,7 +92,9 @@ def paged_attention(
     None for what has no kernel: other dtypes and devices, no compiler.
     """
     kind = _KINDS.get(keys.dtype)
-    if kind is None or keys.device.type != "cpu" or not _there() or (kind == 1) != (numbers is not None):
+    if kind is None or keys.device.type != "cpu" or (kind == 1) != (numbers is not None):
+        return None
+    if not _exports("ptq_paged_attention"):
         return None
     if not keys.is_contiguous() or not values.is_contiguous():
         return None
@@ -88,7 +118,55 @@ def paged_attention(
     return out.to(query.dtype)
 
 
+def paged_prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    where: PagedSpans,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Causal attention ``[T, heads, value_dim]`` of queries ``[T, heads, key_dim]``, all bfloat16.
+
+    keys, values  pages [blocks, block_size, kv heads, dim] that hold the spans' own tokens too
+    window        how many tokens a query sees, itself included
+    sinks         float32 [heads]: scores of a token that is not there
+    out           dense, where the result goes
+
+    A query's result is the same bits however its sequence was cut into spans. None for what has no kernel: other
+    dtypes and devices, CPUs without BF16 products, dimensions above 512.
+    """
+    tensors = (query, keys, values)
+    if any(x.dtype != torch.bfloat16 or x.device.type != "cpu" for x in tensors):
+        return None
+    if not _exports("ptq_paged_prefill"):
+        return None
+    if not keys.is_contiguous() or not values.is_contiguous():
+        return None
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    count, heads, key_dim = query.shape
+    if out is None:
+        out = torch.empty(count, heads, values.shape[3], dtype=torch.bfloat16)
+    extra = None if sinks is None else sinks.float().contiguous()
+    work = where.pairs * heads * (key_dim + values.shape[3]) // 2
+    job = _Prefill(
+        q=query.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), tables=where.tables.data_ptr(),
+        starts=where.starts.data_ptr(), totals=where.totals.data_ptr(), out=out.data_ptr(),
+        sinks=None if extra is None else extra.data_ptr(), spans=len(where.totals), heads=heads, kv_heads=keys.shape[2],
+        key_dim=key_dim, value_dim=values.shape[3], block_size=keys.shape[1], table_stride=where.tables.shape[1],
+        q_token=query.stride(0), q_head=query.stride(1), window=window or 0,
+        threads=min(torch.get_num_threads(), 1 + work // _PRODUCTS_WORTH_A_THREAD), scaling=scaling,
+        softcap=softcap or 0.0,
+    )  # fmt: skip
+    return out if lib.call("ptq_paged_prefill", ctypes.byref(job)) == lib.OK else None
+
+
 @cache
-def _there() -> bool:
+def _exports(function: str) -> bool:
     """Whether the extension was built, and with this kernel."""
-    return bool(lib.known_isas()) and hasattr(lib.library(), "ptq_paged_attention")
+    return bool(lib.known_isas()) and hasattr(lib.library(), function)
