@@ -41,7 +41,7 @@ class Weight:
     """A packed weight ``[N, K]`` and a bias as the kernels read them.
 
     data    uint8 ``[N, width]``, the last stride 1
-    scales  contiguous ``[ceil(N / scale_rows), blocks]`` of bytes or of bfloat16, by ``kind``; or None
+    scales  contiguous ``[ceil(N / scale_rows), blocks]`` of bytes or of floats, by ``kind``; or None
     factor  float32 ``[1]`` or ``[N]``, or None; bias ``[N]`` or None, contiguous
     """
 
@@ -85,7 +85,7 @@ def plan_of(fmt: Format, scales: torch.Tensor | None) -> Plan | None:
         return None
     if scales is None:
         return Plan(bits, _NONE, 1, 1) if columns == WHOLE else None
-    if fmt.scale.name == "bf16" and bits == 8 and columns == 128 and rows != WHOLE:
+    if not fmt.scale.enumerable and bits == 8 and columns == 128 and rows != WHOLE:
         return Plan(bits, _NUMBERS, columns, rows)
     kind = _SCALES.get(fmt.scale.name)
     if kind is None or rows != 1 or columns not in (8, 16, 32, 64, 128):
@@ -109,7 +109,7 @@ def linear(
     data, scales, factor  as in a `PackedWeight` whose bytes lie in rows; a row of ``data`` may be part of a longer one
     parts                 into how many parts K is cut at most; None for as many as keep the device busy
 
-    E2M1 and E4M3 with E4M3 or E8M0 scales of 8 to 128 columns, E4M3 with bfloat16 scales of 128 columns, and both with
+    E2M1 and E4M3 with E4M3 or E8M0 scales of 8 to 128 columns, E4M3 with float scales of 128 columns, and both with
     factors alone. None for the rest, for other dtypes and devices, and for empty tensors.
     """
     plan = plan_of(fmt, scales)

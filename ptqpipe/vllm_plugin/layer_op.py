@@ -29,7 +29,7 @@ class Layer:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [..., K]`` to ``[..., N]``, same dtype: the input quantized as the format says, then the product."""
-        return packed_linear(self.quantizer(x), self.weight, bias)
+        return packed_linear(x, self.weight, bias, quantizer=self.quantizer)
 
 
 _layers: dict[int, Layer] = {}

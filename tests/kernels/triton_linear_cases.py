@@ -4,10 +4,13 @@ Once with TRITON_INTERPRET=1, which has to be set before Triton is imported, on 
 where there is one. Expected values are float64 products with QTensor's decode.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ptqpipe.api import quantize
+from ptqpipe.formats import get_codec
 from ptqpipe.kernels import triton as kernels
 from ptqpipe.kernels import triton_linear
 from ptqpipe.runtime.packed import PackedWeight
@@ -80,6 +83,17 @@ def test_parts_of_k_add_up_to_the_same(fmt: str, rows: int) -> None:
     x = numbers(rows, w.shape[1], seed=rows)
     for parts in (1, 2, 3, 50):
         assert_close(linear(x, packed, bias, parts), x, w, bias)
+
+
+@pytest.mark.parametrize("rows", [3, 16])
+def test_scales_of_blocks_may_be_float32(rows: int) -> None:
+    packed, w = weight("fp8_block", *SHAPES["fp8_block"])
+    assert packed.scales is not None
+    fmt = replace(packed.fmt, scale=get_codec("fp32"))
+    packed = replace(packed, fmt=fmt, scales=packed.scales.float() * 1.0001)
+    x = numbers(rows, w.shape[1], seed=rows)
+    factor = float(torch.tensor(1.0001))
+    assert_close(linear(x, packed), x, w * factor)
 
 
 def test_a_device_with_many_processors_cuts_k() -> None:
