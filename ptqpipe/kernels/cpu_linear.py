@@ -1,9 +1,9 @@
 """Products with a packed weight on a CPU: the compiled kernels behind ``runtime/packed.py``.
 
 Sums are float32. In *panels*, which CPUs with AVX512-BF16 read, the order of a sum depends on K alone (for NVFP4 also
-on whether x has more than eight rows, for which weights are decoded otherwise): neither threads nor the other rows of a
-call change a bit of a result. Products are those of VDPBF16PS (float32, subnormal inputs taken as zero), elsewhere float32
-products and sums.
+on whether x has more than eight rows, for which weights are decoded otherwise): neither threads nor the other rows of
+a call change a bit of a result. Products are those of VDPBF16PS (float32, subnormal inputs taken as zero), elsewhere
+float32 products and sums.
 
 Knows addresses and formats; must not know modules.
 """
