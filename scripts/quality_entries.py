@@ -193,7 +193,7 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
     if entry.tune is not None:
         rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
         learn = [*tool, "tune", str(source), "--data", str(job.calibration), "--format", job.fmt, *rows]
-        steps.append([*learn, *entry.tune, "-o", str(codes), *quiet])
+        steps.append([*learn, *job.convert, *entry.tune, "-o", str(codes), *quiet])
         known = ["--rounding", str(codes)]
     elif entry.transform or entry.own_text:
         steps.append(calibrate_command(source, again, job))

@@ -14,6 +14,9 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resum
 @click.option("--field", metavar="NAME", help="Field of a row [messages, text, content, prompt, ...].")
 @click.option("--format", "scheme", metavar="NAME", help="nvfp4 (default), nvfp4_w4a4, mxfp4, ...")
 @click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="A YAML recipe instead of --format.")
+@click.option(
+    "--container", metavar="NAME", help="The container of the conversion, where --format's default does not fit."
+)
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Keep these modules. Repeatable.")
 @click.option("--stats", type=click.Path(path_type=Path), help="Statistics of `ptqpipe calibrate`, for the start.")
 @click.option("--algorithm", type=click.Choice(["rtn", "gptq"]), help="With --stats: the codes to start from.")
@@ -46,6 +49,7 @@ def tune(
     field: str | None,
     scheme: str | None,
     recipe_path: Path | None,
+    container: str | None,
     ignore: tuple[str, ...],
     stats: Path | None,
     algorithm: str | None,
@@ -84,7 +88,7 @@ def tune(
             model,
             data,
             out,
-            recipe=RecipeOptions(scheme=scheme, ignore=ignore, algorithm=algorithm),
+            recipe=RecipeOptions(scheme=scheme, container=container, ignore=ignore, algorithm=algorithm),
             recipe_path=recipe_path,
             stats=stats,
             options=options,

@@ -23,7 +23,7 @@ from ptqpipe.stages import convert as convert_stage
 from ptqpipe.stages import demo, tune
 from ptqpipe.stages.machine import Machine
 from ptqpipe.stages.tune_block import BlockWork
-from tests.calibration.models import make_model, make_windows
+from tests.calibration.models import make_model, make_windows, write_windows
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
 OPTIONS = tune.TuneOptions(samples=16, seqlen=64, settings=Settings(steps=8))
@@ -210,3 +210,23 @@ def test_the_recipe_tunes_and_converts(text: Path, tmp_path: Path) -> None:
         done = convert_stage.convert(prepared)
     assert done is not None
     assert {entry["algorithm"] for entry in done.record["weights"].values()} == {"learned"}
+
+
+def test_a_model_that_only_our_container_can_hold_is_tuned(tmp_path: Path) -> None:
+    """GPT-2's Conv1D keeps [in, out]: the default container of nvfp4 refuses it, and says which does not."""
+    model, windows = make_model(tmp_path / "gpt2", "gpt2"), make_windows(samples=4)
+    tokens = write_windows(tmp_path / "tokens.jsonl", windows)
+    codes, out = tmp_path / "codes", tmp_path / "out"
+    words = ["--data", str(tokens), "--samples", "4", "--seqlen", str(windows.shape[1])]
+    refused = CliRunner().invoke(main, ["tune", str(model), *words, "--method", "gptq", "-o", str(codes)])
+    assert refused.exit_code != 0
+    assert "--container" in refused.output
+    chosen = ["--container", "ptqpipe"]
+    for command in (
+        ["tune", str(model), *words, *chosen, "--method", "gptq", "-o", str(codes)],
+        ["convert", str(model), *chosen, "--format", "nvfp4", "--rounding", str(codes), "-o", str(out)],
+    ):
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 0, done.output
+    algorithms = {entry["algorithm"] for entry in json.loads((out / "ptqpipe.json").read_text())["weights"].values()}
+    assert algorithms == {"learned"}
