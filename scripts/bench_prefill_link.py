@@ -1,13 +1,22 @@
-"""Prefill at two ranks over a link of a given speed: the sums plain and quantized, end to end; and what int8 does to
-the perplexity. Linux, root, ip and tc.
+"""Prefill at two ranks over a link of a given speed: the sums plain and quantized, waited for or overlapped, end to
+end; and what int8 does to the perplexity. Linux, root, ip and tc.
 
 Usage: sudo python scripts/bench_prefill_link.py CKPT [--links 1] [--prompt 2048] [--repeat 5] [--text FILE]
-       [--codec int8] [--results FILE]
+       [--codec int8] [--least N] [--results FILE]
 
 Each rank runs in a network namespace of its own (bench_allreduce.py makes and removes them) on one core: the engine's
-runner, one step of ``--prompt`` random tokens, plain and quantized in turns. Plain is the faster one of gloo's sum and
-our schedule without a codec. One JSON line a link: medians in seconds, their ratio, the bytes of the sums, and how long
-the sums alone take of the time. With ``--text`` also the perplexity of its first tokens in windows, with either sum.
+runner, one step of ``--prompt`` random tokens, by all ways in turns. Ways are gloo's sum, our schedule without a codec
+(two_shot) and the quantized sum; "overlapped": in two halves by turns, their sums beside computing (engine/overlap.py).
+One JSON line a link:
+
+    seconds, in_sums, waited  medians a way: of the step, inside of sums, and of those what the step waited for
+    plain, plain_overlapped, best_quantized  the fastest way of its kind
+    speedup    medians within turns. ``quantized``: plain over quantized, neither overlapped; ``best_over_plain`` and
+               ``best_over_plain_overlapped``: these over the best quantized, the first is what others do
+    identical  whether each overlapped way gave the bits of the same sums not overlapped
+
+--least: another number of tokens from which on steps are cut in halves than the engine's. With ``--text`` also the
+perplexity of its first tokens in windows, by each way.
 """
 
 import argparse
@@ -18,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +38,36 @@ import torch.distributed as dist
 import ptqpipe.runtime
 from ptqpipe.collectives import QuantAllReduce
 from ptqpipe.engine.batch import Batch, Span
+from ptqpipe.engine.overlap import LEAST_TOKENS, Overlap
 from ptqpipe.engine.runner import CacheOptions, Runner
 
 BLOCK = 16  # tokens a page
 LIMIT_S = 1800
 
 
-class Sums:
-    """The all-reduce that the model's layers call: one of several, with the time spent in it."""
+OVERLAPPED = " overlapped"
 
-    def __init__(self, ways: dict[str, Callable[[torch.Tensor], torch.Tensor]]) -> None:
-        self.ways, self.now = ways, next(iter(ways))
+
+class Sums:
+    """The all-reduce that the model's layers call: one of several, with the time spent in it.
+
+    ways  those with the same sums overlapped behind them
+    """
+
+    def __init__(self, sums: dict[str, Callable[[torch.Tensor], torch.Tensor]]) -> None:
+        self._sums = sums
+        self.ways = [*sums, *(name + OVERLAPPED for name in sums)]
+        self.seconds, self.nbytes = 0.0, 0
+        self.choose(self.ways[0])
+
+    def choose(self, way: str) -> None:
+        """The way of the calls from now on; forgets what was counted."""
+        self._now = self._sums[way.removesuffix(OVERLAPPED)]
         self.seconds, self.nbytes = 0.0, 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         begun = time.perf_counter()
-        y = self.ways[self.now](x)
+        y = self._now(x)
         self.seconds += time.perf_counter() - begun
         self.nbytes += x.nbytes
         return y
@@ -61,40 +85,90 @@ def own(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def prefill(runner: Runner, sums: Sums, tokens: torch.Tensor, repeat: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of one step: all of it, inside of sums, and of those what it waited for."""
+
+    step: float
+    in_sums: float
+    waited: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What steps run on."""
+
+    runner: Runner
+    sums: Sums
+    overlap: Overlap
+
+    def step(self, batch: Batch, way: str) -> tuple[torch.Tensor, Took]:
+        """The logits of a batch by a way."""
+        self.sums.choose(way)
+        overlapped = way.endswith(OVERLAPPED)
+        self.runner.overlap = self.overlap if overlapped else None
+        waited, begun = self.overlap.waited_s, time.perf_counter()
+        logits = self.runner.run(batch)
+        seconds, in_sums = time.perf_counter() - begun, self.sums.seconds
+        return logits, Took(seconds, in_sums, self.overlap.waited_s - waited if overlapped else in_sums)
+
+
+def prefill(rank: Rank, tokens: torch.Tensor, repeat: int) -> dict[str, Any]:
     """Medians of the ways, in turns."""
-    batch = one_sequence(tokens, torch.tensor([len(tokens) - 1]))
-    took: dict[str, list[tuple[float, float]]] = {way: [] for way in sums.ways}
+    batch, ways = one_sequence(tokens, torch.tensor([len(tokens) - 1])), rank.sums.ways
+    took: dict[str, list[Took]] = {way: [] for way in ways}
+    logits: dict[str, torch.Tensor] = {}
     for turn in range(repeat + 1):
-        for way in sums.ways:
-            sums.now, sums.seconds, sums.nbytes = way, 0.0, 0
+        for way in ways:
             dist.barrier()
-            begun = time.perf_counter()
-            runner.run(batch)
+            logits[way], one = rank.step(batch, way)
             if turn:
-                took[way].append((time.perf_counter() - begun, sums.seconds))
-    middle = {way: [statistics.median(part) for part in zip(*runs, strict=True)] for way, runs in took.items()}
-    plain = min((way for way in sums.ways if way != "quantized"), key=lambda way: middle[way][0])
-    ratio = statistics.median(a[0] / b[0] for a, b in zip(took[plain], took["quantized"], strict=True))
+                took[way].append(one)
+    median = {
+        name: {way: statistics.median(getattr(one, name) for one in took[way]) for way in ways}
+        for name in ("step", "in_sums", "waited")
+    }
+
+    def best(*, quantized: bool, overlapped: bool | None) -> str:
+        """The fastest way of a kind; None: overlapped or not."""
+        kind = [way for way in ways if way.startswith("quantized") == quantized]
+        kind = [way for way in kind if overlapped in (None, way.endswith(OVERLAPPED))]
+        return min(kind, key=lambda way: median["step"][way])
+
+    def speedup(slow: str, fast: str) -> float:
+        return round(statistics.median(a.step / b.step for a, b in zip(took[slow], took[fast], strict=True)), 3)
+
+    plain, plain_overlapped = (best(quantized=False, overlapped=overlapped) for overlapped in (False, True))
+    quantized = best(quantized=True, overlapped=None)
     return {
         "tokens": len(tokens),
-        "message_mib": sums.nbytes / 2**20,
-        "seconds": {way: round(both[0], 4) for way, both in middle.items()},
-        "in_sums": {way: round(both[1], 4) for way, both in middle.items()},
+        "message_mib": rank.sums.nbytes / 2**20,
+        "seconds": {way: round(x, 4) for way, x in median["step"].items()},
+        "in_sums": {way: round(x, 4) for way, x in median["in_sums"].items()},
+        "waited": {way: round(x, 4) for way, x in median["waited"].items()},
         "plain": plain,
-        "ratio": round(ratio, 3),
+        "plain_overlapped": plain_overlapped,
+        "best_quantized": quantized,
+        "speedup": {
+            "quantized": speedup(plain, "quantized"),
+            "plain_overlapped": speedup(plain, plain_overlapped),
+            "best_over_plain": speedup(plain, quantized),
+            "best_over_plain_overlapped": speedup(plain_overlapped, quantized),
+        },
+        "identical": {
+            way: torch.equal(logits[way], logits[way + OVERLAPPED]) for way in ways if way + OVERLAPPED in logits
+        },
     }
 
 
-def perplexity(runner: Runner, sums: Sums, ids: torch.Tensor, window: int) -> dict[str, float]:
+def perplexity(rank: Rank, ids: torch.Tensor, window: int) -> dict[str, float]:
     """Of the windows of a text, by each way."""
     found = {}
-    for way in sums.ways:
-        sums.now = way
+    for way in rank.sums.ways:
         total = 0.0
         rows = ids[: len(ids) // window * window].view(-1, window)
         for row in rows:
-            logits = runner.run(one_sequence(row, torch.arange(window)))
+            logits, _ = rank.step(one_sequence(row, torch.arange(window)), way)
             total += float(torch.nn.functional.cross_entropy(logits[:-1], row[1:], reduction="sum"))
         found[way] = math.exp(total / (len(rows) * (window - 1)))
     return found
@@ -107,19 +181,21 @@ def worker(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     quantized = QuantAllReduce(codec=options.codec, min_bytes=0)
     sums = Sums({"gloo": own, "two_shot": quantized.plain_two_shot, "quantized": lambda x: quantized(x, x)})
-    model = ptqpipe.runtime.load(options.model, tp=ranks, rank=rank, all_reduce=sums).eval()
+    overlap = Overlap(least_tokens=options.least)
+    model = ptqpipe.runtime.load(options.model, tp=ranks, rank=rank, all_reduce=sums, run_collective=overlap)
     longest = max(options.prompt, options.window)
     runner = Runner(model, CacheOptions(max_bytes=2 << 30, max_len=longest, max_seqs=1, block_size=BLOCK))
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.randint(3, vocabulary, (options.prompt,), generator=torch.Generator().manual_seed(0))
     line: dict[str, Any] = {"model": options.model.name, "link": link, "ranks": ranks, "codec": options.codec}
-    line |= prefill(runner, sums, tokens, options.repeat)
+    each = Rank(runner, sums, overlap)
+    line |= prefill(each, tokens, options.repeat)
     if options.text:
         from transformers import AutoTokenizer
 
         text = options.text.read_text(encoding="utf-8")[: 8 * options.tokens]
         ids = torch.tensor(AutoTokenizer.from_pretrained(options.model)(text)["input_ids"][: options.tokens])
-        found = perplexity(runner, sums, ids, options.window)
+        found = perplexity(each, ids, options.window)
         line["perplexity"] = {way: round(value, 4) for way, value in found.items()}
         line["perplexity_change"] = round(found["quantized"] / found["gloo"] - 1, 6)
     if rank == 0:
@@ -137,6 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--codec", default="int8")
+    parser.add_argument("--least", type=int, default=LEAST_TOKENS)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tokens", type=int, default=16384, help="of the text")
     parser.add_argument("--window", type=int, default=256)
@@ -151,6 +228,8 @@ def main() -> None:
     if options.worker:
         worker(options)
         return
+    if not (options.model / "config.json").is_file():
+        sys.exit(f"{options.model} has no config.json; give a checkpoint folder, such as ptqpipe convert writes")
     if os.geteuid():
         sys.exit("namespaces and tc need root")
     for link in options.links:

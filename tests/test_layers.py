@@ -79,6 +79,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "pydantic": ("server",),
     "uvicorn": ("server",),
     "prometheus_client": ("server",),
+    "greenlet": ("engine.overlap",),
     # Readers that the tests compare with. The package must not lean on them.
     "compressed_tensors": (),
     "modelopt": (),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     metavar="int8|off|auto",
     help="The ranks' sums in prefill: quantized, plain, or what is measured to be faster.",
 )
+@click.option("--overlap/--no-overlap", default=True, show_default=True, help="Those sums beside computing.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="0: any free one.")
 @click.option("--api-key", envvar="PTQPIPE_API_KEY", help="What clients must send as Bearer [$PTQPIPE_API_KEY].")
@@ -56,6 +57,7 @@ def serve(
     ckpt: str,
     tp: int | None,
     allreduce: str,
+    overlap: bool,
     host: str,
     port: int,
     api_key: str | None,
@@ -95,6 +97,7 @@ def serve(
         packed=not decoded,
         activations=activations,
         allreduce=allreduce,
+        overlap=overlap,
         max_len=max_model_len,
         max_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,

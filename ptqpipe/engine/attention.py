@@ -84,7 +84,6 @@ class PagedAttention:
 
     def __init__(self, pages: dict[int, Pages], block_size: int, *, device: torch.device | str = "cpu") -> None:
         self.pages, self.block_size, self.device = pages, block_size, device
-        self._step: _Step | None = None
 
     @contextmanager
     def during(self, batch: Batch) -> Iterator[None]:
@@ -97,20 +96,19 @@ class PagedAttention:
         on_device = [table.to(self.device) for table in tables]
         singles = _singles(batch)
         others = _others(batch, 0 if singles is None else len(singles.totals))
-        self._step = _Step(batch, torch.cat(places).to(self.device), on_device, singles, others)
-        token = _ACTIVE.set(self)
+        step = _STEP.set(_Step(batch, torch.cat(places).to(self.device), on_device, singles, others))
+        active = _ACTIVE.set(self)
         try:
             yield
         finally:
-            _ACTIVE.reset(token)
-            self._step = None
+            _ACTIVE.reset(active)
+            _STEP.reset(step)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
     ) -> torch.Tensor:
         """Queries [T, heads, dim] over the pages, with new keys and values [T, kv heads, dim]; [T, heads, dv]."""
-        step, pages = self._step, self.pages[layer]
-        assert step is not None
+        step, pages = _STEP.get(), self.pages[layer]
         store(pages.keys, step.slots, key, pages.key_scale)
         store(pages.values, step.slots, value, pages.value_scale)
         out = query.new_empty(*query.shape[:2], value.shape[-1])
@@ -203,7 +201,9 @@ def numbers_of(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (codes * scale).to(dtype).float().contiguous()
 
 
+# Of the context: two halves of a step (``overlap.py``) take turns in one thread, each with its own.
 _ACTIVE: ContextVar[PagedAttention] = ContextVar("ptqpipe_paged_attention")
+_STEP: ContextVar[_Step] = ContextVar("ptqpipe_paged_attention_step")
 
 
 def store(pages: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None) -> None:

@@ -8,7 +8,7 @@ one token, shows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,11 @@ from ptqpipe.engine.attention import (
     register,
 )
 from ptqpipe.engine.batch import Batch, Span
+from ptqpipe.engine.compiled import find_siblings, use_kernels
 from ptqpipe.errors import UsageError
+
+if TYPE_CHECKING:
+    from ptqpipe.engine.overlap import Overlap
 
 _LAYERS = {"full_attention", "sliding_attention"}
 
@@ -41,15 +45,28 @@ class CacheOptions:
 class Runner:
     """A model with its cache. Every rank of a tensor-parallel group has one, and runs the same batches."""
 
-    def __init__(self, model: Any, options: CacheOptions, *, agree: Callable[[int], int] | None = None) -> None:
-        """``agree``: of all ranks on the number of blocks."""
-        self.model, self.block_size = model, options.block_size
+    def __init__(
+        self,
+        model: Any,
+        options: CacheOptions,
+        *,
+        agree: Callable[[int], int] | None = None,
+        overlap: "Overlap | None" = None,
+    ) -> None:
+        """The cache is made here.
+
+        agree    of all ranks on the number of blocks
+        overlap  what runs the model's collectives, and steps in halves beside them
+        """
+        self.model, self.block_size, self.overlap = model, options.block_size, overlap
         self.config = model.config.get_text_config()
         check_model(model)
         register()
         self.config._attn_implementation = IMPLEMENTATION
         self.dtype: torch.dtype = model.dtype
-        self.shapes, scales = probe(model)
+        use_kernels(model)
+        with find_siblings(model):
+            self.shapes, scales = probe(model)
         self.scales = scales
         self.bytes_per_block = options.block_size * sum(
             shape.heads * (shape.key_dim + shape.value_dim) * (1 if layer in scales else self.dtype.itemsize)
@@ -84,6 +101,10 @@ class Runner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
         """Float32 logits [wanted, vocabulary] of a batch, on the CPU."""
+        return self._forward(batch) if self.overlap is None else self.overlap.run(batch, self._forward)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """The same, of a batch or of a half of one."""
         device = self.model.device
         with self.attention.during(batch):
             out = self.model(

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
-from ptqpipe.runtime.parallel import AllReduce, TensorParallel
+from ptqpipe.runtime.parallel import AllReduce, RunCollective, TensorParallel
 from ptqpipe.source import Source
 
 Activations = Literal["simulated", "none"]
@@ -30,6 +30,7 @@ def load(
     rank: int = 0,
     group: ProcessGroup | None = None,
     all_reduce: AllReduce | None = None,
+    run_collective: RunCollective | None = None,
     dtype: torch.dtype | str = "bfloat16",
     packed: bool = True,
     activations: Activations = "simulated",
@@ -44,6 +45,8 @@ def load(
     all_reduce   ``f(x) -> sum of x over the ranks``, called with every row-parallel layer's partial output
                  ``[..., hidden]``: contiguous, in ``dtype``, may be written to; every rank must get the same bits. It
                  may choose by ``x.numel()``. None is torch's all_reduce in ``group``. Logits do not pass it
+    run_collective  what runs each sum and gather of a forward: may do so in the background while it lets another
+                 forward compute in the same thread (``engine/overlap.py``); None runs it at once
     dtype        what the model computes in: bfloat16, float32, float16 or "auto", the checkpoint's own
     packed       False decodes the weights to ``dtype`` instead
     activations  "simulated" quantizes the inputs of linear layers and the kv cache as the checkpoint says, "none"
@@ -55,7 +58,7 @@ def load(
     the model do not fit together: a weight missing, one without a place, a shape that differs.
     """
     _check(activations, device)
-    ranks = TensorParallel(tp, rank, group, all_reduce)
+    ranks = TensorParallel(tp, rank, group, all_reduce, run_collective)
     ranks.check()
     model = _load(Path(ckpt), ranks, dtype=dtype, packed=packed, activations=activations)
     return model.to(device)

@@ -21,6 +21,8 @@ from ptqpipe.errors import UsageError
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a contiguous tensor over the ranks. It may write to its argument; every rank gets the same bits."""
+RunCollective = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+"""Runs a collective operation, now or beside something else, but in the order of its calls; returns what it gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,14 @@ class TensorParallel:
     size, rank  how many ranks there are, and which this is
     group       the process group; None is torch's default one (unused where ``size`` is 1)
     all_reduce  sums the partial outputs of row-parallel layers; None is torch's
+    run         how collective operations are run; None: at once
     """
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
     all_reduce: AllReduce | None = None
+    run: RunCollective | None = None
 
     def check(self) -> None:
         """UsageError for ranks that make no sense, or that torch.distributed does not have."""
@@ -58,13 +62,19 @@ class TensorParallel:
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks."""
         x = x.contiguous()
+        return self._sum(x) if self.run is None else self.run(lambda: self._sum(x))
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors ``[..., n]`` side by side, ``[..., size * n]``, as they are."""
+        return self._gathered(x) if self.run is None else self.run(lambda: self._gathered(x))
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
         if self.all_reduce is not None:
             return self.all_reduce(x)
         dist.all_reduce(x, group=self.group)
         return x
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors ``[..., n]`` side by side, ``[..., size * n]``, as they are."""
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)

@@ -28,6 +28,7 @@ class ServeOptions:
 
     name          of the model in the API
     allreduce     "off", a codec ("int8", ...), or "auto": quantized where it is measured to be faster
+    overlap       whether a prefill's sums go beside its computing (``engine/overlap.py``)
     max_len       longest sequence; cache_bytes: of keys and values
     max_queue     most sequences that wait
     """
@@ -41,6 +42,7 @@ class ServeOptions:
     packed: bool = True
     activations: str = "simulated"
     allreduce: str = "off"
+    overlap: bool = True
     max_len: int | None = None
     max_seqs: int = 32
     max_batch_tokens: int = 1024
@@ -74,7 +76,8 @@ def require_packages() -> None:
     """UsageError that names the extra where a package of the service is missing."""
     from importlib.util import find_spec
 
-    missing = [x for x in ("transformers", "fastapi", "uvicorn", "prometheus_client") if find_spec(x) is None]
+    packages = ("transformers", "fastapi", "uvicorn", "prometheus_client", "greenlet")
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}; pip install 'ptqpipe[serve]'")
 
@@ -183,15 +186,18 @@ def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
 
 def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[QuantAllReduce]") -> "Runner":
     """This rank's part of the model, with a cache as large as all ranks can have."""
+    from ptqpipe.engine.overlap import Overlap
     from ptqpipe.engine.ranks import agree
     from ptqpipe.engine.runner import CacheOptions, Runner
     from ptqpipe.runtime import load
 
+    overlap = Overlap() if options.overlap and place.size > 1 and options.device == "cpu" else None
     model = load(
         options.ckpt,
         tp=place.size,
         rank=place.rank,
         all_reduce=(lambda x: sums[0](x, x)) if sums else None,
+        run_collective=overlap,
         dtype=options.dtype,
         packed=options.packed,
         activations="none" if options.activations == "none" else "simulated",
@@ -199,7 +205,7 @@ def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[Q
     )
     cache = options.cache_bytes or available_bytes() // _CACHE_PART // place.local
     together = agree if place.size > 1 else None
-    return Runner(model, CacheOptions(cache, context, options.max_seqs), agree=together)
+    return Runner(model, CacheOptions(cache, context, options.max_seqs), agree=together, overlap=overlap)
 
 
 def _engine(options: ServeOptions, runner: "Runner", computes: Any, tokenizer: Any, context: int) -> "Engine":
