@@ -12,7 +12,7 @@ ranks cannot disagree. Meant for the partial sums of prefill; tokens, embeddings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from ptqpipe.collectives.gate import NEVER, Thresholds, measure
 from ptqpipe.collectives.layout import Layout, cut
 from ptqpipe.collectives.point_to_point import Exchange, Workspace, first_tag
 from ptqpipe.collectives.stats import Phases, Stats
+from ptqpipe.collectives.symmetric import SymmetricExchange, SymmetricMemory, Transport, choose
 from ptqpipe.collectives.wire import Plain, Quantized, Wire
 from ptqpipe.errors import UsageError
 
@@ -56,8 +57,10 @@ class QuantAllReduce:
     min_bytes    smallest tensor that is quantized; "auto" measures it now, together with all other ranks
     plain        the sum to beat, and what small tensors get: x to the sum of x, may write to x. None is the group's own
     chunk_bytes  of values that move through the pipeline together
-    transport    "p2p": messages between pairs of ranks; "collectives": an all-to-all and an all-gather a chunk; "auto":
-                 the second for CUDA tensors
+    transport    "p2p": messages between pairs of ranks; "collectives": an all-to-all and an all-gather a chunk;
+                 "symmetric": one kernel over the memory of all GPUs of a node on NVLink, for int8 without rotation; a
+                 ``SymmetricMemory``: the same over that. "auto": p2p for CPU tensors; for CUDA tensors symmetric where
+                 it has been found to work, else collectives
     own_exact    two-shot: the owner of a stripe adds its own partial unrounded. Off, a row's result does not depend on
                  which rank owns it
     one_shot     every rank gets every partial: one rounding instead of two. For two ranks, where it costs no byte
@@ -73,7 +76,7 @@ class QuantAllReduce:
         hadamard: int = 0,
         min_bytes: int | Literal["auto"] = "auto",
         chunk_bytes: int = 4 << 20,
-        transport: Literal["auto", "p2p", "collectives"] = "auto",
+        transport: Transport | SymmetricMemory = "auto",
         own_exact: bool = True,
         one_shot: bool = False,
         plain: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -82,13 +85,15 @@ class QuantAllReduce:
         self.world: int = self.group.size()
         self.codec: WireCodec = get_wire_codec(codec, block, hadamard=hadamard)
         self.chunk_bytes = _positive("chunk_bytes", chunk_bytes)
-        if transport not in ("auto", "p2p", "collectives"):
-            raise UsageError(f"unknown transport {transport!r}; known are auto, p2p and collectives")
+        if not isinstance(transport, SymmetricMemory) and transport not in get_args(Transport):
+            raise UsageError(f"unknown transport {transport!r}; known are {', '.join(get_args(Transport))}")
         self.transport = transport
         self.own_exact = own_exact
         self.one_shot = one_shot
         if one_shot and self.world > 2:
             raise UsageError(f"one_shot is for two ranks, not {self.world}: it would move more bytes than plain sums")
+        quantizes = min_bytes != NEVER and not one_shot
+        self._memory = choose(transport, self.group, self.codec) if quantizes else None
         instance = _users.get(self.group, 0)
         _users[self.group] = instance + 1
         self.name = op.register(self, f"{self.group.group_name}/{instance}")
@@ -206,7 +211,10 @@ class QuantAllReduce:
         return _deliver(y, out)
 
     def _exchange(self, x: torch.Tensor, out: torch.Tensor, layout: Layout, wire: Wire, phases: Phases) -> None:
-        collectives = self.transport == "collectives" or (self.transport == "auto" and x.is_cuda)
+        if self._memory is not None and isinstance(wire, Quantized):
+            SymmetricExchange(self._memory, wire.codec, layout, x, out, phases, self.own_exact).two_shot()
+            return
+        collectives = self.transport == "collectives" or (self.transport != "p2p" and x.is_cuda)
         if collectives and not self.one_shot:
             if x.is_cuda and self._stream is None:
                 self._stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
