@@ -23,7 +23,6 @@ from ptqpipe.engine.attention import (
     register,
 )
 from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.compiled import find_siblings, use_kernels
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,9 +63,7 @@ class Runner:
         register()
         self.config._attn_implementation = IMPLEMENTATION
         self.dtype: torch.dtype = model.dtype
-        use_kernels(model)
-        with find_siblings(model):
-            self.shapes, scales = probe(model)
+        self.shapes, scales = probe(model)
         self.scales = scales
         self.bytes_per_block = options.block_size * sum(
             shape.heads * (shape.key_dim + shape.value_dim) * (1 if layer in scales else self.dtype.itemsize)
