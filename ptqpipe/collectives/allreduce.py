@@ -10,17 +10,19 @@ ranks cannot disagree. Meant for the partial sums of prefill; tokens, embeddings
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from ptqpipe.collectives import op
+from ptqpipe.collectives.at_once import AtOnce
 from ptqpipe.collectives.by_collectives import CollectiveExchange
 from ptqpipe.collectives.codecs import DTYPES, WireCodec, get_wire_codec
-from ptqpipe.collectives.gate import NEVER, Thresholds, measure
+from ptqpipe.collectives.gate import NEVER, Sum, Thresholds, Way, measure
 from ptqpipe.collectives.layout import Layout, cut
 from ptqpipe.collectives.point_to_point import Exchange, Workspace, first_tag
 from ptqpipe.collectives.stats import Phases, Stats
@@ -30,6 +32,7 @@ from ptqpipe.errors import UsageError
 
 LEAST_CHUNK = 1 << 20  # bytes of values in a chunk, below which a message's fixed cost outweighs what overlaps
 LEAST_CHUNKS = 2  # of messages that are large enough for it
+ONE_SHOT_BYTES = 4 << 20  # that a rank sends in the largest plain one-shot that is tried: it moves more than others
 
 _users: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
@@ -102,9 +105,10 @@ class QuantAllReduce:
         self._stream: torch.cuda.Stream | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[torch.Tensor] | None = None
+        self._behind = False  # a call is in the background; messages of its own tags keep out of others' collectives
         self._stats = Stats()
         self._own = self._group_sum if plain is None else plain
-        self.thresholds = Thresholds(NEVER, NEVER) if min_bytes == "auto" else Thresholds(min_bytes, NEVER)
+        self.thresholds = Thresholds(NEVER if min_bytes == "auto" else min_bytes)
         if min_bytes == "auto" and self.world > 1:
             self.thresholds = self._measured()
 
@@ -116,11 +120,19 @@ class QuantAllReduce:
     @min_bytes.setter
     def min_bytes(self, value: int) -> None:
         """For those who measure by themselves; the same on all ranks."""
-        self.thresholds = Thresholds(value, self.thresholds.two_shot)
+        self.thresholds = replace(self.thresholds, quantized=value)
 
     def should_use(self, numel: int, dtype: torch.dtype) -> bool:
         """Whether a tensor of ``numel`` elements of ``dtype`` is quantized: the same answer on every rank."""
         return self.world > 1 and dtype in DTYPES and numel > 0 and numel * dtype.itemsize >= self.min_bytes
+
+    def way(self, numel: int, dtype: torch.dtype) -> Way:
+        """How such a tensor is summed: the same answer on every rank. "own" is ``plain``, or the group's own sum."""
+        if self.should_use(numel, dtype):
+            return "quantized"
+        if self.world == 1 or dtype not in DTYPES or not numel:
+            return "own"
+        return self.thresholds.plain_way(numel * dtype.itemsize)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of ``x`` over the ranks, into ``out`` (may be ``x``) or a new contiguous tensor."""
@@ -131,9 +143,13 @@ class QuantAllReduce:
         return self._run(x, out)
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Pending:
-        """The same in the background, in the order of calls. ``x`` must not change before it is done."""
+        """The same in the background, in the order of calls. ``x`` must not change before it is done.
+
+        A plain sum is a collective of the group's: meanwhile the ranks may call others only in one order.
+        """
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="ptqpipe-allreduce")
+        self._behind = True
         self._last = self._worker.submit(self._run, x, out)
         return Pending(self._last)
 
@@ -142,10 +158,10 @@ class QuantAllReduce:
         if x.dtype not in DTYPES:
             raise UsageError(f"{x.dtype} cannot be quantized; expected bfloat16, float16 or float32")
         self._settle()
-        return self._sum(x, out, Quantized(self.codec))
+        return self._sum(x, out, Quantized(self.codec), one_shot=self.one_shot)
 
     def plain(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The plain sum: the group's own or, where that was measured to be faster, the two-shot without a codec."""
+        """The plain sum: the group's own or, where that was measured to be faster, one of our schedules."""
         self._settle()
         return self._plain(x, out)
 
@@ -153,6 +169,11 @@ class QuantAllReduce:
         """The plain sum by the schedule of the quantized one, in place: what the codec alone has to beat."""
         self._settle()
         return self._sum(x, x, Plain())
+
+    def plain_one_shot(self, x: torch.Tensor) -> torch.Tensor:
+        """The same sum, bit by bit, in place: every rank gets every partial. UsageError for CUDA tensors."""
+        self._settle()
+        return self._sum(x, x, Plain(), one_shot=True)
 
     def stats(self) -> Stats:
         """What was done since this was made."""
@@ -163,16 +184,18 @@ class QuantAllReduce:
         if self._last is not None:
             self._last.result()
             self._last = None
+            self._behind = False
 
     def _run(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if self.should_use(x.numel(), x.dtype):
-            return self._sum(x, out, Quantized(self.codec))
+            return self._sum(x, out, Quantized(self.codec), one_shot=self.one_shot)
         return self._plain(x, out)
 
     def _plain(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         self._count(plain_calls=1)
-        if self.world > 1 and x.dtype in DTYPES and x.nbytes >= self.thresholds.two_shot:
-            return self._sum(x, out, Plain())
+        way = "own" if x.dtype not in DTYPES else self.thresholds.plain_way(x.nbytes)
+        if way != "own":
+            return self._sum(x, out, Plain(), one_shot=way == "one_shot")
         y = _result(x, out)
         if y is not x:
             y.copy_(x)
@@ -185,37 +208,39 @@ class QuantAllReduce:
         return x
 
     def _measured(self) -> Thresholds:
-        codec = Quantized(self.codec)
-        found = measure(
-            self.group,
-            _device_of(self.group),
-            own=self._own,
-            two_shot=lambda x: self._sum(x, x, Plain()),
-            quantized=lambda x: self._sum(x, x, codec),
-        )
+        device = _device_of(self.group)
+        messages = self.transport != "collectives" and device.type == "cpu"
+
+        def sums(nbytes: int) -> Mapping[Way, Sum]:
+            found: dict[Way, Sum] = {"own": self._own, "two_shot": lambda x: self._sum(x, x, Plain())}
+            if messages and nbytes * (self.world - 1) <= ONE_SHOT_BYTES:
+                found["one_shot"] = lambda x: self._sum(x, x, Plain(), one_shot=True)
+            return found | {"quantized": lambda x: self._sum(x, x, Quantized(self.codec), one_shot=self.one_shot)}
+
+        found = measure(self.group, device, sums)
         self._stats = Stats()
         return found
 
-    def _sum(self, x: torch.Tensor, out: torch.Tensor | None, wire: Wire) -> torch.Tensor:
+    def _sum(self, x: torch.Tensor, out: torch.Tensor | None, wire: Wire, *, one_shot: bool = False) -> torch.Tensor:
         y = _result(x, out)
         if self.world == 1 or not x.numel():
             return _deliver(y.copy_(x), out)
         phases = Phases()
         values = x.contiguous().view(-1)
-        if self.one_shot and y is x:
-            values = values.clone()
-        layout = self.layout(x.numel(), x.dtype, wire)
-        self._exchange(values, y.view(-1), layout, wire, phases)
+        layout = self.layout(x.numel(), x.dtype, wire, one_shot=one_shot)
+        self._exchange(values, y.view(-1), layout, wire, phases, one_shot=one_shot)
         if isinstance(wire, Quantized):
             self._count(calls=1, value_bytes=x.nbytes, phases=phases)
         return _deliver(y, out)
 
-    def _exchange(self, x: torch.Tensor, out: torch.Tensor, layout: Layout, wire: Wire, phases: Phases) -> None:
+    def _exchange(
+        self, x: torch.Tensor, out: torch.Tensor, layout: Layout, wire: Wire, phases: Phases, *, one_shot: bool
+    ) -> None:
         if self._memory is not None and isinstance(wire, Quantized):
             SymmetricExchange(self._memory, wire.codec, layout, x, out, phases, self.own_exact).two_shot()
             return
         collectives = self.transport == "collectives" or (self.transport != "p2p" and x.is_cuda)
-        if collectives and not self.one_shot:
+        if collectives and not one_shot:
             if x.is_cuda and self._stream is None:
                 self._stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
             stream = self._stream if x.is_cuda else None
@@ -223,14 +248,19 @@ class QuantAllReduce:
             return
         if x.is_cuda:
             raise UsageError("one_shot and transport p2p are for CPU tensors; leave both out for CUDA")
-        exchange = Exchange(self.group, wire, layout, x, out, self._tag, self._workspace, phases, self.own_exact)
-        exchange.one_shot() if self.one_shot else exchange.two_shot()
+        exchange: Exchange | AtOnce
+        if self.transport == "auto" and layout.chunks == 1 and not self._behind:
+            exchange = AtOnce(self.group, wire, layout, x, out, self._workspace, phases, self.own_exact)
+        else:
+            x = x.clone() if one_shot and x.data_ptr() == out.data_ptr() else x
+            exchange = Exchange(self.group, wire, layout, x, out, self._tag, self._workspace, phases, self.own_exact)
+        exchange.one_shot() if one_shot else exchange.two_shot()
 
-    def layout(self, numel: int, dtype: torch.dtype, wire: Wire) -> Layout:
+    def layout(self, numel: int, dtype: torch.dtype, wire: Wire, *, one_shot: bool = False) -> Layout:
         """How a message is cut."""
         return cut(
             numel,
-            1 if self.one_shot else self.world,
+            1 if one_shot else self.world,
             unit=wire.unit,
             chunk_elements=self.chunk_bytes // dtype.itemsize,
             least_chunks=LEAST_CHUNKS,

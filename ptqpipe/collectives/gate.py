@@ -1,99 +1,163 @@
-"""From which size on quantizing pays: plain against quantized, timed once, when an all-reduce is made.
+"""Which way a sum of a given size goes: the ways are timed against each other once, when an all-reduce is made.
 
 Every rank takes part in every measurement, rank 0's clock decides, and its answer is broadcast, so all ranks go by
-the same numbers. Two questions: which plain sum is faster, the process group's own or the two-shot without a codec; and
-from which size on the quantized one beats the better of them. A size counts only if all larger ones agree.
+the same numbers. Two questions: which plain sum is the fastest, for each size; and from which size on the quantized one
+beats that. A core that wakes late costs one call in two a factor of ten, whichever way it goes, so all ways take their
+turns in every round, in changing order, and the median of the rounds' ratios decides, those of the next smaller and
+the next larger size included: what is faster does not change from one size to the next and back.
 
 Must not know codecs or transports: it is given functions.
 """
 
+import math
+import random
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
+Plain = Literal["own", "one_shot", "two_shot"]
+Way = Literal["own", "one_shot", "two_shot", "quantized"]
+PLAIN: tuple[Plain, ...] = get_args(Plain)
+
 NEVER = 1 << 62  # bytes: no message is that large
-SIZES = tuple(1 << power for power in range(16, 25))  # 64 KiB .. 16 MiB
+SIZES = tuple(1 << power for power in (12, 14, 16, 18, 19, 20, 21, 22, 23, 24))  # 4 KiB .. 16 MiB
+QUANTIZED_FROM = 1 << 16  # bytes of messages that are tried with the codec; smaller ones are decided by their latency
 DTYPE = torch.bfloat16
-GAIN = 1.05  # what both the fastest and the middle one of a size's repeats must win by
-REPEAT = 7
-LIMIT_S = 1.5  # for one size; what takes longer is a link where the answer is clear after fewer repeats
+GAIN = 1.05  # what the codec must win by where it starts
+PLAIN_GAIN = 1.02  # what another plain sum must beat the group's own by
+ROUNDS, ENOUGH_S = 96, 0.13  # for one size: as many rounds, or as long and ...
+LEAST_ROUNDS, LIMIT_S = 5, 1.2  # ... as many; a link that is so slow gives clear answers after fewer
+OFTEN = 8  # rounds after which the ranks ask each other every OFTEN rounds only whether it is enough
+DOUBT = 1.0  # times the root of n: so far below the middle of n ratios lies one that 39 of 40 medians exceed
 
 Sum = Callable[[torch.Tensor], object]
+Times = Mapping[Way, Sequence[float]]  # seconds by way; the same place in each is the same round
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Bytes from which on a sum goes another way.
+    """What goes which way.
 
-    quantized  ... through the codec
-    two_shot   ... through the plain two-shot, below ``quantized``
+    quantized  bytes from which on sums go through the codec
+    plain      (bytes below which, way) of the others, ascending; from the last on, and without any, the group's own
     """
 
     quantized: int
-    two_shot: int
+    plain: tuple[tuple[int, Plain], ...] = ()
+
+    def plain_way(self, nbytes: int) -> Plain:
+        """Of a message that is not quantized."""
+        for below, way in self.plain:
+            if nbytes < below:
+                return way
+        return "own"
 
 
 def measure(
     group: dist.ProcessGroup,
     device: torch.device,
+    sums: Callable[[int], Mapping[Way, Sum]],
     *,
-    own: Sum,
-    two_shot: Sum,
-    quantized: Sum,
     sizes: tuple[int, ...] = SIZES,
 ) -> Thresholds:
-    """Times the three sums, all in place, at every size; collective."""
-    gains: list[float] = []
-    plain_gains: list[float] = []
+    """Times the sums of a message of so many bytes, all in place, at every size; "own" is one of them. Collective."""
+    found: dict[int, Times] = {}
     for nbytes in sizes:
-        x = torch.ones(nbytes // DTYPE.itemsize, dtype=DTYPE, device=device)
-        runs = _rounds(group, x, (own, two_shot, quantized))
-        gains.append(_least_gain(runs, lambda ours, schedule, codec: min(ours, schedule) / codec))
-        plain_gains.append(_least_gain(runs, lambda ours, schedule, codec: ours / schedule))
-    answer = torch.tensor([_from_where(gains, sizes), _from_where(plain_gains, sizes)], device=device)
+        ways = dict(sums(nbytes))
+        if nbytes < QUANTIZED_FROM:
+            ways.pop("quantized", None)
+        found[nbytes] = _rounds(group, torch.empty(nbytes // DTYPE.itemsize, dtype=DTYPE, device=device), ways)
+    mine = decide(found)
+    ways_found = [PLAIN.index(mine.plain_way(nbytes)) for nbytes in sizes]
+    answer = torch.tensor([mine.quantized, *ways_found], dtype=torch.int64, device=device)
     dist.broadcast(answer, group=group, group_src=0)
-    first, second = (int(value) for value in answer.tolist())
-    return Thresholds(first, second)
+    first, *ways_told = (int(value) for value in answer.tolist())
+    return Thresholds(first, table({nbytes: PLAIN[way] for nbytes, way in zip(sizes, ways_told, strict=True)}))
 
 
-def _least_gain(runs: list[tuple[float, float, float]], gain: Callable[[float, float, float], float]) -> float:
-    """The smaller one of the gains of the fastest and of the middle runs: a network that lets bursts through flatters
-    the former, what else the machine does blurs the latter."""
-    ways = [sorted(run[way] for run in runs) for way in range(3)]
-    return min(gain(*(way[0] for way in ways)), gain(*(way[len(way) // 2] for way in ways)))
+def decide(found: Mapping[int, Times]) -> Thresholds:
+    """From the times of each measured size."""
+    sizes = sorted(found)
+    best = {nbytes: _fastest_plain(found, at) for at, nbytes in enumerate(sizes)}
+    start = NEVER
+    for at, nbytes in reversed(list(enumerate(sizes))):
+        if "quantized" in found[nbytes]:
+            ratios = log_ratios(_around(found, at, {best[nbytes], "quantized"}), best[nbytes], "quantized")
+            if statistics.median(ratios) < 0:
+                break  # and what is smaller stays plain, too
+            if statistics.median(ratios) >= math.log(GAIN) and _surely_positive(ratios):
+                start = nbytes
+    return Thresholds(start, table(best))
 
 
-def _rounds(group: dist.ProcessGroup, x: torch.Tensor, sums: tuple[Sum, Sum, Sum]) -> list[tuple[float, float, float]]:
-    """Seconds of each sum, taken in turns after one round to warm up."""
-    rounds: list[tuple[float, float, float]] = []
-    for turn in range(REPEAT + 1):
-        a, b, c = (_seconds(group, x, run) for run in sums)
-        if turn:
-            rounds.append((a, b, c))
-        late = torch.tensor([turn * (a + b + c) > LIMIT_S], dtype=torch.int32, device=x.device)
-        dist.broadcast(late, group=group, group_src=0)
-        if rounds and bool(late.item()):
-            break
-    return rounds
+def log_ratios(several: Sequence[Times], slower: Way, faster: Way) -> list[float]:
+    """Of all rounds; above 0 where ``faster`` is."""
+    return [math.log(a / b) for times in several for a, b in zip(times[slower], times[faster], strict=True)]
+
+
+def _fastest_plain(found: Mapping[int, Times], at: int) -> Plain:
+    """The group's own, unless another one is faster."""
+    tried = [way for way in PLAIN if way in found[sorted(found)[at]]]
+    several = _around(found, at, set(tried))
+    gains = {way: statistics.median(log_ratios(several, "own", way)) for way in tried}
+    best = max(tried, key=lambda way: gains[way])
+    return best if gains[best] >= math.log(PLAIN_GAIN) else "own"
+
+
+def _around(found: Mapping[int, Times], at: int, ways: AbstractSet[Way]) -> list[Times]:
+    """The times of a size and of its neighbours that tried these ways, too."""
+    return [found[nbytes] for nbytes in sorted(found)[max(0, at - 1) : at + 2] if ways <= set(found[nbytes])]
+
+
+def _surely_positive(ratios: list[float]) -> bool:
+    """Whether the median would be, were it measured again: 39 times of 40."""
+    return sorted(ratios)[max(0, int(len(ratios) / 2 - DOUBT * math.sqrt(len(ratios))))] > 0
+
+
+def table(best: Mapping[int, Plain]) -> tuple[tuple[int, Plain], ...]:
+    """The plain ways by size, from those of the measured sizes: each size goes by the nearest (by ratio) of them."""
+    sizes = sorted(best)
+    found: list[tuple[int, Plain]] = []
+    for nbytes, larger in zip(sizes, [*sizes[1:], None], strict=True):
+        below = NEVER if larger is None else math.isqrt(nbytes * larger - 1) + 1  # the geometric mean, rounded up
+        if found and found[-1][1] == best[nbytes]:
+            found.pop()
+        found.append((below, best[nbytes]))
+    return tuple(found)
+
+
+def _rounds(group: dist.ProcessGroup, x: torch.Tensor, ways: Mapping[Way, Sum]) -> Times:
+    """Seconds of each way, all in every round, after one round to warm up."""
+    times: dict[Way, list[float]] = {way: [] for way in ways}
+    order, draw = list(ways), random.Random(x.numel())  # the same order on all ranks
+    begun = time.perf_counter()
+    for turn in range(ROUNDS + 1):
+        draw.shuffle(order)
+        for way in order:
+            took = _seconds(group, x, ways[way])
+            if turn:
+                times[way].append(took)
+        if turn and (turn <= OFTEN or turn % OFTEN == 0):
+            spent = time.perf_counter() - begun
+            enough = spent > LIMIT_S or (turn >= LEAST_ROUNDS and spent > ENOUGH_S)
+            stop = torch.tensor([enough], dtype=torch.int32, device=x.device)
+            dist.broadcast(stop, group=group, group_src=0)
+            if bool(stop.item()):
+                break
+    return times
 
 
 def _seconds(group: dist.ProcessGroup, x: torch.Tensor, run: Sum) -> float:
+    x.fill_(1)
     dist.barrier(group=group)
     begun = time.perf_counter()
     run(x)
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     return time.perf_counter() - begun
-
-
-def _from_where(gains: list[float], sizes: tuple[int, ...]) -> int:
-    """The smallest size such that it and all larger ones won."""
-    found = NEVER
-    for gain, nbytes in zip(reversed(gains), reversed(sizes), strict=True):
-        if gain < GAIN:
-            break
-        found = nbytes
-    return found

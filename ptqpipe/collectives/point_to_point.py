@@ -27,7 +27,7 @@ _PER_GROUP = 1 << 20
 
 
 class Workspace:
-    """Bytes that calls share: WINDOW slots of rooms of one size, grown on demand."""
+    """Bytes that calls share, grown on demand: WINDOW slots of rooms of one size, or all in one."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -38,6 +38,12 @@ class Workspace:
         self._rooms, self._size = rooms, -(-nbytes // 64) * 64
         if self._bytes.numel() < WINDOW * rooms * self._size:
             self._bytes = torch.empty(WINDOW * rooms * self._size, dtype=torch.uint8)
+
+    def whole(self, nbytes: int) -> torch.Tensor:
+        """The first bytes, for those who share them out by themselves."""
+        if self._bytes.numel() < nbytes:
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+        return self._bytes[:nbytes]
 
     def room(self, chunk: int, index: int, nbytes: int) -> torch.Tensor:
         """The first bytes of room ``index`` in the slot of ``chunk``, which it shares with chunk + WINDOW."""

@@ -181,7 +181,8 @@ def choices(rank: int, world: int) -> dict[str, Any]:
     ]
     results = reduce(small), reduce(large), reduce(whole)
     plain = reduce.plain(large)
-    reduce.thresholds = Thresholds(NEVER, 0)
+    reduce.thresholds = Thresholds(NEVER, ((4096, "one_shot"), (NEVER, "two_shot")))
+    ways = [reduce.way(n, dtype) for n, dtype in ((2047, torch.bfloat16), (2048, torch.bfloat16), (1, torch.int64))]
     two_shot = reduce(large)
     other = QuantAllReduce(min_bytes=NEVER, transport="collectives").plain_two_shot(large.clone())
     wanted = sum(partial(2048, r, torch.bfloat16).float() for r in range(world))
@@ -192,6 +193,7 @@ def choices(rank: int, world: int) -> dict[str, Any]:
         "whole": torch.equal(results[2], whole * world),
         "plain": torch.equal(plain, exact[1]),
         "two_shot": torch.equal(two_shot, torch.as_tensor(wanted).bfloat16()) and torch.equal(two_shot, other),
+        "ways": ways,
         "stats": reduce.stats(),
         "auto": QuantAllReduce(min_bytes="auto").thresholds,
     }
@@ -203,6 +205,7 @@ def test_small_and_foreign_tensors_stay_plain_and_all_ranks_agree_on_a_measured_
         assert rank["answers"] == [False, True, True, False, False]
         assert (rank["small"], rank["large"], rank["whole"], rank["plain"]) == (True, False, True, True)
         assert rank["two_shot"], "float32 sums in the order of the ranks, rounded once"
+        assert rank["ways"] == ["one_shot", "two_shot", "own"]
         assert (rank["stats"].calls, rank["stats"].plain_calls) == (1, 4)
         assert rank["auto"] == found[0]["auto"]
 
