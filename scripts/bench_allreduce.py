@@ -1,18 +1,22 @@
 """The quantized all-reduce over gloo beside the best plain one, on links of a given speed. Linux, root, ip and tc.
 
 Usage: sudo python scripts/bench_allreduce.py [--links 1 5 10 loopback] [--ranks 2 4] [--sizes 64K 1M 16M]
-           [--codec int8] [--repeat 15] [--passes 1] [--soak 0] [--results FILE]
+           [--codec int8] [--repeat 15] [--rounds 400] [--seconds 10] [--passes 1] [--soak 0] [--results FILE]
 
 Makes a network namespace a rank, joined by a bridge in one of their own; every port is held to the rate by tc tbf in
 both directions. All are removed at the end, however it comes. One JSON line a link, number of ranks and size. Times
 are rank 0's, in ms, each after a barrier, in place, the ways of summing in turns of changing order, on links that have
-no burst left:
+no burst left. Sizes below 4 MiB take --rounds of turns, or as many as --seconds allow (at least --repeat), larger ones
+--repeat:
 
     gloo, two_shot    bfloat16: the backend's all-reduce, and our schedule without a codec; the faster one is ``plain``
     quantized, auto   ours; ``auto`` is what a QuantAllReduce that measured its threshold does with that size
     ratio_min/median  plain over quantized, above 1 is faster; ``ideal`` is the ratio of the bytes, ``of_ideal_*`` how
                       much of it that is
-    auto_ratio_median plain over auto
+    auto_ratio        plain over auto, medians; ``_low`` and ``_high`` bound 95 % of what it is when the rounds are
+                      drawn anew (whole rounds, so that what disturbs one disturbs all its ways)
+    auto_way          what auto chose: own, one_shot, two_shot or quantized; ``auto_from`` and ``auto_plain`` are all
+                      that it chose, ``auto_start_s`` how long it took
     wire              bytes that left rank 0's interface, headers included, over those of bfloat16 without headers, and
                       that over its ideal
     error             relative L2 error of the sum of Gaussians, float64 being exact; ``identical``: on all ranks alike
@@ -44,7 +48,9 @@ from ptqpipe.collectives import CODECS, QuantAllReduce
 SIZES = ("64K", "256K", "1M", "4M", "16M", "64M")
 BURST = {1: "128kb", 5: "256kb", 10: "512kb"}
 DRAIN_BYTES = 512 << 10  # what tc lets through at once, at most
-SMALL_BYTES = 1 << 20  # of messages that are measured four times as often: a core that wakes late is much of their time
+SMALL_BYTES = 4 << 20  # of messages that are measured more often: a core that wakes late is much of their time
+OFTEN = 8  # rounds between two looks at the clock
+DRAWS = 1000  # of rounds, for the interval
 PORT = 29650
 LIMIT_S = 390
 WIRE_CALLS = 4
@@ -171,11 +177,40 @@ def relative_error(total: torch.Tensor) -> float:
     return float((total.double() - exact).norm() / exact.norm())
 
 
-def measure(options: argparse.Namespace, size: str, link: str, reduces: tuple[QuantAllReduce, QuantAllReduce]) -> None:
-    """One size, all ways in turns; rank 0 prints a line."""
+def measure(
+    options: argparse.Namespace, size: str, link: str, reduces: tuple[QuantAllReduce, QuantAllReduce], start_s: float
+) -> None:
+    """One size, all ways in turns; rank 0 prints a line. ``start_s``: how long the second all-reduce took to make."""
     forced, auto = reduces
     given = partial(bytes_of(size) // 2, dist.get_rank())
     x = torch.empty_like(given)
+    before = forced.stats()
+    times = turns(options, given, x, reduces, link)
+    spent = phases(before, forced, len(times["quantized"]) + 1)
+    sent = wire_bytes(forced, x)
+    forced.quantized(x.copy_(given), x)
+    error, same = relative_error(x), identical(x)
+    same = identical(auto(x.copy_(given), x)) and same
+    if dist.get_rank() == 0:
+        line: dict[str, object] = {"link": link, "ranks": dist.get_world_size(), "size": size, "codec": options.codec}
+        line |= summary(forced, times, nbytes=given.nbytes, sent=sent)
+        line |= interval(times)
+        line |= {"auto_way": auto.way(given.numel(), given.dtype), "auto_from": auto.min_bytes}
+        line |= {"auto_plain": auto.thresholds.plain, "auto_start_s": round(start_s, 2)}
+        line |= {"error": round(error, 5), "identical": same, "phases": spent}
+        print(json.dumps(line))
+        sys.stdout.flush()
+
+
+def turns(
+    options: argparse.Namespace,
+    given: torch.Tensor,
+    x: torch.Tensor,
+    reduces: tuple[QuantAllReduce, QuantAllReduce],
+    link: str,
+) -> dict[str, list[float]]:
+    """Milliseconds by way, after one round to warm up; the same place in each is the same round."""
+    forced, auto = reduces
     ways: dict[str, Callable[[torch.Tensor], object]] = {
         "gloo": own_sum,
         "two_shot": forced.plain_two_shot,
@@ -184,25 +219,20 @@ def measure(options: argparse.Namespace, size: str, link: str, reduces: tuple[Qu
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     drain = torch.zeros(0 if link == "loopback" else 2 * DRAIN_BYTES // 4)
-    repeat = options.repeat * (4 if given.nbytes <= SMALL_BYTES else 1)
-    order, draw = list(ways), random.Random(0)
-    before = forced.stats()
-    for turn in range(repeat + 1):
+    rounds = options.rounds if given.nbytes < SMALL_BYTES else options.repeat
+    order, draw, begun = list(ways), random.Random(0), time.perf_counter()
+    for turn in range(rounds + 1):
         draw.shuffle(order)
         for name in order:
             took = seconds(ways[name], x, given, drain)
             if turn:
                 times[name].append(took * 1e3)
-    spent = phases(before, forced, repeat + 1)
-    sent = wire_bytes(forced, x)
-    forced.quantized(x.copy_(given), x)
-    same, error = identical(x), relative_error(x)
-    if dist.get_rank() == 0:
-        line = summary(forced, times, nbytes=given.nbytes, sent=sent)
-        line |= {"error": round(error, 5), "identical": same, "auto_from": auto.min_bytes}
-        line |= {"phases": spent}
-        print(json.dumps({"link": link, "ranks": dist.get_world_size(), "size": size, "codec": options.codec, **line}))
-        sys.stdout.flush()
+        if turn >= options.repeat and turn % OFTEN == 0:
+            late = torch.tensor([time.perf_counter() - begun > options.seconds])
+            dist.broadcast(late, 0)
+            if bool(late.item()):
+                break
+    return times
 
 
 def wire_bytes(reduce: QuantAllReduce, x: torch.Tensor) -> float:
@@ -236,11 +266,27 @@ def summary(reduce: QuantAllReduce, times: dict[str, list[float]], *, nbytes: in
         "ideal": round(ideal, 3),
         "of_ideal_min": round(ratio[0] / ideal, 3),
         "of_ideal_median": round(ratio[1] / ideal, 3),
-        "auto_ratio_median": round(plain[1] / middle["auto"], 3),
+        "rounds": len(times["auto"]),
         "auto_ratio_min": round(plain[0] / least["auto"], 3),
         "wire": round(of_bf16, 4),
         "wire_of_ideal": round(of_bf16 * ideal, 4),
     }
+
+
+def interval(times: dict[str, list[float]]) -> dict[str, float]:
+    """The better plain median over that of auto, and where it lies when the rounds are drawn anew."""
+    ways = torch.tensor([times["gloo"], times["two_shot"], times["auto"]], dtype=torch.float64)
+    rounds = ways.shape[1]
+    chosen = torch.randint(rounds, (DRAWS, rounds), generator=torch.Generator().manual_seed(0))
+
+    def ratio(drawn: torch.Tensor) -> torch.Tensor:
+        """[3, draws, rounds] to [draws]."""
+        middle = drawn.quantile(0.5, dim=2)
+        return middle[:2].amin(0) / middle[2]
+
+    low, high = ratio(ways[:, chosen]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    middle = float(ratio(ways[:, None]))
+    return {"auto_ratio": round(middle, 3), "auto_ratio_low": round(low, 3), "auto_ratio_high": round(high, 3)}
 
 
 def phases(before: object, reduce: QuantAllReduce, calls: int) -> dict[str, float]:
@@ -283,9 +329,11 @@ def worker(options: argparse.Namespace) -> None:
             codec=options.codec, block=options.block, hadamard=options.hadamard, min_bytes=0,
             chunk_bytes=bytes_of(options.chunk), one_shot=options.one_shot,
         )  # fmt: skip
+        begun = time.perf_counter()
         auto = QuantAllReduce(codec=options.codec, block=options.block, hadamard=options.hadamard)
+        start_s = time.perf_counter() - begun
         for size in options.sizes:
-            measure(options, size, link, (forced, auto))
+            measure(options, size, link, (forced, auto), start_s)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -302,6 +350,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--chunk", default="4M")
     parser.add_argument("--one-shot", action="store_true")
     parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=400, help="of sizes below 4 MiB")
+    parser.add_argument("--seconds", type=float, default=10, help="after which these take no more rounds")
     parser.add_argument("--passes", type=int, default=1, help="times that everything is done")
     parser.add_argument("--pin", action="store_true", help="each rank on a core of its own")
     parser.add_argument("--soak", type=int, default=0)

@@ -23,6 +23,7 @@ from ptqpipe.collectives.at_once import AtOnce
 from ptqpipe.collectives.by_collectives import CollectiveExchange
 from ptqpipe.collectives.codecs import DTYPES, WireCodec, get_wire_codec
 from ptqpipe.collectives.gate import NEVER, Sum, Thresholds, Way, measure
+from ptqpipe.collectives.gate import Plain as PlainWay
 from ptqpipe.collectives.layout import Layout, cut
 from ptqpipe.collectives.point_to_point import Exchange, Workspace, first_tag
 from ptqpipe.collectives.stats import Phases, Stats
@@ -107,6 +108,7 @@ class QuantAllReduce:
         self._last: Future[torch.Tensor] | None = None
         self._behind = False  # a call is in the background; messages of its own tags keep out of others' collectives
         self._stats = Stats()
+        self._plain_calls = 0
         self._own = self._group_sum if plain is None else plain
         self.thresholds = Thresholds(NEVER if min_bytes == "auto" else min_bytes)
         if min_bytes == "auto" and self.world > 1:
@@ -128,18 +130,18 @@ class QuantAllReduce:
 
     def way(self, numel: int, dtype: torch.dtype) -> Way:
         """How such a tensor is summed: the same answer on every rank. "own" is ``plain``, or the group's own sum."""
-        if self.should_use(numel, dtype):
-            return "quantized"
         if self.world == 1 or dtype not in DTYPES or not numel:
             return "own"
-        return self.thresholds.plain_way(numel * dtype.itemsize)
+        nbytes = numel * dtype.itemsize
+        return "quantized" if nbytes >= self.thresholds.quantized else self.thresholds.plain_way(nbytes)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of ``x`` over the ranks, into ``out`` (may be ``x``) or a new contiguous tensor."""
         if torch.compiler.is_compiling():
             y = op.quant_all_reduce(x, self.name)
             return y if out is None else out.copy_(y)
-        self._settle()
+        if self._last is not None:
+            self._settle()
         return self._run(x, out)
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Pending:
@@ -163,7 +165,7 @@ class QuantAllReduce:
     def plain(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The plain sum: the group's own or, where that was measured to be faster, one of our schedules."""
         self._settle()
-        return self._plain(x, out)
+        return self._plain(x, out, "own" if x.dtype not in DTYPES else self.thresholds.plain_way(x.nbytes))
 
     def plain_two_shot(self, x: torch.Tensor) -> torch.Tensor:
         """The plain sum by the schedule of the quantized one, in place: what the codec alone has to beat."""
@@ -177,7 +179,7 @@ class QuantAllReduce:
 
     def stats(self) -> Stats:
         """What was done since this was made."""
-        return self._stats
+        return replace(self._stats, plain_calls=self._plain_calls)
 
     def _settle(self) -> None:
         """Waits for what :meth:`start` began: messages of two calls must not mix."""
@@ -187,13 +189,13 @@ class QuantAllReduce:
             self._behind = False
 
     def _run(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        if self.should_use(x.numel(), x.dtype):
+        way = self.way(x.numel(), x.dtype)
+        if way == "quantized":
             return self._sum(x, out, Quantized(self.codec), one_shot=self.one_shot)
-        return self._plain(x, out)
+        return self._plain(x, out, way)
 
-    def _plain(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        self._count(plain_calls=1)
-        way = "own" if x.dtype not in DTYPES else self.thresholds.plain_way(x.nbytes)
+    def _plain(self, x: torch.Tensor, out: torch.Tensor | None, way: PlainWay) -> torch.Tensor:
+        self._plain_calls += 1
         if way != "own":
             return self._sum(x, out, Plain(), one_shot=way == "one_shot")
         y = _result(x, out)
@@ -204,7 +206,7 @@ class QuantAllReduce:
         return _deliver(y, out)
 
     def _group_sum(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x, group=self.group)
+        self.group.allreduce(x).wait()  # what dist.all_reduce comes to, without what it checks
         return x
 
     def _measured(self) -> Thresholds:
@@ -230,7 +232,7 @@ class QuantAllReduce:
         layout = self.layout(x.numel(), x.dtype, wire, one_shot=one_shot)
         self._exchange(values, y.view(-1), layout, wire, phases, one_shot=one_shot)
         if isinstance(wire, Quantized):
-            self._count(calls=1, value_bytes=x.nbytes, phases=phases)
+            self._count(x.nbytes, phases)
         return _deliver(y, out)
 
     def _exchange(
@@ -267,19 +269,17 @@ class QuantAllReduce:
             least=min(LEAST_CHUNK, self.chunk_bytes) // dtype.itemsize,
         )
 
-    def _count(
-        self, *, calls: int = 0, plain_calls: int = 0, value_bytes: int = 0, phases: Phases | None = None
-    ) -> None:
-        old, more = self._stats, phases or Phases()
+    def _count(self, value_bytes: int, phases: Phases) -> None:
+        """A quantized sum."""
+        old = self._stats
         self._stats = Stats(
-            old.calls + calls,
-            old.plain_calls + plain_calls,
-            old.value_bytes + value_bytes,
-            old.wire_bytes + more.sent,
-            old.encode_s + more.encode,
-            old.reduce_s + more.reduce,
-            old.decode_s + more.decode,
-            old.wait_s + more.wait,
+            calls=old.calls + 1,
+            value_bytes=old.value_bytes + value_bytes,
+            wire_bytes=old.wire_bytes + phases.sent,
+            encode_s=old.encode_s + phases.encode,
+            reduce_s=old.reduce_s + phases.reduce,
+            decode_s=old.decode_s + phases.decode,
+            wait_s=old.wait_s + phases.wait,
         )
 
 
@@ -309,6 +309,8 @@ def _result(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """A contiguous tensor for the sum: ``out`` where it can be."""
     if out is None:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out is x and x.is_contiguous():
+        return x  # as most are; small sums take as long as a few dozen lines of Python
     if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         raise UsageError(
             f"out is {list(out.shape)} {out.dtype} on {out.device}; expected {list(x.shape)} {x.dtype} on {x.device}"
