@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from ptqpipe.errors import FormatError
 
-ABI = 10
+ABI = 11
 ISAS = ("avx512", "avx2", "baseline")  # best first
 OK, NOT_FINITE = 0, 1
 
@@ -89,6 +89,15 @@ class Linear(ctypes.Structure):
         ("scales", _POINTER), ("scale_stride", _LONG), ("scale_rows", _LONG), ("element", _INT), ("scale_kind", _INT),
         ("factor", _POINTER), ("factor_step", _LONG), ("x", _POINTER), ("m", _LONG), ("bias", _POINTER),
         ("out", _POINTER), ("threads", _LONG), ("panels", _LONG),
+    )  # fmt: skip
+
+
+class Norm(ctypes.Structure):
+    """``struct ptq_norm``."""
+
+    _fields_ = (
+        ("x", _POINTER), ("weight", _POINTER), ("out", _POINTER), ("rows", _LONG), ("n", _LONG), ("threads", _LONG),
+        ("eps", ctypes.c_float), ("unused", _INT),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Products with a packed weight on a CPU: the compiled kernels behind ``runtime/packed.py``.
 
 Sums are float32. In *panels*, which CPUs with AVX512-BF16 read, the order of a sum depends on K alone (for NVFP4 also
-on whether x has more than eight rows, for which weights are decoded otherwise): neither threads nor the other rows of
+on whether x has more than 16 rows, for which weights are decoded otherwise): neither threads nor the other rows of
 a call change a bit of a result. Products are those of VDPBF16PS (float32, subnormal inputs taken as zero), elsewhere
 float32 products and sums.
 
@@ -9,6 +9,7 @@ Knows addresses and formats; must not know modules.
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -17,7 +18,9 @@ from torch.nn.functional import pad
 from ptqpipe.formats import WHOLE, Format
 from ptqpipe.kernels import cpu_library as lib
 
+MOST_AT_ONCE = 4
 _ELEMENTS = {"e2m1": 0, "e4m3": 1, "e2m3": 2, "e3m2": 3}
+_BF16 = 4
 _NO_SCALES, _E4M3, _E8M0, _FLOAT = 0, 1, 2, 3
 _SCALES = {("e4m3", 16): _E4M3, ("e8m0", 32): _E8M0, ("bf16", 128): _FLOAT}
 _WORTH_A_THREAD = 1 << 18  # products, below which waking another thread costs more than it brings
@@ -29,6 +32,11 @@ class Operand:
 
     def __init__(self, job: lib.Linear, kept: tuple[torch.Tensor | None, ...]) -> None:
         self._job, self._kept = job, kept
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """What decides how x is laid out: columns, element, panels."""
+        return int(self._job.k), int(self._job.element), int(self._job.panels)
 
     def job(self, rows: int) -> lib.Linear:
         """For ``rows`` of x, on as many threads as torch uses and are worth it."""
@@ -65,15 +73,33 @@ def operand(
 
 def linear(x: torch.Tensor, weight: Operand, bias: torch.Tensor | None) -> torch.Tensor:
     """``[M, N]`` bfloat16: ``x [M, K]`` bfloat16 times a weight, plus ``bias [N]``. MemoryError when there is none."""
+    return linear_each(x, [(weight, bias)])[0]
+
+
+def linear_each(x: torch.Tensor, weights: Sequence[tuple[Operand, torch.Tensor | None]]) -> list[torch.Tensor]:
+    """The products of one ``x [M, K]`` with up to `MOST_AT_ONCE` weights of `alike` operands, biases added: one
+    parallel pass."""
     x = x.contiguous()
-    added = None if bias is None else bias.float().contiguous()
-    job = weight.job(x.shape[0])
-    out = torch.empty(x.shape[0], job.n, dtype=torch.bfloat16)
-    job.x, job.m, job.out = x.data_ptr(), x.shape[0], out.data_ptr()
-    job.bias = None if added is None else added.data_ptr()
-    if lib.call("ptq_linear_rows", ctypes.byref(job)) != lib.OK:
+    jobs = (lib.Linear * len(weights))()
+    outs, kept = [], []
+    for i, (weight, bias) in enumerate(weights):
+        job = weight.job(x.shape[0])
+        out = torch.empty(x.shape[0], job.n, dtype=torch.bfloat16)
+        added = None if bias is None else bias.float().contiguous()
+        job.x, job.m, job.out = x.data_ptr(), x.shape[0], out.data_ptr()
+        job.bias = None if added is None else added.data_ptr()
+        jobs[i] = job
+        outs.append(out)
+        kept.append(added)
+    jobs[0].threads = max(job.threads for job in jobs)
+    if lib.call("ptq_linear_rows", jobs, ctypes.c_int64(len(jobs))) != lib.OK:
         raise MemoryError(f"no room to lay out {x.shape[0]} rows of {x.shape[1]} numbers")
-    return out
+    return outs
+
+
+def alike(first: Operand, second: Operand) -> bool:
+    """Whether `linear_each` takes them together: the same columns, layout and kind of codes."""
+    return first.kind == second.kind
 
 
 def unpack(weight: Operand, first: int, last: int, *, out: torch.Tensor) -> None:
@@ -85,6 +111,19 @@ def unpack(weight: Operand, first: int, last: int, *, out: torch.Tensor) -> None
     job.out = out.data_ptr()
     status = lib.call("ptq_linear_unpack", ctypes.byref(job), ctypes.c_int64(first), ctypes.c_int64(last))
     assert status == lib.OK
+
+
+def bf16_operand(weight: torch.Tensor) -> Operand | None:
+    """A bfloat16 weight ``[N, K]``, copied to panels; None where this machine's kernel is not the fastest for them."""
+    if limit(panels=True) < 1 << 40:  # AMX has better ways to multiply many rows
+        return None
+    n, k = weight.shape
+    data = to_panels(weight, 2 * _UNIT)
+    job = lib.Linear(
+        data=data.data_ptr(), data_stride=data.stride(0), n=n, k=k, scale_rows=1,
+        element=_BF16, scale_kind=_NO_SCALES, panels=1,
+    )  # fmt: skip
+    return Operand(job, (data,))
 
 
 def limit(*, panels: bool) -> int:
@@ -121,9 +160,11 @@ def scale_panels(scales: torch.Tensor | None, fmt: Format) -> torch.Tensor | Non
 
 
 def to_panels(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """Bytes ``[N, B]``, padded with zeros to 16 rows and ``width`` bytes, transposed in dwords 16 rows at a time."""
-    n, b = rows.shape
-    whole = pad(rows.view(torch.uint8), (0, -b % width, 0, -n % _LANES)).contiguous()
+    """The bytes ``[N, B]`` of rows, padded with zeros to 16 rows and ``width`` bytes, transposed in dwords 16 rows at a
+    time."""
+    whole = rows.contiguous().view(torch.uint8)
+    n, b = whole.shape
+    whole = pad(whole, (0, -b % width, 0, -n % _LANES)).contiguous()
     dwords = whole.view(torch.int32).reshape(-1, _LANES, whole.shape[1] // 4)
     return _dense(dwords.transpose(1, 2)).view(torch.uint8).reshape(whole.shape)
 

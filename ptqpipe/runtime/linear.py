@@ -5,16 +5,17 @@ quantize activations have them quantized and decoded first (``activations.py``),
 computes up to the order of its sums and one rounding of the inputs. Must not know models, files or ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
+from ptqpipe.kernels import cpu_linear
 from ptqpipe.qtensor import Factors, QTensor
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.runtime.packed import PackedWeight, packed_linear
+from ptqpipe.runtime.packed import PackedWeight, packed_linear, packed_linears
 from ptqpipe.schemes import Activation
 
 
@@ -35,10 +36,13 @@ class PackedLinear(torch.nn.Module):
         self.packed = PackedWeight.from_qtensor(replace(q, low_rank=None)).arranged()
         self.low_rank = q.low_rank
         self.quantizer = None if quantizer is None or quantizer.activation is Activation.NONE else quantizer
+        self.siblings: Siblings | None = None
         self.register_parameter("bias", bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
+        if self.siblings is not None:
+            return self.siblings.output(self, x)
         if self.low_rank is None:
             return packed_linear(x, self.packed, self.bias, quantizer=self.quantizer)
         x = x if self.quantizer is None else self.quantizer(x)
@@ -59,6 +63,38 @@ class PackedLinear(torch.nn.Module):
             left, right, scale = self.low_rank.left, self.low_rank.right, self.low_rank.scale
             self.low_rank = Factors(left.to(device), right.to(device), None if scale is None else scale.to(device))
         return self
+
+
+class Siblings:
+    """Layers that a model gives one tensor after another, as a query, a key and a value: the first to be asked
+    computes the outputs of all in one pass, and the others hand out theirs.
+
+    An output is handed out for the very tensor that it was computed from, once; asked with another, a layer computes.
+    """
+
+    def __init__(self, layers: Sequence[PackedLinear]) -> None:
+        self.layers = tuple(layers)
+        self._x: torch.Tensor | None = None
+        self._ready: dict[PackedLinear, torch.Tensor] = {}
+
+    @staticmethod
+    def can_be(first: PackedLinear, second: PackedLinear) -> bool:
+        """Whether two layers may have the same ones."""
+        pair = (first, second)
+        if any(layer.quantizer is not None or layer.low_rank is not None for layer in pair):
+            return False
+        one, other = first.packed.operand, second.packed.operand
+        return one is not None and other is not None and cpu_linear.alike(one, other)
+
+    def output(self, layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        """``[..., out_features]`` of one of them."""
+        if x is not self._x or layer not in self._ready:
+            outputs = packed_linears(x, [(each.packed, each.bias) for each in self.layers])
+            self._x, self._ready = x, dict(zip(self.layers, outputs, strict=True))
+        y = self._ready.pop(layer)
+        if not self._ready:
+            self._x = None
+        return y
 
 
 def _thin(x: torch.Tensor, factors: Factors) -> torch.Tensor:

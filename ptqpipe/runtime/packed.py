@@ -25,6 +25,7 @@ sums inside tensor cores add to them.
 Knows formats and kernels; must not know modules, models or files, so that it also serves vLLM.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -205,6 +206,15 @@ def packed_linear(
         rows = rows if y is not None else quantizer(rows)
     y = _kernel(rows, weight, bias) if y is None else y
     return (_tiles(rows, weight, bias) if y is None else y).reshape(*x.shape[:-1], -1)
+
+
+def packed_linears(x: torch.Tensor, weights: Sequence[tuple[PackedWeight, torch.Tensor | None]]) -> list[torch.Tensor]:
+    """``x [..., K]`` times each weight, biases added: what `packed_linear` returns, in one pass where kernels can."""
+    rows = x.reshape(-1, x.shape[-1])
+    jobs = [(weight.operand, bias) for weight, bias in weights if weight.operand is not None]
+    if len(jobs) < len(weights) or x.dtype != torch.bfloat16 or len(rows) > cpu_linear.limit(panels=True):
+        return [packed_linear(x, weight, bias) for weight, bias in weights]
+    return [y.reshape(*x.shape[:-1], -1) for y in cpu_linear.linear_each(rows, jobs)]
 
 
 def _kernel(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -190,6 +190,7 @@ def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[Q
     from ptqpipe.engine.ranks import agree
     from ptqpipe.engine.runner import CacheOptions, Runner
     from ptqpipe.runtime import load
+    from ptqpipe.runtime.compiled import use_kernels
 
     overlap = Overlap() if options.overlap and place.size > 1 and options.device == "cpu" else None
     model = load(
@@ -203,6 +204,7 @@ def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[Q
         activations="none" if options.activations == "none" else "simulated",
         device=options.device,
     )
+    use_kernels(model)
     cache = options.cache_bytes or available_bytes() // _CACHE_PART // place.local
     together = agree if place.size > 1 else None
     return Runner(model, CacheOptions(cache, context, options.max_seqs), agree=together, overlap=overlap)

@@ -7,10 +7,10 @@ from ptqpipe.api import quantize
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import WHOLE
 from ptqpipe.kernels import cpu, cpu_linear
-from ptqpipe.runtime.packed import PackedWeight, packed_linear
+from ptqpipe.runtime.packed import PackedWeight, packed_linear, packed_linears
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "mxfp6_e2m3", "fp8_channel", "fp8_tensor", "fp8_block")
-ROWS = (1, 2, 3, 4, 5, 8, 13, 16, 17, 47, 48, 200, 700)
+ROWS = (*range(1, 18), 47, 48, 200, 700)
 U, V = 2.0**-24, 2.0**-8
 
 
@@ -121,6 +121,31 @@ def test_a_row_does_not_depend_on_the_others_nor_on_threads(fmt: str) -> None:
             assert torch.equal(packed_linear(x, packed), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_channel"])
+@pytest.mark.parametrize("rows", [1, 5, 40, 600])
+def test_products_that_are_computed_together_are_those_that_are_computed_alone(fmt: str, rows: int) -> None:
+    parts = [weight(fmt, n, 512, seed=n)[0] for n in (96, 20, 2000)]
+    x = torch.randn(2, rows, 512, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    biases = [None, torch.randn(20).bfloat16(), None]
+    for layout in (parts, [part.arranged() for part in parts]):
+        together = packed_linears(x, list(zip(layout, biases, strict=True)))
+        for y, part, bias in zip(together, layout, biases, strict=True):
+            assert torch.equal(y, packed_linear(x, part, bias))
+
+
+@pytest.mark.skipif(cpu_linear.limit(panels=True) == 0, reason="this machine has no kernel for panels")
+@pytest.mark.parametrize("shape", [(48, 128), (33, 70), (5, 2080), (250, 480)])
+def test_a_bfloat16_weight_multiplies_in_panels(shape: tuple[int, int]) -> None:
+    g = torch.Generator().manual_seed(8)
+    w, bias = torch.randn(shape, generator=g).bfloat16(), torch.randn(shape[0], generator=g).bfloat16()
+    operand = cpu_linear.bf16_operand(w)
+    assert operand is not None
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1], generator=g).bfloat16()
+        y, exact = cpu_linear.linear(x, operand, bias).double(), x.double() @ w.double().t() + bias.double()
+        assert bool(((y - exact).abs() <= bound(x, w.double(), exact, decoded_bf16=False)).all()), f"{rows} rows"
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -6,10 +6,11 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 10
+#define PTQ_ABI 11
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
-enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3 };       // element
+enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3,           // element
+       PTQ_BF16_ELEMENT = 4 };                                         // of a ptq_linear in panels only: no code, the number
 enum { PTQ_SCALE_MINIFLOAT3 = 0, PTQ_SCALE_E8M0 = 1 };                 // scale codec: ?E?M3 or a power of two
 // rule: the exact search, the scales given, or one of the baselines of ptqpipe/search
 enum { PTQ_EXACT = 0, PTQ_GIVEN = 1, PTQ_ABSMAX = 2, PTQ_ABSMAX_PZ = 3, PTQ_FOUR_OVER_SIX = 4, PTQ_OCP_FLOOR = 5,
@@ -130,6 +131,7 @@ struct ptq_linear {
     int64_t panels;
 };
 
+enum { PTQ_LINEAR_JOBS = 4 };    // of one x, layout and element, at most, in a call of ptq_linear_rows
 enum { PTQ_LINEAR_ROWS = 512 };  // of x, at most, in a call of these
 
 // How an instruction set does it: any thread lays out any rows of x, then any thread does any rows of the weight.
@@ -139,6 +141,15 @@ struct ptq_linear_ops {
     void (*rows)(const struct ptq_linear *job, const void *x, int64_t first, int64_t last);
     // Rows of the weight without their factors, bfloat16 [last - first, k], to `out`.
     void (*unpack)(const struct ptq_linear *job, int64_t first, int64_t last, uint16_t *out);
+};
+
+// out [rows, n] = x [rows, n] over the root of the mean of its squares, times weight [n]; all dense bfloat16.
+struct ptq_norm {
+    const uint16_t *x, *weight;
+    uint16_t *out;
+    int64_t rows, n, threads;
+    float eps;
+    int32_t unused;
 };
 
 struct ptq_ops {
@@ -151,6 +162,7 @@ struct ptq_ops {
     int32_t (*columns)(const struct ptq_columns *job);
     const struct ptq_linear_ops *linear;
     int32_t (*collective)(const struct ptq_collective *job);
+    void (*rms_norm)(const struct ptq_norm *job, int64_t first, int64_t last);
 };
 
 extern "C" const struct ptq_ops ptq_ops_avx512, ptq_ops_avx2, ptq_ops_baseline;

@@ -16,7 +16,8 @@ namespace {
 #include "columns.h"
 #include "linear.h"
 #include "collective.h"
+#include "norm.h"
 }  // namespace
 
 extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode, quantize_long, columns,
-                                        &linear_ops,     collective};
+                                        &linear_ops,     collective, rms_norm};

@@ -1,10 +1,10 @@
 // x times a packed weight on AVX-512 with BF16 and VBMI, from one row of x to many.
 //
 // VDPBF16PS adds two columns to each of 16 float lanes, one a row of the weight, whose bytes lie in panels (see
-// linear_panel.h). For up to FEW rows of x codes meet x as they are decoded; for more, two panels and SLAB columns are
+// linear_panel.h). A few rows of x (`most_few`) meet codes as they are decoded; for more, two panels and SLAB columns are
 // decoded at a time into a buffer of the nearest cache, which then meets every row of x. The sum of a block of 32 columns is
 // added to the sum of the row, times its scale. So the order of a sum depends on K alone. But for NVFP4: few rows meet
-// blocks of 16, more than FEW weights that are decoded with their scales, in blocks of 64.
+// blocks of 16, more of them weights that are decoded with their scales, in blocks of 64.
 #include "system.h"
 #if defined(__x86_64__)
 #if defined(__clang__)
@@ -22,7 +22,7 @@ namespace {
 #define UNROLL _Pragma("GCC unroll 16")  // sums live in registers only if no loop is left around them
 
 // TILE rows of x: as many sums as hide the latency of VDPBF16PS, and no more than there are registers.
-enum { LANES = 16, PANELS = 2, GROUP = LANES * PANELS, UNIT = 64, SLAB = 256, PAIRS = SLAB / 2, FEW = 8, TILE = 8 };
+enum { LANES = 16, PANELS = 2, GROUP = LANES * PANELS, UNIT = 64, SLAB = 256, PAIRS = SLAB / 2, TILE = 8 };
 enum { AHEAD = 8 };  // units whose codes are asked for early: by itself the hardware fetches half as fast
 enum { FAR_ROWS = 48, FAR_GROUPS = 4 };  // from so many rows of x on, more of the weight meets each of them
 
@@ -45,8 +45,9 @@ int64_t bytes(const ptq_linear *j) { return j->m * slabs_of(j) * SLAB * 2; }
 
 void prepare(const ptq_linear *j, void *out, int64_t first, int64_t last) {
     const __m512i order = _mm512_broadcast_i32x4(
-        j->element == PTQ_E2M1 ? _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
-                               : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+        j->element == PTQ_BF16_ELEMENT ? _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+        : j->element == PTQ_E2M1       ? _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+                                       : _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
     for (int64_t slab = 0; slab < slabs_of(j); ++slab)
         for (int64_t m = first; m < last; ++m) {
             uint16_t *to = (uint16_t *)out + (slab * j->m + m) * SLAB;
@@ -209,11 +210,23 @@ template <class W> void block_of_rows(const W &weight, const uint16_t *x, Room *
         }
 }
 
-// The panel at `row` times T rows of x, all there are.
+// N pairs of a block of 16 rows of the weight times T rows of x, added to sums[T].
+template <bool SCALED, int T, int N> INLINE void add_block(const __m512i *w, const uint32_t *x, __m512 s, __m512 *sums) {
+    __m512 part[T];
+    UNROLL for (int t = 0; t < T; ++t) part[t] = _mm512_setzero_ps();
+    UNROLL for (int i = 0; i < N; ++i)
+        UNROLL for (int t = 0; t < T; ++t)
+            part[t] = _mm512_dpbf16_ps(part[t], (__m512bh)w[i], (__m512bh)_mm512_set1_epi32((int32_t)x[t * PAIRS + i]));
+    UNROLL for (int t = 0; t < T; ++t) sums[t] = SCALED ? _mm512_fmadd_ps(part[t], s, sums[t]) : _mm512_add_ps(part[t], sums[t]);
+}
+
+// The panel at `row` times T rows of x, all there are. More than a tile of them in two, whose sums need not all be in
+// registers: they meet theirs once a block.
 template <int ELEMENT, int SCALE, int T>
 void few_rows(const Weight<ELEMENT, SCALE, false> &weight, const uint32_t *x, int64_t row, int64_t last) {
     typedef Weight<ELEMENT, SCALE, false> W;
     typedef Shape<ELEMENT> S;
+    enum { N = UNIT / 2 / W::BLOCKS, STEPS = S::STEPS / W::BLOCKS, FIRST = T > TILE ? (T + 1) / 2 : T, SECOND = T - FIRST };
     const int64_t units = (weight.j->k + UNIT - 1) / UNIT;
     const __m512i *d = weight.codes(row);
     __m512 sums[T];
@@ -223,42 +236,37 @@ void few_rows(const Weight<ELEMENT, SCALE, false> &weight, const uint32_t *x, in
         UNROLL for (int i = 0; i < S::DWORDS; ++i) _mm_prefetch((const char *)(d + AHEAD * S::DWORDS + i), _MM_HINT_T0);
         __m512 s[4];
         weight.scales_at(row, unit, s, 1);
-        UNROLL for (int b = 0; b < W::BLOCKS; ++b) {
-            __m512 part[T];
-            UNROLL for (int t = 0; t < T; ++t) part[t] = _mm512_setzero_ps();
-            UNROLL for (int q = b * S::STEPS / W::BLOCKS; q < (b + 1) * S::STEPS / W::BLOCKS; ++q) {
-                __m512i w[S::STEP_PAIRS];
-                pairs_at<ELEMENT>(d, q, weight.tables, w);
-                UNROLL for (int i = 0; i < S::STEP_PAIRS; ++i)
-                    UNROLL for (int t = 0; t < T; ++t) {
-                        const __m512bh v = (__m512bh)_mm512_set1_epi32((int32_t)in[t * PAIRS + q * S::STEP_PAIRS + i]);
-                        part[t] = _mm512_dpbf16_ps(part[t], (__m512bh)w[i], v);
-                    }
-            }
-            UNROLL for (int t = 0; t < T; ++t)
-                sums[t] = W::SCALED ? _mm512_fmadd_ps(part[t], s[b], sums[t]) : _mm512_add_ps(part[t], sums[t]);
+        UNROLL for (int b = 0; b < W::BLOCKS; ++b, in += N) {
+            __m512i w[N];
+            UNROLL for (int q = 0; q < STEPS; ++q) pairs_at<ELEMENT>(d, b * STEPS + q, weight.tables, w + q * S::STEP_PAIRS);
+            add_block<W::SCALED, FIRST, N>(w, in, s[b], sums);
+            if constexpr (SECOND > 0) add_block<W::SCALED, SECOND, N>(w, in + FIRST * PAIRS, s[b], sums + FIRST);
         }
     }
     for (int t = 0; t < T; ++t) write(weight.j, sums[t], t, row, last - row);
 }
 
-template <int ELEMENT, int SCALE, int T> void few(const ptq_linear *j, const void *x, int64_t row, int64_t last) {
-    const Weight<ELEMENT, SCALE, false> weight(j);
-    for (; row < last; row += LANES) few_rows<ELEMENT, SCALE, T>(weight, (const uint32_t *)x, row, last);
+// The most rows of x for which decoding on the fly is faster than by way of the buffer.
+constexpr int most_few(int element, int scale) {
+    return element == PTQ_BF16_ELEMENT || (element == PTQ_E2M1 && scale == PTQ_BLOCK_E4M3) ? 2 * TILE : TILE;
+}
+
+// Whether there are at most T rows of x, which it did then.
+template <int ELEMENT, int SCALE, int T> bool few(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
+    if constexpr (T == 0) {
+        return false;
+    } else if (j->m != T) {
+        return few<ELEMENT, SCALE, T - 1>(j, x, first, last);
+    } else {
+        const Weight<ELEMENT, SCALE, false> weight(j);
+        for (int64_t row = first; row < last; row += LANES) few_rows<ELEMENT, SCALE, T>(weight, (const uint32_t *)x, row, last);
+        return true;
+    }
 }
 
 template <int ELEMENT, int SCALE> void some_rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
     static thread_local Room room;
-    switch (j->m) {
-        case 1: return few<ELEMENT, SCALE, 1>(j, x, first, last);
-        case 2: return few<ELEMENT, SCALE, 2>(j, x, first, last);
-        case 3: return few<ELEMENT, SCALE, 3>(j, x, first, last);
-        case 4: return few<ELEMENT, SCALE, 4>(j, x, first, last);
-        case 5: return few<ELEMENT, SCALE, 5>(j, x, first, last);
-        case 6: return few<ELEMENT, SCALE, 6>(j, x, first, last);
-        case 7: return few<ELEMENT, SCALE, 7>(j, x, first, last);
-        case FEW: return few<ELEMENT, SCALE, FEW>(j, x, first, last);
-    }
+    if (few<ELEMENT, SCALE, most_few(ELEMENT, SCALE)>(j, x, first, last)) return;
     const Weight<ELEMENT, SCALE, SCALE == PTQ_BLOCK_E4M3> weight(j);
     const int64_t step = GROUP * (j->m >= FAR_ROWS ? FAR_GROUPS : 1);
     for (int64_t row = first; row < last; row += step)
@@ -269,6 +277,8 @@ void rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
     if (j->element == PTQ_E2M1) {
         if (j->scale_kind == PTQ_BLOCK_E4M3) some_rows<PTQ_E2M1, PTQ_BLOCK_E4M3>(j, x, first, last);
         else some_rows<PTQ_E2M1, PTQ_BLOCK_E8M0>(j, x, first, last);
+    } else if (j->element == PTQ_BF16_ELEMENT) {
+        some_rows<PTQ_BF16_ELEMENT, PTQ_NO_SCALES>(j, x, first, last);
     } else if (j->element == PTQ_E2M3) {
         some_rows<PTQ_E2M3, PTQ_BLOCK_E8M0>(j, x, first, last);
     } else if (j->element == PTQ_E3M2) {

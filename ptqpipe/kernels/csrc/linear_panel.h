@@ -2,8 +2,9 @@
 // Of linear_bf16.cpp.
 //
 // In memory a panel is its rows' bytes transposed in dwords: [dword][row], 64 bytes a dword, so a panel is one stream. A
-// unit is 64 columns of it. A dword holds 8 codes of E2M1, 4 of E4M3; three dwords hold 16 codes of 6 bits. Pairs are the
-// columns that then lie 16 bits apart, (0,4)(1,5)(2,6)(3,7) or (0,2)(1,3); x is laid out to match.
+// unit is 64 columns of it. A dword holds 8 codes of E2M1, 4 of E4M3, a pair of bfloat16 numbers; three dwords hold 16
+// codes of 6 bits. Pairs are the columns that then lie 16 bits apart, (0,4)(1,5)(2,6)(3,7), (0,2)(1,3) or (0,1); x is laid
+// out to match.
 
 struct Bytes {
     alignas(64) uint8_t low[128], high[128];
@@ -52,8 +53,9 @@ template <int ELEMENT> struct Tables {
 };
 
 template <int ELEMENT> struct Shape {
-    enum { DWORDS = ELEMENT == PTQ_E2M1 ? 8 : ELEMENT == PTQ_E4M3 ? 16 : 12 };      // of a row in a unit
-    enum { STEPS = ELEMENT == PTQ_E2M1 ? 8 : 16, STEP_PAIRS = 32 / STEPS };         // of a unit: see pairs_at
+    enum { BF16 = ELEMENT == PTQ_BF16_ELEMENT };
+    enum { DWORDS = BF16 ? 32 : ELEMENT == PTQ_E2M1 ? 8 : ELEMENT == PTQ_E4M3 ? 16 : 12 };  // of a row in a unit
+    enum { STEPS = BF16 ? 32 : ELEMENT == PTQ_E2M1 ? 8 : 16, STEP_PAIRS = 32 / STEPS };     // of a unit: see pairs_at
 };
 
 // 4 codes a lane to two pairs a lane.
@@ -74,7 +76,9 @@ template <int ELEMENT> INLINE void pairs_of(__m512i codes, const Tables<ELEMENT>
 
 // Step q of the unit at `d`: STEP_PAIRS pairs a lane.
 template <int ELEMENT> INLINE void pairs_at(const __m512i *d, int q, const Tables<ELEMENT> &t, __m512i *w) {
-    if (ELEMENT == PTQ_E2M1) {
+    if (ELEMENT == PTQ_BF16_ELEMENT) {
+        w[0] = _mm512_loadu_si512(d + q);
+    } else if (ELEMENT == PTQ_E2M1) {
         const __m512i codes = _mm512_loadu_si512(d + q);
         UNROLL for (int i = 0; i < 4; ++i) w[i] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * i), t.words);
     } else if (ELEMENT == PTQ_E4M3) {

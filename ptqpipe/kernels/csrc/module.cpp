@@ -73,9 +73,15 @@ struct linear_call {
     int64_t first, last, run;
 };
 
+// The parts of a product with several weights: of the first all, then of the next.
 static void linear_part(void *argument, int64_t part) {
     const struct linear_call *c = (const struct linear_call *)argument;
-    const int64_t first = c->first + part * c->run, last = first + c->run;
+    for (;; ++c) {
+        const int64_t parts = (c->last + c->run - 1) / c->run;
+        if (part < parts) break;
+        part -= parts;
+    }
+    const int64_t first = part * c->run, last = first + c->run;
     c->ops->rows(c->job, c->x, first, last < c->last ? last : c->last);
 }
 
@@ -145,23 +151,36 @@ struct linear_room {
 // Small parts, so that a thread that comes late costs little; whole panels of the kernels' rows.
 static int64_t part_of(int64_t rows, int64_t threads) {
     const int64_t parts = threads > 1 ? threads * 8 : 1, each = (rows + parts - 1) / parts;
-    return (each + 31) / 32 * 32;
+    return each ? (each + 31) / 32 * 32 : 32;
 }
 
-EXPORT int32_t ptq_linear_rows(const char *name, const struct ptq_linear *job) {
+EXPORT int32_t ptq_linear_rows(const char *name, const struct ptq_linear *jobs, int64_t count) {
     static thread_local linear_room room;
-    const struct ptq_linear_ops *ops = linear_called(name, job->panels != 0);
-    if (!ops) return PTQ_UNSUPPORTED;
-    struct ptq_linear some = *job;  // rows of x: as many as the kernels keep sums of
-    for (int64_t left = job->n ? job->m : 0; left; left -= some.m, some.x += some.m * job->k, some.out += some.m * job->n) {
-        const int64_t turns = (left + PTQ_LINEAR_ROWS - 1) / PTQ_LINEAR_ROWS;
-        some.m = (left + turns - 1) / turns;
-        void *x = room.of((size_t)ops->bytes(&some) + 1);
+    const struct ptq_linear_ops *ops = linear_called(name, jobs->panels != 0);
+    if (!ops || count < 1 || count > PTQ_LINEAR_JOBS) return PTQ_UNSUPPORTED;
+    struct ptq_linear some[PTQ_LINEAR_JOBS];
+    struct linear_call calls[PTQ_LINEAR_JOBS];
+    int64_t m = 0, threads = jobs->threads;
+    for (int64_t done = 0; done < jobs->m; done += m) {  // rows of x: as many as the kernels keep sums of
+        const int64_t turns = (jobs->m - done + PTQ_LINEAR_ROWS - 1) / PTQ_LINEAR_ROWS;
+        m = (jobs->m - done + turns - 1) / turns;
+        some[0] = *jobs;
+        some[0].x += done * jobs->k;
+        some[0].m = m;
+        void *x = room.of((size_t)ops->bytes(some) + 1);
         if (!x) return PTQ_NO_MEMORY;
-        struct linear_call layout = {&some, ops, x, 0, some.m, 16};
-        in_parallel(prepare_part, &layout, (some.m + 15) / 16, job->threads);
-        struct linear_call c = {&some, ops, x, 0, job->n, part_of(job->n, job->threads)};
-        in_parallel(linear_part, &c, (job->n + c.run - 1) / c.run, job->threads);
+        struct linear_call layout = {some, ops, x, 0, m, 16};
+        in_parallel(prepare_part, &layout, (m + 15) / 16, threads);
+        int64_t parts = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            some[i] = jobs[i];
+            some[i].m = m;
+            some[i].out += done * jobs[i].n;
+            const struct linear_call c = {some + i, ops, x, 0, jobs[i].n, part_of(jobs[i].n, threads)};
+            calls[i] = c;
+            parts += (c.last + c.run - 1) / c.run;
+        }
+        in_parallel(linear_part, calls, parts, threads);
     }
     return PTQ_OK;
 }
@@ -172,6 +191,26 @@ EXPORT int32_t ptq_linear_unpack(const char *name, const struct ptq_linear *job,
     if (first >= last) return PTQ_OK;
     struct linear_call c = {job, ops, nullptr, first, last, part_of(last - first, job->threads)};
     in_parallel(unpack_part, &c, (last - first + c.run - 1) / c.run, job->threads);
+    return PTQ_OK;
+}
+
+struct norm_call {
+    const struct ptq_norm *job;
+    const struct ptq_ops *ops;
+    int64_t run;
+};
+
+static void norm_part(void *argument, int64_t part) {
+    const struct norm_call *c = (const struct norm_call *)argument;
+    const int64_t first = part * c->run, last = first + c->run;
+    c->ops->rms_norm(c->job, first, last < c->job->rows ? last : c->job->rows);
+}
+
+EXPORT int32_t ptq_rms_norm(const char *name, const struct ptq_norm *job) {
+    const struct ptq_ops *ops = ops_called(name);
+    if (!ops) return PTQ_UNSUPPORTED;
+    const struct norm_call c = {job, ops, 1 + (1 << 14) / (job->n + 1)};
+    in_parallel(norm_part, (void *)&c, (job->rows + c.run - 1) / c.run, job->threads);
     return PTQ_OK;
 }
 

@@ -1,0 +1,30 @@
+"""Root-mean-square norm on a CPU, compiled. Knows addresses; must not know modules."""
+
+import ctypes
+
+import torch
+
+from ptqpipe.kernels import cpu_library as lib
+
+_WORTH_A_THREAD = 1 << 16  # numbers, below which waking another thread costs more than it brings
+
+
+def available() -> bool:
+    """Whether the kernels were built for this machine."""
+    return bool(lib.known_isas())
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``weight * (x / sqrt(mean(x^2) + eps))`` over the last dimension, bfloat16 ``[..., N]`` and ``[N]``.
+
+    The quotient is rounded to bfloat16 before the product, as modules that compute the mean in float32 do.
+    """
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    n = x.shape[-1]
+    if out.numel():
+        threads = min(torch.get_num_threads(), 1 + x.numel() // _WORTH_A_THREAD)
+        job = lib.Norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, threads, eps, 0)
+        status = lib.call("ptq_rms_norm", ctypes.byref(job))
+        assert status == lib.OK
+    return out

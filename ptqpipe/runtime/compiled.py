@@ -1,0 +1,112 @@
+"""Compiled kernels for what transformers' modules do around the packed layers, on a CPU, in bfloat16.
+
+Three things, each where it is found to be so, never by a model's name: linear layers that stayed bfloat16 (a head)
+multiply in panels; norms by the root mean square run as one pass; packed layers that are given the same tensor are
+computed together. A norm is replaced only if the kernel's answer to a random input is the module's own, bit for bit.
+
+For models that only compute from now on: a service. Knows modules and kernels; must not know batches or caches.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from ptqpipe.kernels import cpu_linear, cpu_norm
+from ptqpipe.runtime.linear import PackedLinear, Siblings
+
+LEAST_NUMBERS = 1 << 20  # of a weight: a smaller one is in the cache anyway
+_PROBE_ROWS = 8
+
+
+@torch.inference_mode()
+def use_kernels(model: torch.nn.Module) -> None:
+    """Gives layers and norms of a model their kernels, in place; runs it on one token to see which go together.
+
+    Of no effect where there are no kernels. The ``weight`` of a linear layer that got one is None: its numbers are in
+    panels only. With tensor parallelism every rank calls it.
+    """
+    tied = _tied(model)
+    for module in model.modules():
+        if "forward" in vars(module):  # someone's own
+            continue
+        if type(module) is torch.nn.Linear and id(module.weight) not in tied:
+            _use_panels(module)
+        elif type(module).__name__.endswith("RMSNorm"):
+            _use_norm(module)
+    _join_siblings(model)
+
+
+def _tied(model: torch.nn.Module) -> set[int]:
+    """Parameters that more than one module has."""
+    seen: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+    return {key for key, count in seen.items() if count > 1}
+
+
+def _use_panels(module: torch.nn.Linear) -> None:
+    weight = module.weight
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.numel() < LEAST_NUMBERS:
+        return
+    operand = cpu_linear.bf16_operand(weight.data)
+    if operand is None:
+        return
+    bias = module.bias
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = cpu_linear.linear(x.reshape(-1, x.shape[-1]), operand, bias)
+        return y.reshape(*x.shape[:-1], -1)
+
+    module.weight = None  # type: ignore[assignment]  # its numbers are in the panels
+    module.forward = forward  # type: ignore[method-assign,assignment]
+
+
+def _use_norm(module: torch.nn.Module) -> None:
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, torch.Tensor) or not isinstance(eps, float) or not cpu_norm.available():
+        return
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.dim() != 1:
+        return
+    numbers = weight.detach()
+    own: Callable[[torch.Tensor], torch.Tensor] = module.forward
+
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.dtype != torch.bfloat16:
+            return own(hidden_states)
+        return cpu_norm.rms_norm(hidden_states, numbers, eps)
+
+    x = torch.randn(_PROBE_ROWS, len(numbers), generator=torch.Generator().manual_seed(0)).bfloat16()
+    if torch.equal(own(x), forward(x)):
+        module.forward = forward
+
+
+def _join_siblings(model: torch.nn.Module) -> None:
+    """Makes packed layers that the model calls one after another with the same tensor siblings."""
+    calls: list[tuple[PackedLinear, torch.Tensor]] = []
+    layers = [x for x in model.modules() if isinstance(x, PackedLinear) and x.packed.operand is not None]
+    if not layers:
+        return
+    hooks = [layer.register_forward_pre_hook(lambda layer, args: calls.append((layer, args[0]))) for layer in layers]
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    try:
+        model(input_ids=one, position_ids=one, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    together: list[tuple[PackedLinear, torch.Tensor]] = []
+    for call in [*calls, None]:
+        if together and (call is None or not _continues(together, call)):
+            if len(together) > 1:
+                siblings = Siblings([layer for layer, _ in together])
+                for layer in siblings.layers:
+                    layer.siblings = siblings
+            together = []
+        if call is not None:
+            together.append(call)
+
+
+def _continues(together: list[tuple[PackedLinear, torch.Tensor]], call: tuple[PackedLinear, torch.Tensor]) -> bool:
+    (first, x), (layer, other) = together[0], call
+    new = layer not in [each for each, _ in together]
+    return new and other is x and len(together) < cpu_linear.MOST_AT_ONCE and Siblings.can_be(first, layer)

@@ -1,0 +1,112 @@
+"""Compiled kernels around the packed layers: who gets one, and that the model computes what it computed before."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ptqpipe.kernels import cpu_linear
+from ptqpipe.runtime import compiled, load
+from ptqpipe.runtime.linear import PackedLinear, Siblings
+from tests.runtime.models import TOKENS, quantized, save_source
+
+pytestmark = pytest.mark.skipif(cpu_linear.limit(panels=True) == 0, reason="this machine has no kernel for panels")
+KINDS = ("llama", "tied", "biased", "qwen3", "qwen3_moe", "mixtral", "gemma3", "phi3", "gpt_oss")
+
+
+@pytest.fixture(autouse=True)
+def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "LEAST_NUMBERS", 0)
+
+
+def packed(kind: str, folder: Path, scheme: str = "nvfp4") -> Any:
+    """The model as a service has it: bfloat16, NVFP4."""
+    source = save_source(kind, folder / "source")
+    path = quantized(source, "compressed_tensors", scheme).save(folder / "packed")
+    return load(path, dtype="bfloat16").eval()
+
+
+def groups(model: Any) -> set[tuple[str, ...]]:
+    """Names of the layers that are computed together."""
+    names = {module: name for name, module in model.named_modules()}
+    found = {m.siblings for m in names if isinstance(m, PackedLinear) and m.siblings is not None}
+    return {tuple(names[layer] for layer in siblings.layers) for siblings in found}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_the_model_computes_what_it_did(kind: str, tmp_path: Path) -> None:
+    model = packed(kind, tmp_path)
+    positions = torch.arange(TOKENS.shape[1])[None].expand(2, -1)
+    before = model(TOKENS, position_ids=positions, use_cache=False).logits.float()
+    compiled.use_kernels(model)
+    after = model(TOKENS, position_ids=positions, use_cache=False).logits.float()
+    # Sums in another order: a rounding to bfloat16 here and there.
+    assert float((after - before).abs().max()) <= 0.03 * float(before.abs().max())
+    assert torch.equal(after.argmax(-1), before.argmax(-1)) or float((after - before).abs().mean()) < 2e-3
+
+
+def test_a_query_a_key_and_a_value_go_together_and_so_do_a_gate_and_its_up_projection(tmp_path: Path) -> None:
+    model = packed("llama", tmp_path)
+    compiled.use_kernels(model)
+    for layer in range(2):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        assert tuple(f"{attention}.{leaf}_proj" for leaf in "qkv") in groups(model)
+        assert (f"{mlp}.gate_proj", f"{mlp}.up_proj") in groups(model)
+    assert len(groups(model)) == 4
+
+
+def test_quantized_inputs_stay_alone(tmp_path: Path) -> None:
+    """Each layer quantizes its own."""
+    model = packed("llama", tmp_path, "fp8")
+    compiled.use_kernels(model)
+    assert groups(model) == set()
+
+
+def test_a_head_of_its_own_gets_panels_and_a_tied_one_does_not(tmp_path: Path) -> None:
+    for kind, gets in (("llama", True), ("tied", False)):
+        model = packed(kind, tmp_path / kind)
+        compiled.use_kernels(model)
+        assert (model.lm_head.weight is None) == gets
+        assert model.get_input_embeddings().weight is not None
+
+
+def test_norms_of_another_kind_keep_their_own_forward(tmp_path: Path) -> None:
+    """Gemma multiplies by one more than the weight, in float32."""
+    for kind, gets in (("llama", True), ("qwen3", True), ("gemma3", False)):
+        model = packed(kind, tmp_path / kind)
+        compiled.use_kernels(model)
+        norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+        assert norms
+        assert all(("forward" in vars(norm)) == gets for norm in norms), kind
+
+
+@torch.inference_mode()
+def test_siblings_asked_with_other_tensors_compute_their_own(tmp_path: Path) -> None:
+    model = packed("biased", tmp_path)
+    attention = model.model.layers[0].self_attn
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    g = torch.Generator().manual_seed(2)
+    one, other = (torch.randn(1, 5, layers[0].in_features, generator=g).bfloat16() for _ in range(2))
+    alone = {(layer, at): layer(x) for layer in layers for at, x in enumerate((one, other))}
+    siblings = Siblings(layers)
+    for layer in layers:
+        layer.siblings = siblings
+    q, k, v = layers
+    for layer, at in ((q, 0), (k, 1), (v, 0), (k, 0), (k, 0), (q, 1), (v, 1), (k, 1), (q, 0), (k, 0), (v, 0)):
+        assert torch.equal(layer((one, other)[at]), alone[layer, at])
+
+
+@torch.inference_mode()
+def test_an_input_that_was_written_to_is_another_one(tmp_path: Path) -> None:
+    model = packed("llama", tmp_path)
+    compiled.use_kernels(model)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(1, 3, mlp.gate_proj.in_features).bfloat16()
+    mlp.gate_proj(x)
+    mlp.up_proj(x)
+    x.mul_(2)  # a buffer that a model uses again
+    y = mlp.gate_proj(x)
+    mlp.up_proj(x)
+    assert torch.equal(y, mlp.gate_proj(x.clone()))
