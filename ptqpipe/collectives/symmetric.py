@@ -114,16 +114,18 @@ class SymmetricExchange:
         memory, stripe = self.memory, self.layout.stripe
         launch = Launch(memory.table, memory.rank, memory.world, memory.room_bytes, memory.programs, memory.looks)
         most = memory.room_bytes // self.codec.unit_bytes
-        for begin in range(0, stripe, most):
-            launch(
-                self.x,
-                self.out,
-                stripe=stripe,
-                begin=begin,
-                blocks=min(most, stripe - begin),
-                block=self.codec.block,
-                own_exact=self.own_exact,
-            )
+        device = torch.cuda.device_of(self.x)  # type: ignore[no-untyped-call]
+        with device:  # a thread of its own starts with another one
+            for begin in range(0, stripe, most):
+                launch(
+                    self.x,
+                    self.out,
+                    stripe=stripe,
+                    begin=begin,
+                    blocks=min(most, stripe - begin),
+                    block=self.codec.block,
+                    own_exact=self.own_exact,
+                )
         self.phases.sent += self._sent()
 
     def _sent(self) -> int:
@@ -160,17 +162,19 @@ def choose(
 
 def _checked(group: dist.ProcessGroup, codec: WireCodec, *, wanted: bool) -> SymmetricMemory | None:
     """The memory, if all ranks can make it and it works; else UsageError where it was asked for, a warning if not."""
+    buffers: tuple[torch.Tensor, ...] | None = None
+    reason = "another rank could not map it"
     try:
-        memory: SymmetricMemory | None = rendezvous(group)
-        reason = ""
+        buffers = _buffers(group, MESSAGE_BYTES)
     except (RuntimeError, UsageError) as error:
-        memory, reason = None, str(error).splitlines()[0]
-    if _all(group, memory is not None):
-        assert memory is not None
+        reason = str(error).splitlines()[0]
+    if _all(group, buffers is not None):
+        assert buffers is not None
+        memory = SymmetricMemory(buffers, group.rank(), _programs(group))
         if _all(group, works(memory, group, codec)):
             return memory
         reason = "its sums differ from those of collectives, or a rank waited in vain"
-    line = f"quantized all-reduce without symmetric memory: {reason or 'another rank could not make it'}"
+    line = f"quantized all-reduce without symmetric memory: {reason}"
     if wanted:
         raise UsageError(f"{line}; leave transport out")
     warnings.warn(f"{line}; it goes through collectives", RuntimeWarning, stacklevel=4)
@@ -179,9 +183,12 @@ def _checked(group: dist.ProcessGroup, codec: WireCodec, *, wanted: bool) -> Sym
 
 def rendezvous(group: dist.ProcessGroup, *, message_bytes: int = MESSAGE_BYTES) -> SymmetricMemory:
     """Makes the buffers of a group of GPUs and maps them into all ranks. Collective; RuntimeError from torch."""
-    import torch.distributed._symmetric_memory as symmetric
+    return SymmetricMemory(_buffers(group, message_bytes), group.rank(), _programs(group))
 
-    from ptqpipe.kernels.triton_symmetric import MOST_PROGRAMS, PROGRAMS_A_PROCESSOR
+
+def _buffers(group: dist.ProcessGroup, message_bytes: int) -> tuple[torch.Tensor, ...]:
+    """Every rank's, this one's zeroed."""
+    import torch.distributed._symmetric_memory as symmetric
 
     device = torch.device("cuda", torch.cuda.current_device())
     own = symmetric.empty(buffer_bytes(group.size(), message_bytes), dtype=torch.uint8, device=device)
@@ -190,12 +197,19 @@ def rendezvous(group: dist.ProcessGroup, *, message_bytes: int = MESSAGE_BYTES) 
     buffers = [handle.get_buffer(rank, own.shape, own.dtype) for rank in range(group.size())]
     if buffers[group.rank()].data_ptr() != own.data_ptr():
         raise UsageError("torch's symmetric memory does not start where its tensor does; expected the same address")
-    buffers[group.rank()] = own
-    # The smallest device decides. Nobody has this number before all have zeroed their buffers.
+    buffers[group.rank()] = own  # which owns the memory; the others are views that keep the mapping
+    return tuple(buffers)
+
+
+def _programs(group: dist.ProcessGroup) -> int:
+    """As many as the smallest device has room for. Nobody has this number before all have zeroed their buffers."""
+    from ptqpipe.kernels.triton_symmetric import MOST_PROGRAMS, PROGRAMS_A_PROCESSOR
+
+    device = torch.device("cuda", torch.cuda.current_device())
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     programs = torch.tensor(min(PROGRAMS_A_PROCESSOR * processors, MOST_PROGRAMS), device=device)
     dist.all_reduce(programs, dist.ReduceOp.MIN, group=group)
-    return SymmetricMemory(tuple(buffers), group.rank(), int(programs.item()))
+    return int(programs.item())
 
 
 def works(memory: SymmetricMemory, group: dist.ProcessGroup, codec: WireCodec) -> bool:

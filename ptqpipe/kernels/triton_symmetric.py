@@ -33,7 +33,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ptqpipe.kernels.triton import interpreting
 from ptqpipe.kernels.triton_messages import _RECIPROCAL, load_message, quantize, rounded, store_message
 
 MOST_PROGRAMS = 1024
@@ -210,8 +209,3 @@ class Launch:
             WORLD=self.world, PADDED=triton.next_power_of_2(self.world), OWN_EXACT=own_exact, LIMIT=self.looks,
             BLOCK=block, LANES=lanes, enable_fp_fusion=False, num_warps=WARPS, maxnreg=REGISTERS,
         )  # fmt: skip
-
-
-def interpreted() -> bool:
-    """Whether launches run in the interpreter, on CPU tensors: then programs follow one another."""
-    return interpreting()

@@ -98,16 +98,17 @@ def test_it_is_for_gpus_of_one_node_that_are_linked(
 
 @pytest.mark.parametrize("good", ["nothing", "memory"])
 def test_where_it_does_not_work_auto_warns_and_symmetric_raises(good: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rendezvous(group: object) -> object:
+    def buffers(group: object, message_bytes: int) -> tuple[torch.Tensor, ...]:
         if good == "nothing":
             raise RuntimeError("no peers\nand a long trace")
-        return object()
+        return (torch.zeros(1 << 16, dtype=torch.uint8),) * 2
 
-    group = SimpleNamespace(size=lambda: 2)
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     monkeypatch.setattr(symmetric, "_on_gpus", lambda group: True)
     monkeypatch.setattr(symmetric, "obstacle", lambda group: None)
     monkeypatch.setattr(symmetric, "_all", lambda group, answer: answer)
-    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    monkeypatch.setattr(symmetric, "_buffers", buffers)
+    monkeypatch.setattr(symmetric, "_programs", lambda group: 1)
     monkeypatch.setattr(symmetric, "works", lambda memory, group, codec: False)
     wanted = {"nothing": "no peers$", "memory": "differ from those of collectives"}[good]
     with pytest.raises(UsageError, match=wanted.replace("$", "; leave transport out")):

@@ -13,6 +13,7 @@ CASES = Path(__file__).with_name("triton_symmetric_cases.py")
 OPTIONS = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", str(CASES)]
 
 
+@pytest.mark.slow
 def test_the_phases_equal_the_reference_and_the_barrier_counts_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     run(OPTIONS, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=300)
@@ -59,6 +60,14 @@ KINDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """PTX for two and eight ranks of sm_90, with and without an end to the waiting."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    return run(["-c", COMPILE, "90", "2", "8"], environment, timeout=300).split("KERNEL")[1:]
+
+
 def memory_operations(ptx: str) -> list[tuple[str, str]]:
     """(kind, instruction) of what orders memory or goes to global memory, as they follow one another."""
     found = []
@@ -73,15 +82,10 @@ def first(kinds: list[str], of: set[str]) -> str:
     return next((kind for kind in kinds if kind in of), "none")
 
 
-def test_what_is_written_is_released_to_the_system_and_read_after_it_was_acquired(
-    tmp_path: Path,
-) -> None:
+def test_what_is_written_is_released_to_the_system_and_read_after_it_was_acquired(compiled: list[str]) -> None:
     """Of all threads of a program: a barrier lies between their writes and the arrival, and between look and reads."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    printed = run(["-c", COMPILE, "90", "2", "8"], environment, timeout=300).split("KERNEL")[1:]
-    assert len(printed) == 4
-    for ptx in printed:
+    assert len(compiled) == 4
+    for ptx in compiled:
         operations = memory_operations(ptx)
         kinds = [kind for kind, _ in operations]
         assert kinds.count("arrive") == 2
@@ -100,12 +104,8 @@ def test_what_is_written_is_released_to_the_system_and_read_after_it_was_acquire
         assert "write" in order[arrivals[0] : arrivals[1]]
 
 
-def test_compiled_every_float32_operation_is_rounded_by_itself_and_values_move_in_16_bytes(
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    for ptx in run(["-c", COMPILE, "90", "4"], environment, timeout=300).split("KERNEL")[1:]:
+def test_compiled_every_float32_operation_is_rounded_by_itself_and_values_move_in_16_bytes(compiled: list[str]) -> None:
+    for ptx in compiled:
         operations = set(re.findall(r"^\s+(?:@\S+ )?([a-z][a-z0-9_.:]*\.f32(?:x2)?)\b", ptx, re.M))
         assert {"div.rn.f32", "add.rn.f32", "mul.rn.f32"} < operations
         assert not [op for op in operations if re.match(r"(fma|mad)\b", op) or re.search(r"\.(ftz|approx|full)\b", op)]
