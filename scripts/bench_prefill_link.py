@@ -13,6 +13,7 @@ One JSON line a link:
     plain, plain_overlapped, best_quantized  the fastest way of its kind
     speedup    medians within turns. ``quantized``: plain over quantized, neither overlapped; ``best_over_plain`` and
                ``best_over_plain_overlapped``: these over the best quantized, the first is what others do
+    overlap_speedup  the same of each way over itself overlapped
     identical  whether each overlapped way gave the bits of the same sums not overlapped
 
 --least: another number of tokens from which on steps are cut in halves than the engine's. With ``--text`` also the
@@ -38,8 +39,9 @@ import torch.distributed as dist
 import ptqpipe.runtime
 from ptqpipe.collectives import QuantAllReduce
 from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.overlap import LEAST_TOKENS, Overlap
+from ptqpipe.engine.overlap import Overlap, least_tokens
 from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.runtime.loading import read_config
 
 BLOCK = 16  # tokens a page
 LIMIT_S = 1800
@@ -155,6 +157,7 @@ def prefill(rank: Rank, tokens: torch.Tensor, repeat: int) -> dict[str, Any]:
             "best_over_plain": speedup(plain, quantized),
             "best_over_plain_overlapped": speedup(plain_overlapped, quantized),
         },
+        "overlap_speedup": {way: speedup(way, way + OVERLAPPED) for way in ways if way + OVERLAPPED in took},
         "identical": {
             way: torch.equal(logits[way], logits[way + OVERLAPPED]) for way in ways if way + OVERLAPPED in logits
         },
@@ -181,7 +184,8 @@ def worker(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     quantized = QuantAllReduce(codec=options.codec, min_bytes=0)
     sums = Sums({"gloo": own, "two_shot": quantized.plain_two_shot, "quantized": lambda x: quantized(x, x)})
-    overlap = Overlap(least_tokens=options.least)
+    config = read_config(options.model).get_text_config()
+    overlap = Overlap(least_tokens=options.least or least_tokens(config.hidden_size * torch.bfloat16.itemsize))
     model = ptqpipe.runtime.load(options.model, tp=ranks, rank=rank, all_reduce=sums, run_collective=overlap)
     longest = max(options.prompt, options.window)
     runner = Runner(model, CacheOptions(max_bytes=2 << 30, max_len=longest, max_seqs=1, block_size=BLOCK))
@@ -213,7 +217,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--codec", default="int8")
-    parser.add_argument("--least", type=int, default=LEAST_TOKENS)
+    parser.add_argument("--least", type=int)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tokens", type=int, default=16384, help="of the text")
     parser.add_argument("--window", type=int, default=256)

@@ -30,9 +30,17 @@ from ptqpipe.engine.batch import Batch, Span
 Collective = Callable[[], torch.Tensor]
 Forward = Callable[[Batch], torch.Tensor]
 
-LEAST_TOKENS = 256
-"""Of prompts in a step that is cut."""
+LEAST_TOKENS = 256  # of prompts in a step that is cut: below, the kernels gain too little from many rows
+LEAST_BYTES = 1 << 20  # that a layer's sum of such a step has: below, starting twice costs more than waiting
 _TILE = 64  # a cut inside a prompt leaves the first half a multiple of it: the kernels' tiles of rows
+
+
+def least_tokens(row_bytes: int) -> int:
+    """The fewest tokens of prompts that are worth two halves, where a layer's sum has ``row_bytes`` a token.
+
+    Measured by ``scripts/bench_prefill_link.py --least 1`` at two ranks of a core each, on loopback and 1 Gbit/s.
+    """
+    return max(LEAST_TOKENS, -(-LEAST_BYTES // row_bytes))
 
 
 class Overlap:

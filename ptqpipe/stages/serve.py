@@ -16,6 +16,7 @@ from ptqpipe.stages.serve_ranks import Place, Ranks
 if TYPE_CHECKING:
     from ptqpipe.collectives import QuantAllReduce
     from ptqpipe.engine.engine import Engine
+    from ptqpipe.engine.overlap import Overlap
     from ptqpipe.engine.runner import Runner
 
 Say = Callable[[str], None]
@@ -184,15 +185,26 @@ def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
     return [QuantAllReduce(codec=options.allreduce, min_bytes=decode_bytes + 1)]
 
 
+def _overlap(options: ServeOptions, place: Place) -> "Overlap | None":
+    """What puts the sums of long steps beside their computing; on GPUs nothing does yet."""
+    if place.size == 1 or not options.overlap or options.device != "cpu":
+        return None
+    from ptqpipe.engine.overlap import Overlap, least_tokens
+    from ptqpipe.runtime.loading import dtype_of, read_config
+
+    config = read_config(Path(options.ckpt)).get_text_config()
+    row_bytes = config.hidden_size * dtype_of(options.dtype, config).itemsize
+    return Overlap(least_tokens=least_tokens(row_bytes))
+
+
 def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[QuantAllReduce]") -> "Runner":
     """This rank's part of the model, with a cache as large as all ranks can have."""
-    from ptqpipe.engine.overlap import Overlap
     from ptqpipe.engine.ranks import agree
     from ptqpipe.engine.runner import CacheOptions, Runner
     from ptqpipe.runtime import load
     from ptqpipe.runtime.compiled import use_kernels
 
-    overlap = Overlap() if options.overlap and place.size > 1 and options.device == "cpu" else None
+    overlap = _overlap(options, place)
     model = load(
         options.ckpt,
         tp=place.size,

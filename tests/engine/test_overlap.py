@@ -26,7 +26,7 @@ from ptqpipe.cli import main
 from ptqpipe.collectives import QuantAllReduce
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.engine import Engine, EngineOptions, generate
-from ptqpipe.engine.overlap import Overlap, _Half, halves
+from ptqpipe.engine.overlap import Overlap, _Half, halves, least_tokens
 from ptqpipe.engine.ranks import Leader, follow
 from ptqpipe.engine.runner import CacheOptions, Runner
 from ptqpipe.errors import PtqError
@@ -102,6 +102,10 @@ def test_decode_steps_and_short_prompts_are_left_in_one_piece() -> None:
     assert halves(batch_of(*singles), 1) is None
     assert halves(batch_of(*singles, (255, 255, (0,))), 256) is None
     assert halves(batch_of(*singles, (256, 256, (0,))), 256) is not None
+
+
+def test_a_step_is_worth_two_halves_from_256_tokens_and_a_mebibyte_on() -> None:
+    assert [least_tokens(2 * hidden) for hidden in (256, 1000, 2048, 8192)] == [2048, 525, 256, 256]
 
 
 # ---- two halves in one process ----
