@@ -113,12 +113,12 @@ def run_ranks(
     ranks: int, link: str, names: list[str] | None, *, limit_s: float, script: str
 ) -> list[dict[str, object]]:
     """Starts the ranks, waits for them, and reads rank 0's lines. RuntimeError when one fails."""
-    children = []
+    children, port = [], PORT + os.getpid() % 1000  # others may be at it over loopback
     for rank in range(ranks):
         command = [] if names is None else ["ip", "netns", "exec", names[rank]]
         command += [sys.executable, script, *sys.argv[1:], "--worker", str(rank), str(ranks), link]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if names is None else "eth0"}
-        environment |= {"MASTER_ADDR": "127.0.0.1" if names is None else "10.77.0.1", "MASTER_PORT": str(PORT)}
+        environment |= {"MASTER_ADDR": "127.0.0.1" if names is None else "10.77.0.1", "MASTER_PORT": str(port)}
         output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         children.append(subprocess.Popen(command, stdout=output, text=True, env=environment))
     try:

@@ -18,8 +18,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from ptqpipe.collectives import op
-from ptqpipe.collectives.at_once import AtOnce
+from ptqpipe.collectives import at_once, op
 from ptqpipe.collectives.by_collectives import CollectiveExchange
 from ptqpipe.collectives.codecs import DTYPES, WireCodec, get_wire_codec
 from ptqpipe.collectives.gate import NEVER, Sum, Thresholds, Way, measure
@@ -250,12 +249,11 @@ class QuantAllReduce:
             return
         if x.is_cuda:
             raise UsageError("one_shot and transport p2p are for CPU tensors; leave both out for CUDA")
-        exchange: Exchange | AtOnce
-        if self.transport == "auto" and layout.chunks == 1 and not self._behind:
-            exchange = AtOnce(self.group, wire, layout, x, out, self._workspace, phases, self.own_exact)
-        else:
-            x = x.clone() if one_shot and x.data_ptr() == out.data_ptr() else x
-            exchange = Exchange(self.group, wire, layout, x, out, self._tag, self._workspace, phases, self.own_exact)
+        if one_shot and isinstance(wire, Plain) and self.transport == "auto" and not self._behind:
+            at_once.one_shot(self.group, wire, x, out, workspace=self._workspace, phases=phases)
+            return
+        x = x.clone() if one_shot and x.data_ptr() == out.data_ptr() else x
+        exchange = Exchange(self.group, wire, layout, x, out, self._tag, self._workspace, phases, self.own_exact)
         exchange.one_shot() if one_shot else exchange.two_shot()
 
     def layout(self, numel: int, dtype: torch.dtype, wire: Wire, *, one_shot: bool = False) -> Layout:

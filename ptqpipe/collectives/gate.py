@@ -2,7 +2,7 @@
 
 Every rank takes part in every measurement, rank 0's clock decides, and its answer is broadcast, so all ranks go by
 the same numbers. Two questions: which plain sum is the fastest, for each size; and from which size on the quantized one
-beats that. A core that wakes late costs one call in two a factor of ten, whichever way it goes, so all ways take their
+beats that. A core that wakes late costs many a call a factor of ten, whichever way it goes, so all ways take their
 turns in every round, in changing order, and the median of the rounds' ratios decides, those of the next smaller and
 the next larger size included: what is faster does not change from one size to the next and back.
 
@@ -34,7 +34,8 @@ PLAIN_GAIN = 1.02  # what another plain sum must beat the group's own by
 ROUNDS, ENOUGH_S = 96, 0.13  # for one size: as many rounds, or as long and ...
 LEAST_ROUNDS, LIMIT_S = 5, 1.2  # ... as many; a link that is so slow gives clear answers after fewer
 OFTEN = 8  # rounds after which the ranks ask each other every OFTEN rounds only whether it is enough
-DOUBT = 1.0  # times the root of n: so far below the middle of n ratios lies one that 39 of 40 medians exceed
+DOUBT = 1.0  # of the codec, in roots of n: so far below the middle of n ratios lies one that 39 of 40 medians exceed
+PLAIN_DOUBT = 0.5  # of plain sums: five of six
 
 Sum = Callable[[torch.Tensor], object]
 Times = Mapping[Way, Sequence[float]]  # seconds by way; the same place in each is the same round
@@ -91,7 +92,7 @@ def decide(found: Mapping[int, Times]) -> Thresholds:
             ratios = log_ratios(_around(found, at, {best[nbytes], "quantized"}), best[nbytes], "quantized")
             if statistics.median(ratios) < 0:
                 break  # and what is smaller stays plain, too
-            if statistics.median(ratios) >= math.log(GAIN) and _surely_positive(ratios):
+            if _pays(ratios, GAIN, DOUBT):
                 start = nbytes
     return Thresholds(start, table(best))
 
@@ -102,12 +103,12 @@ def log_ratios(several: Sequence[Times], slower: Way, faster: Way) -> list[float
 
 
 def _fastest_plain(found: Mapping[int, Times], at: int) -> Plain:
-    """The group's own, unless another one is faster."""
+    """The group's own, unless another one is faster beyond doubt."""
     tried = [way for way in PLAIN if way in found[sorted(found)[at]]]
     several = _around(found, at, set(tried))
-    gains = {way: statistics.median(log_ratios(several, "own", way)) for way in tried}
-    best = max(tried, key=lambda way: gains[way])
-    return best if gains[best] >= math.log(PLAIN_GAIN) else "own"
+    ratios = {way: log_ratios(several, "own", way) for way in tried}
+    faster = {way: statistics.median(ratios[way]) for way in tried if _pays(ratios[way], PLAIN_GAIN, PLAIN_DOUBT)}
+    return max(faster, key=lambda way: faster[way], default="own")
 
 
 def _around(found: Mapping[int, Times], at: int, ways: AbstractSet[Way]) -> list[Times]:
@@ -115,9 +116,10 @@ def _around(found: Mapping[int, Times], at: int, ways: AbstractSet[Way]) -> list
     return [found[nbytes] for nbytes in sorted(found)[max(0, at - 1) : at + 2] if ways <= set(found[nbytes])]
 
 
-def _surely_positive(ratios: list[float]) -> bool:
-    """Whether the median would be, were it measured again: 39 times of 40."""
-    return sorted(ratios)[max(0, int(len(ratios) / 2 - DOUBT * math.sqrt(len(ratios))))] > 0
+def _pays(ratios: list[float], gain: float, doubt: float) -> bool:
+    """Whether the median is so large and, as far as one can know, above 0."""
+    low = max(0, int(len(ratios) / 2 - doubt * math.sqrt(len(ratios))))
+    return statistics.median(ratios) >= math.log(gain) and sorted(ratios)[low] > 0
 
 
 def table(best: Mapping[int, Plain]) -> tuple[tuple[int, Plain], ...]:

@@ -210,6 +210,49 @@ def test_small_and_foreign_tensors_stay_plain_and_all_ranks_agree_on_a_measured_
         assert rank["auto"] == found[0]["auto"]
 
 
+def plain_sums(rank: int, world: int) -> list[bool]:
+    """Whether the plain schedules give the definition's bits: random sizes and dtypes, all at once or by messages."""
+    draw, found = random.Random(world), []
+    reduces = [QuantAllReduce(min_bytes=NEVER, transport=transport) for transport in ("auto", "p2p")]
+    for reduce in reduces:
+        reduce.thresholds = Thresholds(NEVER, ((3000, "one_shot"), (9000, "two_shot"), (40_000, "one_shot")))
+    for seed in range(60):
+        elements, dtype = draw.choice((1, 63, 64, 65, draw.randint(1, 12_000))), draw.choice(DTYPES)
+        xs = [partial(elements, r, dtype, seed) for r in range(world)]
+        total = xs[0].float()
+        for other in xs[1:]:
+            total = total + other.float()
+        for reduce in reduces:
+            x = xs[rank].clone()
+            way = reduce.way(elements, dtype)
+            if way == "own":
+                continue
+            answers = [reduce(x), reduce.start(x).wait(), reduce.plain(x), reduce.plain_one_shot(x.clone())]
+            kept = torch.equal(x, xs[rank])
+            answers += [reduce.plain_two_shot(x.clone()), reduce(x, x)]
+            found.append(kept and all(torch.equal(answer, total.to(dtype)) for answer in answers))
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_plain_schedules_add_in_float32_in_the_order_of_the_ranks_and_round_once(world: int) -> None:
+    for rank in on_ranks(world, plain_sums):
+        assert len(rank) > 80
+        assert all(rank)
+
+
+def ways(rank: int, world: int) -> list[tuple[bool, str]]:
+    draw, reduce = random.Random(7), QuantAllReduce(min_bytes="auto")
+    sizes = [(draw.randint(0, 1 << draw.randint(1, 40)), draw.choice((*DTYPES, torch.int64))) for _ in range(500)]
+    return [(reduce.should_use(*size), reduce.way(*size)) for size in sizes]
+
+
+def test_measured_ways_are_the_same_on_all_ranks_for_any_size() -> None:
+    first, *others = on_ranks(3, ways)
+    assert all(other == first for other in others)
+    assert all(used == (way == "quantized") for used, way in first)
+
+
 def non_finite(rank: int, world: int) -> list[torch.Tensor]:
     found = []
     for codec in CODECS:
