@@ -98,9 +98,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize(("dtype", "exact"), [*((dtype, True) for dtype in DTYPES), (torch.bfloat16, False)])
-@pytest.mark.parametrize(
-    ("world", "block", "elements"), [(2, 64, 2000), (3, 32, 1500), (4, 256, 8192), (5, 128, 300)]
-)
+@pytest.mark.parametrize(("world", "block", "elements"), [(2, 64, 2000), (3, 32, 1500), (4, 256, 8192), (5, 128, 300)])
 def test_phases_one_after_another_give_the_references_bits(
     world: int, block: int, elements: int, dtype: torch.dtype, exact: bool
 ) -> None:
