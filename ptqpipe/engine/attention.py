@@ -62,21 +62,16 @@ class Terms:
 class _Step:
     """A batch with what all layers need of it. ``slots`` int64 [T]: where each token's keys go.
 
-    singles  of the spans in front that have one token each
-    others   of the spans behind them
+    spans    all of them
+    singles  of those in front that have one token each
     """
 
     batch: Batch
     slots: torch.Tensor
     tables: list[torch.Tensor]
+    spans: PagedSpans
     singles: PagedQueries | None
-    others: PagedSpans | None
     masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def n_singles(self) -> int:
-        """Spans in front that have one token each, and so their rows."""
-        return 0 if self.singles is None else len(self.singles.totals)
 
 
 class PagedAttention:
@@ -94,9 +89,8 @@ class PagedAttention:
             at = torch.arange(span.total - span.count, span.total)
             places.append(table[at // self.block_size] * self.block_size + at % self.block_size)
         on_device = [table.to(self.device) for table in tables]
-        singles = _singles(batch)
-        others = _others(batch, 0 if singles is None else len(singles.totals))
-        step = _STEP.set(_Step(batch, torch.cat(places).to(self.device), on_device, singles, others))
+        made = _Step(batch, torch.cat(places).to(self.device), on_device, _spans(batch), _singles(batch))
+        step = _STEP.set(made)
         active = _ACTIVE.set(self)
         try:
             yield
@@ -111,11 +105,16 @@ class PagedAttention:
         step, pages = _STEP.get(), self.pages[layer]
         store(pages.keys, step.slots, key, pages.key_scale)
         store(pages.values, step.slots, value, pages.value_scale)
+        if pages.key_scale is None:
+            found = paged_prefill(
+                query, pages.keys, pages.values, step.spans, scaling=terms.scaling, window=terms.window,
+                softcap=terms.softcap, sinks=terms.sinks,
+            )  # fmt: skip
+            if found is not None:
+                return found
         out = query.new_empty(*query.shape[:2], value.shape[-1])
-        spans = list(zip(step.batch.spans, step.tables, strict=True))
-        last = step.n_singles if self._attend_others(step, pages, query, out, terms) else len(spans)
         at = self._attend_singles(step, pages, query, out, terms)
-        for span, table in spans[at:last]:
+        for span, table in list(zip(step.batch.spans, step.tables, strict=True))[at:]:
             rows = slice(at, at + span.count)
             if span.count == span.total and pages.key_scale is None:  # all that it sees is at hand
                 k, v = key[rows], value[rows]
@@ -139,16 +138,6 @@ class PagedAttention:
             return 0
         out[:n] = found
         return n
-
-    def _attend_others(self, step: _Step, pages: Pages, query: torch.Tensor, out: torch.Tensor, terms: Terms) -> bool:
-        """Fills ``out`` for the queries behind the single ones by the compiled kernel; False if it does not."""
-        if step.others is None or pages.key_scale is not None:
-            return False
-        found = paged_prefill(
-            query[step.n_singles :], pages.keys, pages.values, step.others, scaling=terms.scaling,
-            window=terms.window, softcap=terms.softcap, sinks=terms.sinks, out=out[step.n_singles :],
-        )  # fmt: skip
-        return found is not None
 
     def _one(
         self, step: _Step, span: Span, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
@@ -179,11 +168,9 @@ def _singles(batch: Batch) -> PagedQueries | None:
     return PagedQueries(_tables(spans), torch.tensor(totals, dtype=torch.int64), sum(totals))
 
 
-def _others(batch: Batch, first: int) -> PagedSpans | None:
-    """The spans from the one called ``first`` on; None if there are none."""
-    spans = batch.spans[first:]
-    if not spans:
-        return None
+def _spans(batch: Batch) -> PagedSpans:
+    """All spans."""
+    spans = batch.spans
     starts = torch.tensor([0, *itertools.accumulate(span.count for span in spans)], dtype=torch.int64)
     totals = torch.tensor([span.total for span in spans], dtype=torch.int64)
     return PagedSpans(_tables(spans), totals, starts, sum(span.count * span.total for span in spans))

@@ -1,9 +1,9 @@
 """Attention over pages, compiled: what ``engine/attention.py`` does in torch for other cases.
 
 Reads the pages where they are: nothing is gathered, no head is repeated. `paged_attention` has one query a sequence and
-float32 scores, weights and sums. `paged_prefill` has several, for bfloat16 pages on AVX-512 with BF16, and rounds the
-weights to bfloat16. The order of a sum depends on its sequence alone, so neither threads nor the other sequences change
-a bit. Knows addresses; must not know schedulers or models.
+float32 scores, weights and sums. `paged_prefill` has any number of them, for bfloat16 pages on AVX-512 with BF16, and
+rounds the weights to bfloat16. The order of a sum depends on its sequence alone, so neither threads nor the other
+sequences change a bit. Knows addresses; must not know schedulers or models.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from ptqpipe.kernels import cpu_library as lib
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _KINDS = {torch.float32: 0, torch.float8_e4m3fn: 1, torch.bfloat16: 2}
 _WORTH_A_THREAD = 1 << 16  # numbers read, below which waking another thread costs more than it brings
-_PRODUCTS_WORTH_A_THREAD = 1 << 21  # the same for products of several queries
+_PRODUCTS_WORTH_A_THREAD = 1 << 21  # the same for products of several queries, a quarter for one: it reads more
 
 
 class _Attention(ctypes.Structure):
@@ -128,14 +128,12 @@ def paged_prefill(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Causal attention ``[T, heads, value_dim]`` of queries ``[T, heads, key_dim]``, all bfloat16.
 
     keys, values  pages [blocks, block_size, kv heads, dim] that hold the spans' own tokens too
     window        how many tokens a query sees, itself included
     sinks         float32 [heads]: scores of a token that is not there
-    out           dense, where the result goes
 
     A query's result is the same bits however its sequence was cut into spans. None for what has no kernel: other
     dtypes and devices, CPUs without BF16 products, dimensions above 512.
@@ -150,17 +148,17 @@ def paged_prefill(
     if query.stride(2) != 1:
         query = query.contiguous()
     count, heads, key_dim = query.shape
-    if out is None:
-        out = torch.empty(count, heads, values.shape[3], dtype=torch.bfloat16)
+    out = torch.empty(count, heads, values.shape[3], dtype=torch.bfloat16)
     extra = None if sinks is None else sinks.float().contiguous()
     work = where.pairs * heads * (key_dim + values.shape[3]) // 2
+    worth = _PRODUCTS_WORTH_A_THREAD if count > len(where.totals) else _PRODUCTS_WORTH_A_THREAD // 4
     job = _Prefill(
         q=query.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), tables=where.tables.data_ptr(),
         starts=where.starts.data_ptr(), totals=where.totals.data_ptr(), out=out.data_ptr(),
         sinks=None if extra is None else extra.data_ptr(), spans=len(where.totals), heads=heads, kv_heads=keys.shape[2],
         key_dim=key_dim, value_dim=values.shape[3], block_size=keys.shape[1], table_stride=where.tables.shape[1],
         q_token=query.stride(0), q_head=query.stride(1), window=window or 0,
-        threads=min(torch.get_num_threads(), 1 + work // _PRODUCTS_WORTH_A_THREAD), scaling=scaling,
+        threads=min(torch.get_num_threads(), 1 + work // worth), scaling=scaling,
         softcap=softcap or 0.0,
     )  # fmt: skip
     return out if lib.call("ptq_paged_prefill", ctypes.byref(job)) == lib.OK else None

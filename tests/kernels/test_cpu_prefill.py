@@ -146,6 +146,36 @@ def test_how_a_sequence_is_cut_changes_no_bit(cuts: tuple[int, ...], options: di
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (8, 2), (8, 1), (13, 1), (32, 1), (33, 1)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 50}, {"window": 64, "sinks": torch.arange(33.0)}, {"softcap": 4.0}, {"dims": (64, 64)},
+     {"dims": (17, 5)}, {"dims": (128, 256)}],
+    ids=lambda given: " ".join(given),
+)  # fmt: skip
+def test_a_token_at_a_time_changes_no_bit(heads: int, kv_heads: int, options: dict[str, Any]) -> None:
+    """Single queries go another way through their keys: with at most 32 of them for a key-value head."""
+    options = {"dims": (48, 40), **options}
+    if "sinks" in options:
+        options["sinks"] = options["sinks"][:heads]
+    given = case([200, 70, 129], heads=heads, kv_heads=kv_heads, dims=options.pop("dims"))
+    whole = of_all(*given, scaling=0.15, **options)
+    cuts = (*range(1, 5), *range(60, 70), *range(125, 133), *range(190, 200))
+    for a, b in zip(whole, of_all(*given, cuts=cuts, scaling=0.15, **options), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_damaged_value_reaches_single_queries_that_see_it(bad: float) -> None:
+    queries, pages, tables = case([150], heads=4, kv_heads=2, dims=(16, 16))
+    pages[1].view(-1, 2, 16)[slots(tables[0], 150)[100], 1, 3] = bad
+    cuts = tuple(range(90, 150))
+    whole, single = (of_all(queries, pages, tables, cuts=some, scaling=0.2, window=30)[0] for some in ((), cuts))
+    assert torch.equal(whole.isfinite(), single.isfinite())
+    assert torch.equal(whole.nan_to_num(), single.nan_to_num())
+    assert not bool(single[100:130, 2:, 3].isfinite().any())
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (16, 2), (24, 3)])
 def test_threads_and_neighbours_change_no_bit(heads: int, kv_heads: int) -> None:
     queries, pages, tables = case([300, 20, 500], heads=heads, kv_heads=kv_heads, dims=(64, 64))
@@ -192,9 +222,7 @@ def test_rows_of_queries_need_not_be_dense() -> None:
     queries, pages, tables = case([70], heads=4, kv_heads=2, dims=(32, 32))
     dense = of_all(queries, pages, tables, scaling=0.2)[0]
     by_heads = queries[0].transpose(0, 1).contiguous().transpose(0, 1)
-    out = torch.zeros(70, 4, 32, dtype=torch.bfloat16)
-    assert paged_prefill(by_heads, *pages, spans(tables, [70], [70]), scaling=0.2, out=out) is out
-    assert torch.equal(out, dense)
+    assert torch.equal(of_all([by_heads], pages, tables, scaling=0.2)[0], dense)
     by_dims = queries[0].transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(of_all([by_dims], pages, tables, scaling=0.2)[0], dense)
 

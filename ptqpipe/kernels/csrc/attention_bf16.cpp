@@ -1,4 +1,5 @@
-// Causal attention of many queries a sequence over bfloat16 pages, on AVX-512 with BF16: the prefill step of the engine.
+// Causal attention over bfloat16 pages, on AVX-512 with BF16: of many queries a sequence here, the prefill step of the
+// engine; of one in attention_one.h.
 //
 // The queries of all heads that share keys are rows, 16 to a vector, so that a softmax needs no sum over lanes. Keys come
 // in tiles of TILE tokens that begin at multiples of TILE in their sequence: VDPBF16PS makes their scores from pairs of
@@ -334,18 +335,20 @@ template <int N> void tile(const Part &p, Room *room, int64_t v, int64_t first) 
 }
 
 void attend(const Part &p) {
-    static thread_local Room room;
-    begin(p, &room);
+    Room *room = of_thread<Room>();
+    begin(p, room);
     const int64_t seen = p.place - p.window() + 1;
     for (int64_t first = seen > 0 ? seen / TILE * TILE : 0; first < p.end; first += TILE) {
-        read_tile(p, &room, first);
+        read_tile(p, room, first);
         for (int64_t v = 0; v < p.vectors(); v += WIDE) {
-            if (p.vectors() - v == 1) tile<1>(p, &room, v, first);
-            else tile<WIDE>(p, &room, v, first);
+            if (p.vectors() - v == 1) tile<1>(p, room, v, first);
+            else tile<WIDE>(p, room, v, first);
         }
     }
-    finish(p, &room);
+    finish(p, room);
 }
+
+#include "attention_one.h"
 
 // Parts of a call: some queries of a sequence with one key-value head, the ones that see most first.
 struct Parts {
@@ -367,7 +370,9 @@ struct Parts {
         int64_t span = 0;
         for (; at >= parts->of(span); ++span) at -= parts->of(span);
         const int64_t place = (parts->of(span) - 1 - at) / parts->job->kv_heads;
-        attend(Part(parts->job, span, at % parts->job->kv_heads, place * parts->queries, parts->queries));
+        const Part part(parts->job, span, at % parts->job->kv_heads, place * parts->queries, parts->queries);
+        if (part.count == 1 && part.group <= MOST_GROUP) attend_one(part);
+        else attend(part);
     }
 };
 

@@ -265,12 +265,11 @@ template <int ELEMENT, int SCALE, int T> bool few(const ptq_linear *j, const voi
 }
 
 template <int ELEMENT, int SCALE> void some_rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
-    static thread_local Room room;
     if (few<ELEMENT, SCALE, most_few(ELEMENT, SCALE)>(j, x, first, last)) return;
     const Weight<ELEMENT, SCALE, SCALE == PTQ_BLOCK_E4M3> weight(j);
     const int64_t step = GROUP * (j->m >= FAR_ROWS ? FAR_GROUPS : 1);
     for (int64_t row = first; row < last; row += step)
-        block_of_rows(weight, (const uint16_t *)x, &room, row, at_most(row + step, last));
+        block_of_rows(weight, (const uint16_t *)x, of_thread<Room>(), row, at_most(row + step, last));
 }
 
 void rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {

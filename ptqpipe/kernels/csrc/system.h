@@ -13,3 +13,12 @@
 #include <immintrin.h>
 #endif
 #include "api.h"
+
+// A T that a thread keeps. Its address is hidden from the compiler, which would ask for it anew, by a call that no register
+// survives, wherever it can tell that it is this one.
+template <class T> static inline T *of_thread() {
+    static thread_local T kept;
+    T *address = &kept;
+    __asm__("" : "+r"(address));
+    return address;
+}
