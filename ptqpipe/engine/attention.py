@@ -105,13 +105,12 @@ class PagedAttention:
         step, pages = _STEP.get(), self.pages[layer]
         store(pages.keys, step.slots, key, pages.key_scale)
         store(pages.values, step.slots, value, pages.value_scale)
-        if pages.key_scale is None:
-            found = paged_prefill(
-                query, pages.keys, pages.values, step.spans, scaling=terms.scaling, window=terms.window,
-                softcap=terms.softcap, sinks=terms.sinks,
-            )  # fmt: skip
-            if found is not None:
-                return found
+        found = paged_prefill(
+            query, pages.keys, pages.values, step.spans, scaling=terms.scaling, window=terms.window,
+            softcap=terms.softcap, sinks=terms.sinks, numbers=pages.numbers,
+        )  # fmt: skip
+        if found is not None:
+            return found
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         at = self._attend_singles(step, pages, query, out, terms)
         for span, table in list(zip(step.batch.spans, step.tables, strict=True))[at:]:

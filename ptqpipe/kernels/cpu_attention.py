@@ -36,11 +36,11 @@ class _Prefill(ctypes.Structure):
     """``struct ptq_prefill``."""
 
     _fields_ = (
-        ("q", _POINTER), ("keys", _POINTER), ("values", _POINTER), ("tables", _POINTER), ("starts", _POINTER),
-        ("totals", _POINTER), ("sinks", _POINTER), ("out", _POINTER),
+        ("q", _POINTER), ("keys", _POINTER), ("values", _POINTER), ("key_table", _POINTER), ("value_table", _POINTER),
+        ("tables", _POINTER), ("starts", _POINTER), ("totals", _POINTER), ("sinks", _POINTER), ("out", _POINTER),
         ("spans", _LONG), ("heads", _LONG), ("kv_heads", _LONG), ("key_dim", _LONG), ("value_dim", _LONG),
-        ("block_size", _LONG), ("table_stride", _LONG), ("q_token", _LONG), ("q_head", _LONG), ("window", _LONG),
-        ("threads", _LONG), ("scaling", _FLOAT), ("softcap", _FLOAT),
+        ("block_size", _LONG), ("table_stride", _LONG), ("q_token", _LONG), ("q_head", _LONG), ("table_heads", _LONG),
+        ("window", _LONG), ("threads", _LONG), ("scaling", _FLOAT), ("softcap", _FLOAT),
     )  # fmt: skip
 
 
@@ -128,18 +128,21 @@ def paged_prefill(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    numbers: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor | None:
-    """Causal attention ``[T, heads, value_dim]`` of queries ``[T, heads, key_dim]``, all bfloat16.
+    """Causal attention ``[T, heads, value_dim]`` of queries ``[T, heads, key_dim]``, in bfloat16.
 
-    keys, values  pages [blocks, block_size, kv heads, dim] that hold the spans' own tokens too
+    keys, values  pages [blocks, block_size, kv heads, dim] that hold the spans' own tokens too: bfloat16, or E4M3 codes
+    numbers       what the codes of keys and of values stand for, float32 [1 or kv heads, 256] each; bfloat16 numbers
     window        how many tokens a query sees, itself included
     sinks         float32 [heads]: scores of a token that is not there
 
     A query's result is the same bits however its sequence was cut into spans. None for what has no kernel: other
     dtypes and devices, CPUs without BF16 products, dimensions above 512.
     """
-    tensors = (query, keys, values)
-    if any(x.dtype != torch.bfloat16 or x.device.type != "cpu" for x in tensors):
+    stored = torch.bfloat16 if numbers is None else torch.float8_e4m3fn
+    tensors = ((query, torch.bfloat16), (keys, stored), (values, stored))
+    if any(x.dtype != dtype or x.device.type != "cpu" for x, dtype in tensors):
         return None
     if not _exports("ptq_paged_prefill"):
         return None
@@ -161,6 +164,8 @@ def paged_prefill(
         threads=min(torch.get_num_threads(), 1 + work // worth), scaling=scaling,
         softcap=softcap or 0.0,
     )  # fmt: skip
+    if numbers is not None:
+        job.key_table, job.value_table, job.table_heads = *(x.data_ptr() for x in numbers), numbers[0].shape[0]
     return out if lib.call("ptq_paged_prefill", ctypes.byref(job)) == lib.OK else None
 
 

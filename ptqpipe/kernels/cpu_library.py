@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from ptqpipe.errors import FormatError
 
-ABI = 11
+ABI = 12
 ISAS = ("avx512", "avx2", "baseline")  # best first
 OK, NOT_FINITE = 0, 1
 

@@ -176,6 +176,30 @@ def test_a_damaged_value_reaches_single_queries_that_see_it(bad: float) -> None:
     assert not bool(single[100:130, 2:, 3].isfinite().any())
 
 
+@pytest.mark.parametrize("per_head", [False, True], ids=["one scale", "a scale a head"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dims"), [(4, 2, (64, 64)), (3, 3, (17, 40)), (40, 1, (32, 32))])
+def test_codes_give_the_bits_of_the_numbers_that_they_stand_for(
+    heads: int, kv_heads: int, dims: tuple[int, int], per_head: bool
+) -> None:
+    g = torch.Generator().manual_seed(3)
+    queries, pages, tables = case([150, 40], heads=heads, kv_heads=kv_heads, dims=dims)
+    scale = torch.rand(kv_heads if per_head else 1, 1, generator=g) + 0.01
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = (codes.float() * scale).bfloat16().float().contiguous()
+    stored = [torch.randint(0, 256, x.shape, generator=g, dtype=torch.uint8) for x in pages]
+    for x in stored:
+        x[(x & 127) == 127] = 0  # NaN
+    by_head = torch.arange(kv_heads).view(-1, 1) if per_head else torch.zeros(kv_heads, 1, dtype=torch.int64)
+    decoded = tuple(numbers[by_head, x.long()].bfloat16() for x in stored)
+    fp8 = tuple(x.view(torch.float8_e4m3fn) for x in stored)
+    for cuts in ((), tuple(range(1, 150)), (64, 100)):
+        wanted = of_all(queries, (decoded[0], decoded[1]), tables, cuts=cuts, scaling=0.02)
+        found = of_all(queries, (fp8[0], fp8[1]), tables, cuts=cuts, scaling=0.02, numbers=(numbers, numbers))
+        for a, b in zip(wanted, found, strict=True):
+            assert torch.equal(a, b)
+            assert bool(a.isfinite().all())
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (16, 2), (24, 3)])
 def test_threads_and_neighbours_change_no_bit(heads: int, kv_heads: int) -> None:
     queries, pages, tables = case([300, 20, 500], heads=heads, kv_heads=kv_heads, dims=(64, 64))

@@ -1,4 +1,4 @@
-// Causal attention over bfloat16 pages, on AVX-512 with BF16: of many queries a sequence here, the prefill step of the
+// Causal attention over pages of bfloat16 numbers or E4M3 codes, on AVX-512 with BF16: of many queries a sequence here, the prefill step of the
 // engine; of one in attention_one.h.
 //
 // The queries of all heads that share keys are rows, 16 to a vector, so that a softmax needs no sum over lanes. Keys come
@@ -12,12 +12,14 @@
 // Mirrored by cpu_attention.py. Pages are [blocks, block_size, kv_heads, dim], dense.
 struct ptq_prefill {
     const uint16_t *q;                       // [rows, heads, key_dim], tokens and heads q_token and q_head numbers apart
-    const uint16_t *keys, *values;
+    const void *keys, *values;               // bfloat16, or codes
+    const float *key_table, *value_table;    // the bfloat16 number of each code, [table_heads, 256], or null
     const int64_t *tables;                   // [spans, table_stride] numbers of blocks
     const int64_t *starts, *totals;          // [spans + 1] first rows, [spans] tokens: the rows are the last of them
     const float *sinks;                      // [heads], or null
     uint16_t *out;                           // [rows, heads, value_dim], dense
     int64_t spans, heads, kv_heads, key_dim, value_dim, block_size, table_stride, q_token, q_head;
+    int64_t table_heads;
     int64_t window;                          // tokens that are seen, 0: all
     int64_t threads;
     float scaling, softcap;                  // softcap 0: none
@@ -41,6 +43,33 @@ enum { LANES = 16, WIDE = 2, STEP = 8, TILE = 64, MOST_ROWS = 256, LEAST_ROWS = 
 enum { NO_WINDOW = 1 << 30 };
 const float LOG2_E = 1.44269504f;
 
+// The numbers of codes without their signs, which stand for the same numbers with them.
+struct Codes {
+    __m512i words[4];
+};
+
+INLINE void read_codes(const ptq_prefill *j, const float *table, int64_t head, Codes *codes) {
+    alignas(64) uint16_t words[128];
+    const float *numbers = table + (j->table_heads > 1 ? head : 0) * 256;
+    for (int i = 0; i < 128; ++i) {
+        uint32_t u;
+        memcpy(&u, numbers + i, 4);
+        words[i] = (uint16_t)(u >> 16);
+    }
+    for (int i = 0; i < 4; ++i) codes->words[i] = _mm512_load_si512(words + 32 * i);
+}
+
+// 32 bfloat16 numbers from element `at` of pages on, zeros where the mask says so.
+template <bool CODES> INLINE __m512i numbers_at(const void *pages, int64_t at, __mmask32 mask, const Codes &codes) {
+    if (!CODES) return _mm512_maskz_loadu_epi16(mask, (const uint16_t *)pages + at);
+    const __m512i c = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, (const uint8_t *)pages + at));
+    const __m512i small = _mm512_permutex2var_epi16(codes.words[0], c, codes.words[1]);
+    const __m512i large = _mm512_permutex2var_epi16(codes.words[2], c, codes.words[3]);
+    const __m512i v = _mm512_mask_mov_epi16(small, _mm512_test_epi16_mask(c, _mm512_set1_epi16(64)), large);
+    const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(c, 7), 15);
+    return _mm512_mask_mov_epi16(_mm512_setzero_si512(), mask, _mm512_or_si512(v, sign));
+}
+
 // What a thread works in. Per block of WIDE vectors of rows: its queries, outputs and states.
 struct Room {
     __m512i q[MOST_ROWS / LANES][MOST_DIM / 2];   // [block][pair][vector]
@@ -51,6 +80,7 @@ struct Room {
     alignas(64) uint32_t values[TILE / 2 * MOST_DIM];  // pairs of keys, [pair][dimension]
     __m512 scores[TILE * WIDE];                   // [key][vector]
     __m512i weights[TILE / 2 * WIDE];             // pairs of keys, [pair][vector]
+    Codes key_codes, value_codes;
     bool damaged;                                 // a value of the tile is infinite or NaN
 };
 
@@ -140,8 +170,9 @@ INLINE void transpose(__m512i *m) {
 // Vectors of the block that vector v is in.
 INLINE int64_t width_of(const Part &p, int64_t v) { return at_most(p.vectors() - v / WIDE * WIDE, WIDE); }
 
-void begin(const Part &p, Room *room) {
+template <bool CODES> void begin(const Part &p, Room *room) {
     const ptq_prefill *j = p.job;
+    if (CODES) read_codes(j, j->key_table, p.head, &room->key_codes), read_codes(j, j->value_table, p.head, &room->value_codes);
     for (int64_t v = 0; v < p.vectors(); ++v) {
         const int64_t width = width_of(p, v), left = at_most(p.rows() - v * LANES, LANES);
         __m512i *to = room->q[v / WIDE * WIDE] + v % WIDE;
@@ -192,7 +223,7 @@ void finish(const Part &p, Room *room) {
 }
 
 // Keys and values of the tile at `first`, zeros behind the last token.
-void read_tile(const Part &p, Room *room, int64_t first) {
+template <bool CODES> void read_tile(const Part &p, Room *room, int64_t first) {
     const ptq_prefill *j = p.job;
     const int64_t count = at_most(p.end - first, TILE);
     int64_t slots[TILE + 1], block = first / j->block_size, at = first % j->block_size;
@@ -203,20 +234,20 @@ void read_tile(const Part &p, Room *room, int64_t first) {
     for (int64_t t = 0; t < TILE; ++t)
         for (int64_t c = 0; c < p.key_step; c += LANES) {
             const __mmask32 mask = t < count ? first_of_32(j->key_dim - 2 * c) : 0;
-            const uint16_t *from = j->keys + (t < count ? slots[t] * j->key_dim : 0) + 2 * c;
-            _mm512_store_si512(room->keys + t * p.key_step + c, _mm512_maskz_loadu_epi16(mask, from));
+            const int64_t at = (t < count ? slots[t] * j->key_dim : 0) + 2 * c;
+            _mm512_store_si512(room->keys + t * p.key_step + c, numbers_at<CODES>(j->keys, at, mask, room->key_codes));
         }
     const __m512i top = _mm512_set1_epi16(0x7F80);
     __mmask32 damaged = 0;
     for (int64_t t = 0; t < TILE; t += 2)
         for (int64_t c = 0; c < p.value_step; c += LANES) {
-            const __mmask16 mask = (__mmask16)first_of_32(at_most(j->value_dim - c, LANES));
-            __m512i v = _mm512_setzero_si512();
-            if (t < count) v = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, j->values + slots[t] * j->value_dim + c));
-            if (t + 1 < count) {
-                const __m256i next = _mm256_maskz_loadu_epi16(mask, j->values + slots[t + 1] * j->value_dim + c);
-                v = _mm512_or_si512(v, _mm512_slli_epi32(_mm512_cvtepu16_epi32(next), 16));
+            const __mmask32 mask = first_of_32(at_most(j->value_dim - c, LANES));
+            __m512i pair[2] = {};
+            for (int64_t i = 0; i < 2 && t + i < count; ++i) {
+                const __m512i row = numbers_at<CODES>(j->values, slots[t + i] * j->value_dim + c, mask, room->value_codes);
+                pair[i] = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(row));
             }
+            const __m512i v = _mm512_or_si512(pair[0], _mm512_slli_epi32(pair[1], 16));
             damaged |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(v, top), top);
             _mm512_store_si512(room->values + t / 2 * p.value_step + c, v);
         }
@@ -334,12 +365,12 @@ template <int N> void tile(const Part &p, Room *room, int64_t v, int64_t first) 
     else add_values<N>(p, room, v, count, factor);
 }
 
-void attend(const Part &p) {
+template <bool CODES> void attend(const Part &p) {
     Room *room = of_thread<Room>();
-    begin(p, room);
+    begin<CODES>(p, room);
     const int64_t seen = p.place - p.window() + 1;
     for (int64_t first = seen > 0 ? seen / TILE * TILE : 0; first < p.end; first += TILE) {
-        read_tile(p, room, first);
+        read_tile<CODES>(p, room, first);
         for (int64_t v = 0; v < p.vectors(); v += WIDE) {
             if (p.vectors() - v == 1) tile<1>(p, room, v, first);
             else tile<WIDE>(p, room, v, first);
@@ -371,8 +402,9 @@ struct Parts {
         for (; at >= parts->of(span); ++span) at -= parts->of(span);
         const int64_t place = (parts->of(span) - 1 - at) / parts->job->kv_heads;
         const Part part(parts->job, span, at % parts->job->kv_heads, place * parts->queries, parts->queries);
-        if (part.count == 1 && part.group <= MOST_GROUP) attend_one(part);
-        else attend(part);
+        const bool codes = part.job->key_table != nullptr;
+        if (part.count == 1 && part.group <= MOST_GROUP) codes ? attend_one<true>(part) : attend_one<false>(part);
+        else codes ? attend<true>(part) : attend<false>(part);
     }
 };
 

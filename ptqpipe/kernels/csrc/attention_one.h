@@ -12,8 +12,9 @@ struct OneRoom {
     __m512 scores[MOST_GROUP][GROUPS];                    // 16 keys each
     __m512i weights[MOST_GROUP][GROUPS / 2];              // pairs of keys
     alignas(64) float best[MOST_GROUP], sum[MOST_GROUP], shift[MOST_GROUP], factor[MOST_GROUP];
-    const uint16_t *rows[2][2][TILE];                     // of the tile's tokens, null where none is seen, and of the next's
-    const uint16_t *const *keys, *const *values;
+    int64_t rows[2][2][TILE];                             // of the tile's tokens and of the next's: their first elements
+    const int64_t *keys, *values;                         // ... in the pages, -1 where none is seen
+    Codes key_codes, value_codes;
 };
 
 // Two rows of 32 numbers as pairs: of dimensions 8 b .. 8 b + 3 and 8 b + 4 .. 8 b + 7.
@@ -23,27 +24,29 @@ INLINE void pairs_of_keys(__m512i a, __m512i b, __m512i *low, __m512i *high) {
 }
 
 // Asks for the rows of the tile at `first` that the query sees.
-void find_rows(const Part &p, const uint16_t *(*rows)[TILE], int64_t first) {
+template <bool CODES> void find_rows(const Part &p, int64_t (*rows)[TILE], int64_t first) {
+    enum { SIZE = CODES ? 1 : 2 };
     const ptq_prefill *j = p.job;
     const int64_t seen = p.place - p.window() + 1, count = at_most(p.end - first, TILE);
     int64_t block = first / j->block_size, at = first % j->block_size, t = 0;
     while (t < count) {
         const int64_t slot = (p.blocks[block++] * j->block_size + at) * j->kv_heads + p.head, run = t - at;
-        const uint16_t *key = j->keys + slot * j->key_dim, *value = j->values + slot * j->value_dim;
+        int64_t key = slot * j->key_dim, value = slot * j->value_dim;
         const int64_t key_row = j->kv_heads * j->key_dim, value_row = j->kv_heads * j->value_dim;
         for (at = 0; t < at_most(count, run + j->block_size); ++t, key += key_row, value += value_row) {
             const bool is_seen = first + t >= seen;
-            rows[0][t] = is_seen ? key : nullptr;
-            rows[1][t] = is_seen ? value : nullptr;
-            for (int64_t i = 0; i < j->key_dim; i += 32) _mm_prefetch((const char *)(key + i), _MM_HINT_T0);
-            for (int64_t i = 0; i < j->value_dim; i += 32) _mm_prefetch((const char *)(value + i), _MM_HINT_T0);
+            rows[0][t] = is_seen ? key : -1;
+            rows[1][t] = is_seen ? value : -1;
+            for (int64_t i = 0; i < j->key_dim * SIZE; i += 64) _mm_prefetch((const char *)j->keys + key * SIZE + i, _MM_HINT_T0);
+            for (int64_t i = 0; i < j->value_dim * SIZE; i += 64)
+                _mm_prefetch((const char *)j->values + value * SIZE + i, _MM_HINT_T0);
         }
     }
-    for (; t < TILE; ++t) rows[0][t] = rows[1][t] = nullptr;
+    for (; t < TILE; ++t) rows[0][t] = rows[1][t] = -1;
 }
 
-INLINE __m512i some_of(const uint16_t *row, int64_t c, int64_t dim) {
-    return row ? _mm512_maskz_loadu_epi16(first_of_32(dim - c), row + c) : _mm512_setzero_si512();
+template <bool CODES> INLINE __m512i some_of(const void *pages, int64_t row, int64_t c, int64_t dim, const Codes &codes) {
+    return row < 0 ? _mm512_setzero_si512() : numbers_at<CODES>(pages, row + c, first_of_32(dim - c), codes);
 }
 
 // Products of 16 pairs of dimensions of 16 keys with G queries, added to their scores.
@@ -56,13 +59,14 @@ template <int G> void add_products(const __m512i *keys, const uint32_t *q, __m51
     UNROLL for (int g = 0; g < G; ++g) scores[g][0] = sums[g];
 }
 
-void all_scores(const Part &p, OneRoom *room) {
+template <bool CODES> void all_scores(const Part &p, OneRoom *room) {
     const int64_t dim = p.job->key_dim;
     for (int64_t n = 0; n < GROUPS; ++n) {
         for (int64_t g = 0; g < p.group; ++g) room->scores[g][n] = _mm512_setzero_ps();
         for (int64_t c = 0; c < p.pairs; c += LANES) {
             __m512i m[LANES];
-            UNROLL for (int i = 0; i < LANES; ++i) m[i] = some_of(room->keys[n * LANES + i], 2 * c, dim);
+            UNROLL for (int i = 0; i < LANES; ++i)
+                m[i] = some_of<CODES>(p.job->keys, room->keys[n * LANES + i], 2 * c, dim, room->key_codes);
             transpose(m);
             int64_t g = 0;
             for (; g + SOME <= p.group; g += SOME) add_products<SOME>(m, room->q[g] + c, (__m512(*)[GROUPS]) & room->scores[g][n]);
@@ -78,7 +82,7 @@ void all_best(const Part &p, OneRoom *room) {
     const __m512 scale = _mm512_set1_ps(cap > 0 ? p.job->scaling : p.job->scaling * LOG2_E), none = _mm512_set1_ps(-INFINITY);
     for (int64_t n = 0; n < GROUPS; ++n) {
         __mmask16 seen = 0;
-        for (int i = 0; i < LANES; ++i) seen |= (__mmask16)((room->keys[n * LANES + i] != nullptr) << i);
+        for (int i = 0; i < LANES; ++i) seen |= (__mmask16)((room->keys[n * LANES + i] >= 0) << i);
         for (int64_t g = 0; g < p.group; ++g) {
             __m512 s = _mm512_mul_ps(room->scores[g][n], scale);
             if (cap > 0) s = _mm512_mul_ps(capped(s, cap), _mm512_set1_ps(LOG2_E));
@@ -124,13 +128,18 @@ void all_weights(const Part &p, OneRoom *room, int64_t count) {
 }
 
 // Weights of G queries times 32 dimensions of the values of all keys.
-template <int G> void add_outputs(const OneRoom *room, int64_t c, int64_t dim, int64_t g0, int64_t count, __m512 (*out)[MOST_DIM / LANES]) {
+template <bool CODES, int G>
+void add_outputs(const Part &p, const OneRoom *room, int64_t c, int64_t g0, int64_t count, __m512 (*out)[MOST_DIM / LANES]) {
+    const void *values = p.job->values;
+    const int64_t dim = p.job->value_dim;
+    const Codes codes = room->value_codes;
     __m512 sums[G][2];
     UNROLL for (int g = 0; g < G; ++g)
         UNROLL for (int n = 0; n < 2; ++n) sums[g][n] = _mm512_mul_ps(out[g][n], _mm512_set1_ps(room->factor[g0 + g]));
     for (int64_t t = 0; t < count; t += 2) {
         __m512i low, high;
-        pairs_of_keys(some_of(room->values[t], c, dim), some_of(room->values[t + 1], c, dim), &low, &high);
+        pairs_of_keys(some_of<CODES>(values, room->values[t], c, dim, codes),
+                      some_of<CODES>(values, room->values[t + 1], c, dim, codes), &low, &high);
         UNROLL for (int g = 0; g < G; ++g) {
             const uint32_t *w = (const uint32_t *)room->weights[g0 + g] + t / 2;
             sums[g][0] = _mm512_dpbf16_ps(sums[g][0], (__m512bh)_mm512_set1_epi32((int32_t)*w), (__m512bh)low);
@@ -140,18 +149,19 @@ template <int G> void add_outputs(const OneRoom *room, int64_t c, int64_t dim, i
     UNROLL for (int g = 0; g < G; ++g) UNROLL for (int n = 0; n < 2; ++n) out[g][n] = sums[g][n];
 }
 
-void all_outputs(const Part &p, OneRoom *room, int64_t count) {
+template <bool CODES> void all_outputs(const Part &p, OneRoom *room, int64_t count) {
     for (int64_t c = 0; c < p.job->value_dim; c += 32) {
         int64_t g = 0;
         __m512(*out)[MOST_DIM / LANES] = (__m512(*)[MOST_DIM / LANES]) & room->out[0][c / LANES];
-        for (; g + SOME <= p.group; g += SOME) add_outputs<SOME>(room, c, p.job->value_dim, g, count, out + g);
-        if (p.group - g >= 4) add_outputs<4>(room, c, p.job->value_dim, g, count, out + g), g += 4;
-        for (; g < p.group; ++g) add_outputs<1>(room, c, p.job->value_dim, g, count, out + g);
+        for (; g + SOME <= p.group; g += SOME) add_outputs<CODES, SOME>(p, room, c, g, count, out + g);
+        if (p.group - g >= 4) add_outputs<CODES, 4>(p, room, c, g, count, out + g), g += 4;
+        for (; g < p.group; ++g) add_outputs<CODES, 1>(p, room, c, g, count, out + g);
     }
 }
 
-void begin_one(const Part &p, OneRoom *room) {
+template <bool CODES> void begin_one(const Part &p, OneRoom *room) {
     const ptq_prefill *j = p.job;
+    if (CODES) read_codes(j, j->key_table, p.head, &room->key_codes), read_codes(j, j->value_table, p.head, &room->value_codes);
     for (int64_t g = 0; g < MOST_GROUP; ++g) {
         const int64_t head = p.head * p.group + at_most(g, p.group - 1);
         room->best[g] = j->sinks ? j->sinks[head] * LOG2_E : -INFINITY;
@@ -159,7 +169,8 @@ void begin_one(const Part &p, OneRoom *room) {
         room->shift[g] = 0.0f;
         if (g >= p.group) continue;
         for (int64_t c = 0; c < p.key_step; c += LANES)
-            _mm512_store_si512(room->q[g] + c, some_of(j->q + p.row * j->q_token + head * j->q_head, 2 * c, j->key_dim));
+            _mm512_store_si512(room->q[g] + c, _mm512_maskz_loadu_epi16(first_of_32(j->key_dim - 2 * c),
+                                                                        j->q + p.row * j->q_token + head * j->q_head + 2 * c));
         for (int64_t c = 0; c < j->value_dim; c += LANES) room->out[g][c / LANES] = _mm512_setzero_ps();
         room->out[g][(j->value_dim + LANES - 1) / LANES] = _mm512_setzero_ps();
     }
@@ -181,20 +192,20 @@ void finish_one(const Part &p, const OneRoom *room) {
     }
 }
 
-void attend_one(const Part &p) {
+template <bool CODES> void attend_one(const Part &p) {
     OneRoom *room = of_thread<OneRoom>();
-    begin_one(p, room);
+    begin_one<CODES>(p, room);
     const int64_t seen = p.place - p.window() + 1, start = seen > 0 ? seen / TILE * TILE : 0;
-    find_rows(p, room->rows[0], start);
+    find_rows<CODES>(p, room->rows[0], start);
     for (int64_t first = start, turn = 0; first < p.end; first += TILE, turn = 1 - turn) {
-        if (first + TILE < p.end) find_rows(p, room->rows[1 - turn], first + TILE);
+        if (first + TILE < p.end) find_rows<CODES>(p, room->rows[1 - turn], first + TILE);
         room->keys = room->rows[turn][0];
         room->values = room->rows[turn][1];
-        all_scores(p, room);
+        all_scores<CODES>(p, room);
         all_best(p, room);
         const int64_t count = at_most((p.end - first + STEP - 1) / STEP * STEP, TILE);
         all_weights(p, room, count);
-        all_outputs(p, room, count);
+        all_outputs<CODES>(p, room, count);
     }
     finish_one(p, room);
 }
