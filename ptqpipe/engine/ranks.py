@@ -5,6 +5,8 @@ leader alone. While nothing is to be done the leader sends beats, so that a rank
 not know how ranks are started.
 """
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 
@@ -40,8 +42,9 @@ class Leader:
             raise PtqError(f"a rank does not answer: {one_line(str(error), limit=300)}") from error
 
     def close(self) -> None:
-        """Ends the others."""
-        self._say(_CLOSE)
+        """Ends the others. Those that have gone need not be told."""
+        with contextlib.suppress(RuntimeError):
+            self._say(_CLOSE)
 
     def _say(self, word: int) -> None:
         dist.broadcast(torch.tensor([word], dtype=torch.int64), src=0, group=self._group)
