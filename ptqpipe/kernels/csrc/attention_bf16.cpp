@@ -381,12 +381,18 @@ template <bool CODES> void attend(const Part &p) {
 
 #include "attention_one.h"
 
-// Parts of a call: some queries of a sequence with one key-value head, the ones that see most first.
+// Parts of a call: some queries of a sequence with one key-value head, the ones that see most first; or the one query of a
+// sequence with some heads.
 struct Parts {
     const ptq_prefill *job;
-    int64_t queries;  // of a part
+    int64_t queries, heads;  // of a part
+
+    bool single(int64_t span) const {
+        return job->starts[span + 1] - job->starts[span] == 1 && job->heads / job->kv_heads <= MOST_GROUP;
+    }
 
     int64_t of(int64_t span) const {
+        if (single(span)) return (job->kv_heads + heads - 1) / heads;
         return (job->starts[span + 1] - job->starts[span] + queries - 1) / queries * job->kv_heads;
     }
 
@@ -398,19 +404,24 @@ struct Parts {
 
     static void run(void *argument, int64_t at) {
         const Parts *parts = (const Parts *)argument;
+        const ptq_prefill *j = parts->job;
         int64_t span = 0;
         for (; at >= parts->of(span); ++span) at -= parts->of(span);
-        const int64_t place = (parts->of(span) - 1 - at) / parts->job->kv_heads;
-        const Part part(parts->job, span, at % parts->job->kv_heads, place * parts->queries, parts->queries);
-        const bool codes = part.job->key_table != nullptr;
-        if (part.count == 1 && part.group <= MOST_GROUP) codes ? attend_one<true>(part) : attend_one<false>(part);
-        else codes ? attend<true>(part) : attend<false>(part);
+        if (parts->single(span)) {
+            const Part part(j, span, at * parts->heads, 0, 1);
+            const int64_t heads = at_most(parts->heads, j->kv_heads - part.head);
+            return j->key_table ? attend_one<true>(part, heads) : attend_one<false>(part, heads);
+        }
+        const int64_t place = (parts->of(span) - 1 - at) / j->kv_heads;
+        const Part part(j, span, at % j->kv_heads, place * parts->queries, parts->queries);
+        return j->key_table ? attend<true>(part) : attend<false>(part);
     }
 };
 
 int32_t prefill(const ptq_prefill *job) {
-    const int64_t group = job->heads / job->kv_heads;
-    Parts parts = {job, 0};
+    const int64_t group = job->heads / job->kv_heads, row = (job->key_dim + job->value_dim) * (job->key_table ? 1 : 2);
+    Parts parts = {job, 1, at_most(at_most(MOST_HEADS, job->kv_heads), 1 + TILE_BYTES / (TILE * row))};
+    while (parts.heads > 1 && job->threads > 1 && parts.all() < 4 * job->threads) parts.heads = (parts.heads + 1) / 2;
     for (int64_t rows = MOST_ROWS; rows >= LEAST_ROWS; rows /= 2) {  // as many as threads need to end together
         parts.queries = rows / group > 1 ? rows / group : 1;
         if (job->threads < 2 || parts.all() >= 8 * job->threads) break;
