@@ -41,6 +41,7 @@ from ptqpipe.collectives import QuantAllReduce
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.overlap import Overlap, least_tokens
 from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.loading import read_config
 
 BLOCK = 16  # tokens a page
@@ -187,6 +188,7 @@ def worker(options: argparse.Namespace) -> None:
     config = read_config(options.model).get_text_config()
     overlap = Overlap(least_tokens=options.least or least_tokens(config.hidden_size * torch.bfloat16.itemsize))
     model = ptqpipe.runtime.load(options.model, tp=ranks, rank=rank, all_reduce=sums, run_collective=overlap)
+    use_kernels(model)  # as the service does
     longest = max(options.prompt, options.window)
     runner = Runner(model, CacheOptions(max_bytes=2 << 30, max_len=longest, max_seqs=1, block_size=BLOCK))
     vocabulary = model.config.get_text_config().vocab_size

@@ -38,7 +38,7 @@ class LayerShape:
 class Pages:
     """One layer's cache, ``[blocks, block_size, heads, dim]``; with scales (float32 [heads or 1, 1]) E4M3 codes.
 
-    numbers  what the codes of keys and of values stand for in the model's dtype, float32 [heads or 1, 256] each
+    numbers  what the codes of keys and of values stand for in the model's dtype, float32 [heads, 256] or [1, 256] both
     """
 
     keys: torch.Tensor

@@ -93,7 +93,9 @@ class Runner:
         keys, values = (torch.zeros(*size, dim, dtype=dtype, device=self.model.device) for dim in dims)
         if scales is None:
             return Pages(keys, values)
-        return Pages(keys, values, *scales, (numbers_of(scales[0], self.dtype), numbers_of(scales[1], self.dtype)))
+        rows = max(len(scale) for scale in scales)
+        numbers = [numbers_of(scale.expand(rows, 1), self.dtype) for scale in scales]
+        return Pages(keys, values, *scales, (numbers[0], numbers[1]))
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Attention over pages, compiled: what ``engine/attention.py`` does in torch for other cases.
 
 Reads the pages where they are: nothing is gathered, no head is repeated. `paged_attention` has one query a sequence and
-float32 scores, weights and sums. `paged_prefill` has any number of them, for bfloat16 pages on AVX-512 with BF16, and
-rounds the weights to bfloat16. The order of a sum depends on its sequence alone, so neither threads nor the other
-sequences change a bit. Knows addresses; must not know schedulers or models.
+float32 scores, weights and sums. `paged_prefill` has any number of them, for pages of bfloat16 numbers or E4M3 codes
+on AVX-512 with BF16, where it does the decode steps, too; it rounds the weights to bfloat16. The order of a sum depends
+on its sequence alone, so neither threads nor the other sequences change a bit. Knows addresses; must not know
+schedulers or models.
 """
 
 import ctypes
@@ -112,6 +113,7 @@ def paged_attention(
         scaling=scaling, softcap=softcap or 0.0, kind=kind,
     )  # fmt: skip
     if numbers is not None:
+        _check_numbers(numbers, keys.shape[2])
         job.key_table, job.value_table, job.table_heads = *(x.data_ptr() for x in numbers), numbers[0].shape[0]
     if lib.call("ptq_paged_attention", ctypes.byref(job)) != lib.OK:
         return None
@@ -165,8 +167,15 @@ def paged_prefill(
         softcap=softcap or 0.0,
     )  # fmt: skip
     if numbers is not None:
+        _check_numbers(numbers, keys.shape[2])
         job.key_table, job.value_table, job.table_heads = *(x.data_ptr() for x in numbers), numbers[0].shape[0]
     return out if lib.call("ptq_paged_prefill", ctypes.byref(job)) == lib.OK else None
+
+
+def _check_numbers(numbers: tuple[torch.Tensor, torch.Tensor], kv_heads: int) -> None:
+    """The kernels read as many rows of one table as of the other."""
+    shapes = {tuple(x.shape) for x in numbers}
+    assert shapes in ({(1, 256)}, {(kv_heads, 256)}), f"tables of codes {shapes} for {kv_heads} heads"
 
 
 @cache

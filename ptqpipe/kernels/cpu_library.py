@@ -1,7 +1,7 @@
 """The compiled CPU kernels as ctypes sees them: structs, loading, and which instruction set runs.
 
 Mirrors ``csrc/api.h`` field by field; knows addresses and integers, no tensors. Every call releases the interpreter
-lock and runs on the caller's thread alone.
+lock; products and attention run on torch's OpenMP threads as well.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from ptqpipe.errors import FormatError
 
 ABI = 12
 ISAS = ("avx512", "avx2", "baseline")  # best first
-OK, NOT_FINITE = 0, 1
+OK, NOT_FINITE, UNSUPPORTED = 0, 1, 2
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
+from ptqpipe.errors import FormatError
 from ptqpipe.formats import WHOLE, Format
 from ptqpipe.kernels import cpu_library as lib
 
@@ -78,7 +79,11 @@ def linear(x: torch.Tensor, weight: Operand, bias: torch.Tensor | None) -> torch
 
 def linear_each(x: torch.Tensor, weights: Sequence[tuple[Operand, torch.Tensor | None]]) -> list[torch.Tensor]:
     """The products of one ``x [M, K]`` with up to `MOST_AT_ONCE` weights of `alike` operands, biases added: one
-    parallel pass."""
+    parallel pass. FormatError for an x of another width, dtype or device."""
+    wanted = weights[0][0].kind[0]
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or x.shape[1] != wanted:
+        raise FormatError(f"an input of {x.shape[1]} {x.dtype} on {x.device}, expected {wanted} bfloat16 on the CPU")
+    assert len(weights) <= MOST_AT_ONCE
     x = x.contiguous()
     jobs = (lib.Linear * len(weights))()
     outs, kept = [], []
@@ -92,7 +97,9 @@ def linear_each(x: torch.Tensor, weights: Sequence[tuple[Operand, torch.Tensor |
         outs.append(out)
         kept.append(added)
     jobs[0].threads = max(job.threads for job in jobs)
-    if lib.call("ptq_linear_rows", jobs, ctypes.c_int64(len(jobs))) != lib.OK:
+    status = lib.call("ptq_linear_rows", jobs, ctypes.c_int64(len(jobs)))
+    assert status != lib.UNSUPPORTED, f"no kernel of {lib.current_isa()} for these weights"
+    if status != lib.OK:
         raise MemoryError(f"no room to lay out {x.shape[0]} rows of {x.shape[1]} numbers")
     return outs
 

@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from ptqpipe.errors import FormatError
 from ptqpipe.kernels import cpu_library as lib
 
 _WORTH_A_THREAD = 1 << 16  # numbers, below which waking another thread costs more than it brings
@@ -17,11 +18,13 @@ def available() -> bool:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``weight * (x / sqrt(mean(x^2) + eps))`` over the last dimension, bfloat16 ``[..., N]`` and ``[N]``.
 
-    The quotient is rounded to bfloat16 before the product, as modules that compute the mean in float32 do.
+    The quotient is rounded to bfloat16 before the product, as modules that compute the mean in float32 do. FormatError
+    for an input of another width or dtype.
     """
-    x = x.contiguous()
+    x, n = x.contiguous(), len(weight)
+    if x.shape[-1] != n or x.dtype != torch.bfloat16:
+        raise FormatError(f"an input of {x.shape[-1]} {x.dtype} for a norm of {n} bfloat16")
     out = torch.empty_like(x)
-    n = x.shape[-1]
     if out.numel():
         threads = min(torch.get_num_threads(), 1 + x.numel() // _WORTH_A_THREAD)
         job = lib.Norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, threads, eps, 0)

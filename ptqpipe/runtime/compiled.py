@@ -84,8 +84,8 @@ def _use_norm(module: torch.nn.Module) -> None:
 def _join_siblings(model: torch.nn.Module) -> None:
     """Makes packed layers that the model calls one after another with the same tensor siblings."""
     calls: list[tuple[PackedLinear, torch.Tensor]] = []
-    layers = [x for x in model.modules() if isinstance(x, PackedLinear) and x.packed.operand is not None]
-    if not layers:
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    if not layers:  # the same on all ranks, whatever kernels their machines have: the forward below sums over them
         return
     hooks = [layer.register_forward_pre_hook(lambda layer, args: calls.append((layer, args[0]))) for layer in layers]
     one = torch.zeros(1, 1, dtype=torch.int64)

@@ -70,6 +70,7 @@ class Siblings:
     computes the outputs of all in one pass, and the others hand out theirs.
 
     An output is handed out for the very tensor that it was computed from, once; asked with another, a layer computes.
+    The tensor must not be written to before the last of them has been asked.
     """
 
     def __init__(self, layers: Sequence[PackedLinear]) -> None:

@@ -200,7 +200,7 @@ def _overlap(options: ServeOptions, place: Place) -> "Overlap | None":
 def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[QuantAllReduce]") -> "Runner":
     """This rank's part of the model, with a cache as large as all ranks can have."""
     from ptqpipe.engine.ranks import agree
-    from ptqpipe.engine.runner import CacheOptions, Runner
+    from ptqpipe.engine.runner import CacheOptions, Runner, check_model
     from ptqpipe.runtime import load
     from ptqpipe.runtime.compiled import use_kernels
 
@@ -216,6 +216,7 @@ def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[Q
         activations="none" if options.activations == "none" else "simulated",
         device=options.device,
     )
+    check_model(model)
     use_kernels(model)
     cache = options.cache_bytes or available_bytes() // _CACHE_PART // place.local
     together = agree if place.size > 1 else None

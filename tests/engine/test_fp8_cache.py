@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.engine import generate
 from ptqpipe.engine.runner import CacheOptions, Runner
 from ptqpipe.runtime import load_model
@@ -13,15 +14,20 @@ from tests.engine.models import ask, engine, greedy_of, tokenizer
 from tests.runtime.models import quantized, save_source
 from tests.runtime.test_kv_cache import SCHEME, scales_named, with_scales
 
+DTYPES = ("float32", "bfloat16")
 PROMPTS = [tuple(torch.randint(3, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist()) for n in (5, 30)]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """NVFP4 weights and a scale of keys and values for each head, such that some values saturate."""
+@pytest.fixture(scope="module", params=["kv", "k", "v"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NVFP4 weights and scales of keys and values, such that some values saturate; ``param``: which have one a head."""
     folder = tmp_path_factory.mktemp("kv")
     found = quantized(save_source("llama", folder / "source"), "compressed_tensors", "nvfp4")
-    scales = {kind: scale * torch.tensor([1.0, 1.7]).reshape(2, 1, 1) for kind, scale in (("k", 0.013), ("v", 0.0041))}
+    heads = torch.tensor([1.0, 1.7]).reshape(2, 1, 1)
+    scales = {
+        kind: scale * (heads if kind in request.param else heads[:1].reshape(1))
+        for kind, scale in (("k", 0.013), ("v", 0.0041))
+    }
     named = scales_named("model.layers.{layer}.self_attn.{kind}_scale", scales)
     path: Path = with_scales(found, named, SCHEME).save(folder / "q")
     return path
@@ -35,6 +41,14 @@ def test_an_fp8_cache_equals_the_simulated_one(checkpoint: Path, max_batch_token
     made = engine(run, max_len=64, max_batch_tokens=max_batch_tokens, tokens=tokenizer())
     found = generate(made, [ask(prompt, 16, name=str(at)) for at, prompt in enumerate(PROMPTS)])
     assert [found[str(at)][0] for at in range(2)] == [greedy_of(oracle, prompt, 16) for prompt in PROMPTS]
+
+
+def test_a_bfloat16_model_reads_its_codes_as_the_pages_of_their_numbers(checkpoint: Path) -> None:
+    """By whatever kernel there is: within a rounding or two of float32's logits."""
+    runs = {dtype: Runner(load_model(checkpoint, dtype=dtype), CacheOptions(1 << 22, 64, 4, 8)) for dtype in DTYPES}
+    batch = Batch(torch.tensor(PROMPTS[1]), torch.arange(30), (Span(30, 30, (3, 1, 0, 2)),))
+    exact, found = (runs[dtype].run(batch) for dtype in DTYPES)
+    assert float((found - exact).abs().max()) < 0.05 * float(exact.abs().max())
 
 
 def test_an_fp8_cache_holds_twice_the_tokens_of_a_bfloat16_one(checkpoint: Path) -> None:

@@ -1,4 +1,5 @@
-"""The compiled prefill attention over bfloat16 pages against the same sums in float64, within a derived bound."""
+"""The compiled attention over bfloat16 pages against the same sums in float64, within a derived bound; single queries
+and pages of codes against it, bit for bit."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from ptqpipe.errors import FormatError
 from ptqpipe.kernels import cpu_linear
 from ptqpipe.runtime import compiled, load
 from ptqpipe.runtime.linear import PackedLinear, Siblings
 from tests.runtime.models import TOKENS, quantized, save_source
 
-pytestmark = pytest.mark.skipif(cpu_linear.limit(panels=True) == 0, reason="this machine has no kernel for panels")
+pytestmark = pytest.mark.skipif(
+    cpu_linear.bf16_operand(torch.zeros(16, 64, dtype=torch.bfloat16)) is None,
+    reason="this machine has no kernel for bfloat16 panels, or a faster way",
+)
 KINDS = ("llama", "tied", "biased", "qwen3", "qwen3_moe", "mixtral", "gemma3", "phi3", "gpt_oss")
 
 
@@ -96,6 +100,22 @@ def test_siblings_asked_with_other_tensors_compute_their_own(tmp_path: Path) -> 
     q, k, v = layers
     for layer, at in ((q, 0), (k, 1), (v, 0), (k, 0), (k, 0), (q, 1), (v, 1), (k, 1), (q, 0), (k, 0), (v, 0)):
         assert torch.equal(layer((one, other)[at]), alone[layer, at])
+
+
+@torch.inference_mode()
+def test_inputs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """The kernels know addresses alone: what torch would have refused must not be read as something else."""
+    model = packed("llama", tmp_path)
+    compiled.use_kernels(model)
+    layer, norm, width = model.model.layers[0].mlp.gate_proj, model.model.norm, model.config.hidden_size
+    for x in (torch.ones(1, width // 2).bfloat16(), torch.ones(1, width)):
+        with pytest.raises(FormatError, match="an input of"):
+            model.lm_head(x)
+    for module in (layer, norm):
+        with pytest.raises((FormatError, RuntimeError)):
+            module(torch.ones(1, width // 2).bfloat16())
+    own = norm(torch.ones(width))  # another dtype: the module's own
+    assert torch.allclose(own, norm.weight.float(), rtol=1e-5)
 
 
 @torch.inference_mode()

@@ -1,5 +1,5 @@
-// Causal attention over pages of bfloat16 numbers or E4M3 codes, on AVX-512 with BF16: of many queries a sequence here, the prefill step of the
-// engine; of one in attention_one.h.
+// Causal attention over pages of bfloat16 numbers or E4M3 codes, on AVX-512 with BF16: of many queries a sequence here, the
+// prefill step of the engine; of one in attention_one.h.
 //
 // The queries of all heads that share keys are rows, 16 to a vector, so that a softmax needs no sum over lanes. Keys come
 // in tiles of TILE tokens that begin at multiples of TILE in their sequence: VDPBF16PS makes their scores from pairs of
@@ -420,7 +420,8 @@ struct Parts {
 
 int32_t prefill(const ptq_prefill *job) {
     const int64_t group = job->heads / job->kv_heads, row = (job->key_dim + job->value_dim) * (job->key_table ? 1 : 2);
-    Parts parts = {job, 1, at_most(at_most(MOST_HEADS, job->kv_heads), 1 + TILE_BYTES / (TILE * row))};
+    const int64_t fit = TILE_BYTES / (TILE * row);
+    Parts parts = {job, 1, at_most(at_most(MOST_HEADS, job->kv_heads), fit > 1 ? fit : 1)};
     while (parts.heads > 1 && job->threads > 1 && parts.all() < 4 * job->threads) parts.heads = (parts.heads + 1) / 2;
     for (int64_t rows = MOST_ROWS; rows >= LEAST_ROWS; rows /= 2) {  // as many as threads need to end together
         parts.queries = rows / group > 1 ? rows / group : 1;

@@ -3,7 +3,6 @@
 // Keys are the lanes of scores here, and dimensions those of outputs, since there are few rows. Every sum has the order that
 // tiles of many rows give it, so a token's bits do not tell whether it was alone: the transposed weights are there for the
 // order of their sum.
-
 //
 // A few key-value heads go through the tokens together: the rows of all heads of a token lie side by side, and memory is read
 // several times as fast in that order as in that of one head, whose rows lie apart.
