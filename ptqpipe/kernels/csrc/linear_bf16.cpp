@@ -210,14 +210,22 @@ template <class W> void block_of_rows(const W &weight, const uint16_t *x, Room *
         }
 }
 
-// N pairs of a block of 16 rows of the weight times T rows of x, added to sums[T].
-template <bool SCALED, int T, int N> INLINE void add_block(const __m512i *w, const uint32_t *x, __m512 s, __m512 *sums) {
-    __m512 part[T];
-    UNROLL for (int t = 0; t < T; ++t) part[t] = _mm512_setzero_ps();
+// N pairs of 16 rows of the weight times T rows of x, added to part[T].
+template <int T, int N> INLINE void add_pairs(const __m512i *w, const uint32_t *x, __m512 *part) {
     UNROLL for (int i = 0; i < N; ++i)
         UNROLL for (int t = 0; t < T; ++t)
             part[t] = _mm512_dpbf16_ps(part[t], (__m512bh)w[i], (__m512bh)_mm512_set1_epi32((int32_t)x[t * PAIRS + i]));
+}
+
+template <bool SCALED, int T> INLINE void add_block(const __m512 *part, __m512 s, __m512 *sums) {
     UNROLL for (int t = 0; t < T; ++t) sums[t] = SCALED ? _mm512_fmadd_ps(part[t], s, sums[t]) : _mm512_add_ps(part[t], sums[t]);
+}
+
+template <bool SCALED, int T, int N> INLINE void add_whole_block(const __m512i *w, const uint32_t *x, __m512 s, __m512 *sums) {
+    __m512 part[T];
+    UNROLL for (int t = 0; t < T; ++t) part[t] = _mm512_setzero_ps();
+    add_pairs<T, N>(w, x, part);
+    add_block<SCALED, T>(part, s, sums);
 }
 
 // The panel at `row` times T rows of x, all there are. More than a tile of them in two, whose sums need not all be in
@@ -237,10 +245,22 @@ void few_rows(const Weight<ELEMENT, SCALE, false> &weight, const uint32_t *x, in
         __m512 s[4];
         weight.scales_at(row, unit, s, 1);
         UNROLL for (int b = 0; b < W::BLOCKS; ++b, in += N) {
-            __m512i w[N];
-            UNROLL for (int q = 0; q < STEPS; ++q) pairs_at<ELEMENT>(d, b * STEPS + q, weight.tables, w + q * S::STEP_PAIRS);
-            add_block<W::SCALED, FIRST, N>(w, in, s[b], sums);
-            if constexpr (SECOND > 0) add_block<W::SCALED, SECOND, N>(w, in + FIRST * PAIRS, s[b], sums + FIRST);
+            if constexpr (SECOND > 0) {
+                __m512i w[N];
+                UNROLL for (int q = 0; q < STEPS; ++q)
+                    pairs_at<ELEMENT>(d, b * STEPS + q, weight.tables, w + q * S::STEP_PAIRS);
+                add_whole_block<W::SCALED, FIRST, N>(w, in, s[b], sums);
+                add_whole_block<W::SCALED, SECOND, N>(w, in + FIRST * PAIRS, s[b], sums + FIRST);
+            } else {  // a step at a time: the other sums and a whole block of weights do not fit the registers
+                __m512 part[T];
+                UNROLL for (int t = 0; t < T; ++t) part[t] = _mm512_setzero_ps();
+                UNROLL for (int q = 0; q < STEPS; ++q) {
+                    __m512i w[S::STEP_PAIRS];
+                    pairs_at<ELEMENT>(d, b * STEPS + q, weight.tables, w);
+                    add_pairs<T, S::STEP_PAIRS>(w, in + q * S::STEP_PAIRS, part);
+                }
+                add_block<W::SCALED, T>(part, s[b], sums);
+            }
         }
     }
     for (int t = 0; t < T; ++t) write(weight.j, sums[t], t, row, last - row);
