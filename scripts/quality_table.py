@@ -59,30 +59,32 @@ def cells_of(lines: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Cel
 
 
 def render(lines: list[dict[str, Any]], models: Collection[str] = ()) -> str:
-    """Markdown: entries by formats for each model (of ``models``, where they are named), then where ptqpipe stands on
-    every model, then what has failed.
-    """
+    """Markdown: entries by formats for each model, where ptqpipe stands, what failed. ``models``: of these alone."""
+    lines = [line for line in lines if not models or line["model"] in models]
     cells = cells_of(lines)
     perplexities = {line["model"]: line["perplexity"] for line in lines if line["tool"] == "float"}
     parts = []
     for model in dict.fromkeys(model for model, _ in cells):
-        if not models or model in models:
-            formats = [fmt for fmt in FORMATS if (model, fmt) in cells]
-            parts.append(entry_table(model, perplexities.get(model), {fmt: cells[model, fmt] for fmt in formats}))
+        formats = [fmt for fmt in FORMATS if (model, fmt) in cells]
+        parts.append(entry_table(model, perplexities.get(model), {fmt: cells[model, fmt] for fmt in formats}))
     parts.append(standing(cells))
     parts.append(failures(lines))
     return "\n\n".join(part for part in parts if part)
 
 
 def failures(lines: list[dict[str, Any]]) -> str:
-    """A line for each tool and reason: models, formats and entries of which there is no number."""
+    """A line for each tool, model and reason: formats and entries of which there is no number."""
     done = {key_of(line) for line in lines if "kl" in line}
-    found: dict[tuple[str, str], set[str]] = {}
+    found: dict[tuple[str, str, str], dict[str, set[str]]] = {}
     for line in lines:
         if "failed" in line and key_of(line) not in done:
             reason = line["failed"].strip().splitlines()[-1].strip()[:REASON]
-            found.setdefault((line["tool"], reason), set()).add(f"{line['model']} {line['format']} {line['entry']}")
-    rows = [f"- {tool}: {', '.join(sorted(those))}: `{reason}`" for (tool, reason), those in found.items()]
+            by_format = found.setdefault((line["tool"], line["model"], reason), {})
+            by_format.setdefault(line["format"], set()).add(line["entry"])
+    rows = []
+    for (tool, model, reason), by_format in found.items():
+        those = "; ".join(f"{fmt} {', '.join(sorted(by_format[fmt]))}" for fmt in FORMATS if fmt in by_format)
+        rows.append(f"- {tool}, {model}: {those}: `{reason}`")
     return "\n".join(["No number, since the tool failed:", "", *rows]) if rows else ""
 
 

@@ -132,16 +132,17 @@ def test_the_table_shows_the_lowest_and_pairs_by_window(modules: Any) -> None:
     assert "| peer rtn | no | 3.00 |" in text
     assert "| m nvfp4 | no | 2.000 | exact 2.000 | peer rtn 3.000 | -1.000 [-1.000, -1.000] | 33.3% |" in text
     assert "| peer gptq" not in text
-    assert "- peer: m nvfp4 gptq: `why`" in text
+    assert "- peer, m: nvfp4 gptq: `why`" in text
     again = {**line("peer", "gptq", 0.001, calibrated=True)}
     assert "why" not in modules("quality_table").render([*lines, again])
     assert "| ptqpipe exact |" not in modules("quality_table").render(lines, ["other"])
 
 
-def test_the_readme_shows_what_the_results_give(modules: Any) -> None:
+@pytest.mark.parametrize(("file", "models"), [("README.md", ["bench-4m"]), ("docs/quality.md", [])])
+def test_the_documents_show_what_the_results_give(file: str, models: list[str], modules: Any) -> None:
     root = SCRIPTS.parent
     lines = modules("bench_quality").read_lines(root / "benchmarks" / "quality.jsonl")
-    assert modules("quality_table").render(lines, ["bench-4m"]) in (root / "README.md").read_text(encoding="utf-8")
+    assert modules("quality_table").render(lines, models) in (root / file).read_text(encoding="utf-8")
 
 
 def test_a_warm_process_answers_every_job_and_says_why_one_failed(modules: Any, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+import ptqpipe
 from tests.engine.models import DEMO, PROMPTS, greedy, tokenizer
 from tests.server.test_api import text
 
@@ -45,10 +46,12 @@ class Process:
 
 
 @contextmanager
-def started(folder: Path, *options: str, command: tuple[str, ...] = ("-m", "ptqpipe")) -> Iterator[Process]:
-    """``ptqpipe serve`` of the demo model in float32, ready."""
+def started(
+    folder: Path, *options: str, model: Path = DEMO, command: tuple[str, ...] = ("-m", "ptqpipe")
+) -> Iterator[Process]:
+    """``ptqpipe serve`` of a model in float32, ready."""
     log = folder / "log"
-    arguments = ["serve", str(DEMO), "--port", "0", "--dtype", "float32", *options]
+    arguments = ["serve", str(model), "--port", "0", "--dtype", "float32", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DEMO.parents[1])}
     with log.open("wb") as out:
         process = subprocess.Popen([sys.executable, *command, *arguments], stderr=out, stdout=out, env=environment)
@@ -111,6 +114,24 @@ def test_two_ranks_say_what_one_says_and_end_together(tmp_path: Path) -> None:
         service.process.send_signal(signal.SIGTERM)
         assert service.ended() == 0
         assert gone(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.shared
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_packed_model_says_on_any_number_of_ranks_what_transformers_says(
+    ranks: int, tmp_path: Path, shared_dir: Path
+) -> None:
+    """bench-4m in NVFP4, split with plain sums; transformers' own generate on its decoded weights."""
+    packed = ptqpipe.convert(shared_dir / "assets/models/bench-4m/hf", format="nvfp4", out=tmp_path / "nvfp4").out
+    prompts = (PROMPTS[0], PROMPTS[2], "The castle was built in", "1", "In the beginning of the war , the ship " * 6)
+    with started(tmp_path, "--tp", str(ranks), "--allreduce", "off", model=packed) as service:
+        answer = service.ask(prompt=list(prompts), max_tokens=48).json()
+    said = {choice["index"]: choice["text"] for choice in answer["choices"]}
+    encode = tokenizer(packed)
+    for index, prompt in enumerate(prompts):
+        ids = greedy(encode(prompt).input_ids, 48, path=packed)
+        assert said[index] == encode.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.slow
