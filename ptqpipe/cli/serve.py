@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     help="The ranks' sums in prefill: quantized, plain, or what is measured to be faster.",
 )
 @click.option("--overlap/--no-overlap", default=True, show_default=True, help="Those sums beside computing.")
+@click.option("--batch-invariant", is_flag=True, help="An answer does not depend on what else is served, to the bit.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="0: any free one.")
 @click.option("--api-key", envvar="PTQPIPE_API_KEY", help="What clients must send as Bearer [$PTQPIPE_API_KEY].")
@@ -58,6 +59,7 @@ def serve(
     tp: int | None,
     allreduce: str,
     overlap: bool,
+    batch_invariant: bool,
     host: str,
     port: int,
     api_key: str | None,
@@ -98,6 +100,7 @@ def serve(
         activations=activations,
         allreduce=allreduce,
         overlap=overlap,
+        invariant=batch_invariant,
         max_len=max_model_len,
         max_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,

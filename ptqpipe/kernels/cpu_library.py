@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from ptqpipe.errors import FormatError
 
-ABI = 12
+ABI = 13
 ISAS = ("avx512", "avx2", "baseline")  # best first
 OK, NOT_FINITE, UNSUPPORTED = 0, 1, 2
 
@@ -88,7 +88,7 @@ class Linear(ctypes.Structure):
         ("data", _POINTER), ("data_stride", _LONG), ("n", _LONG), ("k", _LONG),
         ("scales", _POINTER), ("scale_stride", _LONG), ("scale_rows", _LONG), ("element", _INT), ("scale_kind", _INT),
         ("factor", _POINTER), ("factor_step", _LONG), ("x", _POINTER), ("m", _LONG), ("bias", _POINTER),
-        ("out", _POINTER), ("threads", _LONG), ("panels", _LONG),
+        ("out", _POINTER), ("threads", _LONG), ("panels", _LONG), ("one_order", _LONG),
     )  # fmt: skip
 
 

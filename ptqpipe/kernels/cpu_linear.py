@@ -1,7 +1,7 @@
 """Products with a packed weight on a CPU: the compiled kernels behind ``runtime/packed.py``.
 
 Sums are float32. In *panels*, which CPUs with AVX512-BF16 read, the order of a sum depends on K alone (for NVFP4 also
-on whether x has more than 16 rows, for which weights are decoded otherwise): neither threads nor the other rows of
+on whether x has more than 16 rows, unless `Operand.keep_order` says otherwise): neither threads nor the other rows of
 a call change a bit of a result. Products are those of VDPBF16PS (float32, subnormal inputs taken as zero), elsewhere
 float32 products and sums.
 
@@ -38,6 +38,13 @@ class Operand:
     def kind(self) -> tuple[int, ...]:
         """What decides how x is laid out: columns, element, panels."""
         return int(self._job.k), int(self._job.element), int(self._job.panels)
+
+    def keep_order(self) -> None:
+        """From now on a row's result has the same bits whatever other rows x has; NVFP4 takes a little longer.
+
+        Of a weight in panels; of others library products may depend on it.
+        """
+        self._job.one_order = 1
 
     def job(self, rows: int) -> lib.Linear:
         """For ``rows`` of x, on as many threads as torch uses and are worth it."""

@@ -19,18 +19,22 @@ _PROBE_ROWS = 8
 
 
 @torch.inference_mode()
-def use_kernels(model: torch.nn.Module) -> None:
+def use_kernels(model: torch.nn.Module, *, small: bool = False, tied: bool = False) -> None:
     """Gives layers and norms of a model their kernels, in place; runs it on one token to see which go together.
+
+    small, tied  also for linear layers of few numbers, and for those that share their weight with another module,
+                 which keeps it
 
     Of no effect where there are no kernels. The ``weight`` of a linear layer that got one is None: its numbers are in
     panels only. With tensor parallelism every rank calls it.
     """
-    tied = _tied(model)
+    shared = set() if tied else _tied(model)
     for module in model.modules():
-        if "forward" in vars(module):  # someone's own
+        if "forward" in vars(module) and not hasattr(module, "own_rows"):  # someone's own
             continue
-        if type(module) is torch.nn.Linear and id(module.weight) not in tied:
-            _use_panels(module)
+        if type(module) is torch.nn.Linear and id(module.weight) not in shared:
+            if small or module.weight.numel() >= LEAST_NUMBERS:
+                _use_panels(module)
         elif type(module).__name__.endswith("RMSNorm"):
             _use_norm(module)
     _join_siblings(model)
@@ -46,13 +50,14 @@ def _tied(model: torch.nn.Module) -> set[int]:
 
 
 def _use_panels(module: torch.nn.Linear) -> None:
-    weight = module.weight
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.numel() < LEAST_NUMBERS:
+    rows: slice = getattr(module, "own_rows", slice(None))  # of a shared weight, see runtime/parallel.py
+    weight = module.weight[rows]
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return
     operand = cpu_linear.bf16_operand(weight.data)
     if operand is None:
         return
-    bias = module.bias
+    bias = None if module.bias is None else module.bias[rows]
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = cpu_linear.linear(x.reshape(-1, x.shape[-1]), operand, bias)

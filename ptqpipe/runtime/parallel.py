@@ -114,10 +114,11 @@ def split_input(module: torch.nn.Module, start: int, stop: int) -> None:
 
 
 def use_rows(module: torch.nn.Linear, start: int, stop: int) -> None:
-    """Makes a layer whose weight is shared with another module compute some of its rows only."""
+    """Makes a layer whose weight is shared with another module compute some of its rows only, its ``own_rows``."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         bias = None if module.bias is None else module.bias[start:stop]
         return linear(x, module.weight[start:stop], bias)
 
+    module.own_rows = slice(start, stop)  # type: ignore[assignment]
     module.forward = forward  # type: ignore[method-assign,assignment]

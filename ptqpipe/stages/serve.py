@@ -30,6 +30,7 @@ class ServeOptions:
     name          of the model in the API
     allreduce     "off", a codec ("int8", ...), or "auto": quantized where it is measured to be faster
     overlap       whether a prefill's sums go beside its computing (``engine/overlap.py``)
+    invariant     whether an answer must not depend, to the bit, on what else is computed (``runtime/invariant.py``)
     max_len       longest sequence; cache_bytes: of keys and values
     max_queue     most sequences that wait
     """
@@ -44,6 +45,7 @@ class ServeOptions:
     activations: str = "simulated"
     allreduce: str = "off"
     overlap: bool = True
+    invariant: bool = False
     max_len: int | None = None
     max_seqs: int = 32
     max_batch_tokens: int = 1024
@@ -66,6 +68,11 @@ class ServeOptions:
         ):
             if value < least:
                 raise UsageError(f"{flag} is {value}, expected {least} or more")
+        if self.invariant and (self.dtype, self.device, self.allreduce) != ("bfloat16", "cpu", "off"):
+            raise UsageError(
+                "--batch-invariant goes with --dtype bfloat16, --device cpu and --allreduce off, not with "
+                f"{self.dtype}, {self.device} and {self.allreduce}"
+            )
         if self.max_batch_tokens < self.max_seqs:
             raise UsageError(
                 f"--max-batch-tokens {self.max_batch_tokens} is less than --max-num-seqs {self.max_seqs}: a sequence "
@@ -171,11 +178,14 @@ def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
     """
     if place.size == 1:
         return []
-    from ptqpipe.collectives import NEVER, QuantAllReduce
+    from ptqpipe.collectives import NEVER, QuantAllReduce, Thresholds
     from ptqpipe.runtime.loading import dtype_of, read_config
 
     if options.allreduce == "off":
-        return [QuantAllReduce(min_bytes=NEVER)]
+        plain = QuantAllReduce(min_bytes=NEVER)
+        if options.invariant and place.size > 2:  # in the order of ranks; of two numbers there is but one sum
+            plain.thresholds = Thresholds(NEVER, ((NEVER, "two_shot"),))
+        return [plain]
     config = read_config(Path(options.ckpt)).get_text_config()
     decode_bytes = options.max_seqs * config.hidden_size * dtype_of(options.dtype, config).itemsize
     if options.allreduce == "auto":
@@ -199,10 +209,12 @@ def _overlap(options: ServeOptions, place: Place) -> "Overlap | None":
 
 def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[QuantAllReduce]") -> "Runner":
     """This rank's part of the model, with a cache as large as all ranks can have."""
+    from ptqpipe.engine import invariance
     from ptqpipe.engine.ranks import agree
     from ptqpipe.engine.runner import CacheOptions, Runner, check_model
     from ptqpipe.runtime import load
     from ptqpipe.runtime.compiled import use_kernels
+    from ptqpipe.runtime.invariant import make_batch_invariant
 
     overlap = _overlap(options, place)
     model = load(
@@ -217,10 +229,13 @@ def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[Q
         device=options.device,
     )
     check_model(model)
-    use_kernels(model)
+    make_batch_invariant(model) if options.invariant else use_kernels(model)
     cache = options.cache_bytes or available_bytes() // _CACHE_PART // place.local
     together = agree if place.size > 1 else None
-    return Runner(model, CacheOptions(cache, context, options.max_seqs), agree=together, overlap=overlap)
+    runner = Runner(model, CacheOptions(cache, context, options.max_seqs), agree=together, overlap=overlap)
+    if options.invariant:
+        invariance.check(runner)
+    return runner
 
 
 def _engine(options: ServeOptions, runner: "Runner", computes: Any, tokenizer: Any, context: int) -> "Engine":

@@ -10,6 +10,7 @@ import torch
 from ptqpipe.engine.engine import Engine, EngineOptions, Piece, Request
 from ptqpipe.engine.runner import CacheOptions, Runner
 from ptqpipe.engine.sequence import SamplingParams
+from ptqpipe.kernels import cpu_linear
 from ptqpipe.runtime import load_model
 
 DEMO = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
@@ -20,6 +21,11 @@ PROMPTS = (
     "A list of " * 20,
     "Raises an error when the file",
 )
+
+
+def has_panels() -> bool:
+    """Whether this machine multiplies bfloat16 in panels, any number of rows."""
+    return cpu_linear.bf16_operand(torch.zeros(16, 64, dtype=torch.bfloat16)) is not None
 
 
 @cache

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from ptqpipe.errors import FormatError
-from ptqpipe.kernels import cpu_linear
 from ptqpipe.runtime import compiled, load
 from ptqpipe.runtime.linear import PackedLinear, Siblings
+from tests.engine.models import has_panels
 from tests.runtime.models import TOKENS, quantized, save_source
 
 pytestmark = pytest.mark.skipif(
-    cpu_linear.bf16_operand(torch.zeros(16, 64, dtype=torch.bfloat16)) is None,
-    reason="this machine has no kernel for bfloat16 panels, or a faster way",
+    not has_panels(), reason="this machine has no kernel for bfloat16 panels, or a faster way"
 )
 KINDS = ("llama", "tied", "biased", "qwen3", "qwen3_moe", "mixtral", "gemma3", "phi3", "gpt_oss")
 

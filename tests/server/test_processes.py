@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import httpx
 import pytest
 
 import ptqpipe
-from tests.engine.models import DEMO, PROMPTS, greedy, tokenizer
+from tests.engine.models import DEMO, PROMPTS, greedy, has_panels, tokenizer
 from tests.server.test_api import text
 
 BODY = {"prompt": PROMPTS[2], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -135,6 +136,23 @@ def test_a_packed_model_says_on_any_number_of_ranks_what_transformers_says(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not has_panels(), reason="this machine has no kernel for bfloat16 panels, or a faster way")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_invariant_service_says_the_same_to_the_bit_under_load(ranks: int, tmp_path: Path) -> None:
+    packed = ptqpipe.convert(DEMO, format="nvfp4", out=tmp_path / "nvfp4").out
+    more = {"max_tokens": 32, "logprobs": 3}
+    options = ("--tp", str(ranks), "--dtype", "bfloat16", "--batch-invariant", "--max-batch-tokens", "64")
+    with started(tmp_path, *options, model=packed) as service:
+        alone = [service.ask(prompt=prompt, **more).json()["choices"][0]["logprobs"] for prompt in PROMPTS]
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(
+                pool.map(lambda at: service.ask(prompt=PROMPTS[at % len(PROMPTS)], **more).json(), range(60))
+            )
+    for at, answer in enumerate(answers):
+        assert answer["choices"][0]["logprobs"] == alone[at % len(PROMPTS)]
+
+
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_service_with_its_name(tmp_path: Path) -> None:
     with started(tmp_path, "--tp", "2", "--allreduce", "int8", "--max-num-seqs", "4") as service:
         (rank,) = service.ranks()
@@ -172,6 +190,7 @@ def test_torchruns_ranks_are_joined(tmp_path: Path) -> None:
         ([str(DEMO), "--max-model-len", "100000"], "this model can 256"),
         ([str(DEMO), "--max-num-seqs", "0"], "--max-num-seqs is 0"),
         ([str(DEMO), "--tp", "0"], "--tp is 0"),
+        ([str(DEMO), "--batch-invariant", "--allreduce", "int8"], "--batch-invariant goes with --dtype bfloat16"),
         ([str(DEMO), "--host", "203.0.113.1"], "cannot listen"),
     ],
 )

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 12
+#define PTQ_ABI 13
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3,           // element
@@ -129,6 +129,7 @@ struct ptq_linear {
     // 1: 16 rows of codes follow each other transposed in dwords, [row / 16][dword][row % 16], rows padded to 16 and to
     // data_stride bytes, 64 columns or a multiple of them; scales of a byte too, to scale_stride bytes. Zeros in padding.
     int64_t panels;
+    int64_t one_order;            // of NVFP4 in panels: sums of few and of many rows of x go in one order, a little slower
 };
 
 enum { PTQ_LINEAR_JOBS = 4 };    // of one x, layout and element, at most, in a call of ptq_linear_rows

@@ -4,7 +4,7 @@
 // linear_panel.h). A few rows of x (`most_few`) meet codes as they are decoded; for more, two panels and SLAB columns are
 // decoded at a time into a buffer of the nearest cache, which then meets every row of x. The sum of a block of 32 columns is
 // added to the sum of the row, times its scale. So the order of a sum depends on K alone. But for NVFP4: few rows meet
-// blocks of 16, more of them weights that are decoded with their scales, in blocks of 64.
+// blocks of 16, more of them weights that are decoded with their scales, in blocks of 64, unless the job wants one order.
 #include "system.h"
 #if defined(__x86_64__)
 #if defined(__clang__)
@@ -284,12 +284,16 @@ template <int ELEMENT, int SCALE, int T> bool few(const ptq_linear *j, const voi
     }
 }
 
-template <int ELEMENT, int SCALE> void some_rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
-    if (few<ELEMENT, SCALE, most_few(ELEMENT, SCALE)>(j, x, first, last)) return;
-    const Weight<ELEMENT, SCALE, SCALE == PTQ_BLOCK_E4M3> weight(j);
-    const int64_t step = GROUP * (j->m >= FAR_ROWS ? FAR_GROUPS : 1);
+template <class W> void many(const W &weight, const void *x, int64_t first, int64_t last) {
+    const int64_t step = GROUP * (weight.j->m >= FAR_ROWS ? FAR_GROUPS : 1);
     for (int64_t row = first; row < last; row += step)
         block_of_rows(weight, (const uint16_t *)x, of_thread<Room>(), row, at_most(row + step, last));
+}
+
+template <int ELEMENT, int SCALE> void some_rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
+    if (few<ELEMENT, SCALE, most_few(ELEMENT, SCALE)>(j, x, first, last)) return;
+    if (SCALE == PTQ_BLOCK_E4M3 && !j->one_order) many(Weight<ELEMENT, SCALE, SCALE == PTQ_BLOCK_E4M3>(j), x, first, last);
+    else many(Weight<ELEMENT, SCALE, false>(j), x, first, last);
 }
 
 void rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
