@@ -1,9 +1,10 @@
 """A service under mixed load for half an hour: good clients, bad ones, floods. Nothing may leak, hang or be wrong.
 
-Usage: python scripts/soak_serve.py [--minutes 30] [--tp N] [--clients N]
+Usage: python scripts/soak_serve.py [--minutes 30] [--tp N] [--clients N] [--packed CKPT]
 
-Starts ``ptqpipe serve`` of the embedded demo model with few places and a short queue. Good clients compare every greedy
-answer with what transformers' generate says; others leave in the middle of streams, send broken JSON, prompts that
+Starts ``ptqpipe serve`` with few places and a short queue: of the embedded demo model in float32, whose right answers
+are those of transformers' generate; or of a packed checkpoint with ``--batch-invariant``, whose right answers are those
+that it gives alone, before the load. Good clients compare every greedy answer; others leave in the middle of streams, send broken JSON, prompts that
 are too long, bodies that are too large, and floods. Prints a JSON line every 30 seconds and one verdict; the exit code
 is 1 where an answer was wrong, a request stuck, a page of the cache lost, or memory grew: the median of the last fifth
 of the samples more than 3 % and 8 MiB above that of the second fifth (the first one warms up).
@@ -31,8 +32,18 @@ import httpx
 
 DEMO = Path(__file__).resolve().parents[1] / "ptqpipe" / "demo_model"
 PROMPTS = ("Return the current value of", "def", "A list of " * 20, "Raises an error when the file", "The module " * 30)
+COUNT = 32  # tokens of an answer
 LONGEST_S = 120  # a request that takes longer is stuck
 LIMITS = ("--max-num-seqs", "8", "--max-queue", "24", "--max-body", "64KiB", "--kv-cache-size", "4MiB")
+
+
+def answers_alone(url: str, model: str, count: int) -> dict[str, str]:
+    """What the service says to one request at a time."""
+    found = {}
+    for prompt in PROMPTS:
+        body = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0}
+        found[prompt] = httpx.post(f"{url}/v1/completions", json=body, timeout=LONGEST_S).json()["choices"][0]["text"]
+    return found
 
 
 def right_answers(count: int) -> dict[str, str]:
@@ -56,8 +67,8 @@ def right_answers(count: int) -> dict[str, str]:
 class Soak:
     """The clients and what they saw."""
 
-    def __init__(self, url: str, answers: dict[str, str], count: int) -> None:
-        self.url, self.answers, self.count = url, answers, count
+    def __init__(self, url: str, model: str, answers: dict[str, str], count: int) -> None:
+        self.url, self.model, self.answers, self.count = url, model, answers, count
         self.seen: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.stop = threading.Event()
@@ -95,7 +106,7 @@ class Soak:
 
     def body(self, prompt: str, **more: Any) -> dict[str, Any]:
         """A greedy completion."""
-        return {"model": "demo_model", "prompt": prompt, "max_tokens": self.count, "temperature": 0, **more}
+        return {"model": self.model, "prompt": prompt, "max_tokens": self.count, "temperature": 0, **more}
 
     def judge(self, prompt: str, text: str, kind: str) -> None:
         """Right or wrong."""
@@ -217,9 +228,10 @@ def grown(samples: list[float]) -> float:
     return statistics.median(samples[-fifth:]) - statistics.median(samples[fifth : 2 * fifth])
 
 
-def start(log: Path, tp: int) -> tuple["subprocess.Popen[bytes]", str]:
+def start(log: Path, tp: int, packed: Path | None) -> tuple["subprocess.Popen[bytes]", str]:
     """The service and where it listens."""
-    command = [sys.executable, "-m", "ptqpipe", "serve", str(DEMO), "--port", "0", "--dtype", "float32", *LIMITS]
+    kind = [str(DEMO), "--dtype", "float32"] if packed is None else [str(packed), "--batch-invariant"]
+    command = [sys.executable, "-m", "ptqpipe", "serve", *kind, "--port", "0", *LIMITS]
     with log.open("wb") as out:
         process = subprocess.Popen([*command, "--tp", str(tp)], stdout=out, stderr=out)
     while (match := re.search(r"ready: (http://\S+)/v1", log.read_text())) is None:
@@ -235,12 +247,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--packed", type=Path, metavar="CKPT")
     arguments = parser.parse_args()
-    answers = right_answers(32)
+    model = (arguments.packed or DEMO).resolve().name
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        process, url = start(log, arguments.tp)
-        soak = Soak(url, answers, 32)
+        process, url = start(log, arguments.tp, arguments.packed)
+        answers = answers_alone(url, model, COUNT) if arguments.packed else right_answers(COUNT)
+        soak = Soak(url, model, answers, COUNT)
         threads = [threading.Thread(target=soak.client, args=(seed,), daemon=True) for seed in range(arguments.clients)]
         for thread in threads:
             thread.start()
