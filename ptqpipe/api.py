@@ -11,8 +11,8 @@ from ptqpipe.formats import Format, get_format
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.source import Source
-from ptqpipe.stages import convert as stage
-from ptqpipe.stages.machine import Machine, default_workers
+from ptqpipe.stages.common.machine import Machine, default_workers
+from ptqpipe.stages.convert import run as stage
 
 
 def convert(

@@ -176,7 +176,7 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     from ptqpipe.algorithms import rtn
     from ptqpipe.recipe import RecipeOptions
     from ptqpipe.source import SourceRows
-    from ptqpipe.stages import convert as stage
+    from ptqpipe.stages.convert import run as stage
 
     torch.set_num_threads(1)
     options = RecipeOptions(scheme=case.format, global_scale=case.global_scale)

@@ -4,10 +4,11 @@ Usage: python scripts/soak_serve.py [--minutes 30] [--tp N] [--clients N] [--pac
 
 Starts ``ptqpipe serve`` with few places and a short queue: of the embedded demo model in float32, whose right answers
 are those of transformers' generate; or of a packed checkpoint with ``--batch-invariant``, whose right answers are those
-that it gives alone, before the load. Good clients compare every greedy answer; others leave in the middle of streams, send broken JSON, prompts that
-are too long, bodies that are too large, and floods. Prints a JSON line every 30 seconds and one verdict; the exit code
-is 1 where an answer was wrong, a request stuck, a page of the cache lost, or memory grew: the median of the last fifth
-of the samples more than 3 % and 8 MiB above that of the second fifth (the first one warms up).
+that it gives alone, before the load. Good clients compare every greedy answer; others leave in the middle of streams,
+send broken JSON, prompts that are too long, bodies that are too large, and floods. Prints a JSON line every 30 seconds
+and one verdict; the exit code is 1 where an answer was wrong, a request stuck, a page of the cache lost, or memory
+grew: the median of the last fifth of the samples more than 3 % and 8 MiB above that of the second fifth (the first one
+warms up).
 """
 
 import argparse

@@ -26,8 +26,8 @@ from ptqpipe.evaluation.scores import ModelLogits, Scores, Window, score
 from ptqpipe.evaluation.text import load_tokenizer, read_text
 from ptqpipe.runtime.loading import load_model
 from ptqpipe.schemes import Activation, get_scheme
-from ptqpipe.stages.transform import transform
-from ptqpipe.stages.transform_plan import TransformOptions
+from ptqpipe.stages.transform.plan import TransformOptions
+from ptqpipe.stages.transform.run import transform
 
 WINDOW = 256
 SAME_TOKENS = 1024  # on which a transformed float model is compared with its source

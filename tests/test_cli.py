@@ -248,7 +248,7 @@ def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytes
     def interrupted(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ptqpipe.stages.tables.plan_text", interrupted)
+    monkeypatch.setattr("ptqpipe.stages.convert.text.plan_text", interrupted)
     result = run("convert", "model", "-o", "out", "--dry-run")
     assert result.exit_code == 1
     assert result.stderr.strip() == "Aborted!"

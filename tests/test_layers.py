@@ -62,6 +62,18 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # fmt: on
 
+# Within stages a command's folder (or file) may import itself, ``common``, and what a row adds.
+COMMANDS: dict[str, set[str]] = {
+    "demo": {"convert", "verify"},
+    "diff": {"verify"},
+    "inspect": {"verify"},
+    "relayout": {"verify"},
+    "report": {"convert", "inspect", "verify"},
+    "transform": {"dequantize"},
+    "tune": {"convert"},
+    "verify": {"convert"},
+}
+
 # Third-party packages that only some modules may import: names in dotted form, a package stands for all it holds.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "transformers": ("calibration", "runtime", "evaluation", "engine", "stages.demo", "stages.serve"),
@@ -164,6 +176,38 @@ def test_layers_import_only_what_lies_below_them() -> None:
     assert [str(statement) for statement in all_imports() if breaks_layers(statement)] == []
 
 
+def command_of(name: str) -> str | None:
+    """The command that a dotted module of stages belongs to."""
+    parts = name.removeprefix("ptqpipe.").split(".")
+    return parts[1] if parts[0] == "stages" and len(parts) > 1 else None
+
+
+def breaks_commands(statement: Import) -> bool:
+    """Whether an import crosses the table ``COMMANDS``."""
+    importer, imported = command_of(statement.importer), command_of(statement.imported)
+    if importer is None or imported is None or importer == "__init__":
+        return False
+    return imported not in {importer, "common"} | COMMANDS.get(importer, set())
+
+
+def test_commands_import_only_what_their_rows_say() -> None:
+    assert [str(statement) for statement in all_imports() if breaks_commands(statement)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "crosses"),
+    [
+        ("stages/plan/run.py", "from ptqpipe.stages.plan import cost", False),
+        ("stages/plan/run.py", "from ptqpipe.stages.common.text import table", False),
+        ("stages/plan/run.py", "from ptqpipe.stages.verify.run import verify", True),
+        ("stages/common/jobs.py", "from ptqpipe.stages import convert", True),
+        ("stages/demo.py", "from ptqpipe.stages.verify import run", False),
+    ],
+)
+def test_the_check_sees_imports_between_commands(path: str, source: str, *, crosses: bool) -> None:
+    assert any(breaks_commands(statement) for statement in imports_of(source, Path(path))) is crosses
+
+
 def test_third_party_packages_are_imported_in_their_places_only() -> None:
     assert [str(statement) for statement in all_imports() if breaks_third_party(statement)] == []
 
@@ -178,7 +222,7 @@ def test_third_party_packages_are_imported_in_their_places_only() -> None:
         ("search/a.py", "from .. import containers", True),
         ("search/a.py", "from ..containers.modelopt import f", True),
         ("search/a.py", "import ptqpipe", True),
-        ("runtime/a.py", "def f():\n    from ptqpipe.stages.convert import convert", True),
+        ("runtime/a.py", "def f():\n    from ptqpipe.stages.convert.run import convert", True),
         ("checkpoint/a.py", "from ptqpipe import formats", True),
         ("cli.py", "from ptqpipe.stages import convert", False),
         ("formats.py", "from ptqpipe.qtensor import QTensor", True),

@@ -81,8 +81,8 @@ def calibrate(
     """Run MODEL (a folder, or a hub name) on text, block by block, and keep statistics of its linear inputs."""
     import torch
 
-    from ptqpipe.stages import calibrate as stage
-    from ptqpipe.stages import calibrate_text as text
+    from ptqpipe.stages.calibrate import run as stage
+    from ptqpipe.stages.calibrate import text
 
     options = stage.CalibrateOptions(
         samples=samples,

@@ -18,7 +18,7 @@ import click
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, one_line
 
 if TYPE_CHECKING:
-    from ptqpipe.stages.machine import Machine, Ranks
+    from ptqpipe.stages.common.machine import Machine, Ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -166,14 +166,14 @@ def machine_of(workers: int | None, device: str, max_memory: int, *, progress: b
     """The machine options, checked."""
     import torch
 
-    from ptqpipe.stages.machine import Machine, default_workers
+    from ptqpipe.stages.common.machine import Machine, default_workers
 
     if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
         raise UsageError(f"--device {device!r} is unknown; use cpu, cuda or cuda:N")
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise UsageError(f"--device {device} needs a GPU that torch can use; none is visible, use --device cpu")
-        from ptqpipe.stages.machine import require_device_kernels
+        from ptqpipe.stages.common.machine import require_device_kernels
 
         require_device_kernels()
         device = device if ":" in device else f"cuda:{_environment('LOCAL_RANK', 0, least=0)}"
@@ -200,7 +200,7 @@ def devices_of(device: str) -> list[str]:
 
 def ranks_of() -> "Ranks":
     """This process among those of a torchrun, joined by gloo; rank 0 of 1 without one."""
-    from ptqpipe.stages.machine import Ranks
+    from ptqpipe.stages.common.machine import Ranks
 
     world = _environment("WORLD_SIZE", 1, least=1)
     if world == 1:

@@ -109,8 +109,8 @@ def convert(
     Under torchrun the units are divided among the ranks; the bytes are the same.
     """
     from ptqpipe.recipe import RecipeOptions
-    from ptqpipe.stages import convert as stage
-    from ptqpipe.stages import tables
+    from ptqpipe.stages.convert import run as stage
+    from ptqpipe.stages.convert import text as tables
 
     mode = mode_of(resume, overwrite)
     options = RecipeOptions(

@@ -28,6 +28,6 @@ def demo(out: Path) -> None:
 @click.command()
 def formats() -> None:
     """List formats, containers and searches."""
-    from ptqpipe.stages import tables
+    from ptqpipe.stages.convert import text as tables
 
     click.echo(tables.formats_text())

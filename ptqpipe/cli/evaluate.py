@@ -69,8 +69,8 @@ def evaluate(
 
     Packed weights are decoded exactly, and the inputs of linear layers are quantized as the format says.
     """
-    from ptqpipe.stages import evaluate as stage
-    from ptqpipe.stages import evaluate_report as report
+    from ptqpipe.stages.evaluate import run as stage
+    from ptqpipe.stages.evaluate import text as report
 
     options = stage.Options(
         data=data,

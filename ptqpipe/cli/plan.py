@@ -12,7 +12,7 @@ from ptqpipe.cli.common import Size, one_line_errors
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
-    from ptqpipe.stages.mixed import Budget
+    from ptqpipe.stages.plan.run import Budget
 
 _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
 
@@ -48,9 +48,9 @@ def plan(
     Without --stats and --measure the sensitivity of a layer is the error of its weights. --measure keeps its numbers
     in OUT.measured.jsonl and continues from there.
     """
-    from ptqpipe.stages import mixed as stage
-    from ptqpipe.stages.mixed_measure import DEFAULT_TOKENS, Measurement
-    from ptqpipe.stages.mixed_units import DEFAULT_FORMATS
+    from ptqpipe.stages.plan import run as stage
+    from ptqpipe.stages.plan.measure import DEFAULT_TOKENS, Measurement
+    from ptqpipe.stages.plan.units import DEFAULT_FORMATS
 
     if measure is None and (max_tokens is not None or window is not None):
         raise UsageError("--max-tokens and --window belong to --measure; add it")
@@ -81,7 +81,7 @@ def plan(
 
 def _budget(text: str) -> "Budget":
     """Bits or bytes. UsageError for anything else."""
-    from ptqpipe.stages.mixed import Budget
+    from ptqpipe.stages.plan.run import Budget
 
     match = _BITS.fullmatch(text.strip())
     if match is not None:

@@ -24,7 +24,7 @@ def report(
 
     Needs no network to read. Replaces an earlier report, no other file.
     """
-    from ptqpipe.stages.report import make_report
+    from ptqpipe.stages.report.run import make_report
 
     written = make_report(ckpt, source=source, evaluation=evaluation, out=output, kind=kind, all_rows=all_rows)
     click.echo(f"{written.path}: {written.summary}")

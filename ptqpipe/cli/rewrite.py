@@ -16,7 +16,7 @@ from ptqpipe.cli.common import RunOptions, one_line_errors, ranks_of, run_option
 @run_options("Weights in flight")
 def relayout(ckpt: Path, container: str, out: Path | None, run: RunOptions) -> None:
     """Rewrite CKPT in another container: the same codes and scales, nothing is quantized again."""
-    from ptqpipe.stages import relayout as stage
+    from ptqpipe.stages.relayout import run as stage
 
     out = out if out is not None else Path(f"{ckpt.resolve().name}-{container.lower().replace('_', '-')}")
     with says_how_to_resume(f"ptqpipe relayout {ckpt} --container {container} -o {out} --resume"):

@@ -12,7 +12,7 @@ from ptqpipe.cli.serve_vllm import handed_to_vllm, vllm_options
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
-    from ptqpipe.stages.serve_ranks import Place
+    from ptqpipe.stages.serve.ranks import Place
 
 
 @click.command()
@@ -87,7 +87,7 @@ def serve(
     """
     if handed_to_vllm(click.get_current_context()):
         return
-    from ptqpipe.stages import serve as stage
+    from ptqpipe.stages.serve import run as stage
 
     options = stage.ServeOptions(
         ckpt=ckpt,
@@ -119,7 +119,7 @@ def serve(
 
 def _place(tp: int | None, rank_of: str | None) -> "Place":
     """Which rank this is: of a service that starts its own, or of a torchrun."""
-    from ptqpipe.stages.serve_ranks import Place, parse_place
+    from ptqpipe.stages.serve.ranks import Place, parse_place
 
     if tp is not None and tp < 1:
         raise UsageError(f"--tp is {tp}, expected 1 or more")

@@ -74,7 +74,7 @@ def handed_to_vllm(context: click.Context) -> bool:
 
 def _serve(given: dict[str, Any], stated: set[str]) -> None:
     """Starts vLLM with what was given on the command line."""
-    from ptqpipe.stages.serve_vllm import VllmService, serve_vllm
+    from ptqpipe.stages.serve.vllm import VllmService, serve_vllm
 
     if unknown := sorted(stated - FLAGS.keys() - set(OWN) - {"drain_s"}):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)

@@ -58,8 +58,8 @@ def allreduce(
 
     Errors are computed with the arithmetic that runs; times are a model of latency, bandwidth and codec speed.
     """
-    from ptqpipe.stages import simulate as stage
-    from ptqpipe.stages import simulate_text as text
+    from ptqpipe.stages.simulate import run as stage
+    from ptqpipe.stages.simulate import text
 
     if partials is None and (tensor or weight):
         raise UsageError("--tensor and --weight belong to --partials; add it")

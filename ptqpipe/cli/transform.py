@@ -50,8 +50,8 @@ def transform(
 
     Statistics of MODEL are not those of the result: calibrate that again for `ptqpipe convert --stats`.
     """
-    from ptqpipe.stages import transform as stage
-    from ptqpipe.stages.transform_plan import TransformOptions
+    from ptqpipe.stages.transform import run as stage
+    from ptqpipe.stages.transform.plan import TransformOptions
 
     options = TransformOptions(
         apply=apply,

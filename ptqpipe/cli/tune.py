@@ -70,8 +70,8 @@ def tune(
 ) -> None:
     """Find how MODEL's weights are rounded, block by block; `ptqpipe convert MODEL --rounding OUT` writes them."""
     from ptqpipe.recipe import RecipeOptions
-    from ptqpipe.stages import tune as stage
-    from ptqpipe.stages import tune_text as text
+    from ptqpipe.stages.tune import run as stage
+    from ptqpipe.stages.tune import text
 
     options = stage.TuneOptions(
         samples,

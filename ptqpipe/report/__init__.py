@@ -1,6 +1,6 @@
 """Reports that people look at: numbers and names in (``content.py``), one HTML or markdown file out.
 
-Must not know checkpoints or tensors: ``stages/report.py`` gathers. jinja2 is imported when a report is rendered.
+Must not know checkpoints or tensors: ``stages/report/`` gathers. jinja2 is imported when a report is rendered.
 """
 
 from pathlib import Path

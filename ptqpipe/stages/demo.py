@@ -16,10 +16,11 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.convert import Converted, convert, prepare
-from ptqpipe.stages.machine import Machine
-from ptqpipe.stages.tables import by_role, size_text, table
-from ptqpipe.stages.verify import one_thread_each, verify
+from ptqpipe.stages.common.machine import Machine, one_thread_each
+from ptqpipe.stages.common.text import size_text, table
+from ptqpipe.stages.convert.run import Converted, convert, prepare
+from ptqpipe.stages.convert.text import by_role
+from ptqpipe.stages.verify.run import verify
 
 MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 SCHEMES = ("nvfp4", "mxfp4a16", "fp8")

@@ -22,7 +22,7 @@ from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.containers import DECODED_ROLES, StoredWeight, kv_scale, without_quantization
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.source import Source
-from ptqpipe.stages.jobs import (
+from ptqpipe.stages.common.jobs import (
     RECORD_FILE,
     carried_files,
     copy_tensor,
@@ -31,8 +31,8 @@ from ptqpipe.stages.jobs import (
     run_id_of,
     write_checkpoint,
 )
-from ptqpipe.stages.machine import Machine, Ranks, resident_bytes
-from ptqpipe.stages.pieces import Piece, decoded_rows
+from ptqpipe.stages.common.machine import Machine, Ranks, resident_bytes
+from ptqpipe.stages.common.pieces import Piece, decoded_rows
 
 DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
 

@@ -13,7 +13,7 @@ from ptqpipe.checkpoint.partial import output_errors
 from ptqpipe.checkpoint.source import resolve_source
 from ptqpipe.errors import OutputError
 from ptqpipe.runtime.loading import load_model, read_config
-from ptqpipe.stages.machine import Machine
+from ptqpipe.stages.common.machine import Machine
 
 DEFAULT_SEQLEN = 2048
 

@@ -22,10 +22,10 @@ from ptqpipe.calibration.data import load_samples
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli.common import devices_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
-from ptqpipe.stages import calibrate as stage
-from ptqpipe.stages import calibrate_blocks
-from ptqpipe.stages.calibrate import Calibrated, CalibrateOptions, calibrate
-from ptqpipe.stages.machine import Machine
+from ptqpipe.stages.calibrate import blocks as calibrate_blocks
+from ptqpipe.stages.calibrate import run as stage
+from ptqpipe.stages.calibrate.run import Calibrated, CalibrateOptions, calibrate
+from ptqpipe.stages.common.machine import Machine
 from ptqpipe.statistics import BLOCK, Statistics
 from tests.calibration.models import (
     KINDS,
@@ -224,7 +224,7 @@ def test_an_expert_without_tokens_gets_its_groups_maximum_and_says_so(tmp_path: 
 
 def stage_text() -> Any:
     """The module that prints."""
-    from ptqpipe.stages import calibrate_text
+    from ptqpipe.stages.calibrate import text as calibrate_text
 
     return calibrate_text
 
@@ -248,7 +248,7 @@ def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from ptqpipe.stages import calibrate as stage\n"
+        "from ptqpipe.stages.calibrate import run as stage\n"
         "commit = stage.BlockFolder.commit\n"
         "def killed(self, unit, record):\n"
         "    commit(self, unit, record)\n"

@@ -32,7 +32,7 @@ from ptqpipe.engine.runner import CacheOptions, Runner
 from ptqpipe.errors import PtqError
 from ptqpipe.kernels.cpu_attention import PagedSpans, paged_prefill
 from ptqpipe.runtime import load, load_model
-from ptqpipe.stages import serve
+from ptqpipe.stages.serve import run as serve
 from tests.collectives.ranks import on_ranks
 from tests.engine.models import ask, greedy_of
 from tests.runtime.models import quantized, save_source

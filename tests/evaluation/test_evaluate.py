@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 import ptqpipe
 from ptqpipe.cli import main
-from ptqpipe.stages import evaluate as stage
+from ptqpipe.stages.evaluate import run as stage
 
 MODEL = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
 TEXT = MODEL / "heldout.txt"

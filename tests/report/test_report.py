@@ -22,8 +22,8 @@ from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
-from ptqpipe.stages.convert import convert, prepare
-from ptqpipe.stages.report import gather, make_report
+from ptqpipe.stages.convert.run import convert, prepare
+from ptqpipe.stages.report.run import gather, make_report
 from tests.tiny import LLAMA_CONFIG, Tensors, fused_moe, llama, save
 
 NASTY = "model.layers.0.mlp.<script>alert(1)</script>&\"'`|.weight"

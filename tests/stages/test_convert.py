@@ -18,8 +18,8 @@ from ptqpipe.errors import CheckpointError, FormatError, NumericsError, OutputEr
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import SCHEMES
-from ptqpipe.stages.convert import prepare
-from ptqpipe.stages.machine import Machine
+from ptqpipe.stages.common.machine import Machine
+from ptqpipe.stages.convert.run import prepare
 from tests import tiny
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -351,7 +351,7 @@ def test_a_rank_that_fails_fails_the_run_which_resumes(tmp_path: Path) -> None:
         "    import sys\n"
         "    class Hook:\n"
         "        def find_spec(self, name, path=None, target=None):\n"
-        "            if name == 'ptqpipe.stages.convert':\n"
+        "            if name == 'ptqpipe.stages.convert.run':\n"
         "                sys.meta_path.remove(self); die()\n"
         "    sys.meta_path.insert(0, Hook())\n"
     )

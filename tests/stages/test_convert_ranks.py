@@ -10,8 +10,9 @@ import pytest
 
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.stages import demo, tune
-from ptqpipe.stages.machine import Machine
+from ptqpipe.stages import demo
+from ptqpipe.stages.common.machine import Machine
+from ptqpipe.stages.tune import run as tune
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 

@@ -18,11 +18,11 @@ from ptqpipe.algorithms import calibrated
 from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.stages import convert as convert_stage
-from ptqpipe.stages.convert import convert, least_memory, prepare
-from ptqpipe.stages.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.stages.tables import plan_text
-from ptqpipe.stages.verify import verify
+from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
+from ptqpipe.stages.convert import run as convert_stage
+from ptqpipe.stages.convert.run import convert, least_memory, prepare
+from ptqpipe.stages.convert.text import plan_text
+from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.algorithms.inputs import correlated, inputs_of_llama, write_statistics
 

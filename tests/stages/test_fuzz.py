@@ -26,16 +26,16 @@ import ptqpipe
 from ptqpipe.checkpoint.partial import Paths
 from ptqpipe.errors import PtqError
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.stages import tables
-from ptqpipe.stages.convert import convert, prepare
+from ptqpipe.stages.common.machine import Machine
+from ptqpipe.stages.convert import text as tables
+from ptqpipe.stages.convert.run import convert, prepare
 from ptqpipe.stages.dequantize import dequantize
-from ptqpipe.stages.diff import diff
-from ptqpipe.stages.diff import render as render_diff
-from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.inspect import render as render_inspected
-from ptqpipe.stages.machine import Machine
-from ptqpipe.stages.relayout import relayout
-from ptqpipe.stages.verify import render, verify
+from ptqpipe.stages.diff.run import diff
+from ptqpipe.stages.diff.run import render as render_diff
+from ptqpipe.stages.inspect.run import inspect
+from ptqpipe.stages.inspect.run import render as render_inspected
+from ptqpipe.stages.relayout.run import relayout
+from ptqpipe.stages.verify.run import render, verify
 from tests import tiny
 from tests.checkpoint.test_fuzz import mutate_bytes, mutate_json
 from tests.stages import damage

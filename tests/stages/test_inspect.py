@@ -8,7 +8,7 @@ import torch
 
 import ptqpipe
 from ptqpipe.errors import CheckpointError
-from ptqpipe.stages.inspect import inspect, render, to_json
+from ptqpipe.stages.inspect.run import inspect, render, to_json
 from tests import tiny
 from tests.stages import damage
 

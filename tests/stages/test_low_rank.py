@@ -21,13 +21,13 @@ from ptqpipe.errors import CheckpointError, FormatError, RecipeError, UsageError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages import demo
-from ptqpipe.stages.convert import convert, prepare
+from ptqpipe.stages.common.machine import Machine
+from ptqpipe.stages.convert.run import convert, prepare
 from ptqpipe.stages.dequantize import dequantize
-from ptqpipe.stages.diff import diff
-from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.machine import Machine
-from ptqpipe.stages.relayout import relayout
-from ptqpipe.stages.verify import verify
+from ptqpipe.stages.diff.run import diff
+from ptqpipe.stages.inspect.run import inspect
+from ptqpipe.stages.relayout.run import relayout
+from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 
@@ -197,7 +197,7 @@ def test_machines_and_interruptions_change_no_byte(model: Path, stats: Path, tmp
 def test_a_killed_run_resumes_to_the_same_bytes(
     model: Path, stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ptqpipe.stages import low_rank
+    from ptqpipe.stages.common import low_rank
 
     run(model, tmp_path / "whole", stats=stats, recipe=RECIPE)
     real, calls = low_rank.correct_unit, []
@@ -250,7 +250,7 @@ def test_other_containers_refuse(container: str | None, model: Path, tmp_path: P
 
 
 def test_relayout_and_learned_codes_refuse(model: Path, tmp_path: Path) -> None:
-    from ptqpipe.stages import tune
+    from ptqpipe.stages.tune import run as tune
 
     run(model, tmp_path / "out")
     with pytest.raises(FormatError, match=r"has a low-rank part \(rank 8 in bf16\).*dequantize"):

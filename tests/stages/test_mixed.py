@@ -17,11 +17,11 @@ from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.qtensor import squared_error
 from ptqpipe.recipe import load_recipe, matches
 from ptqpipe.source import Source
-from ptqpipe.stages.convert import convert, prepare
-from ptqpipe.stages.mixed import Budget, MixedPlan, plan_mixed, write_recipe
-from ptqpipe.stages.mixed_cost import power
-from ptqpipe.stages.mixed_solve import solve
-from ptqpipe.stages.mixed_units import find_groups, patterns, schemes_of
+from ptqpipe.stages.convert.run import convert, prepare
+from ptqpipe.stages.plan.cost import power
+from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
+from ptqpipe.stages.plan.solve import solve
+from ptqpipe.stages.plan.units import find_groups, patterns, schemes_of
 from ptqpipe.statistics import Statistics
 from tests.algorithms import inputs
 from tests.tiny import LLAMA_CONFIG, Tensors, fused_moe, llama, save

@@ -12,9 +12,9 @@ from ptqpipe.plan import Member, Slice
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.runtime.loading import load_model
 from ptqpipe.source import Source
-from ptqpipe.stages.convert import convert, prepare
-from ptqpipe.stages.mixed import Budget, MixedPlan, plan_mixed, write_recipe
-from ptqpipe.stages.mixed_measure import Measurement, find_place
+from ptqpipe.stages.convert.run import convert, prepare
+from ptqpipe.stages.plan.measure import Measurement, find_place
+from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
 from tests.tiny import llama, save
 
 FORMATS = ("nvfp4", "fp8_dynamic", "keep")

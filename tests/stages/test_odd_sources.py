@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.stages import tables
-from ptqpipe.stages.convert import convert, prepare
-from ptqpipe.stages.verify import verify
+from ptqpipe.stages.convert import text as tables
+from ptqpipe.stages.convert.run import convert, prepare
+from ptqpipe.stages.verify.run import verify
 from tests import tiny
 
 Q, K, V, OUT = (f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkvo")

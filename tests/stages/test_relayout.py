@@ -18,9 +18,9 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError, UsageError
 from ptqpipe.qtensor import QTensor
+from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.dequantize import dequantize
-from ptqpipe.stages.machine import Machine
-from ptqpipe.stages.relayout import Relayouted, relayout
+from ptqpipe.stages.relayout.run import Relayouted, relayout
 from tests import tiny
 
 E4M3_VALUES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -325,7 +325,7 @@ def test_experts_with_biases_stay_stacks(tmp_path: Path) -> None:
 
 
 def test_the_record_says_what_it_was_and_verify_accepts_it(tmp_path: Path) -> None:
-    from ptqpipe.stages.verify import verify
+    from ptqpipe.stages.verify.run import verify
 
     model = tiny.save(tmp_path / "model", tiny.llama())
     first = ptqpipe.convert(model, out=tmp_path / "first")

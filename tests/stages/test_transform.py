@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.errors import AlreadyComplete, NumericsError, OutputError, PtqError, UsageError
-from ptqpipe.stages.transform import Transformed, transform
-from ptqpipe.stages.transform_plan import TransformOptions
+from ptqpipe.stages.transform.plan import TransformOptions
+from ptqpipe.stages.transform.run import Transformed, transform
 from tests import tiny
 from tests.transforms.models import logits, make_model, make_statistics, token_ids
 
@@ -325,7 +325,7 @@ def test_any_number_of_workers_and_runs_that_were_interrupted_write_the_same_byt
     stats = make_statistics(model, tmp_path / "stats", ids)
     options = TransformOptions("aqas,rotate", block=16, format="mxfp4", shard_bytes=60_000)
     want = tiny.bytes_of(run(model, tmp_path / "one", options, stats).out)
-    machine = ptqpipe.stages.machine.Machine(workers=3)
+    machine = ptqpipe.stages.common.machine.Machine(workers=3)
     transform(model, tmp_path / "three", stats=stats, options=options, machine=machine)
     assert tiny.bytes_of(tmp_path / "three") == want
     real, written = CheckpointWriter.write, 0
@@ -338,7 +338,7 @@ def test_any_number_of_workers_and_runs_that_were_interrupted_write_the_same_byt
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(CheckpointWriter, "write", interrupted)
-    single = ptqpipe.stages.machine.Machine(workers=1)
+    single = ptqpipe.stages.common.machine.Machine(workers=1)
     with pytest.raises(KeyboardInterrupt):
         transform(model, tmp_path / "out", stats=stats, options=options, machine=single)
     assert not (tmp_path / "out").exists()

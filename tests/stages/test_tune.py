@@ -19,10 +19,11 @@ from ptqpipe.formats import get_format
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import Rounding
 from ptqpipe.runtime import load_model
-from ptqpipe.stages import convert as convert_stage
-from ptqpipe.stages import demo, tune
-from ptqpipe.stages.machine import Machine
-from ptqpipe.stages.tune_block import BlockWork
+from ptqpipe.stages import demo
+from ptqpipe.stages.common.machine import Machine
+from ptqpipe.stages.convert import run as convert_stage
+from ptqpipe.stages.tune import run as tune
+from ptqpipe.stages.tune.block import BlockWork
 from tests.calibration.models import make_model, make_windows, write_windows
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"

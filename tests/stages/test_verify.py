@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.stages.relayout import relayout
-from ptqpipe.stages.verify import VerifyReport, render, to_json, verify
+from ptqpipe.stages.relayout.run import relayout
+from ptqpipe.stages.verify.run import VerifyReport, render, to_json, verify
 from tests import tiny
 from tests.stages import damage
 

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 from ptqpipe.cli import main
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.stages import serve_vllm as stage
-from ptqpipe.stages.serve_vllm import Environment, VllmService, command, environment, find_environment
-from ptqpipe.stages.serve_vllm_processes import SHM, Family, parent_of_each
+from ptqpipe.stages.serve import vllm as stage
+from ptqpipe.stages.serve.vllm import Environment, VllmService, command, environment, find_environment
+from ptqpipe.stages.serve.vllm_processes import SHM, Family, parent_of_each
 
 FOUND = Environment(python="/env/bin/python", vllm="0.32.0", plugin=True, cpu=True)
 # A child that maps a segment, starts a grandchild that maps another and heeds no SIGTERM, and then ends as told.

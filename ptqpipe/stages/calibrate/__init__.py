@@ -1,0 +1,1 @@
+"""calibrate: statistics of every linear layer's input, block by block."""

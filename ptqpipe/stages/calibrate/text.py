@@ -1,0 +1,103 @@
+"""What `ptqpipe calibrate` prints when it is done: a table by role, what no sample reached, the digest."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from ptqpipe.stages.calibrate.run import Calibrated
+from ptqpipe.stages.common.text import name_pattern, role_of, table
+from ptqpipe.statistics import Statistics
+
+MOST_NAMES = 8  # of what no sample reached
+
+
+def to_json(done: Calibrated) -> dict[str, Any]:
+    """The outcome as data."""
+    content = done.content
+    return {
+        "out": str(done.out),
+        "digest": content["digest"],
+        "data": content["data"],
+        "settings": content["settings"],
+        "roles": by_role(done),
+        "stand_ins": stand_ins(content),
+        "unused": content["unused"],
+        "seconds": done.seconds,
+        "peak_rss_bytes": done.peak_rss_bytes,
+    }
+
+
+def by_role(done: Calibrated) -> list[dict[str, Any]]:
+    """Modules by the last part of their names: how many, tokens, the largest input, the middle of the 99.9 % ones."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in done.content["modules"]:
+        groups[role_of(name)].append(name)
+    rows = []
+    with Statistics.open(done.out) as statistics:
+        for role, names in groups.items():
+            found = [statistics.of(name) for name in names]
+            quantiles = sorted(one.quantiles[0.999] for one in found)
+            rows.append(
+                {
+                    "role": role,
+                    "modules": len(names),
+                    "columns": found[0].amax.numel(),
+                    "tokens": min(one.tokens for one in found),
+                    "stand_ins": sum(not one.measured for one in found),
+                    "amax": max(float(one.amax.max()) for one in found),
+                    "quantile_999": quantiles[len(quantiles) // 2],
+                    "rms": max(float(one.second_moment.mean().sqrt()) for one in found),
+                }
+            )
+    return rows
+
+
+def stand_ins(content: Mapping[str, Any]) -> dict[str, int]:
+    """Experts that saw too few tokens for statistics of their own, with the tokens that they saw."""
+    return {name: entry["tokens"] for name, entry in content["modules"].items() if not entry["measured"]}
+
+
+def render(done: Calibrated) -> str:
+    """The closing text."""
+    content = done.content
+    data = content["data"]
+    rows = [
+        [
+            row["role"],
+            str(row["modules"]),
+            str(row["columns"]),
+            str(row["tokens"]),
+            f"{row['amax']:.4g}",
+            f"{row['quantile_999']:.4g}",
+            f"{row['rms']:.4g}",
+        ]
+        for row in by_role(done)
+    ]
+    head = ["role", "modules", "columns", "tokens", "amax", "99.9 %", "rms"]
+    lines = [
+        f"{content['model']['name']} on {data['samples']} samples of {data['seqlen']} tokens, {data['held_out']} more "
+        f"held out (of {data['windows']} windows, seed {data['seed']}), moments "
+        f"{', '.join(content['settings']['moments'])}, in {content['settings']['dtype']}",
+        table(head, rows),
+    ]
+    if content["attention"]:
+        entries = content["attention"].values()
+        lines.append(
+            f"keys and values of {len(entries)} attention modules: amax {max(e['k_amax'] for e in entries):.4g} and "
+            f"{max(e['v_amax'] for e in entries):.4g}"
+        )
+    lines += _short("experts with too few tokens, with their group's statistics", list(stand_ins(content)))
+    lines += _short("modules that no sample reached, without statistics", content["unused"])
+    lines += _short("tensors that the model has no place for", sorted({name_pattern(n) for n in content["unplaced"]}))
+    lines.append(
+        f"{done.out}: {len(content['modules'])} modules in {done.seconds:.1f} s, peak memory "
+        f"{done.peak_rss_bytes >> 20} MiB; digest {content['digest'][:16]}"
+    )
+    return "\n".join(lines)
+
+
+def _short(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return [f"{len(names)} {what}: {', '.join(names[:MOST_NAMES])}{more}"]

@@ -1,0 +1,92 @@
+"""An output folder that grows decoder block by decoder block: statistics, learned codes.
+
+Lock, journal, one file a block, an index written last, and one rename. A killed run continues behind the last block
+whose line is in the journal; one that failed before its first block leaves nothing behind. It must not know what a
+block's file holds.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_journals
+from ptqpipe.checkpoint.partial import Paths, RankLock, output_errors, prepare, publish
+from ptqpipe.checkpoint.writer import Mode
+from ptqpipe.errors import AlreadyComplete
+from ptqpipe.stages.common.jobs import json_bytes, run_id_of
+from ptqpipe.stages.common.machine import Ranks
+
+
+class BlockFolder:
+    """Use as a context manager; `finish` gives it its name."""
+
+    def __init__(
+        self, out: Path, parts: Mapping[str, str], *, index_file: str, mode: Mode, ranks: Ranks | None = None
+    ) -> None:
+        """Rank 0 prepares the folder while the others wait. OutputError, AlreadyComplete.
+
+        parts       what decides the numbers of this run; which of them changed is what a refused --resume says
+        index_file  the file whose "run_id" says which run made a complete folder
+        """
+        ranks = ranks or Ranks()
+        self.paths = Paths.of(out)
+        self.run_id = run_id_of(parts)
+        self._index_file = index_file
+        self._replace = mode == "overwrite"
+        self._lock: RankLock | None = None
+        self._journal: Journal | None = None
+        if mode == "resume":
+            self._check_unfinished()
+        ranks.barrier_unless_first()
+        if ranks.rank == 0:
+            identity = RunIdentity(self.run_id, "", dict(parts), replaces=self._replace)
+            self._lock, found = prepare(self.paths, identity, mode=mode)
+            self._replace = (found or identity).replaces
+            with output_errors(self.paths.partial):
+                self._journal = Journal(self.paths.partial / journal_name(0), found or identity)
+        ranks.barrier_if_first()
+        self.done: dict[str, dict[str, Any]] = dict(read_journals(self.paths.partial).units)
+
+    def _check_unfinished(self) -> None:
+        try:
+            found = json.loads((self.paths.out / self._index_file).read_bytes())["run_id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if found == self.run_id and not self.paths.partial.is_dir():
+            raise AlreadyComplete(f"{self.paths.out} is already complete, by this very run; nothing is left to do")
+
+    def commit(self, unit: str, record: Mapping[str, Any]) -> None:
+        """A block's file is on disk; ``record`` is JSON. Rank 0 keeps it."""
+        self.done[unit] = dict(record)
+        if self._journal is not None:
+            with output_errors(self.paths.partial):
+                self._journal.append([(unit, self.done[unit])], [])
+
+    def finish(self, content: Mapping[str, Any]) -> None:
+        """Rank 0: the index, and the rename."""
+        file = self.paths.growing / self._index_file
+        with output_errors(file), open(file, "wb") as handle:
+            handle.write(json_bytes(content))
+            handle.flush()
+            os.fsync(handle.fileno())
+        self._let_go_of_journal()
+        publish(self.paths, replace=self._replace)
+
+    def __enter__(self) -> "BlockFolder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._let_go_of_journal()
+        if kind is not None and self._lock is not None and not self.done:  # nothing of worth was begun
+            shutil.rmtree(self.paths.partial, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _let_go_of_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None

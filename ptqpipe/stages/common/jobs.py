@@ -1,0 +1,177 @@
+"""Running the jobs of a stage and finishing its output: what convert, relayout and dequantize have in common.
+
+A job writes its tensors at their places and returns its record. Knows the writer, the workers and the ranks; it must
+not know what a job computes.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ptqpipe.checkpoint.direct import bytes_of, margin
+from ptqpipe.checkpoint.layout import ShardLayout
+from ptqpipe.checkpoint.partial import check_unfinished
+from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
+from ptqpipe.errors import OutputError
+from ptqpipe.stages.common.machine import Machine, Ranks
+from ptqpipe.stages.common.progress import AnyJob, Progress
+
+RECORD_FILE = "ptqpipe.json"
+COPY_BYTES = 8 << 20
+
+
+J = TypeVar("J", bound=AnyJob)
+R = TypeVar("R")
+
+
+def run_id_of(run_parts: Mapping[str, str]) -> str:
+    """Identifies what decides the bytes of a run: a run resumes only itself."""
+    return hashlib.sha256(json.dumps(dict(run_parts), sort_keys=True).encode()).hexdigest()
+
+
+def write_checkpoint(
+    out: Path,
+    layout: ShardLayout,
+    *,
+    jobs: Sequence[J],
+    run_parts: Mapping[str, str],
+    mode: Mode,
+    machine: Machine,
+    ranks: Ranks,
+    work: Callable[[J, CheckpointWriter, int], Mapping[str, Any]],
+    unit_bytes: int = 0,
+    extra_bytes: Callable[[J], int] | None = None,
+    finish: Callable[[CheckpointWriter], R],
+) -> R | None:
+    """Does the jobs that this rank owns and that are not done yet; rank 0 then finishes and has the result.
+
+    work        (job, writer, bytes that it may cache) -> its record; called on several threads
+    unit_bytes  what the largest job would like to cache
+    extra_bytes  what a job needs beside that and what every worker has; jobs wait until there is so much
+    finish      called once, on rank 0, when every job of every rank is on disk
+
+    None on the other ranks. Raises what the jobs raise, and OutputError; what is done stays resumable. AlreadyComplete
+    where there is nothing left to resume.
+    """
+    run_id = run_id_of(run_parts)
+    if mode == "resume":
+        check_unfinished(out, run_id)  # on every rank, before any of them waits for another
+    ranks.barrier_unless_first()
+    writer = CheckpointWriter.open(
+        out, layout, run_id=run_id, run_parts=run_parts, mode=mode, rank=ranks.rank, world=ranks.world
+    )
+    with writer:
+        ranks.barrier_if_first()
+        done = writer.done()
+        owners = layout.group_ranks(ranks.world)
+        mine = [job for job in jobs if owners[job.group] == ranks.rank and job.id not in done]
+        extra = {job.id: 0 if extra_bytes is None else extra_bytes(job) for job in mine}
+        largest = max(extra.values(), default=0)
+        threads, cache_bytes = machine.divide_memory(unit_bytes, len(mine), reserved_bytes=largest)
+        pool = MemoryPool(machine.spare_memory(threads, min(cache_bytes, unit_bytes)))
+        with machine.threads(single=True), Progress(mine, shown=machine.progress and ranks.rank == 0) as progress:
+
+            def do(job: J) -> None:
+                with pool.taken(extra[job.id]):
+                    record = work(job, writer, cache_bytes)
+                writer.commit(job.id, record)
+                progress.advance(job)
+
+            run_jobs(mine, do, threads=threads)
+        writer.flush()
+        if ranks.rank != 0:
+            writer.close()
+        ranks.barrier()
+        return finish(writer) if ranks.rank == 0 else None
+
+
+class MemoryPool:
+    """Memory that jobs share: each waits until what it needs is free. A job that needs more than all has it alone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._free = self._total = max(0, nbytes)
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Holds ``nbytes`` of it."""
+        share = min(nbytes, self._total)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= share)
+            self._free -= share
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += share
+                self._changed.notify_all()
+
+
+def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int) -> None:
+    """All jobs on ``threads`` threads, in order; the first error ends the run after the jobs in flight."""
+    stop = threading.Event()
+
+    def unless_stopped(job: J) -> None:
+        if not stop.is_set():
+            do(job)
+
+    pending: set[Future[None]] = set()
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ptqpipe") as pool:
+        try:
+            for job in jobs:
+                pending.add(pool.submit(unless_stopped, job))
+                while len(pending) >= threads + 1:
+                    finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        future.result()
+            for future in pending:
+                future.result()
+        except BaseException:
+            stop.set()
+            raise
+
+
+def records_of(jobs: Iterable[AnyJob], done: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The record of every job, in the order of the jobs. OutputError where one is missing."""
+    found = []
+    for job in jobs:
+        if job.id not in done:
+            raise OutputError(f"unit '{job.id}' is missing from the journal; run again with --resume")
+        found.append(done[job.id])
+    return found
+
+
+def copy_tensor(reader: CheckpointReader, source: str, writer: CheckpointWriter, name: str) -> tuple[str, int]:
+    """Copies a tensor byte for byte to ``name``; (sha256, bytes) of what was copied."""
+    total = reader.entries[source].nbytes
+    digest = hashlib.sha256()
+    if total == 0:
+        writer.write(name, b"")
+    buffer = torch.empty(min(total, COPY_BYTES) + margin(), dtype=torch.uint8)
+    for start in range(0, total, COPY_BYTES):
+        stop = min(start + COPY_BYTES, total)
+        chunk = reader.read_raw(source, start_byte=start, stop_byte=stop, memory=lambda nbytes: buffer[:nbytes])
+        writer.write(name, chunk, byte_offset=start)
+        digest.update(bytes_of(chunk))
+    return digest.hexdigest(), total
+
+
+def carried_files(reader: CheckpointReader) -> list[tuple[Path, str]]:
+    """The files beside the weights that go along (tokenizer, templates, code): path and name."""
+    return [(path, path.relative_to(reader.path).as_posix()) for path in reader.extra_files]
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """A JSON file's bytes. A half of a surrogate pair, which a source's config may hold escaped, stays escaped."""
+    try:
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(content, indent=2) + "\n").encode()

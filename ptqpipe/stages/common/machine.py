@@ -1,0 +1,134 @@
+"""What a machine decides: workers, device, memory, ranks. None of it changes a byte of any output."""
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from ptqpipe.errors import UsageError
+
+# What a process holds before any weight, and what one worker holds beside a cached unit (chunks, samples, temporaries).
+BASE_BYTES = 420 << 20
+WORKER_BYTES = 128 << 20
+MAX_DEFAULT_WORKERS = 16
+READ_AHEAD = 1  # threads beside the workers, which wait for the disk while those compute
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Resident bytes of this process: now, and at most so far."""
+
+    current: int
+    peak: int
+
+
+def resident_bytes() -> Memory:
+    """Read from the kernel's accounting."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            current = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):  # not Linux: the peak is all there is
+        current = peak
+    return Memory(current, max(peak, current))
+
+
+def default_workers() -> int:
+    """One per processor that this process may use, at most 16."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, MAX_DEFAULT_WORKERS)
+
+
+def require_device_kernels() -> None:
+    """UsageError that names what to install where the GPU kernels cannot run."""
+    from ptqpipe.kernels import triton
+
+    triton.require()
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How much of the machine a stage may use. ``memory_bytes`` limits resident memory of the process."""
+
+    workers: int = field(default_factory=default_workers)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    memory_bytes: int = 2 << 30
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise UsageError(f"--workers {self.workers} is too few; use 1 or more")
+        least = BASE_BYTES + WORKER_BYTES
+        if self.memory_bytes < least:
+            raise UsageError(
+                f"--max-memory {self.memory_bytes >> 20} MiB is too small; one worker needs {least >> 20} MiB"
+            )
+
+    def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> tuple[int, int]:
+        """(threads, bytes of a unit that each may cache): the workers that fit, then the cache from what is left.
+
+        READ_AHEAD threads more than workers, where they leave the largest unit its cache: while some wait for the disk,
+        as many as there are workers compute.
+
+        reserved_bytes  kept free for the job that needs the most
+        """
+        free = max(0, self.memory_bytes - BASE_BYTES - reserved_bytes)
+        threads = max(1, min(self.workers, jobs, free // WORKER_BYTES))
+        ahead = min(threads + READ_AHEAD, max(threads, jobs))
+        if free // ahead - WORKER_BYTES >= largest_unit_bytes:
+            threads = ahead
+        return threads, max(0, free // threads - WORKER_BYTES)
+
+    def spare_memory(self, threads: int, cache_bytes: int) -> int:
+        """What is left beside that many threads, each with a cached unit."""
+        return max(0, self.memory_bytes - BASE_BYTES - threads * (WORKER_BYTES + cache_bytes))
+
+    @contextlib.contextmanager
+    def threads(self, *, single: bool = False) -> Iterator[None]:
+        """Torch's own threads would multiply the workers: one for each while the stage runs.
+
+        ``single``: also for one worker, since the number of threads changes the last bits of products.
+        """
+        before = torch.get_num_threads()
+        torch.set_num_threads(1 if single or self.workers > 1 else before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Torch's own threads only get in each other's way on runs of rows; the workers are the threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those of a torchrun; rank 0 of 1 without one."""
+
+    rank: int = 0
+    world: int = 1
+
+    def barrier(self) -> None:
+        """Waits for every rank."""
+        if self.world > 1:
+            torch.distributed.barrier()
+
+    def barrier_unless_first(self) -> None:
+        """The others wait here until rank 0 reaches :meth:`barrier_if_first`."""
+        if self.rank != 0:
+            self.barrier()
+
+    def barrier_if_first(self) -> None:
+        """Lets the others pass :meth:`barrier_unless_first`."""
+        if self.rank == 0:
+            self.barrier()

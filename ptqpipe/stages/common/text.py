@@ -1,0 +1,53 @@
+"""Words and tables of all commands: aligned columns, sizes, names of weights with their numbers as ``*``."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ptqpipe.errors import one_line
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """Aligned columns; the first ``left`` columns are text, the others numbers."""
+    body = [list(header), *map(list, rows)]
+    widths = [max(len(row[i]) for row in body) for i in range(len(header))]
+    lines = []
+    for row in body:
+        cells = [
+            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def size_text(count: float) -> str:
+    """Bytes for people: 4.50 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def role_of(weight: str) -> str:
+    """The role of a weight: its module's last name, with ``experts.`` before it for an expert's."""
+    parts = re.sub(r"\[\d+\]$", "", weight).removesuffix(".weight").split(".")
+    return f"experts.{parts[-1]}" if "experts" in parts else parts[-1]
+
+
+def name_pattern(name: str) -> str:
+    """The name with every layer or expert number as ``*``, in one line."""
+    return re.sub(r"(?<=\.)\d+(?=\.)|\[\d+\]", "*", one_line(name, limit=300))
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the decoder layer in a tensor's name: its first one."""
+    return number_in(_LAYER, name)
+
+
+def number_in(pattern: re.Pattern[str], name: str) -> int | None:
+    """The number that the first group of a pattern finds, None for none or an absurd one."""
+    match = pattern.search(name)
+    return int(match[1]) if match is not None and len(match[1]) <= 6 else None

@@ -1,0 +1,1 @@
+"""convert: a published checkpoint in, a packed low-precision checkpoint out."""

@@ -1,0 +1,209 @@
+"""Tables of the convert command: the plan before, the outcome after. Text for a terminal, dicts for JSON."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from ptqpipe.containers import container_names
+from ptqpipe.errors import one_line
+from ptqpipe.plan import unmatched_patterns
+from ptqpipe.schemes import SCHEMES
+from ptqpipe.search import search_names
+from ptqpipe.stages.common.machine import Machine
+from ptqpipe.stages.common.text import name_pattern, role_of, size_text, table
+from ptqpipe.stages.convert.estimate import estimate_seconds
+from ptqpipe.stages.convert.run import Converted, Prepared, least_memory, sqnr_db
+
+
+def header_text(prepared: Prepared) -> str:
+    """What is about to happen, in a few lines, with everything that is kept."""
+    return "\n".join([*_what(prepared), *_kept(prepared)])
+
+
+def _what(prepared: Prepared) -> list[str]:
+    source_bytes = sum(entry.nbytes for entry in prepared.source.reader.entries.values())
+    layout = prepared.outputs.layout
+    lines = [f"{prepared.source_path} -> {prepared.out}  ({prepared.outputs.container_name})"]
+    lines += [f"  {scheme.describe()}" for scheme in prepared.recipe.schemes()]
+    if any(scheme.needs_input_global_scale for scheme in prepared.recipe.schemes()):
+        amax = prepared.recipe.input_amax
+        lines.append(
+            f"  input_global_scale: no calibration, so one constant for every layer: activations up to {amax:g} do not "
+            f"clip, blocks below {amax / 28672:.2g} lose precision (--input-amax)"
+        )
+    count = sum(len(unit.members) for unit in prepared.plan.units)
+    shards = f"{len(layout.shards)} files" if len(layout.shards) > 1 else "1 file"
+    lines.append(
+        f"  {count} weights in {len(prepared.plan.units)} units to quantize, {len(prepared.plan.kept)} tensors kept; "
+        f"{size_text(source_bytes)} -> {layout.file_bytes} bytes ({size_text(layout.file_bytes)}, "
+        f"{layout.file_bytes / source_bytes:.3f}x) in {shards}"
+    )
+    return [*lines, *(f"  warning: {line}" for line in warnings_of(prepared))]
+
+
+def warnings_of(prepared: Prepared) -> list[str]:
+    """What is worth a look before the run: patterns without a match, and what readers are known to get wrong."""
+    unused = unmatched_patterns(prepared.plan, prepared.recipe)
+    lines = [f"{pattern!r} of the recipe or of --ignore matches no tensor; is it a typo?" for pattern in unused]
+    return lines + prepared.container.warnings(prepared.outputs.targets, prepared.source.reader.config)
+
+
+def _kept(prepared: Prepared) -> list[str]:
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for kept in prepared.plan.kept:
+        groups[(name_pattern(kept.name), name_pattern(kept.reason))].append(kept.name)
+    lines = ["kept as they are:"]
+    for (pattern, reason), names in groups.items():
+        shown = one_line(names[0], limit=300) if len(names) == 1 else f"{pattern} (x{len(names)})"
+        lines.append(f"  {shown}: {reason}")
+    lines += [f"  {name}: not carried over, {why}" for name, why in _left_out(prepared)]
+    return lines
+
+
+def _left_out(prepared: Prepared) -> list[tuple[str, str]]:
+    return [(str(path.name), why) for path, why in prepared.source.reader.left_out.items()]
+
+
+def plan_text(prepared: Prepared, machine: Machine) -> str:
+    """The dry run: the fate of every tensor, exact sizes, memory and time."""
+    rows = [
+        [name_pattern(f"{unit.id}"), unit.scheme.fmt.name, unit.rule.search, "x".join(map(str, unit.members[0].shape))]
+        for unit in prepared.plan.units
+    ]
+    counted: dict[tuple[str, ...], int] = defaultdict(int)
+    for row in rows:
+        counted[tuple(row)] += 1
+    body = [[row[0], row[1], row[2], row[3], str(count)] for row, count in counted.items()]
+    estimate = estimate_seconds(prepared, machine)
+    fates = table(["unit", "format", "search", "first shape", "count"], body, left=3)
+    least, unit = least_memory(prepared)
+    tail = (
+        f"writes {prepared.outputs.layout.file_bytes} bytes of weights and index; at most "
+        f"{size_text(machine.memory_bytes)} of memory with {machine.workers} workers; about {estimate:.0f} s here"
+    )
+    short = [f"needs --max-memory {-(-least >> 20)}MiB, for {unit}"] if unit and least > machine.memory_bytes else []
+    return "\n".join([*_what(prepared), fates, *_kept(prepared), tail, *short])
+
+
+def plan_json(prepared: Prepared, machine: Machine) -> dict[str, Any]:
+    """The dry run as data: every tensor's fate."""
+    return {
+        "source": str(prepared.source_path),
+        "out": str(prepared.out),
+        "container": prepared.outputs.container_name,
+        "units": [
+            {
+                "id": unit.id,
+                "format": unit.scheme.fmt.name,
+                "scheme": unit.scheme.name,
+                "search": unit.rule.search,
+                "weights": {m.weight: list(m.shape) for m in unit.members},
+            }
+            for unit in prepared.plan.units
+        ],
+        "kept": {kept.name: kept.reason for kept in prepared.plan.kept},
+        "warnings": warnings_of(prepared),
+        "bytes": prepared.outputs.layout.file_bytes,
+        "files": list(prepared.outputs.layout.weight_files),
+        "memory_bytes": machine.memory_bytes,
+        "least_memory_bytes": least_memory(prepared)[0],
+        "seconds_estimate": estimate_seconds(prepared, machine),
+    }
+
+
+def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The record's weights summed by role and format, in the order of their first appearance."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for name, weight in weights.items():
+        groups[(role_of(name), weight["format"])].append(weight)
+    rows = []
+    for (role, fmt), members in groups.items():
+        energy = sum(m["energy"] for m in members)
+        squared = sum(m["squared_error"] for m in members)
+        elements = sum(m["shape"][0] * m["shape"][1] for m in members)
+        baseline = sum(m["squared_error"] / m["versus_absmax"] for m in members if m["versus_absmax"])
+        rows.append(
+            {
+                "role": role,
+                "format": fmt,
+                "count": len(members),
+                "elements": elements,
+                "relative_mse": squared / energy if energy else 0.0,
+                "sqnr_db": sqnr_db(squared / energy if energy else 0.0),
+                "versus_absmax": squared / baseline if baseline else 1.0,
+                "bits_per_weight": sum(m["bits_per_weight"] * m["shape"][0] * m["shape"][1] for m in members)
+                / elements,
+                "proven": all(m["proven"] for m in members),
+            }
+        )
+    return rows
+
+
+def judged_by(weights: Mapping[str, Mapping[str, Any]]) -> str:
+    """The samples that convert's gate judged by, in words, from a record's weights."""
+    told = {entry["held_out"] is True for entry in weights.values() if "held_out" in entry}
+    if told == {True}:
+        return "samples that were held out"
+    return "held-out samples where there were any" if True in told else "the samples it was calibrated on"
+
+
+def formats_text() -> str:
+    """Every format, container and search by name."""
+    lines = ["formats (any case; also element/block/scale[/global], such as e2m1/8/ue5m3):"]
+    for scheme in SCHEMES.values():
+        names = ", ".join((scheme.name, *scheme.aliases))
+        lines.append(f"  {names:<38} {scheme.describe()} [{scheme.container}]")
+    return "\n".join(
+        [*lines, f"containers: {', '.join(container_names())}", f"searches:   {', '.join(search_names())}"]
+    )
+
+
+def converted_json(done: Converted) -> dict[str, Any]:
+    """The outcome as data."""
+    return {
+        "out": str(done.out),
+        "roles": by_role(done.record["weights"]),
+        "kept": len(done.record["kept"]),
+        "source_bytes": done.source_bytes,
+        "written_bytes": done.written_bytes,
+        "seconds": done.seconds,
+        "peak_rss_bytes": done.peak_rss_bytes,
+    }
+
+
+def converted_text(done: Converted) -> str:
+    """The closing table."""
+    rows = [
+        [
+            row["role"],
+            row["format"],
+            "optimal" if row["proven"] else "no",
+            str(row["count"]),
+            f"{row['sqnr_db']:.2f}",
+            f"{row['relative_mse']:.3e}",
+            f"{row['versus_absmax']:.3f}",
+            f"{row['bits_per_weight']:.3f}",
+        ]
+        for row in by_role(done.record["weights"])
+    ]
+    head = ["role", "format", "scales proven", "count", "SQNR dB", "relative MSE", "vs abs-max", "bits/weight"]
+    speed = done.source_bytes / max(done.seconds, 1e-9)
+    return "\n".join(
+        [
+            table(head, rows, left=3),
+            *_gate(done.record["weights"]),
+            f"{done.out}: {size_text(done.source_bytes)} -> {size_text(done.written_bytes)} "
+            f"({done.written_bytes / done.source_bytes:.3f}x) in {done.seconds:.1f} s ({size_text(speed)}/s), "
+            f"peak memory {done.peak_rss_bytes >> 20} MiB; {len(done.record['kept'])} tensors kept; "
+            f"every tensor's record is in {done.out}/ptqpipe.json",
+        ]
+    )
+
+
+def _gate(weights: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """How many weights calibration did not help, where there was any."""
+    judged = [entry for entry in weights.values() if "reverted" in entry]
+    if not judged:
+        return []
+    back = sum(entry["reverted"] for entry in judged)
+    return [f"{back} of {len(judged)} weights went back to plain rounding, judged on {judged_by(weights)}"]

@@ -1,0 +1,1 @@
+"""diff: what two checkpoints say differently."""

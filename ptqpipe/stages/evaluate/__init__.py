@@ -1,0 +1,1 @@
+"""eval: what a checkpoint computes, measured."""

@@ -1,0 +1,1 @@
+"""plan: a format for every layer, under a budget."""

@@ -1,0 +1,166 @@
+"""What each scheme costs each group in accuracy, estimated from the weights: data-free, or with statistics.
+
+Every scheme is tried with the searches that convert runs. For a group g with weights m of roles r (each role's weights
+in one group, the experts of an MLP, count as their mean):
+
+    data-free    cost = sum_r mean_m ||W - What||^2 / E_r          E_r: mean ||W||^2 of the weights of that role
+    statistics   cost = sum_r mean_m E||(W - What) x||^2 / E||W x||^2
+
+with the expectation from the full, block or diagonal second moment of the input, the richest that all weights have.
+Data-free compares weights of one role by their absolute error, since the layers of one role see inputs of one kind.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.algorithms import rtn
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.plan import Unit
+from ptqpipe.qtensor import QTensor
+from ptqpipe.schemes import Scheme
+from ptqpipe.source import Source, SourceRows
+from ptqpipe.stages.common.machine import one_thread_each
+from ptqpipe.stages.common.text import role_of
+from ptqpipe.stages.plan.units import Group
+from ptqpipe.statistics import InputStatistics, Statistics
+
+Costs = Mapping[tuple[str, str], float]
+"""(group id, option name) -> cost. Keeping costs nothing and is left out."""
+
+CACHE_BYTES = 256 << 20  # of a unit; a larger one is read as often as its passes need it
+MOMENTS = ("full_moment", "block_moment", "second_moment")
+
+
+@dataclass(frozen=True, slots=True)
+class _Error:
+    """One weight at one scheme: its error and what it is relative to."""
+
+    group: str
+    scheme: str
+    role: str
+    weight: str
+    error: float
+    signal: float
+
+
+def choose_moment(stats: Statistics, groups: Iterable[Group]) -> str:
+    """The richest moment that every weight has. UsageError where one has no statistics at all."""
+    modules = [member.module for group in groups for member in group.members]
+    for moment in MOMENTS:
+        if all(stats.has(module, moment) for module in modules):
+            return moment
+    lost = next(module for module in modules if not stats.has(module, "second_moment"))
+    raise UsageError(f"{stats.path} has no statistics of '{lost}'; calibrate this model")
+
+
+def check_model(stats: Statistics, source: Source) -> None:
+    """UsageError where the statistics are of another model."""
+    if stats.model_fingerprint != source.reader.fingerprint():
+        raise UsageError(
+            f"{stats.path} holds statistics of another model than {source.reader.path}; calibrate this one"
+        )
+
+
+def estimate(
+    source: Source,
+    groups: Sequence[Group],
+    *,
+    stats: Statistics | None,
+    workers: int,
+    on_unit: Callable[[int], None] | None = None,
+) -> Costs:
+    """The cost of every option but keep. NumericsError for damaged weights."""
+    moment = "" if stats is None else choose_moment(stats, groups)
+    jobs = [(group, unit) for group in groups for unit in group.units]
+
+    def work(job: tuple[Group, Unit]) -> list[_Error]:
+        found = _unit_errors(source, *job, stats=stats, moment=moment)
+        if on_unit is not None:
+            on_unit(job[1].elements)
+        return found
+
+    with one_thread_each(), ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        errors = [error for found in pool.map(work, jobs) for error in found]
+    return _sum(errors, relative=stats is not None)
+
+
+def _unit_errors(source: Source, group: Group, unit: Unit, *, stats: Statistics | None, moment: str) -> list[_Error]:
+    cache = unit.elements * 4 <= CACHE_BYTES
+    weights = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
+    inputs = [None if stats is None else _input(stats, member.module, moment) for member in unit.members]
+    found = []
+    for option in group.options:
+        if option.scheme is None:
+            continue
+        for member, error, signal in _scheme_errors(weights, inputs, unit, option.scheme, moment):
+            found.append(_Error(group.id, option.name, role_of(member), member, error, signal))
+    return found
+
+
+def _input(stats: Statistics, module: str, moment: str) -> torch.Tensor:
+    found: InputStatistics = stats.of(module, block=moment == "block_moment", full=moment == "full_moment")
+    value = getattr(found, moment)
+    if not isinstance(value, torch.Tensor) or not bool(torch.isfinite(value).all()):
+        raise CheckpointError(f"the {moment} of '{module}' in {stats.path} is not finite; calibrate again")
+    return value
+
+
+def _scheme_errors(
+    weights: Sequence[SourceRows],
+    inputs: Sequence[torch.Tensor | None],
+    unit: Unit,
+    scheme: Scheme,
+    moment: str,
+) -> list[tuple[str, float, float]]:
+    """(weight, error, signal) of each member."""
+    sums: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def take(member: int, row: int, q: QTensor) -> None:  # rows that come again replace what they gave before
+        h = inputs[member]
+        if h is not None:
+            w = weights[member].rows(row, row + q.shape[0]).float()
+            sums[(member, row)] = (power(q.dequantize() - w, h, moment), power(w, h, moment))
+
+    result = rtn.quantize(
+        weights,
+        scheme.fmt,
+        names=[member.weight for member in unit.members],
+        search="exact",
+        search_global=True,
+        sink=take,
+    )
+    if inputs[0] is None:
+        errors = [(error.squared_error, error.energy) for error in result.errors]
+    else:
+        errors = []
+        for index in range(len(unit.members)):
+            rows = [value for (member, _), value in sorted(sums.items()) if member == index]
+            errors.append((sum(e for e, _ in rows), sum(s for _, s in rows)))
+    return [(m.weight, *pair) for m, pair in zip(unit.members, errors, strict=True)]
+
+
+def power(d: torch.Tensor, h: torch.Tensor, moment: str) -> float:
+    """sum over rows of d of E[(d x)^2], from a moment of x: ``[K]``, ``[K/16, 16, 16]`` or ``[K, K]``."""
+    if moment == "second_moment":
+        return float((d.double().square() * h.double()).sum())
+    if moment == "full_moment":
+        return float(((d @ h).double() * d.double()).sum())
+    blocks = d.reshape(d.shape[0], -1, h.shape[1]).transpose(0, 1)
+    return float((torch.bmm(blocks, h).double() * blocks.double()).sum())
+
+
+def _sum(errors: Sequence[_Error], *, relative: bool) -> dict[tuple[str, str], float]:
+    """Costs of groups from errors of weights; ``relative``: to each weight's own signal, else to its role's mean."""
+    signals: dict[str, dict[str, float]] = defaultdict(dict)
+    for e in errors:
+        signals[e.role][e.weight] = e.signal
+    mean = {role: sum(of.values()) / len(of) for role, of in signals.items()}
+    parts: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for e in errors:
+        scale = e.signal if relative else mean[e.role]
+        parts[(e.group, e.scheme)][e.role].append(max(0.0, e.error) / scale if scale > 0 else 0.0)
+    return {key: sum(sum(v) / len(v) for v in roles.values()) for key, roles in parts.items()}

@@ -1,0 +1,220 @@
+"""What a mixed-precision plan decides about: groups of weights that must share a scheme, and what each scheme costs on
+disk, from headers alone.
+
+A group is a fused unit (q, k and v; gate and up; a single weight), or all experts of one MLP, whose kernels take one
+scheme. Must not know errors or solvers.
+"""
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptqpipe.checkpoint.header import DTYPES
+from ptqpipe.containers import Container, Part, get_container
+from ptqpipe.errors import FormatError, RecipeError, UsageError
+from ptqpipe.plan import Member, Unit, make_plan
+from ptqpipe.recipe import Recipe, Rule, parse_recipe
+from ptqpipe.schemes import Scheme, get_scheme
+from ptqpipe.source import Source
+from ptqpipe.stages.common.outputs import abilities_of, check_supported, choose_container, make_outputs
+
+KEEP = "keep"
+DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
+_EXPERTS = re.compile(r"(?:^|\.)experts\.\d+\.")
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One scheme for a group (None: keep): the bytes of its tensors, how many these are, and the bytes of their header
+    entries without the offsets."""
+
+    scheme: Scheme | None
+    nbytes: int
+    header_bytes: int
+    tensors: int
+
+    @property
+    def name(self) -> str:
+        """As recipes spell it."""
+        return KEEP if self.scheme is None else self.scheme.name
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Weights with one fate. ``options`` are those that fit their shapes, the smallest first."""
+
+    id: str
+    units: tuple[Unit, ...]
+    options: tuple[Option, ...]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All weights."""
+        return tuple(member for unit in self.units for member in unit.members)
+
+    @property
+    def elements(self) -> int:
+        """How many numbers."""
+        return sum(unit.elements for unit in self.units)
+
+    def option(self, name: str) -> Option | None:
+        """The option of this name, if it fits."""
+        return next((option for option in self.options if option.name == name), None)
+
+
+def schemes_of(names: Sequence[str]) -> tuple[Scheme | None, ...]:
+    """Schemes by name, None for keep. UsageError for fewer than two, FormatError for unknown ones."""
+    found = tuple(dict.fromkeys(None if name.lower() == KEEP else get_scheme(name) for name in names))
+    if len(found) < 2 or all(scheme is None for scheme in found):
+        raise UsageError(f"--formats {','.join(names)}: a choice needs two or more, one of them a format")
+    return found
+
+
+def find_groups(source: Source, schemes: Sequence[Scheme | None]) -> list[Group]:
+    """Every group of the weights that a recipe without exceptions would quantize, in the order of the source.
+
+    UsageError where no scheme fits a group, or nothing could be quantized; FormatError for schemes without a layout
+    in common.
+    """
+    recipe = Recipe(tuple(Rule("*", scheme) for scheme in schemes if scheme is not None))
+    name = choose_container(recipe)
+    container = get_container(name)
+    check_supported(container, recipe)
+    widest = Recipe((Rule("*", get_scheme("fp8_dynamic")),))  # its blocks fit every matrix
+    plan = make_plan(source.tensors, source.reader.config, recipe=widest, abilities=abilities_of(name))
+    by_group: dict[str, list[Unit]] = defaultdict(list)
+    for unit in plan.units:
+        match = _EXPERTS.search(unit.id)
+        by_group[unit.id if match is None else f"{unit.id[: match.start()]}.experts"].append(unit)
+    return [_group(key, tuple(units), source, schemes, container) for key, units in by_group.items()]
+
+
+def _group(
+    key: str, units: tuple[Unit, ...], source: Source, schemes: Sequence[Scheme | None], container: Container
+) -> Group:
+    options = []
+    for scheme in schemes:
+        option = _keep(units, source) if scheme is None else _quantized(units, scheme, container)
+        if option is not None:
+            options.append(option)
+    if not options:
+        shape = units[0].members[0].shape
+        raise UsageError(
+            f"{key} ({shape[0]}x{shape[1]}) fits none of the formats; add keep or fp8_dynamic to --formats"
+        )
+    return Group(key, units, tuple(sorted(options, key=lambda option: option.nbytes)))
+
+
+def _keep(units: tuple[Unit, ...], source: Source) -> Option:
+    """The source's tensors as they are; a quantized source's decoded, as they would be written."""
+    names = dict.fromkeys(member.source.tensor for unit in units for member in unit.members)
+    specs = [(name, *source.tensors[name]) for name in names]
+    return Option(
+        None, sum(_nbytes(dtype, shape) for _, dtype, shape in specs), sum(_entry(*spec) for spec in specs), len(specs)
+    )
+
+
+def _quantized(units: tuple[Unit, ...], scheme: Scheme, container: Container) -> Option | None:
+    members = [member for unit in units for member in unit.members]
+    if not all(scheme.fmt.fits(member.shape) for member in members):
+        return None
+    parts: list[Part] = []
+    for member in members:
+        try:
+            parts += container.parts(member.weight, member.shape, scheme)
+        except FormatError:
+            return None
+    size = sum(_nbytes(part.dtype, part.shape) for part in parts)
+    return Option(scheme, size, sum(_entry(part.name, part.dtype, part.shape) for part in parts), len(parts))
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * DTYPES[dtype][1]
+
+
+def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """About the bytes of a tensor's entry in a safetensors header: its name, dtype and shape; offsets aside."""
+    place: list[int] = []
+    return len(json.dumps({name: {"dtype": dtype, "shape": list(shape), "data_offsets": place}}))
+
+
+Assignment = Mapping[str, str]
+"""Group id -> the name of its option."""
+
+
+def recipe_content(
+    groups: Sequence[Group], chosen: Assignment, *, description: str, options: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """A recipe that gives every group its option: the most common format is the last rule, the others go before it.
+
+    options  further keys of every rule that quantizes: which algorithm
+
+    Names that differ in the number of a layer share one anchored pattern; numbers of experts are not listed, since a
+    group has all of them.
+    """
+    sizes: dict[str, int] = defaultdict(int)
+    for group in groups:
+        sizes[chosen[group.id]] += group.elements
+    quantized = [name for name in sizes if name != KEEP]
+    if not quantized:
+        raise UsageError("everything would be kept at this budget; there is nothing to convert")
+    common = max(quantized, key=lambda name: sizes[name])
+    rules = []
+    for name in sorted(sizes, key=lambda name: (sizes[name], name)):
+        if name != common:
+            modules = [m.module for group in groups if chosen[group.id] == name for m in group.members]
+            more = {} if name == KEEP else dict(options or {})
+            rules += [{"match": pattern, "format": name, **more} for pattern in patterns(modules)]
+    rules.append({"match": "*", "format": common, **(options or {})})
+    return {"version": 1, "description": description, "rules": rules}
+
+
+def patterns(modules: Sequence[str]) -> list[str]:
+    """Anchored ``re:`` patterns that match exactly these modules (and every expert beside a listed one)."""
+    by_template: dict[str, dict[str, None]] = {}
+    for module in modules:
+        without = _EXPERTS.sub(lambda m: re.sub(r"\d+", "\0", m[0]), module)
+        match = _LAYER.search(without)
+        layer = match[0] if match is not None else ""
+        template = without if match is None else f"{without[: match.start()]}\1{without[match.end() :]}"
+        by_template.setdefault(template, {})[layer] = None
+    by_leaf: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for template, layers in by_template.items():
+        head, _, leaf = template.rpartition(".")
+        by_leaf[(head, tuple(layers))].append(leaf)
+    found = []
+    for (head, numbers), leaves in by_leaf.items():
+        text = re.escape(f"{head}." if head else "") + _alternatives(leaves)
+        text = text.replace("\0", r"\d+").replace(re.escape("\1"), _alternatives(numbers)).replace("\\\0", r"\d+")
+        found.append(f"re:{text}$")
+    return found
+
+
+def _alternatives(words: Sequence[str]) -> str:
+    escaped = [re.escape(word) for word in words]
+    return escaped[0] if len(escaped) == 1 else f"(?:{'|'.join(escaped)})"
+
+
+def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group], chosen: Assignment) -> int:
+    """The bytes of weights and index that converting with this recipe writes, exactly.
+
+    RecipeError where the recipe does not give every group its option: names that no pattern tells apart.
+    """
+    recipe = parse_recipe(dict(content))
+    name = choose_container(recipe)
+    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(name))
+    outputs = make_outputs(plan, source, get_container(name), container_name=name, recipe=recipe)
+    given = {member.weight: unit.scheme.name for unit in plan.units for member in unit.members}
+    for group in groups:
+        for member in group.members:
+            if given.get(member.weight, KEEP) != chosen[group.id]:
+                raise RecipeError(
+                    f"the recipe would make {member.weight} {given.get(member.weight, KEEP)}, the plan says "
+                    f"{chosen[group.id]}; its name cannot be told from others by a pattern"
+                )
+    return outputs.layout.file_bytes

@@ -1,0 +1,1 @@
+"""relayout: the same numbers in another container."""

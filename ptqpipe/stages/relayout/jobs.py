@@ -1,0 +1,165 @@
+"""The jobs of a change of layout, decided from headers, and from float scales where their width must be chosen.
+
+A job moves one stored weight (one expert of a stack) or copies a kept tensor under its new name. Knows containers and
+names; must not write.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ptqpipe.checkpoint.layout import TensorSpec
+from ptqpipe.containers import Container, Role, StoredWeight, Target, kv_scale
+from ptqpipe.errors import FormatError
+from ptqpipe.formats import CODECS
+from ptqpipe.plan import INTERLEAVED_GATE_UP
+from ptqpipe.schemes import Scheme
+from ptqpipe.source import Source
+from ptqpipe.stages.common.outputs import abilities_of
+from ptqpipe.stages.common.pieces import Piece, rows_of
+
+# Layouts that know float scales as F32 alone: a bfloat16 scale that passed through one comes back as itself.
+_WIDENING = frozenset({"modelopt", "deepseek_fp8"})
+# Layouts whose config says that the kv cache is quantized.
+_KV_CACHE = frozenset({"compressed_tensors", "modelopt", "ptqpipe"})
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one worker does in one go: a stored weight (one expert of a stack), or a kept tensor under its new name."""
+
+    id: str
+    group: int
+    source_bytes: int
+    reads: tuple[str, ...]
+    pieces: tuple[Piece, ...] = ()
+    kept: TensorSpec | None = None
+
+
+def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: str) -> list[Job]:
+    """One job a weight, or an expert of a stack; FormatError naming the weight where the layout cannot spell it."""
+    scheme = _scheme_in(stored, source, name)
+    reason = target.supports(scheme)
+    if reason is not None:
+        raise FormatError(f"{stored.weight}: {reason}")
+    if stored.experts is None:
+        pieces = [[_piece(stored.weight, stored.shape, scheme, target, stored)]]
+    elif abilities_of(name).stacks:
+        parts = target.parts(stored.weight, stored.shape, scheme, experts=stored.experts, transposed=stored.transposed)
+        pieces = [
+            [Piece(stored.weight, stored.shape, scheme, parts, stored, expert=e, into=e)] for e in range(stored.experts)
+        ]
+    else:
+        pieces = [list(_split(stored, e, scheme, source, target)) for e in range(stored.experts)]
+    total = sum(source.reader.entries[part.name].nbytes for part in stored.parts)
+    reads = tuple(part.name for part in stored.parts)
+    for piece in pieces[0]:
+        for part in piece.parts:
+            origin = piece.origin(part)
+            if part.role in (Role.DATA, Role.SCALES):
+                rows_of(piece, origin)  # raises where it cuts blocks
+    return [
+        Job(
+            stored.weight if stored.experts is None else f"{stored.weight}[{e}]",
+            group=0,
+            source_bytes=total // len(pieces),
+            reads=reads,
+            pieces=tuple(group),
+        )
+        for e, group in enumerate(pieces)
+    ]
+
+
+def _piece(
+    weight: str,
+    shape: tuple[int, int],
+    scheme: Scheme,
+    target: Container,
+    stored: StoredWeight,
+    *,
+    expert: int | None = None,
+    start: int = 0,
+    step: int = 1,
+) -> Piece:
+    transposed = stored.transposed and stored.experts is None
+    parts = target.parts(weight, shape, scheme, transposed=transposed)
+    return Piece(weight, shape, scheme, parts, stored, expert=expert, start=start, step=step)
+
+
+def _split(stored: StoredWeight, expert: int, scheme: Scheme, source: Source, target: Container) -> Iterator[Piece]:
+    """One expert of a stack as weights of their own: gate and up of a fused one apart, as the plan of convert does."""
+    base = stored.weight.removesuffix(".weight")
+    parent, _, leaf = base.rpartition(".")
+    if f"{base}_bias" in source.reader.entries:
+        raise FormatError(
+            f"{stored.weight}: experts with biases have no per-expert spelling that readers know; "
+            "use --container ptqpipe or gptoss_mxfp4"
+        )
+    rows, cols = stored.shape
+    if leaf != "gate_up_proj":
+        yield _piece(f"{parent}.{expert}.{leaf}.weight", stored.shape, scheme, target, stored, expert=expert)
+        return
+    interleaved = str(source.reader.config.get("model_type")) in INTERLEAVED_GATE_UP
+    for index, part in enumerate(("gate_proj", "up_proj")):
+        start, step = (index, 2) if interleaved else (index * rows // 2, 1)
+        shape = (rows // 2, cols)
+        weight = f"{parent}.{expert}.{part}.weight"
+        yield _piece(weight, shape, scheme, target, stored, expert=expert, start=start, step=step)
+
+
+def _scheme_in(stored: StoredWeight, source: Source, name: str) -> Scheme:
+    """The scheme as the target stores it: float scales that only a wider layout made float32 become bfloat16 again."""
+    scheme, fmt = stored.scheme, stored.scheme.fmt
+    if name in _WIDENING or source.container_name not in _WIDENING or fmt.scale.name != "fp32":
+        return scheme
+    numbers = [
+        source.reader.read(part.name)
+        for part in stored.parts
+        if part.role in (Role.SCALES, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
+    ]
+    if all(bool((x.float() == x.bfloat16().float()).all()) for x in numbers):
+        return replace(scheme, fmt=replace(fmt, scale=CODECS["bf16"]))
+    return scheme
+
+
+def kept_job(tensor: str, source: Source, name: str) -> Job:
+    """A tensor that is part of no quantized weight; scales of the kv cache get the layout's name."""
+    entry = source.reader.entries[tensor]
+    spelled = kv_scale(tensor, entry.dtype, entry.shape, container=name)
+    if spelled is not None and name == "modelopt" and spelled.shape != ():
+        raise FormatError(f"{tensor} is {list(entry.shape)}, ModelOpt has one kv-cache scale a layer; keep the layout")
+    spec = TensorSpec(tensor, entry.dtype, entry.shape)
+    if spelled is not None:
+        spec = TensorSpec(spelled.name, spelled.dtype, spelled.shape)
+    return Job(f"keep:{tensor}", 0, entry.nbytes, (tensor,), kept=spec)
+
+
+def specs_of(job: Job) -> list[TensorSpec]:
+    kept = [job.kept] if job.kept is not None else []
+    return kept + [TensorSpec(part.name, part.dtype, part.shape) for piece in job.pieces for part in piece.parts]
+
+
+def dropped_parts(source: Source, jobs: list[Job]) -> Iterator[str]:
+    """Stored parts that nothing in the output is made of."""
+    used = {piece.origin(part).name for job in jobs for piece in job.pieces for part in piece.parts}
+    for stored in source.stored.values():
+        for part in stored.parts:
+            if part.name not in used:
+                yield part.name
+
+
+def warnings_of(source: Source, target: Container, name: str, jobs: list[Job]) -> Iterator[str]:
+    yield from target.warnings(targets_of(jobs), source.reader.config)
+    names = [job.kept.name for job in jobs if job.kept is not None]
+    scales = [n for n in names if kv_scale(n, "F32", (1,), container=name) is not None]
+    if scales and name not in _KV_CACHE:
+        yield f"{name} has no word for a quantized kv cache; {scales[0]} and its like are kept, readers drop them"
+
+
+def targets_of(jobs: list[Job] | tuple[Job, ...]) -> list[Target]:
+    found: dict[str, Target] = {}
+    for job in jobs:
+        for piece in job.pieces:
+            stack = piece.source.experts if piece.into is not None else None
+            transposed = piece.source.transposed and (piece.into is not None or piece.expert is None)
+            found.setdefault(piece.weight, Target(piece.weight, piece.scheme, stack, transposed))
+    return list(found.values())

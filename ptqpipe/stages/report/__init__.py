@@ -1,0 +1,1 @@
+"""report: the numbers of one checkpoint, gathered for people."""

@@ -1,0 +1,89 @@
+"""What each way of choosing scales leaves of a weight's squared error, by running the real searches on its source.
+
+Each way in its own fashion: abs-max and exact block scales at the abs-max global scale of the fused group, four over
+six at its own (amax / (6 x 256), arXiv 2512.02010), and the scales that are stored. Compared on the rows that rank
+global scales when a checkpoint is converted (``global_scale.sample_rows``), or on all rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.algorithms.rows import total_error
+from ptqpipe.formats import WHOLE, Format
+from ptqpipe.global_scale import absmax_global, canonical, sample_rows
+from ptqpipe.report.content import Choice
+from ptqpipe.source import Source, SourceRows
+from ptqpipe.stages.verify.weights import row_runs, stored_runs
+
+ABSMAX = "abs-max"
+STORED = "as stored"
+NAMES = (ABSMAX, "OCP floor", "four over six", "exact", STORED)  # the order in which reports show them
+_CHUNK_ELEMENTS = 1 << 21
+_FOUR_OVER_SIX_DIVISOR = 6.0 * 256.0
+SAMPLE = (
+    "all rows of weights of up to 2^20 elements, of larger ones about a sixteenth in up to 32 runs spread evenly "
+    "from the first row to the last"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One way of choosing scales: its name in the report, the search, and its global scale from the group's amax."""
+
+    name: str
+    search: str
+    global_scale: Callable[[float, Format], torch.Tensor]
+
+
+def _ways(fmt: Format) -> list[_Way]:
+    """The ways that a format has, abs-max first."""
+    found = [_Way(ABSMAX, "absmax", absmax_global)]
+    if fmt.scale.name == "e8m0":
+        found.append(_Way("OCP floor", "ocp_floor", absmax_global))
+    if fmt.element.name == "e2m1" and not fmt.scale.power_of_two:
+        found.append(_Way("four over six", "four_over_six", _four_over_six_global))
+    if fmt.scale.enumerable or fmt.scale.dtype is not torch.float32:
+        found.append(_Way("exact", "exact", absmax_global))
+    return found
+
+
+def _four_over_six_global(amax: float, fmt: Format) -> torch.Tensor:
+    return canonical(torch.tensor(amax / _FOUR_OVER_SIX_DIVISOR), fmt) if amax else torch.tensor(1.0)
+
+
+def compare_choices(
+    ckpt: Source, weight: str, *, expert: int | None, rows: SourceRows, amax: float, all_rows: bool
+) -> tuple[Choice, ...]:
+    """Every way beside abs-max, the stored scales last. ``amax`` is that of the fused group.
+
+    Empty for formats with one scale per weight (its rows cannot be sampled), and where abs-max makes no error.
+    """
+    fmt, shape = ckpt.stored[weight].scheme.fmt, rows.shape
+    if fmt.block == (WHOLE, WHOLE):
+        return ()
+    runs = row_runs(shape, fmt) if all_rows else sample_rows(shape, fmt)
+    ways = _ways(fmt)
+    totals = [0.0] * (len(ways) + 1)
+    scales = [way.global_scale(amax, fmt) if fmt.has_global else None for way in ways]
+    for start, q in stored_runs(ckpt, weight, expert, runs=_aligned(runs, shape, fmt)):
+        w = rows.rows(start, start + q.shape[0])
+        for index, (way, g) in enumerate(zip(ways, scales, strict=True)):
+            totals[index] += total_error(w, fmt, search=way.search, global_scale=g)
+        totals[-1] += float((q.dequantize().double() - w.double()).square_().sum())
+    if totals[0] <= 0:
+        return ()
+    return tuple(
+        Choice(name, total / totals[0]) for name, total in zip([w.name for w in ways] + [STORED], totals, strict=True)
+    )
+
+
+def _aligned(runs: list[tuple[int, int]], shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
+    """Runs short enough for memory: long ones are cut on block edges."""
+    step, columns_step = max(fmt.block[0], 1), _CHUNK_ELEMENTS // shape[1]
+    cut = []
+    for start, stop in runs:
+        length = max(step, columns_step // step * step)
+        cut += [(first, min(first + length, stop)) for first in range(start, stop, length)]
+    return cut

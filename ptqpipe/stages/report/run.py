@@ -1,0 +1,253 @@
+"""report: the numbers of one checkpoint gathered for people: from its bytes, its record, its source, its eval file.
+
+Works for checkpoints of any tool: what can be recomputed from bytes is, the rest is None. Memory is a few runs of rows
+per worker. Rendering is ``ptqpipe.report``.
+"""
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ptqpipe._version import __version__
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.report import check_kind, default_path, render
+from ptqpipe.report.content import (
+    FileRow,
+    Kept,
+    Report,
+    RuleRow,
+    decibels,
+    pooled_mse,
+)
+from ptqpipe.report.write import check_target, write_report
+from ptqpipe.source import Source
+from ptqpipe.stages.common.jobs import RECORD_FILE
+from ptqpipe.stages.common.machine import default_workers, one_thread_each
+from ptqpipe.stages.common.text import layer_of, role_of
+from ptqpipe.stages.convert.text import judged_by
+from ptqpipe.stages.inspect.run import inspect
+from ptqpipe.stages.report.choices import NAMES, SAMPLE, STORED
+from ptqpipe.stages.report.eval_file import read_evaluation
+from ptqpipe.stages.report.scan import scan_weight
+from ptqpipe.stages.report.weights import (
+    describe_weight,
+    find_items,
+    histograms,
+    on_threads,
+    prove_sample,
+    with_choices,
+    worst_blocks,
+)
+from ptqpipe.stages.verify.record import Record, claims_ownership, read_record
+from ptqpipe.stages.verify.structure import is_kv_scale, plain_tensors
+
+
+def gather(
+    ckpt: Path,
+    *,
+    source: Path | None = None,
+    evaluation: Path | None = None,
+    all_rows: bool = False,
+    workers: int | None = None,
+) -> Report:
+    """Everything that the report says about ``ckpt``.
+
+    source      the checkpoint that it was made from: errors, worst blocks and choices are then recomputed
+    evaluation  what ``ptqpipe eval`` wrote
+    all_rows    compare the choices on all rows instead of the sample
+
+    Raises CheckpointError for a damaged or plain checkpoint, UsageError where source or eval file are of another one,
+    NumericsError for NaN in the source.
+    """
+    with Source.open(ckpt) as opened:
+        if opened.container is None:
+            raise UsageError(f"{ckpt} is not quantized; a report is about a checkpoint that ptqpipe convert wrote")
+        record, notes = _record(opened)
+        run_id = record.raw.get("run_id") if record is not None else None
+        found = read_evaluation(evaluation, run_id=run_id) if evaluation is not None else None
+        threads = workers if workers is not None else default_workers()
+        if source is None:
+            with one_thread_each():
+                report = _gather(ckpt, opened, None, record, threads=threads, all_rows=all_rows)
+        else:
+            with Source.open(source) as original, one_thread_each():
+                report = _gather(ckpt, opened, original, record, threads=threads, all_rows=all_rows)
+        return replace(report, evaluation=found, notes=(*notes, *report.notes))
+
+
+def _record(opened: Source) -> tuple[Record | None, list[str]]:
+    """The record of a checkpoint that has one; a note where it cannot be used."""
+    if not claims_ownership(opened.reader):
+        return None, []
+    try:
+        return read_record(opened.reader), []
+    except CheckpointError as error:
+        return None, [f"{error}; the record's numbers are left out"]
+
+
+def _gather(
+    ckpt: Path, opened: Source, original: Source | None, record: Record | None, *, threads: int, all_rows: bool
+) -> Report:
+    items, lost = find_items(opened, original)
+    scans = on_threads(
+        items, lambda i: scan_weight(opened, i.stored.weight, expert=i.expert, rows=i.rows), threads=threads
+    )
+    weights = [describe_weight(opened, item, scan, record) for item, scan in zip(items, scans, strict=True)]
+    choice_names: tuple[str, ...] = (STORED,) if any(w.choices for w in weights) else ()
+    if original is not None:
+        weights = with_choices(opened, items, scans, weights, threads=threads, all_rows=all_rows)
+        choice_names = tuple(n for n in NAMES if any(c.name == n for w in weights for c in w.choices))
+    overview = inspect(ckpt)
+    illegal = [item.name for item, scan in zip(items, scans, strict=True) if scan.illegal]
+    notes = list(overview.suspicious)
+    if illegal:
+        notes.append(
+            f"{len(illegal)} weights hold numbers that no quantizer may write, the first {illegal[0]}; ptqpipe verify"
+        )
+    notes += lost
+    judged = judged_by({} if record is None else record.raw["weights"])
+    reverted = [weight.name for weight in weights if weight.reverted]
+    if reverted:
+        notes.append(
+            f"{len(reverted)} of {len(weights)} weights went back to plain rounding, since calibration did not help on "
+            f"{judged}; the first {reverted[0]}"
+        )
+    elif any(weight.versus_rtn is not None for weight in weights):
+        notes.append(f"no weight went back to plain rounding: each has a smaller output error on {judged}")
+    before = 2 * overview.params
+    if original is not None:
+        before = sum(entry.nbytes for entry in original.reader.entries.values())
+    return Report(
+        name=ckpt.resolve().name,
+        version=__version__,
+        producer=overview.producer,
+        container=overview.container,
+        headline=_headline(opened),
+        before_bytes=before,
+        before_measured=original is not None,
+        after_bytes=overview.nbytes,
+        params=overview.params,
+        weights=tuple(weights),
+        kept=_kept(opened, record),
+        histograms=histograms(items, scans),
+        worst=worst_blocks(scans),
+        proof=prove_sample(opened, items, weights, record, threads=threads),
+        errors_from="source" if original is not None else "record" if any(w.energy for w in weights) else "",
+        choice_names=choice_names,
+        choice_sample="" if original is None else "all rows" if all_rows else SAMPLE,
+        notes=tuple(notes),
+        rules=_rules(record),
+        provenance=_provenance(opened, original, record, overview.producer),
+        files=tuple(FileRow(row.name, row.nbytes, row.tensors) for row in overview.files),
+    )
+
+
+def _kept(opened: Source, record: Record | None) -> tuple[Kept, ...]:
+    raw = record.raw.get("kept") if record is not None else None
+    found = []
+    for name in plain_tensors(opened):
+        entry = opened.reader.entries[name]
+        claim = raw.get(name) if isinstance(raw, Mapping) else None
+        reason = str(claim.get("reason", "")) if isinstance(claim, Mapping) else ""
+        reason = "scale of the kv cache" if not reason and is_kv_scale(name) else reason
+        found.append(Kept(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
+    return tuple(found)
+
+
+def _headline(opened: Source) -> tuple[str, ...]:
+    """The schemes in words, the one with most weights first."""
+    counts: dict[str, int] = defaultdict(int)
+    words: dict[str, str] = {}
+    for stored in opened.stored.values():
+        counts[stored.scheme.label] += math.prod(stored.shape) * (stored.experts or 1)
+        words[stored.scheme.label] = stored.scheme.describe()
+    return tuple(words[name] for name in sorted(counts, key=lambda name: (-counts[name], name)))
+
+
+def _rules(record: Record | None) -> tuple[RuleRow, ...]:
+    conversion = record.conversion if record is not None else None
+    recipe = conversion.get("recipe") if conversion is not None else None
+    rules = recipe.get("rules") if isinstance(recipe, Mapping) else None
+    found = []
+    for rule in rules if isinstance(rules, list) else []:
+        if isinstance(rule, Mapping):
+            how = [f"{key.replace('_', ' ')} {value}" for key, value in rule.items() if key not in ("match", "scheme")]
+            found.append(RuleRow(str(rule.get("match")), str(rule.get("scheme")), ", ".join(how)))
+    return tuple(found)
+
+
+def _provenance(
+    opened: Source, original: Source | None, record: Record | None, producer: str
+) -> tuple[tuple[str, str], ...]:
+    """(what, value), the known ones."""
+    raw: Mapping[str, Any] = record.raw if record is not None else {}
+    made_from = raw.get("source")
+    source: Mapping[str, Any] = made_from if isinstance(made_from, Mapping) else {}
+    recipe = record.conversion.get("recipe") if record is not None and record.conversion is not None else None
+    rows: list[tuple[str, Any]] = [
+        ("written by", producer or "unknown"),
+        ("layout", opened.container_name),
+        ("source", source.get("name") or (original.reader.path.name if original is not None else None)),
+        ("source fingerprint", source.get("fingerprint")),
+        ("recipe", recipe.get("description") if isinstance(recipe, Mapping) else None),
+        ("run id", raw.get("run_id")),
+        ("torch", raw.get("torch")),
+        ("laid out anew from", raw.get("relayout_of")),
+        ("statistics", _statistics(raw)),
+        ("fingerprint of this checkpoint", opened.reader.fingerprint()),
+    ]
+    rows += [(f"sha256 of {name}", _sha256(opened.reader.path / name)) for name in ("config.json", RECORD_FILE)]
+    return tuple((what, str(value)) for what, value in rows if value)
+
+
+def _statistics(raw: Mapping[str, Any]) -> str | None:
+    """The digest of the statistics that a record names."""
+    found = raw.get("statistics")
+    if isinstance(found, Mapping):
+        return str(found.get("digest") or "") or None
+    return str(found) if found else None
+
+
+def _sha256(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A report on disk: where, and one line about it."""
+
+    path: Path
+    summary: str
+
+
+def make_report(
+    ckpt: Path,
+    *,
+    source: Path | None = None,
+    evaluation: Path | None = None,
+    out: Path | None = None,
+    kind: str | None = None,
+    all_rows: bool = False,
+) -> Written:
+    """Gathers, renders, writes. ``kind`` is "html" or "md": by the ending of ``out`` where it is not given.
+
+    Raises what :func:`gather` raises, and OutputError where ``out`` exists and is no report: before anything is read.
+    """
+    if kind is None:
+        kind = "md" if out is not None and out.suffix.lower() in (".md", ".markdown") else "html"
+    target = out if out is not None else default_path(ckpt.resolve().name, kind=kind)
+    check_kind(kind)
+    check_target(target)
+    if all_rows and source is None:
+        raise UsageError("--all says on how many rows of the source searches are compared; add --source")
+    report = gather(ckpt, source=source, evaluation=evaluation, all_rows=all_rows)
+    write_report(target, render(report, kind=kind))
+    error = decibels(pooled_mse(report.weights))
+    parts = [f"{len(report.weights)} weights at {report.bits_per_weight:.3f} bits", f"{len(report.kept)} tensors kept"]
+    parts += [f"{error:.2f} dB"] if error is not None else ["errors unknown (give --source)"]
+    parts += [f"{len(report.notes)} notes"] if report.notes else []
+    return Written(target, ", ".join(parts))

@@ -1,0 +1,207 @@
+"""The numbers of one stored weight for a report: how its codes are used and, against its source, error by block.
+
+One pass over the bytes in runs of rows, decoded by the torch reference. Must not know records, files or rendering.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ptqpipe.formats import WHOLE, Codec
+from ptqpipe.qtensor import QTensor, check_finite, scale_values, to_blocks
+from ptqpipe.report.content import Codes, WorstBlock
+from ptqpipe.source import Source, SourceRows
+from ptqpipe.stages.verify.weights import Illegal, illegal_numbers, stored_runs
+
+WORST_PER_WEIGHT = 3
+SHOWN_VALUES = 16  # of a block
+FLOAT_BINS = 1024  # float scales are counted by float32's exponent and two further bits: quarters of an octave
+
+
+@dataclass(slots=True)
+class Scan:
+    """What the pass found.
+
+    code_counts   [2^bits] of the element codec
+    scale_counts  [2^bits] of the scale codec, or of ``FLOAT_BINS``
+    squared_error, energy, amax   None without a source, and where the stored numbers are illegal
+    worst         the blocks with the largest errors, ``ratio`` not yet divided by the mean
+    """
+
+    code_counts: torch.Tensor
+    scale_counts: torch.Tensor
+    squared_error: float | None = None
+    energy: float | None = None
+    amax: float | None = None
+    illegal: int = 0
+    worst: list[WorstBlock] = field(default_factory=list)
+
+
+def scan_weight(ckpt: Source, weight: str, *, expert: int | None, rows: SourceRows | None) -> Scan:
+    """Counts every code and scale of a stored weight; with ``rows`` also its error against the source.
+
+    NumericsError where the source holds NaN or inf.
+    """
+    fmt = ckpt.stored[weight].scheme.fmt
+    scales = 1 << fmt.scale.bits if fmt.scale.enumerable else FLOAT_BINS
+    found = Scan(torch.zeros(1 << fmt.element.bits, dtype=torch.int64), torch.zeros(scales, dtype=torch.int64))
+    name = weight if expert is None else f"{weight}[{expert}]"
+    sums = _Sums(name, fmt.block == (WHOLE, WHOLE))
+    for start, q in stored_runs(ckpt, weight, expert):
+        found.code_counts += _code_counts(q)
+        if start == 0 or fmt.block[0] != WHOLE:
+            found.scale_counts += _scale_counts(q)
+        counts = illegal_numbers(q)
+        found.illegal += 0 if counts == Illegal(empty_scales=counts.empty_scales) else 1
+        if rows is not None and not found.illegal:
+            w = rows.rows(start, start + q.shape[0])
+            check_finite(w, f"'{name}' of the source")
+            sums.add(q, w, start)
+    if rows is not None and not found.illegal:
+        found.squared_error, found.energy, found.amax = sums.squared_error, sums.energy, sums.amax
+        found.worst = sums.worst()
+    return found
+
+
+def _code_counts(q: QTensor) -> torch.Tensor:
+    """int64 [2^bits]: how often each element code occurs."""
+    bits = q.fmt.element.bits
+    if bits not in (4, 8):
+        return torch.bincount(q.codes.flatten(), minlength=1 << bits)
+    counts = torch.bincount(q.data.flatten(), minlength=256)
+    if bits == 8:
+        return counts
+    pairs = counts.view(16, 16)  # [high nibble, low nibble]
+    return pairs.sum(dim=0) + pairs.sum(dim=1)
+
+
+def _scale_counts(q: QTensor) -> torch.Tensor:
+    if q.fmt.scale.enumerable:
+        return torch.bincount(q.scales.view(torch.uint8).flatten(), minlength=1 << q.fmt.scale.bits)
+    bins = (q.scales.float().flatten().view(torch.int32) >> 21) & (FLOAT_BINS - 1)
+    return torch.bincount(bins, minlength=FLOAT_BINS)
+
+
+def codes_of(scan: Scan, element: Codec, scale: Codec) -> Codes:
+    """The counts of a scan as the report shows them."""
+    half = 1 << (element.bits - 1)
+    magnitudes = scan.code_counts[:half] + scan.code_counts[half:]
+    top = len(element.magnitudes) - 1
+    elements, largest, zero = int(magnitudes.sum()), int(magnitudes[top]), int(magnitudes[0])
+    blocks = int(scan.scale_counts.sum())
+    if not scale.enumerable:
+        return Codes(elements, largest, zero, blocks, None, None, None, None)
+    counts = scan.scale_counts
+    has_zero = scale.magnitudes[0] == 0
+    first = scale.first_scale_code
+    return Codes(
+        elements,
+        largest,
+        zero,
+        blocks,
+        saturated=int(counts[len(scale.magnitudes) - 1]),
+        subnormal=int(counts[first : _first_normal(scale)].sum()),
+        smallest=int(counts[first]),
+        zero_scales=int(counts[0]) if has_zero else 0,
+    )
+
+
+def _first_normal(codec: Codec) -> int:
+    """The code of the smallest normal number: subnormals and the first normal octave are evenly spaced from zero."""
+    if codec.magnitudes[0] != 0:
+        return codec.first_scale_code
+    step = codec.min_positive
+    even = next((code for code, value in enumerate(codec.magnitudes) if value != code * step), len(codec.magnitudes))
+    return max(codec.first_scale_code, (even - 1) // 2)
+
+
+class _Sums:
+    """Errors of one weight, summed over its runs, and its worst blocks so far."""
+
+    def __init__(self, name: str, whole: bool) -> None:
+        self.squared_error = self.energy = self.amax = 0.0
+        self._name = name
+        self._whole = whole  # one scale for the weight: a "block" is then a row, so that there is something to rank
+        self._blocks = 0
+        self._worst: list[tuple[float, int, int, WorstBlock]] = []
+
+    def add(self, q: QTensor, w: torch.Tensor, start: int) -> None:
+        """One run of rows."""
+        exact, decoded = w.float(), q.dequantize()
+        error = (decoded.double() - exact.double()).square_()
+        power = exact.double().square_()
+        fmt = q.fmt
+        if self._whole:
+            height, width = 1, q.shape[1]
+            blocks, energies = error.sum(dim=1), power.sum(dim=1)
+        else:
+            height, width = fmt.block_extent(q.shape)
+            blocks, energies = to_blocks(error, fmt).sum(dim=1), to_blocks(power, fmt).sum(dim=1)
+        self.squared_error += float(blocks.sum())
+        self.energy += float(energies.sum())
+        self.amax = max(self.amax, float(exact.abs().amax()))
+        self._blocks += len(blocks)
+        across = -(-q.shape[1] // width)
+        for value, index in zip(*(t.tolist() for t in blocks.topk(min(WORST_PER_WEIGHT, len(blocks)))), strict=True):
+            if len(self._worst) == WORST_PER_WEIGHT and value <= self._worst[0][0]:
+                break
+            row, column = index // across * height, index % across * width
+            block = _block(self._name, q, exact, decoded, (row, column), (height, width), start)
+            relative = value / float(energies[index]) if float(energies[index]) else 0.0
+            entry = (value, -(start + row), -column, replace(block, ratio=value, relative=relative))
+            if len(self._worst) < WORST_PER_WEIGHT:
+                heapq.heappush(self._worst, entry)
+            else:
+                heapq.heapreplace(self._worst, entry)
+
+    def worst(self) -> list[WorstBlock]:
+        """The worst blocks, their errors divided by the mean one."""
+        mean = self.squared_error / max(1, self._blocks)
+        if mean <= 0 or self._blocks < 2:
+            return []
+        return [replace(b, ratio=b.ratio / mean) for _, _, _, b in sorted(self._worst, reverse=True)]
+
+
+def _block(
+    name: str,
+    q: QTensor,
+    w: torch.Tensor,
+    decoded: torch.Tensor,
+    first: tuple[int, int],
+    extent: tuple[int, int],
+    start: int,
+) -> WorstBlock:
+    """One block with its values: all of a short one, else those with the largest errors, in their order."""
+    row, column = first
+    a = w[row : row + extent[0], column : column + extent[1]]
+    b = decoded[row : row + extent[0], column : column + extent[1]]
+    flat = (a - b).abs().flatten()
+    if len(flat) > 2 * SHOWN_VALUES:
+        shown = sorted(flat.topk(SHOWN_VALUES).indices.tolist())
+    else:
+        shown = list(range(len(flat)))
+    width = a.shape[1]
+    grid = q.fmt.block_extent(q.shape)
+    scale = float(q.block_scales()[row // grid[0], column // grid[1]])
+    return WorstBlock(
+        name,
+        q.fmt.name,
+        start + row,
+        column,
+        a.numel(),
+        0.0,
+        0.0,
+        scale,
+        tuple((start + row + i // width, column + i % width) for i in shown),
+        tuple(float(a.flatten()[i]) for i in shown),
+        tuple(float(b.flatten()[i]) for i in shown),
+    )
+
+
+def scale_axis(codec: Codec) -> tuple[float, ...]:
+    """The number that each code of a histogram stands for."""
+    if codec.enumerable:
+        return tuple(scale_values(torch.arange(len(codec.magnitudes), dtype=torch.uint8), codec).tolist())
+    return tuple(math.ldexp(1.0 + (code & 3) / 4, max(code >> 2, 1) - 127) for code in range(FLOAT_BINS))

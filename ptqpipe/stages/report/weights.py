@@ -1,0 +1,225 @@
+"""The quantized weights of a report, row by row: from the bytes, the source where there is one, else the record.
+
+What one weight says is ``scan.py`` and ``choices.py``; this file runs them over a checkpoint and joins
+them with the record's claims.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+from ptqpipe.containers import Role, StoredWeight
+from ptqpipe.errors import UsageError
+from ptqpipe.report.content import Choice, Histogram, Proof, Weight, WorstBlock
+from ptqpipe.source import Source, SourceRows
+from ptqpipe.stages.common.text import layer_of, number_in, role_of
+from ptqpipe.stages.report.choices import STORED, compare_choices
+from ptqpipe.stages.report.scan import Scan, codes_of, scale_axis
+from ptqpipe.stages.verify.groups import fused_groups
+from ptqpipe.stages.verify.optimal import prove_weight
+from ptqpipe.stages.verify.origin import Origins
+from ptqpipe.stages.verify.record import Claim, Record
+
+WORST_SHOWN = 12
+PROOF_WEIGHTS = 64  # at most, spread evenly over the checkpoint
+PROOF_BLOCKS = 256  # of each
+PROOF_LONG_BLOCKS = 24  # the same of formats whose scales are numbers: thousands of scales are scored for a block
+_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)(?:\.|$)")
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One row of the report: a stored weight, or one expert of a stack, and where it came from."""
+
+    stored: StoredWeight
+    expert: int | None
+    rows: SourceRows | None
+
+    @property
+    def name(self) -> str:
+        return self.stored.weight if self.expert is None else f"{self.stored.weight}[{self.expert}]"
+
+
+def find_items(opened: Source, original: Source | None) -> tuple[list[Item], list[str]]:
+    """Every quantized weight with its rows of the source; notes on those that have none. UsageError where all do."""
+    origins = None if original is None else Origins.of(original)
+    items: list[Item] = []
+    lost: list[str] = []
+    for stored in opened.stored.values():
+        where = None if origins is None else origins.find(stored)
+        if origins is not None and where is None:
+            lost.append(stored.weight)
+        for expert in range(stored.experts or 1):
+            rows = None if origins is None or where is None else origins.rows(where[expert], stored.shape)
+            items.append(Item(stored, None if stored.experts is None else expert, rows))
+    if original is not None and len(lost) == len(opened.stored):
+        raise UsageError(f"{original.reader.path} has none of this checkpoint's weights; give the model it was made of")
+    if not lost:
+        return items, []
+    return items, [f"{len(lost)} weights are not in the source, the first {lost[0]}; their errors are unknown"]
+
+
+def on_threads(items: Sequence[T], work: Callable[[T], R], *, threads: int) -> list[R]:
+    """``work`` of every item, in their order."""
+    with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="report") as pool:
+        return list(pool.map(work, items))
+
+
+def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | None) -> Weight:
+    """The row of a weight: from its bytes, its source where there is one, else its record."""
+    stored, name = item.stored, item.name
+    claim = record.weights.get(name) if record is not None else None
+    numbers: Mapping[str, float] = {} if claim is None else claim.numbers
+    squared, energy = scan.squared_error, scan.energy
+    choices: tuple[Choice, ...] = ()
+    if item.rows is None and not scan.illegal:
+        squared, energy = numbers.get("squared_error"), numbers.get("energy")
+        choices = (Choice(STORED, numbers["versus_absmax"]),) if "versus_absmax" in numbers else ()
+    nbytes = sum(opened.reader.entries[part.name].nbytes for part in stored.parts) // (stored.experts or 1)
+    fmt = stored.scheme.fmt
+    return Weight(
+        name=name,
+        role=role_of(name),
+        layer=layer_of(name),
+        expert=item.expert if item.expert is not None else number_in(_EXPERT, name),
+        format=fmt.name,
+        scheme=stored.scheme.label,
+        search=_search(claim),
+        proven=None if claim is None else claim.proven,
+        shape=stored.shape,
+        nbytes=nbytes,
+        global_scale=_global_scale(opened, item),
+        codes=codes_of(scan, fmt.element, fmt.scale),
+        squared_error=squared,
+        energy=energy,
+        choices=choices,
+        versus_plain_global=numbers.get("versus_plain_global") if fmt.has_global else None,
+        **_calibration(record, name),
+    )
+
+
+class _Calibration(TypedDict):
+    algorithm: str
+    weighting: str
+    versus_rtn: float | None
+    reverted: bool
+
+
+def _calibration(record: Record | None, name: str) -> _Calibration:
+    """What the record says of a weight's calibration."""
+    weights = record.raw.get("weights") if record is not None else None
+    entry = weights.get(name) if isinstance(weights, Mapping) else None
+    raw: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
+    versus = raw.get("versus_rtn")
+    finite = isinstance(versus, int | float) and math.isfinite(versus)
+    return _Calibration(
+        algorithm=str(raw.get("algorithm") or ""),
+        weighting=str(raw.get("weighting") or ""),
+        versus_rtn=float(versus) if finite else None,  # type: ignore[arg-type]
+        reverted=raw.get("reverted") is True,
+    )
+
+
+def _search(claim: Claim | None) -> str:
+    return "" if claim is None else claim.search
+
+
+def _global_scale(opened: Source, item: Item) -> float | None:
+    divisor = item.stored.part(Role.GLOBAL_DIVISOR)
+    part = divisor or item.stored.part(Role.GLOBAL)
+    if part is None:
+        return None
+    values = opened.reader.read(part.name).float().flatten()
+    value = values[item.expert if item.expert is not None and len(values) > 1 else 0]
+    number = float(value if divisor is None else 1.0 / value)
+    return number if math.isfinite(number) else None
+
+
+def with_choices(
+    opened: Source, items: list[Item], scans: list[Scan], weights: list[Weight], *, threads: int, all_rows: bool
+) -> list[Weight]:
+    """The weights with every way of choosing scales run on their source."""
+    largest = {item.name: scan.amax or 0.0 for item, scan in zip(items, scans, strict=True)}
+    for group in fused_groups(opened):
+        joint = max(largest.get(name, 0.0) for name in group)
+        largest.update(dict.fromkeys(group, joint))
+
+    def compare(pair: tuple[Item, Weight]) -> Weight:
+        item, weight = pair
+        if item.rows is None or weight.energy is None:
+            return weight
+        choices = compare_choices(
+            opened,
+            item.stored.weight,
+            expert=item.expert,
+            rows=item.rows,
+            amax=largest[item.name],
+            all_rows=all_rows,
+        )
+        item.rows.drop()
+        return replace(weight, choices=choices)
+
+    return on_threads(list(zip(items, weights, strict=True)), compare, threads=threads)
+
+
+def histograms(items: Iterable[Item], scans: Iterable[Scan]) -> tuple[Histogram, ...]:
+    """Scale codes by format and role."""
+    sums: dict[tuple[str, str], torch.Tensor] = {}
+    formats = {}
+    for item, scan in zip(items, scans, strict=True):
+        fmt = item.stored.scheme.fmt
+        key = (fmt.name, role_of(item.name))
+        formats[fmt.name] = fmt
+        sums[key] = sums[key] + scan.scale_counts if key in sums else scan.scale_counts.clone()
+    found = []
+    for (name, role), counts in sums.items():
+        scale = formats[name].scale
+        values = scale_axis(scale)
+        codec = scale.name if scale.enumerable else "float"
+        found.append(Histogram(name, codec, role, tuple(counts[: len(values)].tolist()), values))
+    return tuple(found)
+
+
+def worst_blocks(scans: Iterable[Scan]) -> tuple[WorstBlock, ...]:
+    """The blocks that are worst beside the mean of their weight, one of each weight first."""
+    ranked = sorted((b for scan in scans for b in scan.worst), key=lambda b: (-b.ratio, b.weight, b.row, b.column))
+    return tuple(ranked[:WORST_SHOWN])
+
+
+def prove_sample(
+    opened: Source, items: list[Item], weights: list[Weight], record: Record | None, *, threads: int
+) -> Proof:
+    """Brute force on a sample of the weights that are claimed optimal, where there is a source.
+
+    Scales that minimize a weighted error are optimal by another measure than the one that is checked here: left out.
+    """
+    claimed = None if record is None else sum(weight.proven is True for weight in weights)
+    provable = [
+        item
+        for item, weight in zip(items, weights, strict=True)
+        if item.rows is not None
+        and weight.proven
+        and weight.plain
+        and weight.energy
+        and item.stored.scheme.fmt.block != (0, 0)
+    ]
+    step = -(-len(provable) // PROOF_WEIGHTS) or 1
+    chosen = provable[::step]
+
+    def prove(item: Item) -> tuple[int, int]:
+        assert item.rows is not None
+        blocks = PROOF_BLOCKS if item.stored.scheme.fmt.scale.enumerable else PROOF_LONG_BLOCKS
+        proof = prove_weight(opened, item.stored.weight, item.rows, expert=item.expert, sample_blocks=blocks)
+        item.rows.drop()
+        return proof.blocks, proof.worse + proof.tied
+
+    counts = on_threads(chosen, prove, threads=threads)
+    return Proof(claimed, sum(blocks for blocks, _ in counts), sum(bad for _, bad in counts), len(counts))

@@ -1,0 +1,1 @@
+"""serve: a checkpoint becomes a service."""

@@ -1,0 +1,1 @@
+"""simulate: all-reduces on machines that are not at hand."""

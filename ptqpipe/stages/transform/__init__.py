@@ -1,0 +1,1 @@
+"""transform: an equivalent float checkpoint that quantizes better."""

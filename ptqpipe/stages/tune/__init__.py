@@ -1,0 +1,1 @@
+"""tune: learned codes, or GPTQ in the order of the model."""

@@ -1,0 +1,137 @@
+"""tune --method gptq: error feedback in the order of the model; layers make up for what those before them have lost.
+
+The layers of a block are quantized in the order in which the block calls them. For each, both models are run up to it:
+the float one, and the one that is quantized so far, inputs quantized as the scheme says. What the layer should then
+compute is what the float layer did (``algorithms.asymmetric``); that weight is quantized by GPTQ in the metric of the
+input that will be there. A gate keeps the codes that convert would write where the block's output on samples that
+were held out is not better.
+
+Knows one block; must not know folders.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ptqpipe.algorithms import asymmetric, calibrated
+from ptqpipe.algorithms.calibrated import LayerInput, Options
+from ptqpipe.calibration.paired import Paired, call_order, paired_moments
+from ptqpipe.errors import NumericsError
+from ptqpipe.plan import Unit
+from ptqpipe.qtensor import QTensor
+from ptqpipe.stages.common.moments import options_of
+from ptqpipe.stages.tune.block import BlockWork, Rows, joined
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What it gave for one block: mean squared errors of its output on the samples that were held out.
+
+    codes  by key: those of the start where ``kept`` is False, and for weights that the block is not known to run with
+    """
+
+    codes: Mapping[str, QTensor]
+    start_loss: float
+    found_loss: float
+    kept: bool
+
+
+def follow(
+    work: BlockWork,
+    start: Mapping[str, QTensor],
+    *,
+    share: float,
+    held_out: float,
+    inputs: Callable[[int], torch.Tensor],
+    targets: Callable[[int], torch.Tensor],
+) -> Followed:
+    """Codes of one block.
+
+    start            those that convert would write
+    share            how far the target goes from the weight to what makes up for all that was lost: 0 to 1
+    held_out         share of the batches that only the gate sees
+    inputs, targets  hidden states of a batch: what the quantized blocks before this return, what this should return
+
+    NumericsError for moments or errors that are not finite.
+    """
+    batches = list(range(work.block.batches))
+    held = batches[-max(1, round(len(batches) * held_out)) :] if len(batches) > 1 else batches
+    seen = batches[: -len(held)] or batches
+    found = dict(start)
+    decoded = {key: q.dequantize() for key, q in start.items()}
+    before = _loss(work, decoded, held, inputs, targets)
+    for unit, modules in _in_order(work):
+        moments = paired_moments(
+            work.block,
+            list(dict.fromkeys(modules)),
+            batches=seen,
+            given=inputs,
+            parameters=work.parameters(decoded),
+            quantizers=work.quantizers,
+        )
+        if not all(bool((pair.moment.diagonal() > 0).any()) for pair in moments.values()):
+            continue  # no activation has reached it: nothing to make up for
+        codes = quantize_unit(work, unit, [moments[name] for name in modules], share=share)
+        found |= codes
+        decoded |= {key: q.dequantize() for key, q in codes.items()}
+    after = _loss(work, decoded, held, inputs, targets)
+    if not (before < float("inf") and after < float("inf")):
+        raise NumericsError(f"the output error of {work.block.name} is {after}; check the model's weights and the data")
+    return Followed(found if after < before else start, before, after, after < before)
+
+
+def quantize_unit(work: BlockWork, unit: Unit, moments: Sequence[Paired], *, share: float) -> dict[str, QTensor]:
+    """Key -> the codes of one unit, given the moments of every member's input."""
+    options = replace(_options(unit), algorithm="gptq")
+    known: dict[int, LayerInput] = {}
+    targets, inputs = [], []
+    for member, pair in zip(unit.members, moments, strict=True):
+        w, name = work.weights[member.key].float(), f"the input of '{member.weight}'"
+        full = asymmetric.target(w, pair.moment, pair.cross, damping=options.damping, name=name)
+        targets.append(w + share * (full - w))
+        inputs.append(known.setdefault(id(pair), LayerInput(pair.moment.diagonal().clone(), None, pair.moment)))
+    runs: dict[tuple[int, int], QTensor] = {}
+    calibrated.quantize(
+        [Rows(t) for t in targets],
+        unit.scheme.fmt,
+        names=[m.weight for m in unit.members],
+        inputs=inputs,
+        options=options,
+        search=unit.rule.search,
+        search_global=unit.rule.global_scale == "search",
+        sink=lambda member, row, q: runs.__setitem__((member, row), q),
+    )
+    return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
+
+
+def _options(unit: Unit) -> Options:
+    """The rule's; without data its weighting is none, and GPTQ's scales follow the data."""
+    options = options_of(unit.rule)
+    return options if unit.rule.calibrated else replace(options, weighting="diagonal")
+
+
+def _in_order(work: BlockWork) -> list[tuple[Unit, list[str]]]:
+    """(unit, module of every member) for units that the block runs with, by the first call of one of their modules."""
+    modules = work.modules
+    usable = [unit for unit in work.units if all(m.key in modules for m in unit.members)]
+    order = call_order(work.block, list(dict.fromkeys(modules[m.key] for unit in usable for m in unit.members)))
+    named = [(unit, [modules[m.key] for m in unit.members]) for unit in usable]
+    called = [(unit, names) for unit, names in named if all(name in order for name in names)]
+    return sorted(called, key=lambda found: min(order.index(name) for name in found[1]))
+
+
+@torch.no_grad()
+def _loss(
+    work: BlockWork,
+    decoded: Mapping[str, torch.Tensor],
+    batches: Sequence[int],
+    inputs: Callable[[int], torch.Tensor],
+    targets: Callable[[int], torch.Tensor],
+) -> float:
+    """Mean squared difference of the quantized block's output to what is wanted."""
+    errors = [
+        (work.outputs(inputs(batch), batch, decoded).float() - targets(batch).float()).square().mean()
+        for batch in batches
+    ]
+    return float(torch.stack(errors).mean())

@@ -1,0 +1,310 @@
+"""tune: learned codes for the weights of a model, decoder block by decoder block, into a folder (`rounding.py`).
+
+The plan is convert's, so what is tuned is what a conversion with the same recipe will quantize; the start, scales and
+codes, is what that would write. Two streams of hidden states go through the model: of the float blocks, which say what
+is wanted, and of the blocks with the codes that were learned, activations quantized as the scheme says, which say what
+will be there. A killed run runs the finished blocks again with their codes and goes on.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe._version import __version__
+from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
+from ptqpipe.calibration.data import Samples, load_samples
+from ptqpipe.calibration.rounding import Learned, Settings, learn
+from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.checkpoint.direct import bytes_of
+from ptqpipe.checkpoint.header import DTYPE_NAMES, header_bytes
+from ptqpipe.checkpoint.partial import output_errors
+from ptqpipe.checkpoint.source import check_disjoint
+from ptqpipe.checkpoint.writer import Mode
+from ptqpipe.errors import UsageError
+from ptqpipe.plan import Unit
+from ptqpipe.qtensor import QTensor
+from ptqpipe.recipe import RecipeOptions
+from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
+from ptqpipe.runtime.loading import read_config
+from ptqpipe.stages.common.block_folder import BlockFolder
+from ptqpipe.stages.common.machine import Machine, resident_bytes
+from ptqpipe.stages.common.progress import Progress
+from ptqpipe.stages.convert import run as convert
+from ptqpipe.stages.tune.block import BlockWork
+from ptqpipe.stages.tune.follow import follow
+
+DEFAULT_SEQLEN = 2048
+METHODS = ("learned", "gptq", "gptq+learned")
+SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """What decides the codes, beside model, recipe and data.
+
+    seqlen    None: 2048, or the model's positions
+    method    of METHODS: what finds the codes
+    share     of what the layers before have lost, how much a layer makes up for under "gptq": 0 to 1
+    settings  of learned rounding; its share of held-out samples counts for every method
+    """
+
+    samples: int = 128
+    seqlen: int | None = None
+    seed: int = 0
+    data_field: str | None = None
+    method: str = "learned"
+    share: float = SHARE
+    settings: Settings = field(default_factory=Settings)
+
+
+def settings_of(steps: int, *, seed: int) -> Settings:
+    """UsageError for a number of steps that is none."""
+    if steps < 1:
+        raise UsageError(f"--steps {steps} is too few; use 1 or more")
+    return Settings(steps=steps, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What a finished tuning was."""
+
+    out: Path
+    content: Mapping[str, Any]
+    seconds: float
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A block, as the progress bar knows it."""
+
+    id: str
+    group: int
+    source_bytes: int
+
+
+def tune(
+    model: str | Path,
+    data: Sequence[str],
+    out: Path,
+    *,
+    recipe: RecipeOptions | None = None,
+    recipe_path: Path | None = None,
+    stats: Path | None = None,
+    options: TuneOptions | None = None,
+    mode: Mode = "new",
+    machine: Machine | None = None,
+) -> Tuned:
+    """Writes a folder of learned codes.
+
+    Raises UsageError for data or settings that do not fit the model, CheckpointError for a model that cannot be run,
+    NumericsError for weights or activations that are not finite, OutputError for the folder.
+    """
+    begun = time.monotonic()
+    options, machine = options or TuneOptions(), machine or Machine()
+    if options.method not in METHODS:
+        raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
+    if not 0.0 <= options.share <= 1.0:
+        raise UsageError(f"--share {options.share} is out of range; use 0 (nothing is made up for) to 1 (all of it)")
+    prepared = convert.prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
+    with prepared.source as source:
+        if any(unit.scheme.low_rank is not None for unit in prepared.plan.units):
+            raise UsageError("tune does not learn codes beside a low-rank part; leave low_rank out of the recipe")
+        check_disjoint(prepared.source_path, out)
+        config = read_config(prepared.source_path)
+        positions = getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_SEQLEN)
+        samples = load_samples(
+            data,
+            prepared.source_path,
+            samples=options.samples,
+            seqlen=options.seqlen or min(DEFAULT_SEQLEN, positions),
+            seed=options.seed,
+            field=options.data_field,
+        )
+        parts = {
+            "stage": "tune",
+            "the model": source.reader.fingerprint(),
+            "the recipe": prepared.run_parts["recipe"],
+            "the statistics": prepared.run_parts.get("statistics", ""),
+            "the data": samples.sha256,
+            "the settings": json.dumps([options.method, options.share, asdict(options.settings)]),
+            "the version of ptqpipe": __version__,
+        }
+        folder = BlockFolder(out, parts, index_file=ROUNDING_FILE, mode=mode)
+        with folder, machine.threads():
+            torch.set_num_threads(machine.workers)
+            _run(prepared, samples, folder, options, machine)
+            content = _content(prepared, samples, options, folder)
+            folder.finish(content)
+    return Tuned(out, content, time.monotonic() - begun, resident_bytes().peak)
+
+
+def _run(
+    prepared: convert.Prepared, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine
+) -> None:
+    skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
+    runner = Runner.open(skeleton, samples.windows, device=machine.device, spill=folder.paths.partial)
+    steps = {name: _Step(name, i, skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
+    streams: list[Activations] = []
+    try:
+        for _ in range(2):  # what float blocks return, what the tuned ones return
+            disk = isinstance(runner.activations, OnDisk)
+            streams.append(OnDisk(folder.paths.partial) if disk else InMemory())
+        with runner, Progress(list(steps.values()), shown=machine.progress) as progress:
+            for block in runner.blocks():
+                _tune_block(block, prepared, runner, folder, options, wanted=streams[0], given=streams[1])
+                progress.advance(steps[block.name])
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def _tune_block(
+    block: Block,
+    prepared: convert.Prepared,
+    runner: Runner,
+    folder: BlockFolder,
+    options: TuneOptions,
+    *,
+    wanted: Activations,
+    given: Activations,
+) -> None:
+    """Learns, writes and applies the codes of one block; afterwards both streams are behind it."""
+    if block.index == 0:
+        for batch in range(block.batches):
+            given.put(batch, block.inputs(batch))
+    work = BlockWork.of(block, prepared, runner)
+    with torch.no_grad():
+        for batch in range(block.batches):
+            wanted.put(batch, block.forward(block.inputs(batch), batch))
+    if block.name in folder.done:
+        codes = _read_codes(folder, block, work.units)
+    else:
+        codes, record = _find(work, options, wanted=wanted, given=given)
+        record |= _write(folder.paths.growing, block.name, codes)
+        folder.commit(block.name, record)
+    decoded = {key: q.dequantize() for key, q in codes.items()}
+    with torch.no_grad():
+        for batch in range(block.batches):
+            given.put(batch, work.outputs(given.get(batch).to(runner.device), batch, decoded))
+            runner.activations.put(batch, wanted.get(batch))
+    block.advanced = True
+
+
+def _find(
+    work: BlockWork, options: TuneOptions, *, wanted: Activations, given: Activations
+) -> tuple[dict[str, QTensor], dict[str, Any]]:
+    """The codes of every weight of the block, and what the journal says of them."""
+    start = work.start()
+    record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
+    codes = start
+    if "gptq" in options.method and work.held:
+        followed = follow(
+            work,
+            start,
+            share=options.share,
+            held_out=options.settings.held_out,
+            inputs=given.get,
+            targets=wanted.get,
+        )
+        codes = dict(followed.codes)
+        record |= {"start_loss": followed.start_loss, "learned_loss": followed.found_loss, "kept": followed.kept}
+        record["followed_loss"] = followed.found_loss
+    if "learned" in options.method and work.held:
+        codes, learned = _learn(work, codes, options.settings, wanted=wanted, given=given)
+        if "followed_loss" not in record:
+            record |= {"start_loss": learned.start_loss, "learned_loss": learned.learned_loss, "kept": learned.kept}
+        elif learned.kept:
+            record |= {"learned_loss": learned.learned_loss, "kept": True}
+    total = sum(start[key].codes.numel() for key in work.held)
+    record["moved"] = sum(int((codes[k].codes != start[k].codes).sum()) for k in work.held) / max(1, total)
+    return codes, record | {"not_learned": sorted(start.keys() - work.held)}
+
+
+def _learn(
+    work: BlockWork, start: Mapping[str, QTensor], settings: Settings, *, wanted: Activations, given: Activations
+) -> tuple[dict[str, QTensor], Learned]:
+    """Learned rounding at the scales of ``start``."""
+    fixed = {key: q.dequantize() for key, q in start.items() if key not in work.held}
+    learned = learn(
+        {key: work.weights[key] for key in work.held},
+        {key: start[key] for key in sorted(work.held)},
+        forward=lambda x, batch, chosen: work.outputs(x, batch, {**fixed, **chosen}),
+        inputs=given.get,
+        targets=wanted.get,
+        batches=work.block.batches,
+        windows_per_batch=given.get(0).shape[0],
+        settings=settings,
+    )
+    codes = {
+        key: QTensor.from_codes(learned.codes[key], q.scales, fmt=q.fmt, global_scale=q.global_scale)
+        if key in learned.codes
+        else q
+        for key, q in start.items()
+    }
+    return codes, learned
+
+
+def _write(folder: Path, block: str, codes: Mapping[str, QTensor]) -> dict[str, Any]:
+    """One safetensors file, on disk when this returns; what the index says of it."""
+    tensors: dict[str, torch.Tensor] = {}
+    for key, q in codes.items():
+        tensors |= {f"{key}.data": q.data, f"{key}.scales": q.scales}
+        if q.global_scale is not None:
+            tensors[f"{key}.global_scale"] = q.global_scale.reshape(1)
+    names = sorted(tensors)
+    digest = hashlib.sha256()
+    entries = [(name, DTYPE_NAMES[tensors[name].dtype], tuple(tensors[name].shape)) for name in names]
+    path = folder / f"{block}.safetensors"
+    with output_errors(path), open(path, "wb") as file:
+        for chunk in (memoryview(header_bytes(entries)), *(bytes_of(tensors[name].contiguous()) for name in names)):
+            digest.update(chunk)
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return {
+        "file": path.name,
+        "sha256": digest.hexdigest(),
+        "weights": {key: {"format": q.fmt.name, "shape": list(q.shape)} for key, q in codes.items()},
+    }
+
+
+def _read_codes(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dict[str, QTensor]:
+    """What a former run has learned of a block."""
+    content = {"weights": folder.done[block.name]["weights"]}
+    with Rounding.of_files(folder.paths.growing, content) as stored:
+        return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
+
+
+def _content(prepared: convert.Prepared, samples: Samples, options: TuneOptions, folder: BlockFolder) -> dict[str, Any]:
+    """rounding.json."""
+    blocks = folder.done
+    source = prepared.source
+    return {
+        "version": ROUNDING_VERSION,
+        "ptqpipe": __version__,
+        "run_id": folder.run_id,
+        "digest": hashlib.sha256(json.dumps(blocks, sort_keys=True).encode()).hexdigest(),
+        "model": {"name": prepared.source_path.resolve().name, "fingerprint": source.reader.fingerprint()},
+        "recipe": convert.describe_recipe(prepared.recipe),
+        "data": {
+            "files": [{"name": name, "rows": rows, "tokens": tokens} for name, rows, tokens in samples.files],
+            "sha256": samples.sha256,
+            "samples": samples.windows.shape[0],
+            "seqlen": samples.windows.shape[1],
+            "seed": options.seed,
+        },
+        "method": options.method,
+        "share": options.share,
+        "settings": asdict(options.settings),
+        "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in blocks.items()},
+        "weights": {key: entry for block in blocks.values() for key, entry in block["weights"].items()},
+    }

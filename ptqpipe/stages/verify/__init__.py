@@ -1,0 +1,1 @@
+"""verify: everything that a packed checkpoint claims, recomputed."""

@@ -1,0 +1,148 @@
+"""Judges the numbers of one stored weight: its legality, its error, its codes, its record, its block scales."""
+
+from dataclasses import dataclass, replace
+
+from ptqpipe.containers import StoredWeight
+from ptqpipe.formats import WHOLE, get_format
+from ptqpipe.plan import Slice
+from ptqpipe.source import Source
+from ptqpipe.stages.common.jobs import RECORD_FILE
+from ptqpipe.stages.verify.findings import Findings
+from ptqpipe.stages.verify.optimal import Optimality, prove_weight
+from ptqpipe.stages.verify.origin import Origins
+from ptqpipe.stages.verify.record import SUM_TOLERANCE, Claim, Record, check_hashes, check_numbers
+from ptqpipe.stages.verify.text import WeightReport
+from ptqpipe.stages.verify.weights import Illegal, Measured, illegal_numbers, measure_weight, scalar_fault, stored_runs
+
+TOTAL_RATIO = 4.0  # error of a weight beside that of abs-max scales: error feedback stays below it
+DATA_RATIO = 64.0  # the same where data chose the codes: error at inputs that are always small costs nothing
+ROW_RATIO = 16.0  # the same of its worst row; other tools' checkpoints reach 3
+NEAREST_SHARE = 0.1  # a checkpoint rounds to nearest if fewer of its codes are unlike ours (bfloat16 division: 0.035)
+UNKNOWN = "unknown"  # the search of a record whose numbers another tool made
+ROUNDED = 1e-5  # a relayout that inverted a global scale may change decodes in the last place
+SAVING_NOTE = 0.001  # what the exact search would save of the squared error, below which no line is worth it
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``sample_blocks`` None: all of them. ``optimal``: prove block scales by brute force."""
+
+    optimal: bool
+    sample_blocks: int | None
+
+
+def check_weight(
+    ckpt: Source,
+    stored: StoredWeight,
+    expert: int | None,
+    *,
+    origins: Origins | None,
+    where: Slice | None,
+    record: Record | None,
+    options: Options,
+    found: Findings,
+) -> WeightReport:
+    """The numbers of one weight, or of one expert of a stack; faults go to ``found``."""
+    name = stored.weight if expert is None else f"{stored.weight}[{expert}]"
+    fmt = stored.scheme.fmt
+    report = WeightReport(name, fmt.name, stored.shape)
+    claim = record.weights.get(name) if record is not None else None
+    if claim is not None:
+        check_hashes(ckpt, stored.weight, expert, claim, found)
+        _check_claim(stored, name, claim, found)
+    if not _legal(ckpt, stored, name, expert, found) or where is None or origins is None:
+        return report
+    rows = origins.rows(where, stored.shape)
+    measured = measure_weight(ckpt, stored.weight, rows, expert=expert)
+    ours = claim is not None and claim.search != UNKNOWN
+    _judge(name, measured, stored.shape[0] * stored.shape[1], claim if ours else None, found)
+    if claim is not None and ours:
+        keys = ("squared_error", "energy", "relative_mse")
+        tolerance = ROUNDED if record is not None and name in record.rounded else SUM_TOLERANCE
+        check_numbers(name, claim, {key: getattr(measured, key) for key in keys}, found, tolerance=tolerance)
+    proof = None
+    joint = claim is not None and fmt.block == (WHOLE, WHOLE)  # one scale for the fused group: proven by unit
+    if options.optimal and not joint and (claim is None or claim.unweighted):
+        proof = prove_weight(ckpt, stored.weight, rows, expert=expert, sample_blocks=options.sample_blocks)
+        judge_proof(name, proof, claim, found)
+    absmax = measured.absmax_relative_mse
+    versus = measured.relative_mse / absmax if absmax else None
+    return WeightReport(name, fmt.name, stored.shape, measured.relative_mse, versus, proof)
+
+
+def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings) -> None:
+    """What the record says that needs no source."""
+    fmt = stored.scheme.fmt
+    if claim.shape != stored.shape or claim.format != fmt.name:
+        claimed = f"{claim.format} {list(claim.shape)}"
+        found.fault("record", name, f"is {claimed} in {RECORD_FILE}, stored is {fmt.name} {list(stored.shape)}")
+    if (claim.global_scale is not None) != fmt.has_global:
+        found.fault("record", name, f"has global scale {claim.global_scale} in {RECORD_FILE}; {fmt.name} differs")
+    # The record counts scales as the format has them; a layout may store them wider (bfloat16 numbers as F32).
+    schemes = (stored.scheme, replace(stored.scheme, fmt=get_format(claim.format)))
+    allowed = {scheme.bits_per_weight(stored.shape) for scheme in schemes}
+    if claim.numbers.get("bits_per_weight") not in allowed:
+        bits = claim.numbers.get("bits_per_weight")
+        found.fault("record", name, f"has {bits} bits_per_weight in {RECORD_FILE}, expected {min(allowed)}")
+
+
+def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, found: Findings) -> bool:
+    """Whether all codes and scales are such as a quantizer may write; faults where they are not."""
+    counts, legal = Illegal(), True
+    for _, q in stored_runs(ckpt, stored.weight, expert):
+        counts += illegal_numbers(q)
+        if q.global_scale is not None and scalar_fault(q.global_scale) is not None:
+            legal = False  # reported with the other global scales
+    fmt = stored.scheme.fmt
+    if counts.bad_scales:
+        found.fault(
+            "scales", name, f"{counts.bad_scales} block scales are NaN, infinite or negative, expected positive ones"
+        )
+    if counts.zero_scales:
+        found.fault("scales", name, f"{counts.zero_scales} block scales are zero over codes that are not")
+    if counts.empty_scales:
+        message = f"{counts.empty_scales} block scales are zero, over codes that are zero; write positive ones"
+        found.deviation("scales", name, message)
+    if counts.bad_codes:
+        found.fault("codes", name, f"{counts.bad_codes} codes are NaN or infinite in {fmt.element.name}")
+    return legal and counts == Illegal()
+
+
+def _judge(name: str, measured: Measured, elements: int, claim: Claim | None, found: Findings) -> None:
+    """Errors and codes that no quantizer leaves on the weight of this name; ``claim`` is that of our own record."""
+    absmax = max(measured.absmax_relative_mse, 1e-12)
+    if measured.relative_mse > (TOTAL_RATIO if claim is None or claim.unweighted else DATA_RATIO) * absmax:
+        beside = f"relative MSE is {measured.relative_mse:.3g} where abs-max scales give {absmax:.3g}"
+        message = f"{beside}: these are not the numbers of the source's weight"
+        found.fault("error", name, message)
+    elif measured.worst_ratio > ROW_RATIO and claim is None:  # ours are quantized once more and compared bit by bit
+        ratio = f"{measured.worst_ratio:.3g} times the error of abs-max scales"
+        message = f"row {measured.worst_row} has {ratio}: it is damaged or misplaced"
+        found.fault("error", name, message)
+    if claim is not None and not claim.nearest:
+        return  # the codes follow from the recipe and the statistics; their bytes have hashes
+    if claim is not None and measured.first_other is not None:
+        found.fault(
+            "codes", name, f"row {measured.first_other} has codes that are not the nearest to the source's weights"
+        )
+    elif measured.far_codes and measured.other_codes <= NEAREST_SHARE * elements:
+        message = f"{measured.far_codes} codes are two or more steps from the source, the others are nearest: damaged"
+        found.fault("codes", name, message)
+
+
+def judge_proof(name: str, proof: Optimality, claim: Claim | None, found: Findings) -> None:
+    """A fault where a claim of optimality does not hold."""
+    if claim is not None and claim.proven and (proof.worse or proof.tied):
+        bad = f"{proof.worse + proof.tied} of {proof.blocks} block scales"
+        where = "" if proof.first is None else f", the first at {list(proof.first)} of the scale grid"
+        found.fault("optimal", name, f"{bad} are not the proven optimum that {RECORD_FILE} claims{where}")
+
+
+def note_savings(reports: list[WeightReport], found: Findings) -> None:
+    """One note for what the exact search would save."""
+    proofs = [report.optimality for report in reports if report.optimality is not None]
+    error, best = sum(p.error for p in proofs), sum(p.best for p in proofs)
+    worse, blocks = sum(p.worse for p in proofs), sum(p.blocks for p in proofs)
+    if worse and error > 0 and 1 - best / error > SAVING_NOTE:
+        saved = f"the exact search would save {1 - best / error:.1%} of their squared error"
+        found.note("optimal", "block scales", f"{worse} of {blocks} blocks are not optimal: {saved}")

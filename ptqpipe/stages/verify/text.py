@@ -1,0 +1,181 @@
+"""The report of a verification: what was found, weight by weight, as text for a terminal and as JSON."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptqpipe.stages.common.text import name_pattern, role_of, size_text, table
+from ptqpipe.stages.verify.findings import Finding, Severity
+from ptqpipe.stages.verify.optimal import Optimality
+from ptqpipe.stages.verify.weights import signal_to_noise_db
+
+SHOWN = 6  # findings of one kind that the text lists
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReport:
+    """One quantized weight. The errors are None without a source, and where the stored numbers are illegal.
+
+    versus_absmax  squared error beside that of scales amax/max (powers of two rounded up), on a sample of rows
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, int]
+    relative_mse: float | None = None
+    versus_absmax: float | None = None
+    optimality: Optimality | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification found. ``ok`` when there is no fault; notes do not count.
+
+    own         whether the checkpoint says that ptqpipe wrote it
+    kept        tensors that are not quantized, ``kept_bytes`` of them
+    """
+
+    ckpt: Path
+    source: Path | None
+    container: str
+    own: bool
+    optimal: bool
+    findings: tuple[Finding, ...]
+    weights: tuple[WeightReport, ...]
+    kept: int
+    kept_bytes: int
+    seconds: float
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """Findings that make the checkpoint wrong."""
+        return tuple(finding for finding in self.findings if finding.severity is Severity.FAULT)
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        """Findings that do not."""
+        return tuple(finding for finding in self.findings if finding.severity is Severity.NOTE)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no fault; what the command exits with."""
+        return not self.faults
+
+
+def render(report: VerifyReport) -> str:
+    """The report as text: what was checked, errors by role, then faults and notes, similar ones together."""
+    lines = [_headline(report), ""]
+    if report.weights:
+        lines += [_weights_table(report.weights), ""]
+    for severity, title in ((Severity.FAULT, "faults"), (Severity.NOTE, "notes")):
+        found = [finding for finding in report.findings if finding.severity is severity]
+        if found:
+            lines += [f"{title}:", *_grouped(found), ""]
+    return "\n".join([*lines, _verdict(report)])
+
+
+def _headline(report: VerifyReport) -> str:
+    maker = "written by ptqpipe" if report.own else "not written by ptqpipe"
+    against = "without a source: neither errors nor fates are checked"
+    if report.source is not None:
+        against = f"against {report.source}"
+    kept = f"{report.kept} tensors kept ({size_text(report.kept_bytes)})"
+    return (
+        f"{report.ckpt}  ({report.container}, {maker})\n  {against}\n  {len(report.weights)} weights quantized, {kept}"
+    )
+
+
+def _weights_table(weights: Iterable[WeightReport]) -> str:
+    groups: dict[tuple[str, str], list[WeightReport]] = defaultdict(list)
+    for weight in weights:
+        groups[(role_of(weight.name), weight.format)].append(weight)
+    rows = []
+    for (role, fmt), members in groups.items():
+        errors = [w.relative_mse for w in members if w.relative_mse is not None]
+        versus = [w.versus_absmax for w in members if w.versus_absmax is not None]
+        proofs = [w.optimality for w in members if w.optimality is not None]
+        mean = sum(errors) / len(errors) if errors else None
+        rows.append(
+            [
+                role,
+                fmt,
+                str(len(members)),
+                "-" if mean is None else f"{signal_to_noise_db(mean):.2f}",
+                "-" if mean is None else f"{mean:.3e}",
+                f"{max(errors):.3e}" if errors else "-",
+                f"{sum(versus) / len(versus):.3f}" if versus else "-",
+                _proof_text(proofs),
+            ]
+        )
+    header = ["role", "format", "weights", "SQNR dB", "rel. MSE", "largest", "vs amax/max", "optimal blocks"]
+    return table(header, rows, left=2)
+
+
+def _proof_text(proofs: list[Optimality]) -> str:
+    if not proofs:
+        return "-"
+    blocks = sum(p.blocks for p in proofs)
+    return f"{blocks - sum(p.worse for p in proofs)} of {blocks}"
+
+
+def _grouped(findings: Iterable[Finding]) -> list[str]:
+    """One line a finding; of those that differ in numbers of layers and experts alone, the first few."""
+    groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
+    for finding in findings:
+        groups[(finding.check, name_pattern(finding.where))].append(finding)
+    lines = []
+    for members in groups.values():
+        lines += [f"  [{f.check}] {f.where}: {f.message}" for f in members[:SHOWN]]
+        if len(members) > SHOWN:
+            lines.append(
+                f"  [{members[0].check}] ... and {len(members) - SHOWN} more of {name_pattern(members[0].where)}"
+            )
+    return lines
+
+
+def _verdict(report: VerifyReport) -> str:
+    faults, notes = len(report.faults), len(report.notes)
+    verdict = "sound" if report.ok else f"{faults} fault{'s' * (faults != 1)}"
+    return f"{verdict}, {notes} note{'s' * (notes != 1)} ({report.seconds:.1f} s)"
+
+
+def to_json(report: VerifyReport) -> dict[str, Any]:
+    """The whole report as JSON values."""
+    return {
+        "checkpoint": str(report.ckpt),
+        "source": None if report.source is None else str(report.source),
+        "container": report.container,
+        "own": report.own,
+        "ok": report.ok,
+        "faults": [_finding_json(finding) for finding in report.faults],
+        "notes": [_finding_json(finding) for finding in report.notes],
+        "weights": {weight.name: _weight_json(weight) for weight in report.weights},
+        "kept": report.kept,
+        "kept_bytes": report.kept_bytes,
+        "seconds": report.seconds,
+    }
+
+
+def _finding_json(finding: Finding) -> Mapping[str, str]:
+    return {"check": finding.check, "where": finding.where, "message": finding.message}
+
+
+def _weight_json(weight: WeightReport) -> Mapping[str, Any]:
+    found: dict[str, Any] = {"format": weight.format, "shape": list(weight.shape)}
+    if weight.relative_mse is not None:
+        error, versus = weight.relative_mse, weight.versus_absmax
+        finite = error if math.isfinite(error) else str(error)  # JSON has no infinity
+        found |= {"relative_mse": finite, "versus_absmax": versus if error == finite else None}
+    if weight.optimality is not None:
+        proof = weight.optimality
+        found["optimality"] = {
+            "blocks": proof.blocks,
+            "of": proof.total,
+            "worse": proof.worse,
+            "tied": proof.tied,
+            "saved": proof.saved,
+        }
+    return found
