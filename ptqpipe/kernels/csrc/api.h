@@ -1,6 +1,6 @@
-// The plain C interface between module.cpp, the three per-ISA translation units and cpu.py (ctypes).
+// The plain C interface between module.cpp, the three per-ISA translation units and cpu_library.py (ctypes).
 //
-// cpu.py mirrors these structs field by field; ptq_abi() returns PTQ_ABI so that a stale build is noticed.
+// cpu_library.py mirrors these structs field by field; ptq_abi() returns PTQ_ABI so that a stale build is noticed.
 #ifndef PTQ_API_H
 #define PTQ_API_H
 

@@ -159,7 +159,7 @@ static void spread_importance(const ptq_blocks *j, int64_t tiles, float *h) {
             }
 }
 
-static double sum_of(const double *p) {  // the fixed tree that cpu.py repeats
+static double sum_of(const double *p) {  // in a fixed tree
     double q[8], r[4];
     for (int i = 0; i < 8; ++i) q[i] = p[i] + p[i + 8];
     for (int i = 0; i < 4; ++i) r[i] = q[i] + q[i + 4];

@@ -1,4 +1,4 @@
-// What cpu.py calls through ctypes, and an importable name. Chooses the kernels of the best instruction set at run time.
+// What cpu_library.py calls through ctypes, and an importable name. Chooses the kernels of the best instruction set at run time.
 //
 // The exported functions are plain C: no Python object is touched, so ctypes runs them without the interpreter lock.
 #define PY_SSIZE_T_CLEAN
