@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--api-key", envvar="PTQPIPE_API_KEY", help="What clients must send as Bearer [$PTQPIPE_API_KEY].")
 @click.option("--served-model-name", "name", help="The model's name in the API [the folder's].")
 @click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16, float32, float16 or auto.")
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda (a GPU a rank) or cuda:N.")
 @click.option("--decoded", is_flag=True, help="Decode the weights to --dtype instead of computing with packed ones.")
 @click.option(
     "--activations",
@@ -125,7 +125,8 @@ def _place(tp: int | None, rank_of: str | None) -> "Place":
         raise UsageError(f"--tp is {tp}, expected 1 or more")
     if rank_of is not None:
         return parse_place(rank_of, tp or 1)
-    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    found = {name: os.environ.get(name, "") for name in names}
     if not found["WORLD_SIZE"].isdigit() or not found["RANK"].isdigit() or int(found["WORLD_SIZE"]) == 1:
         size = tp or 1
         if size > 1:  # ranks of one machine, whatever its name resolves to
@@ -135,4 +136,5 @@ def _place(tp: int | None, rank_of: str | None) -> "Place":
     if tp is not None and tp != size:
         raise UsageError(f"--tp is {tp}, but torchrun started {size} ranks; leave --tp out")
     local = int(found["LOCAL_WORLD_SIZE"]) if found["LOCAL_WORLD_SIZE"].isdigit() else size
-    return Place(int(found["RANK"]), size, local, torchrun=True)
+    local_rank = int(found["LOCAL_RANK"]) if found["LOCAL_RANK"].isdigit() else int(found["RANK"])
+    return Place(int(found["RANK"]), size, local, local_rank, torchrun=True)

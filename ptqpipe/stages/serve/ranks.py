@@ -26,13 +26,15 @@ _GRACE_S = 5.0
 class Place:
     """One rank of a service.
 
-    local   ranks on this machine
-    store   "HOST:PORT" of the first rank's store, for ranks that it started; None: by torchrun's environment
+    local       ranks on this machine
+    local_rank  which of them this is
+    store       "HOST:PORT" of the first rank's store, for ranks that it started; None: by torchrun's environment
     """
 
     rank: int = 0
     size: int = 1
     local: int = 1
+    local_rank: int = 0
     torchrun: bool = False
     store: str | None = None
 
@@ -129,7 +131,7 @@ def parse_place(rank_of: str, size: int) -> Place:
     store, _, rank = rank_of.rpartition("/")
     if not rank.isdigit() or not 0 < int(rank) < size or not store.rpartition(":")[2].isdigit():
         raise UsageError(f"--rank-of {rank_of} is not HOST:PORT/RANK with a rank below {size}")
-    return Place(int(rank), size, size, store=store)
+    return Place(int(rank), size, size, int(rank), store=store)
 
 
 def _end_with_parent() -> None:

@@ -4,13 +4,13 @@ One process serves alone. Of several ranks the first has the engine and the serv
 started here (``ranks.py``) or by torchrun.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.stages.serve.hardware import cache_bytes, default_threads, device_of
 from ptqpipe.stages.serve.ranks import Place, Ranks
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ptqpipe.engine.runner import Runner
 
 Say = Callable[[str], None]
-_CACHE_PART = 4  # of the memory that is free after loading, one part is the cache's
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,7 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -
     worker  the command that starts a further rank, which gets ``--rank-of HOST:PORT/RANK`` added
     """
     require_packages()
+    _check_devices(options, place)
     if not Path(options.ckpt).is_dir():
         raise UsageError(f"{options.ckpt} is not a folder; give a checkpoint that lies on this machine")
     if place.rank > 0:
@@ -108,6 +108,13 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -
     tokenizer, context = _tokenizer(options), _context(options)
     with Ranks.start(place, worker) as ranks:
         _lead(options, ranks, tokenizer, context, (listening, listen), say)
+
+
+def _check_devices(options: ServeOptions, place: Place) -> None:
+    """UsageError, before any rank is started, where the last one of this machine would have no device."""
+    from ptqpipe.runtime.loading import check_device
+
+    check_device(device_of(options.device, local_rank=place.local - 1, local_ranks=place.local))
 
 
 def _lead(
@@ -209,6 +216,8 @@ def _overlap(options: ServeOptions, place: Place) -> "Overlap | None":
 
 def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[QuantAllReduce]") -> "Runner":
     """This rank's part of the model, with a cache as large as all ranks can have."""
+    import torch
+
     from ptqpipe.engine import invariance
     from ptqpipe.engine.ranks import agree
     from ptqpipe.engine.runner import CacheOptions, Runner, check_model
@@ -217,6 +226,9 @@ def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[Q
     from ptqpipe.runtime.invariant import make_batch_invariant
 
     overlap = _overlap(options, place)
+    device = device_of(options.device, local_rank=place.local_rank, local_ranks=place.local)
+    if device != "cpu":
+        torch.cuda.set_device(device)  # of this thread, which computes: Triton's kernels start where it says
     model = load(
         options.ckpt,
         tp=place.size,
@@ -226,11 +238,11 @@ def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[Q
         dtype=options.dtype,
         packed=options.packed,
         activations="none" if options.activations == "none" else "simulated",
-        device=options.device,
+        device=device,
     )
     check_model(model)
     make_batch_invariant(model) if options.invariant else use_kernels(model)
-    cache = options.cache_bytes or available_bytes() // _CACHE_PART // place.local
+    cache = options.cache_bytes or cache_bytes(device, local_ranks=place.local)
     together = agree if place.size > 1 else None
     runner = Runner(model, CacheOptions(cache, context, options.max_seqs), agree=together, overlap=overlap)
     if options.invariant:
@@ -283,35 +295,6 @@ def _context(options: ServeOptions) -> int:
     if options.max_len is not None and options.max_len > longest:
         raise UsageError(f"--max-model-len is {options.max_len}, this model can {longest}")
     return options.max_len or longest
-
-
-def default_threads(local_ranks: int) -> int:
-    """The physical cores less one, for the server, divided among the ranks of this machine; at least 1."""
-    return max(1, (physical_cores() - 1) // local_ranks)
-
-
-def physical_cores() -> int:
-    """Of those that this process may use; processors that share a core count as one."""
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in cpus:
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(path.read_text(encoding="ascii").strip())
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)
-
-
-def available_bytes() -> int:
-    """Memory that the kernel can give without swapping; 4 GiB where it does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return 4 << 30
 
 
 def _summary(runner: "Runner", ranks: int, threads: int, context: int) -> str:
