@@ -92,7 +92,7 @@ def convert(
         memory_bytes=max_memory_bytes,
         progress=progress,
     )
-    with prepared.source:
+    with prepared:
         done = stage.convert(
             prepared, mode="resume" if resume else "overwrite" if overwrite else "new", machine=machine
         )

@@ -135,7 +135,7 @@ def convert(
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
     options = stage.best_with(options, stats=stats, recipe_path=recipe_path)
     prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats, rounding=rounding)
-    with prepared.source:
+    with prepared:
         if dry_run:
             click.echo(
                 json.dumps(tables.plan_json(prepared, machine)) if as_json else tables.plan_text(prepared, machine)

@@ -88,7 +88,7 @@ def run_demo(out: Path, *, machine: Machine) -> Demo:
 
 def _convert(scheme: str, out: Path, machine: Machine) -> Converted:
     prepared = prepare(MODEL, options=RecipeOptions(scheme=scheme), out=out)
-    with prepared.source:
+    with prepared:
         done = convert(prepared, mode="overwrite", machine=machine)
     if done is None:
         raise AssertionError("rank 0 always has a result")

@@ -37,7 +37,7 @@ def converted(folder: Path, tensors: dict[str, torch.Tensor], fmt: str, **option
     try:
         convert(prepared)
     finally:
-        prepared.source.close()
+        prepared.close()
     return source, out
 
 

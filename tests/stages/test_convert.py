@@ -116,7 +116,7 @@ def test_the_searched_global_scale_is_never_worse_than_amax(model: Path, tmp_pat
 def test_the_dry_run_announces_the_exact_bytes(model: Path, tmp_path: Path) -> None:
     for scheme in ("nvfp4", "fp8", "mxfp4"):
         prepared = prepare(model, options=RecipeOptions(scheme=scheme), out=tmp_path / scheme)
-        with prepared.source:
+        with prepared:
             announced = prepared.outputs.layout
         ptqpipe.convert(model, format=scheme, out=tmp_path / scheme)
         written = sum(p.stat().st_size for p in (tmp_path / scheme).glob("model*"))

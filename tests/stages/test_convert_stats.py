@@ -1,5 +1,6 @@
 """Claims about convert with statistics: what the numbers become, what is refused, and that machines change no byte."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def run(
     **options: Any,
 ) -> dict[str, Any]:
     prepared = prepare(model, options=RecipeOptions(**options), recipe_path=recipe, out=out, stats=stats)
-    with prepared.source:
+    with prepared:
         done = convert(prepared, machine=machine)
     assert done is not None
     return dict(done.record)
@@ -216,7 +217,7 @@ def test_a_limit_below_what_one_unit_needs_is_refused_with_what_it_needs(tmp_pat
     assert not list(tmp_path.glob(".*partial"))
     assert f"needs --max-memory {-(-least >> 20)}MiB" in plan_text(prepared, small)
     done = convert(prepared, machine=Machine(workers=2, memory_bytes=-(-least >> 20) << 20))
-    prepared.source.close()
+    prepared.close()
     assert done is not None
     run(model, stats, tmp_path / "roomy", Machine(workers=3, memory_bytes=8 << 30), algorithm="gptq")
     assert tiny.bytes_of(tmp_path / "out") == tiny.bytes_of(tmp_path / "roomy")
@@ -273,7 +274,7 @@ def test_other_statistics_are_another_run(model: Path, stats: Path, tmp_path: Pa
     options = RecipeOptions(algorithm="gptq")
     runs = [prepare(model, out=tmp_path / "o", stats=folder, options=options) for folder in (stats, other)]
     for prepared in runs:
-        prepared.source.close()
+        prepared.close()
     assert runs[0].run_id != runs[1].run_id
 
 
@@ -466,3 +467,30 @@ def test_python_and_the_command_line_do_the_same_with_statistics(model: Path, st
     subprocess.run([*command, "--container", "ptqpipe", "-o", str(tmp_path / "shell"), "-q"], check=True)
     assert {rule["algorithm"] for rule in done.record["recipe"]["rules"]} == {"gptq"}
     assert (tmp_path / "python/model.safetensors").read_bytes() == (tmp_path / "shell/model.safetensors").read_bytes()
+
+
+def open_in(folder: Path) -> list[str]:
+    """Files below ``folder`` that this process holds open."""
+    held = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists the folder
+            held.append(str(descriptor.readlink()))
+    return [path for path in held if path.startswith(str(folder))]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's list of open files")
+def test_a_finished_conversion_holds_no_file_of_source_or_statistics(model: Path, stats: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from ptqpipe.cli import main
+
+    ptqpipe.convert(model, out=tmp_path / "api", stats=stats, algorithm="rtn", weighting="diagonal")
+    assert open_in(stats) == open_in(model) == []
+    arguments = ["convert", str(model), "-o", str(tmp_path / "cli"), "--stats", str(stats), "-q"]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    assert open_in(stats) == open_in(model) == []
+    with prepare(model, options=RecipeOptions(), out=tmp_path / "x", stats=stats) as prepared:
+        assert prepared.statistics is not None
+        prepared.statistics.of("model.layers.0.mlp.down_proj")
+        assert open_in(stats) != []
+    assert open_in(stats) == open_in(model) == []

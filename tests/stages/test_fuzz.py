@@ -316,7 +316,7 @@ def outcome(source: Path, out: Path, options: RecipeOptions, *, all_the_way: boo
         assert_one_line(error)
         assert not out.exists()
         return "refused"
-    with prepared.source:
+    with prepared:
         assert prepared.outputs.container_name in tables.header_text(prepared)
         if not all_the_way:
             return "planned"

@@ -57,7 +57,7 @@ def run(
 ) -> dict[str, Any]:
     chosen = {"container": "ptqpipe", "low_rank": 8, **options} if recipe is None else options
     prepared = prepare(model, options=RecipeOptions(**chosen), recipe_path=recipe, out=out, stats=stats)
-    with prepared.source:
+    with prepared:
         forecast = prepared.outputs.layout.file_bytes
         done = convert(prepared, machine=machine)
     assert done is not None
@@ -215,7 +215,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     assert not (tmp_path / "cut").exists()
     monkeypatch.undo()
     convert(prepared, mode="resume", machine=Machine(workers=1))
-    prepared.source.close()
+    prepared.close()
     assert tiny.bytes_of(tmp_path / "cut") == tiny.bytes_of(tmp_path / "whole")
 
 

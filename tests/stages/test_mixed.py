@@ -39,7 +39,7 @@ def converted(model: Path, plan: MixedPlan, folder: Path) -> Path:
     try:
         convert(prepared)
     finally:
-        prepared.source.close()
+        prepared.close()
     return folder / "out"
 
 
@@ -109,7 +109,7 @@ def test_with_statistics_the_recipe_converts_with_them(bits: float, moments: tup
     with pytest.raises(UsageError, match="needs statistics"):
         prepare(model, recipe_path=recipe, out=tmp_path / "out")
     prepared = prepare(model, recipe_path=recipe, out=tmp_path / "out", stats=stats)
-    with prepared.source:
+    with prepared:
         convert(prepared)
     assert weight_bytes(tmp_path / "out") == plan.file_bytes
     wanted = ("gptq", "diagonal") if moments else ("rtn", "diagonal")
@@ -143,7 +143,7 @@ def test_data_free_costs_are_the_stated_formula(model: Path, tmp_path: Path) -> 
     try:
         convert(prepared)
     finally:
-        prepared.source.close()
+        prepared.close()
     with Source.open(tmp_path / "out") as ckpt, Source.open(model) as source:
         for layer in range(3):
             expected = 0.0
@@ -259,7 +259,7 @@ def test_costs_with_statistics_are_relative_output_errors(model: Path, tmp_path:
     try:
         convert(prepared)
     finally:
-        prepared.source.close()
+        prepared.close()
     with Source.open(tmp_path / "out") as ckpt, Source.open(model) as source, Statistics.open(stats) as opened:
         name = "model.layers.2.mlp.down_proj"
         w = source.reader.read(f"{name}.weight").double()

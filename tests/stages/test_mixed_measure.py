@@ -52,7 +52,7 @@ def test_a_measured_cost_is_the_kl_of_the_model_with_that_group_converted(
     try:
         convert(prepared)
     finally:
-        prepared.source.close()
+        prepared.close()
     tokens = torch.tensor(json.loads(text.read_text())["input_ids"])
     scores = score(load_model(tmp_path / "one", activations="none"), tokens, window=32, reference=load_model(model))
     assert scores.kl is not None
@@ -113,7 +113,7 @@ def test_transformers_runs_what_a_plan_wrote(shared_dir: Path, tmp_path: Path) -
     try:
         convert(prepared)
     finally:
-        prepared.source.close()
+        prepared.close()
     ids = torch.arange(5, 69)[None]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     ours = load_model(tmp_path / "out", dtype="float32")

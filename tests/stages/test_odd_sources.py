@@ -90,7 +90,7 @@ def test_any_name_is_a_name(tmp_path: Path, name: str) -> None:
     with prepare(tmp_path / "model", out=tmp_path / "other").source:
         pass
     prepared = prepare(tmp_path / "model", options=RecipeOptions(ignore=("*model*",)), out=tmp_path / "other")
-    with prepared.source:
+    with prepared:
         assert all(line.isprintable() for line in tables.header_text(prepared).splitlines())
         assert max(map(len, tables.header_text(prepared).splitlines())) < 1000
     assert out.is_dir()
@@ -255,7 +255,7 @@ def test_patterns_that_match_nothing_are_told(tmp_path: Path) -> None:
     model = tiny.save(tmp_path / "model", small())
     options = RecipeOptions(ignore=("*.q_porj", "*o_proj", "re:.*norm"))
     prepared = prepare(model, options=options, out=tmp_path / "out")
-    with prepared.source:
+    with prepared:
         assert [line for line in tables.warnings_of(prepared) if "typo" in line] == [
             "'*.q_porj' of the recipe or of --ignore matches no tensor; is it a typo?"
         ]
@@ -271,7 +271,7 @@ def test_ignore_wins_over_the_keep_list_and_the_rules_of_a_recipe(tmp_path: Path
     model = tiny.save(tmp_path / "model", small())
     options = RecipeOptions(ignore=("*o_proj", "*down_proj"))
     prepared = prepare(model, options=options, recipe_path=recipe, out=tmp_path / "out")
-    with prepared.source:
+    with prepared:
         kept = {kept.name: kept.reason for kept in prepared.plan.kept}
     assert kept["model.layers.0.mlp.down_proj.weight"] == "ignored on request"
     assert kept[f"{OUT}.weight"] == "ignored on request"

@@ -207,7 +207,7 @@ def test_the_recipe_tunes_and_converts(text: Path, tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "nvfp4_tune.yaml"
     tune.tune(DEMO, [str(text)], tmp_path / "codes", recipe_path=recipe, options=OPTIONS, machine=ONE)
     prepared = convert_stage.prepare(DEMO, recipe_path=recipe, out=tmp_path / "out", rounding=tmp_path / "codes")
-    with prepared.source:
+    with prepared:
         done = convert_stage.convert(prepared)
     assert done is not None
     assert {entry["algorithm"] for entry in done.record["weights"].values()} == {"learned"}

@@ -5,8 +5,6 @@ quantize unit by unit and write each at its place, and give the folder its name 
 few chunks per worker, whatever the size of the model; the bytes depend on source and recipe alone.
 """
 
-import hashlib
-import json
 import math
 import threading
 import time
@@ -55,7 +53,6 @@ from ptqpipe.stages.common.outputs import (
     abilities_of,
     check_readable,
     check_supported,
-    choose_container,
     config_files,
     make_outputs,
 )
@@ -70,7 +67,7 @@ _of_worker = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A conversion that is decided to the byte and has read no weight."""
+    """A conversion that is decided to the byte and has read no weight. A context manager; or call ``close``."""
 
     source_path: Path
     out: Path
@@ -87,6 +84,18 @@ class Prepared:
     def run_id(self) -> str:
         """Identifies source, recipe, layout and version: a run resumes only itself."""
         return run_id_of(self.run_parts)
+
+    def __enter__(self) -> "Prepared":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files of the source, of the statistics and of learned codes."""
+        for opened in (self.source, self.statistics, self.rounding):
+            if opened is not None:
+                opened.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +133,7 @@ def prepare(
     recipe = build_recipe(options or RecipeOptions(), path=recipe_path)
     for rule in recipe.rules:
         get_search(rule.search)
-    container_name = choose_container(recipe)
+    container_name = recipe.container_name
     container = get_container(container_name)
     check_supported(container, recipe)
     path = resolve_source(str(model))
@@ -143,7 +152,7 @@ def prepare(
         check_disjoint(path, target)
         parts = {
             "source": source.reader.fingerprint(),
-            "recipe": hashlib.sha256(json.dumps(describe_recipe(recipe), sort_keys=True).encode()).hexdigest(),
+            "recipe": recipe.digest,
             "layout": outputs.layout.digest,
             "version": __version__,
         }
@@ -377,15 +386,6 @@ def _check_kept_alive(unit: Unit, errors: Sequence[rtn.WeightError]) -> None:
             )
 
 
-def describe_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe as JSON: everything in it decides bytes."""
-    described = asdict(recipe)
-    for rule, resolved in zip(described["rules"], recipe.rules, strict=True):
-        rule["scheme"] = resolved.scheme.name if resolved.scheme is not None else "keep"
-    described["container"] = choose_container(recipe)
-    return json.loads(json.dumps(described))  # type: ignore[no-any-return]
-
-
 def make_record(prepared: Prepared, done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The content of ptqpipe.json: recipe, versions, fate, error and hash of every tensor, in the plan's order."""
     weights: dict[str, Any] = {}
@@ -399,7 +399,7 @@ def make_record(prepared: Prepared, done: Mapping[str, Mapping[str, Any]]) -> di
         "run_id": prepared.run_id,
         "container": prepared.outputs.container_name,
         "source": {"name": prepared.source_path.name, "fingerprint": prepared.run_parts["source"]},
-        "recipe": describe_recipe(prepared.recipe),
+        "recipe": prepared.recipe.to_json(),
         **({} if prepared.statistics is None else {"statistics": describe_statistics(prepared.statistics)}),
         **({} if prepared.rounding is None else {"rounding": {"digest": prepared.rounding.digest}}),
         "weights": weights,

@@ -115,7 +115,8 @@ def tune(
     if not 0.0 <= options.share <= 1.0:
         raise UsageError(f"--share {options.share} is out of range; use 0 (nothing is made up for) to 1 (all of it)")
     prepared = convert.prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
-    with prepared.source as source:
+    with prepared:
+        source = prepared.source
         if any(unit.scheme.low_rank is not None for unit in prepared.plan.units):
             raise UsageError("tune does not learn codes beside a low-rank part; leave low_rank out of the recipe")
         check_disjoint(prepared.source_path, out)
@@ -294,7 +295,7 @@ def _content(prepared: convert.Prepared, samples: Samples, options: TuneOptions,
         "run_id": folder.run_id,
         "digest": hashlib.sha256(json.dumps(blocks, sort_keys=True).encode()).hexdigest(),
         "model": {"name": prepared.source_path.resolve().name, "fingerprint": source.reader.fingerprint()},
-        "recipe": convert.describe_recipe(prepared.recipe),
+        "recipe": prepared.recipe.to_json(),
         "data": {
             "files": [{"name": name, "rows": rows, "tokens": tokens} for name, rows, tokens in samples.files],
             "sha256": samples.sha256,
