@@ -71,7 +71,6 @@ COMMANDS: dict[str, set[str]] = {
     "report": {"convert", "inspect", "verify"},
     "transform": {"dequantize"},
     "tune": {"convert"},
-    "verify": {"convert"},
 }
 
 # Third-party packages that only some modules may import: names in dotted form, a package stands for all it holds.
@@ -83,7 +82,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("checkpoint.source",),
     "safetensors": ("checkpoint",),
     "triton": ("kernels", "runtime"),
-    "yaml": ("recipe", "evaluation.harness"),
+    "yaml": ("recipe.file", "evaluation.harness"),
     "jinja2": ("report", "calibration.data"),
     "matplotlib": ("report",),
     "fastapi": ("server",),

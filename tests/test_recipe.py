@@ -1,10 +1,13 @@
 """Claims about recipes: what they accept, what they refuse and with which words, and which rule wins."""
 
+import json
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ptqpipe.errors import FormatError, RecipeError
+from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.recipe import DEFAULT_FUSE, Recipe, RecipeOptions, Rule, build_recipe, load_recipe, matches, parse_recipe
 from ptqpipe.schemes import SCHEMES, get_scheme
 
@@ -187,3 +190,85 @@ def test_no_name_means_two_schemes() -> None:
 def test_the_default_fuse_table_holds_what_runtimes_fuse() -> None:
     for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")):
         assert group in DEFAULT_FUSE
+
+
+RECORDED = """{"rules": [{"match": "*", "scheme": "nvfp4", "search": "exact", "global_scale": "search", "algorithm":
+"gptq", "weighting": "diagonal", "damping": 0.01, "order": "static", "scales": "auto", "refine": 2, "low_rank": 0,
+"low_rank_dtype": "bf16"}, {"match": "re:x", "scheme": "keep", "search": "exact", "global_scale": "search",
+"algorithm": "rtn", "weighting": "none", "damping": 0.01, "order": "static", "scales": "auto", "refine": 3,
+"low_rank": 0, "low_rank_dtype": "bf16"}], "keep": [["lm_head", "why"]], "fuse": [["a", "b"]],
+"container": "compressed_tensors", "input_amax": 336.0, "input_scale": "absmax", "headroom": 1.0, "kv_cache": "none",
+"bias_correction": false, "shard_bytes": 7, "description": "text"}""".replace("\n", " ")
+
+
+def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
+    gptq = Rule("*", get_scheme("nvfp4"), algorithm="gptq", weighting="diagonal", refine=2)
+    recipe = Recipe(
+        (gptq, Rule("re:x", None)),
+        keep=(("lm_head", "why"),),
+        fuse=(("a", "b"),),
+        container="Compressed-Tensors",
+        shard_bytes=7,
+        description="text",
+    )
+    assert json.dumps(recipe.to_json()) == RECORDED
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_is_made_again_from_its_record(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert Recipe.from_json(recipe.to_json()) == replace(recipe, container=recipe.container_name)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shard_bytes": None, "more": 1}, "the recipe's more is not one that this version writes"),
+        ({"container": "Compressed-Tensors"}, "the recipe's container is not one"),
+        ({"keep": [["re:(", "why"]]}, "cannot be read: RecipeError pattern"),
+        ({"rules": []}, "cannot be read: RecipeError a recipe needs"),
+        ({"rules": [{"match": "*", "scheme": "nvfp4", "serch": "x"}]}, "cannot be read: TypeError"),
+        ({"rules": [{"match": "*", "scheme": "nvfp4"}]}, "the recipe's rules is not one"),
+        ({"rules": [{"match": "*", "scheme": "nvfp5"}]}, "cannot be read: FormatError"),
+        ({"fuse": 3}, "cannot be read: TypeError"),
+    ],
+)
+def test_a_record_of_no_recipe_is_refused_in_one_line(change: dict[str, object], words: str) -> None:
+    with pytest.raises(RecipeError, match=words) as error:
+        Recipe.from_json(json.loads(RECORDED) | change)
+    assert "\n" not in str(error.value)
+
+
+def test_a_record_without_a_field_is_refused() -> None:
+    described = json.loads(RECORDED)
+    del described["kv_cache"]
+    with pytest.raises(RecipeError, match="cannot be read: KeyError 'kv_cache'"):
+        Recipe.from_json(described)
+
+
+def test_every_option_sets_the_field_of_its_name() -> None:
+    values: dict[str, Any] = {
+        "container": "ptqpipe", "search": "absmax", "global_scale": "absmax", "input_amax": 5.0, "shard_bytes": 9,
+        "algorithm": "gptq", "weighting": "block", "damping": 0.5, "refine": 1, "input_scale": "mse", "headroom": 2.0,
+        "kv_cache": "fp8", "bias_correction": True, "low_rank": 4, "low_rank_dtype": "fp8",
+    }  # fmt: skip
+    assert values.keys() | {"scheme", "ignore"} == {field.name for field in fields(RecipeOptions)}
+    plain = Recipe((Rule("*", get_scheme("nvfp4")),))
+    for name, value in values.items():
+        recipe = build_recipe(RecipeOptions(**{name: value}), path=RECIPES / "nvfp4.yaml")
+        found = getattr(recipe.rules[0] if hasattr(plain.rules[0], name) else recipe, name)
+        assert found == value
+        assert getattr(plain.rules[0] if hasattr(plain.rules[0], name) else plain, name) != value
+
+
+def test_gptq_on_request_goes_with_the_diagonal_unless_told_otherwise() -> None:
+    (rule,) = build_recipe(RecipeOptions(algorithm="gptq")).rules
+    assert rule.weighting == "diagonal"
+    (rule,) = build_recipe(RecipeOptions(algorithm="gptq", weighting="none")).rules
+    assert rule.weighting == "none"
+
+
+def test_schemes_of_two_containers_need_one_named() -> None:
+    recipe = parse_recipe({"version": 1, "rules": rules(("a", "mxfp6_e3m2"), ("*", "nvfp4"))})
+    with pytest.raises(UsageError, match="default to different containers"):
+        _ = recipe.container_name

@@ -7,7 +7,7 @@ from typing import Any
 
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.containers import Container, Part, Target, merged_config
-from ptqpipe.errors import CheckpointError, FormatError, UsageError
+from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.plan import Abilities, Kept, Member, Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.source import Source
@@ -49,20 +49,6 @@ class Outputs:
 def abilities_of(container_name: str) -> Abilities:
     """What the container can store."""
     return ABILITIES.get(container_name, Abilities())
-
-
-def choose_container(recipe: Recipe) -> str:
-    """The recipe's container, or the one that its schemes default to; UsageError where they differ."""
-    if recipe.container is not None:
-        return recipe.container.lower().replace("-", "_")
-    names = {scheme.container for scheme in recipe.schemes()}
-    if not names:
-        raise UsageError("every rule of the recipe keeps; give at least one rule with a format")
-    if len(names) == 1:
-        return names.pop()
-    if names == {"compressed_tensors", "deepseek_fp8"}:
-        return "compressed_tensors"  # it spells both, mixed
-    raise UsageError(f"the recipe's formats default to different containers ({', '.join(sorted(names))}); name one")
 
 
 def check_supported(container: Container, recipe: Recipe) -> None:

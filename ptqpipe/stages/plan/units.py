@@ -20,7 +20,7 @@ from ptqpipe.plan import Member, Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, parse_recipe
 from ptqpipe.schemes import Scheme, get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.outputs import abilities_of, check_supported, choose_container, make_outputs
+from ptqpipe.stages.common.outputs import abilities_of, check_supported, make_outputs
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
@@ -82,7 +82,7 @@ def find_groups(source: Source, schemes: Sequence[Scheme | None]) -> list[Group]
     in common.
     """
     recipe = Recipe(tuple(Rule("*", scheme) for scheme in schemes if scheme is not None))
-    name = choose_container(recipe)
+    name = recipe.container_name
     container = get_container(name)
     check_supported(container, recipe)
     widest = Recipe((Rule("*", get_scheme("fp8_dynamic")),))  # its blocks fit every matrix
@@ -206,7 +206,7 @@ def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group]
     RecipeError where the recipe does not give every group its option: names that no pattern tells apart.
     """
     recipe = parse_recipe(dict(content))
-    name = choose_container(recipe)
+    name = recipe.container_name
     plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(name))
     outputs = make_outputs(plan, source, get_container(name), container_name=name, recipe=recipe)
     given = {member.weight: unit.scheme.name for unit in plan.units for member in unit.members}

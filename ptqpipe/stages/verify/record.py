@@ -13,15 +13,13 @@ from typing import Any
 
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.containers import Part, get_container
-from ptqpipe.errors import CheckpointError, PtqError
+from ptqpipe.errors import CheckpointError, RecipeError
 from ptqpipe.plan import Plan, make_plan
-from ptqpipe.recipe import Recipe, Rule
-from ptqpipe.schemes import get_scheme
+from ptqpipe.recipe import Recipe
 from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import corrected_biases, with_reasons
 from ptqpipe.stages.common.jobs import RECORD_FILE, run_id_of
 from ptqpipe.stages.common.outputs import Outputs, abilities_of, check_supported, config_files, make_outputs
-from ptqpipe.stages.convert.run import describe_recipe
 from ptqpipe.stages.verify.config import quantization_of
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.structure import READ_BYTES, plain_tensors
@@ -250,38 +248,11 @@ def replan(record: Record, source: Source) -> Replanned:
 
 
 def _recipe_of(described: Mapping[str, Any]) -> Recipe:
-    """A recipe from its description; CheckpointError unless it describes itself the same again."""
+    """The recipe that a record describes."""
     try:
-        rules = tuple(
-            Rule(
-                str(rule["match"]),
-                None if rule["scheme"] == "keep" else get_scheme(rule["scheme"]),
-                **{key: value for key, value in rule.items() if key not in ("match", "scheme")},
-            )
-            for rule in described["rules"]
-        )
-        recipe = Recipe(
-            rules,
-            keep=tuple((str(pattern), str(reason)) for pattern, reason in described["keep"]),
-            fuse=tuple(tuple(map(str, leaves)) for leaves in described["fuse"]),
-            container=described["container"],
-            input_amax=described["input_amax"],
-            input_scale=described["input_scale"],
-            headroom=described["headroom"],
-            kv_cache=described["kv_cache"],
-            bias_correction=described["bias_correction"],
-            shard_bytes=described["shard_bytes"],
-            description=described["description"],
-        )
-        again = describe_recipe(recipe)
-    except (PtqError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{RECORD_FILE}: the recipe cannot be read: {type(error).__name__} {error}") from None
-    if again != described:
-        key = next(
-            (key for key in sorted(again.keys() | described.keys()) if again.get(key) != described.get(key)), "?"
-        )
-        raise CheckpointError(f"{RECORD_FILE}: the recipe's {key} is not one that this version writes")
-    return recipe
+        return Recipe.from_json(described)
+    except RecipeError as error:
+        raise CheckpointError(f"{RECORD_FILE}: {error}") from None
 
 
 def check_plan(ckpt: Source, source: Source, record: Record, planned: Replanned, findings: Findings) -> None:
@@ -341,10 +312,9 @@ def _where(found: Any, wanted: Any, path: str = "") -> str:
 def _check_identity(record: Record, planned: Replanned, findings: Findings) -> None:
     """run_id binds recipe, layout, version and the source's fingerprint."""
     fingerprint = record.raw.get("source", {}).get("fingerprint")
-    described = json.dumps(describe_recipe(planned.recipe), sort_keys=True)
     parts = {
         "source": str(fingerprint),
-        "recipe": hashlib.sha256(described.encode()).hexdigest(),
+        "recipe": planned.recipe.digest,
         "layout": planned.outputs.layout.digest,
         "version": str(record.raw.get("ptqpipe")),
     }

@@ -1,0 +1,122 @@
+"""Recipe files: YAML in, a `Recipe` out. Unknown keys are errors; recipes/ has examples.
+
+A file says a field of `Rule` or `Recipe` by its name, with the field's type: a new field is readable without a word
+here. Only what a file spells otherwise has its own lines: the version, ``format``, the keep list and the fuse table.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from ptqpipe.errors import PtqError, RecipeError
+from ptqpipe.recipe.model import DEFAULT_KEEP, Recipe, Rule
+from ptqpipe.schemes import get_scheme
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Reads and validates a recipe file. RecipeError names the file and the key that is wrong."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" at line {where.line + 1}" if where is not None else ""
+        raise RecipeError(f"recipe {path} is not YAML{line}; see recipes/ for examples") from None
+    try:
+        return parse_recipe(raw)
+    except PtqError as error:
+        raise RecipeError(f"recipe {path}: {error}") from None
+
+
+def parse_recipe(raw: Any) -> Recipe:
+    """A recipe from parsed YAML; RecipeError for unknown keys, wrong types and contradictions."""
+    own, plain = ("rules", "keep", "fuse", "description"), get_type_hints(Recipe)
+    top = _mapping(raw, "the recipe", {"version", *plain})
+    if top.get("version") != 1:
+        raise RecipeError(f"version is {top.get('version')!r}, expected 1")
+    rules = tuple(_rule(item, index) for index, item in enumerate(_list(top.get("rules"), "rules")))
+    given = {key: _value(top[key], key, kind) for key, kind in plain.items() if key in top and key not in own}
+    given["description"] = _optional(top.get("description"), "description", str) or ""
+    if "keep" in top:
+        extra = tuple((_text(item, "keep"), "kept by the recipe") for item in _list(top["keep"], "keep"))
+        given["keep"] = extra + DEFAULT_KEEP
+    if "fuse" in top:
+        groups = (_list(group, "fuse") for group in _list(top["fuse"], "fuse"))
+        given["fuse"] = tuple(tuple(_text(leaf, "fuse") for leaf in group) for group in groups)
+    return Recipe(rules, **given)
+
+
+def _rule(item: Any, index: int) -> Rule:
+    where = f"rules[{index}]"
+    plain = {name: kind for name, kind in get_type_hints(Rule).items() if name not in ("match", "scheme")}
+    raw = _mapping(item, where, {"match", "format", *plain})
+    if "match" not in raw or "format" not in raw:
+        raise RecipeError(f"{where} needs both match and format")
+    name = _text(raw["format"], f"{where}.format")
+    scheme = None if name.lower() == "keep" else get_scheme(name)
+    given: dict[str, Any] = {"weighting": "diagonal"} if raw.get("algorithm") == "gptq" else {}
+    given |= {key: _value(raw[key], f"{where}.{key}", kind) for key, kind in plain.items() if key in raw}
+    return Rule(_text(raw["match"], f"{where}.match"), scheme, **given)
+
+
+def _value(raw: Any, where: str, kind: Any) -> Any:
+    """The value of a field of type ``kind``."""
+    return _READERS[kind](raw, where)
+
+
+def _mapping(raw: Any, where: str, known: set[str]) -> Mapping[str, Any]:
+    if not isinstance(raw, Mapping):
+        raise RecipeError(f"{where} must be a mapping of keys, got {type(raw).__name__}")
+    unknown = [str(key) for key in raw if key not in known]
+    if unknown:
+        raise RecipeError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    return raw
+
+
+def _list(raw: Any, where: str) -> Sequence[Any]:
+    if not isinstance(raw, list) or not raw:
+        raise RecipeError(f"{where} must be a non-empty list, got {raw!r}")
+    return raw
+
+
+def _text(raw: Any, where: str) -> str:
+    if not isinstance(raw, str) or not raw:
+        raise RecipeError(f"{where} must be text, got {raw!r}")
+    return raw
+
+
+def _number(raw: Any, where: str) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, int | float):
+        raise RecipeError(f"{where} must be a number, got {raw!r}")
+    return float(raw)
+
+
+def _whole(raw: Any, where: str) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int):
+        raise RecipeError(f"{where} must be a whole number, got {raw!r}")
+    return raw
+
+
+def _flag(raw: Any, where: str) -> bool:
+    if not isinstance(raw, bool):
+        raise RecipeError(f"{where} must be true or false, got {raw!r}")
+    return raw
+
+
+def _optional(raw: Any, where: str, kind: type) -> Any:
+    if raw is not None and (not isinstance(raw, kind) or isinstance(raw, bool)):
+        raise RecipeError(f"{where} must be of type {kind.__name__}, got {raw!r}")
+    return raw
+
+
+_READERS: dict[Any, Callable[[Any, str], Any]] = {
+    str: _text,
+    int: _whole,
+    float: _number,
+    bool: _flag,
+    str | None: lambda raw, where: _optional(raw, where, str),
+    int | None: lambda raw, where: _optional(raw, where, int),
+}

@@ -1,0 +1,262 @@
+"""What a recipe is: rules, the modules that stay as they are, the weights that share a scale; and its JSON.
+
+A recipe decides bytes, and must not know where it came from (file.py, options.py). The first rule that matches a
+module's name wins; a module that no rule matches, or that the keep list names, keeps its bytes. The record of a
+conversion holds the recipe as JSON, from which `ptqpipe verify` makes it again.
+"""
+
+import fnmatch
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ptqpipe.errors import PtqError, RecipeError, UsageError
+from ptqpipe.schemes import LOW_RANK_DTYPES, LowRank, Scheme, get_scheme
+
+GLOBAL_SCALE_MODES = ("search", "absmax")
+INPUT_SCALES = ("absmax", "percentile", "mse")
+KV_CACHES = ("none", "fp8", "fp8_per_head")
+ALGORITHMS = ("rtn", "gptq")
+WEIGHTINGS = ("none", "diagonal", "block")
+ORDERS = ("static", "none")
+SCALE_MODES = ("auto", "first", "entry")
+
+# The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
+IGNORED = "ignored on request"
+
+# Modules that stay as they are unless a rule of the recipe names them: their error is the most expensive (heads,
+# embeddings, routers decide discretely), or readers do not look for quantized weights there (towers, MTP heads).
+DEFAULT_KEEP: tuple[tuple[str, str], ...] = (
+    (r"re:(.*\.)?(lm_head|output_head|embed_out)$", "language-model head"),
+    (r"re:.*(embed|\bwte\b|\bwpe\b|shared_head)", "embedding"),
+    (r"re:.*norm\d*$", "norm"),
+    (r"re:.*(\.|_)(gate|router|shared_expert_gate|e_score_correction)$", "router"),
+    (r"re:.*router(\.|$)", "router"),
+    (
+        r"re:(.*\.)?(visual|vision_tower|vision_model|vision_encoder|image_newline|vision_embed_tokens)(\.|$)",
+        "vision tower",
+    ),
+    (
+        r"re:(.*\.)?(audio_tower|audio_model|audio_encoder|speech_encoder|talker|token2wav|code2wav)(\.|$)",
+        "audio tower",
+    ),
+    (
+        r"re:(.*\.)?(multi_modal_projector|mm_projector|connector|aligner|merger|projector)(\.|$)",
+        "multimodal projector",
+    ),
+    (r"re:(.*\.)?mtp(\.|_|$)", "multi-token-prediction head"),
+    (r"re:.*conv1d$", "short convolution"),
+)
+
+# Weights that runtimes fuse into one matrix and therefore give one global scale: leaf names below one parent.
+DEFAULT_FUSE: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("wq_a", "wkv_a"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Modules whose name matches ``match`` get ``scheme`` (None: keep), with the search and global-scale mode.
+
+    With calibration statistics:
+
+    algorithm  "rtn" (nearest codes) or "gptq" (error feedback)
+    weighting  what the block scales minimize: "none", "diagonal" (E[x^2] by column) or "block" (16x16 moments)
+    damping    gptq: share of the mean diagonal that is added to the moment
+    order      gptq: columns by their second moment, the largest first ("static"), or as they are ("none")
+    scales     gptq: block scales "first", at block "entry", or "auto" (at entry unless they are powers of two)
+    refine     gptq: sweeps of coordinate descent over scales and codes afterwards
+
+    low_rank        rank of the product of two thin matrices that makes up for the error of the codes; 0: none
+    low_rank_dtype  what these are stored in: "bf16" or "fp8"
+    """
+
+    match: str
+    scheme: Scheme | None
+    search: str = "exact"
+    global_scale: str = "search"
+    algorithm: str = "rtn"
+    weighting: str = "none"
+    damping: float = 0.01
+    order: str = "static"
+    scales: str = "auto"
+    refine: int = 3
+    low_rank: int = 0
+    low_rank_dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_pattern(self.match)
+        if self.global_scale not in GLOBAL_SCALE_MODES:
+            raise RecipeError(f"global_scale {self.global_scale!r} is unknown; use {' or '.join(GLOBAL_SCALE_MODES)}")
+        _check_choice("algorithm", self.algorithm, ALGORITHMS)
+        _check_choice("weighting", self.weighting, WEIGHTINGS)
+        _check_choice("order", self.order, ORDERS)
+        _check_choice("scales", self.scales, SCALE_MODES)
+        _check_choice("low_rank_dtype", self.low_rank_dtype, LOW_RANK_DTYPES)
+        if not 0.0 <= self.damping <= 10.0:
+            raise RecipeError(f"damping {self.damping} is out of range; use 0 to 10 (the usual is 0.01)")
+        if not 0 <= self.refine <= 1000:
+            raise RecipeError(f"refine {self.refine} is out of range; use 0 to 1000 sweeps")
+        if not 0 <= self.low_rank <= 4096:
+            raise RecipeError(f"low_rank {self.low_rank} is out of range; use 0 to 4096 (the usual is 16 to 64)")
+
+    @property
+    def stored_scheme(self) -> Scheme | None:
+        """The scheme with the low-rank part: what containers store."""
+        if self.scheme is None or not self.low_rank:
+            return self.scheme
+        return replace(self.scheme, low_rank=LowRank(self.low_rank, self.low_rank_dtype))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether quantizing needs statistics of the inputs."""
+        return self.scheme is not None and (self.algorithm != "rtn" or self.weighting != "none")
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, the scheme by its name ("keep" for none)."""
+        described = {field.name: getattr(self, field.name) for field in fields(self)}
+        return described | {"scheme": "keep" if self.scheme is None else self.scheme.name}
+
+    @staticmethod
+    def from_json(described: Mapping[str, Any]) -> "Rule":
+        """The inverse of `to_json`. TypeError for a field that is missing or that no rule has."""
+        name = described["scheme"]
+        return Rule(**{**described, "scheme": None if name == "keep" else get_scheme(name)})
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that decides the bytes of a converted checkpoint.
+
+    rules         the first that matches a module wins
+    keep          (pattern, reason): kept whatever the later rules say, unless a rule names the module exactly; the
+                  reason ``IGNORED`` yields to no rule
+    fuse          leaf names that share one scheme and one global scale below one parent
+    container     on-disk layout; None takes the default of the schemes
+    input_amax    for static activation scales without calibration: the largest activation that must not clip
+    input_scale   for static activation scales with statistics: "absmax", "percentile" (99.99 %) or "mse"
+    headroom      what that activation is multiplied by, for those that calibration did not see
+    bias_correction  with statistics: biases make up for the mean error of their weights
+    kv_cache      scales of an FP8 cache from statistics: "none", "fp8" (one a layer), "fp8_per_head"
+    shard_bytes   None: chosen from the total size
+    """
+
+    rules: tuple[Rule, ...]
+    keep: tuple[tuple[str, str], ...] = DEFAULT_KEEP
+    fuse: tuple[tuple[str, ...], ...] = DEFAULT_FUSE
+    container: str | None = None
+    input_amax: float = 336.0
+    input_scale: str = "absmax"
+    headroom: float = 1.0
+    kv_cache: str = "none"
+    bias_correction: bool = False
+    shard_bytes: int | None = None
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise RecipeError("a recipe needs at least one rule")
+        for pattern, _ in self.keep:
+            check_pattern(pattern)
+        leaves = [leaf for group in self.fuse for leaf in group]
+        if len(leaves) != len(set(leaves)):
+            twice = next(leaf for leaf in leaves if leaves.count(leaf) > 1)
+            raise RecipeError(f"fuse names {twice!r} in two groups; a weight can share one global scale only")
+        if not 0.0 < self.input_amax < 1e30:
+            raise RecipeError(f"input_amax {self.input_amax} must be a positive number")
+        if not 0.1 <= self.headroom <= 1000.0:
+            raise RecipeError(f"headroom {self.headroom} is out of range; use 0.1 to 1000 (1: none)")
+        _check_choice("input_scale", self.input_scale, INPUT_SCALES)
+        _check_choice("kv_cache", self.kv_cache, KV_CACHES)
+
+    def rule_for(self, module: str) -> tuple[Rule | None, str]:
+        """(the rule that quantizes ``module``, "") or (None, why it is kept)."""
+        kept = next((reason for pattern, reason in self.keep if matches(pattern, module)), None)
+        if kept == IGNORED:
+            return None, kept
+        for rule in self.rules:
+            if matches(rule.match, module) and (kept is None or rule.match == module):
+                return (rule, "") if rule.scheme is not None else (None, f"kept by the recipe ({rule.match})")
+        return None, kept or "no rule of the recipe matches"
+
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The distinct schemes of the rules, in their order."""
+        stored = (rule.stored_scheme for rule in self.rules)
+        return tuple(dict.fromkeys(scheme for scheme in stored if scheme is not None))
+
+    @property
+    def container_name(self) -> str:
+        """The container, or the one that the schemes default to; UsageError where they differ."""
+        if self.container is not None:
+            return self.container.lower().replace("-", "_")
+        names = {scheme.container for scheme in self.schemes()}
+        if not names:
+            raise UsageError("every rule of the recipe keeps; give at least one rule with a format")
+        if len(names) == 1:
+            return names.pop()
+        if names == {"compressed_tensors", "deepseek_fp8"}:
+            return "compressed_tensors"  # it spells both, mixed
+        raise UsageError(f"the recipe's formats default to different containers ({', '.join(sorted(names))}); name one")
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, with the container that was chosen: everything in it decides bytes."""
+        described = {field.name: getattr(self, field.name) for field in fields(self)}
+        described |= {"rules": [rule.to_json() for rule in self.rules], "container": self.container_name}
+        return json.loads(json.dumps(described))  # type: ignore[no-any-return]  # tuples become lists
+
+    @staticmethod
+    def from_json(described: Mapping[str, Any]) -> "Recipe":
+        """The inverse of `to_json`. RecipeError unless the recipe describes itself the same again."""
+        try:
+            given = {field.name: described[field.name] for field in fields(Recipe)}
+            given["rules"] = tuple(Rule.from_json(rule) for rule in given["rules"])
+            given["keep"] = tuple((str(pattern), str(reason)) for pattern, reason in given["keep"])
+            given["fuse"] = tuple(tuple(map(str, leaves)) for leaves in given["fuse"])
+            recipe = Recipe(**given)
+            again = recipe.to_json()
+        except (PtqError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise RecipeError(f"the recipe cannot be read: {type(error).__name__} {error}") from None
+        if again != described:
+            keys = sorted(again.keys() | described.keys())
+            key = next((key for key in keys if again.get(key) != described.get(key)), "?")
+            raise RecipeError(f"the recipe's {key} is not one that this version writes")
+        return recipe
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the JSON with its keys in order: what a run is known by."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+def check_pattern(pattern: str) -> None:
+    """RecipeError for an empty pattern or a regular expression that does not compile."""
+    if not pattern:
+        raise RecipeError("an empty pattern matches nothing; give a module name, a glob, or re:<regex>")
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise RecipeError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether ``pattern`` names ``module``: exactly, as a glob (``*``), or ``re:`` matched from the name's start."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return pattern == module or ("*" in pattern and fnmatch.fnmatchcase(module, pattern))
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise RecipeError(f"{name} {value!r} is unknown; use {', '.join(known)}")
