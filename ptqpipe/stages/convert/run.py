@@ -67,7 +67,7 @@ _of_worker = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A conversion that is decided to the byte and has read no weight."""
+    """A conversion that is decided to the byte and has read no weight. A context manager; or call ``close``."""
 
     source_path: Path
     out: Path
@@ -84,6 +84,18 @@ class Prepared:
     def run_id(self) -> str:
         """Identifies source, recipe, layout and version: a run resumes only itself."""
         return run_id_of(self.run_parts)
+
+    def __enter__(self) -> "Prepared":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files of the source, of the statistics and of learned codes."""
+        for opened in (self.source, self.statistics, self.rounding):
+            if opened is not None:
+                opened.close()
 
 
 @dataclass(frozen=True, slots=True)

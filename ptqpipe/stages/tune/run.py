@@ -115,7 +115,8 @@ def tune(
     if not 0.0 <= options.share <= 1.0:
         raise UsageError(f"--share {options.share} is out of range; use 0 (nothing is made up for) to 1 (all of it)")
     prepared = convert.prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
-    with prepared.source as source:
+    with prepared:
+        source = prepared.source
         if any(unit.scheme.low_rank is not None for unit in prepared.plan.units):
             raise UsageError("tune does not learn codes beside a low-rank part; leave low_rank out of the recipe")
         check_disjoint(prepared.source_path, out)
