@@ -47,7 +47,7 @@ from ptqpipe.cli.common import (
 @click.option(
     "--max-memory", type=Size(), default="8GiB", show_default=True, help="Samples that do not fit go to disk."
 )
-@click.option("--workers", type=int, metavar="N", help="Threads [processors, at most 16].")
+@click.option("--workers", type=int, metavar="N", help="Threads [physical cores].")
 @click.option(
     "--device",
     default="cpu",
@@ -94,7 +94,7 @@ def calibrate(
         holdout=holdout,
     )
     devices = devices_of(device)
-    machine = machine_of(workers, devices[0], max_memory, progress=not quiet and not as_json)
+    machine = machine_of(workers, devices[0], max_memory, progress=not quiet and not as_json, waits=False)
     mode = mode_of(resume, overwrite)
     with says_how_to_resume(resume_command()):
         done = stage.calibrate(

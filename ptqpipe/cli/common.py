@@ -162,11 +162,14 @@ def resume_command() -> str:
     return shlex.join(["ptqpipe", *arguments, "--resume"])
 
 
-def machine_of(workers: int | None, device: str, max_memory: int, *, progress: bool) -> "Machine":
-    """The machine options, checked."""
+def machine_of(workers: int | None, device: str, max_memory: int, *, progress: bool, waits: bool = True) -> "Machine":
+    """The machine options, checked.
+
+    waits  whether the workers wait for disks: where they only compute, there is one for each physical core
+    """
     import torch
 
-    from ptqpipe.stages.common.machine import Machine, default_workers
+    from ptqpipe.stages.common.machine import Machine, compute_threads, default_workers
 
     if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
         raise UsageError(f"--device {device!r} is unknown; use cpu, cuda or cuda:N")
@@ -179,7 +182,9 @@ def machine_of(workers: int | None, device: str, max_memory: int, *, progress: b
         device = device if ":" in device else f"cuda:{_environment('LOCAL_RANK', 0, least=0)}"
     local = _environment("LOCAL_WORLD_SIZE", 1, least=1)
     return Machine(
-        workers=workers if workers is not None else max(1, default_workers() // local),
+        workers=workers
+        if workers is not None
+        else max(1, (default_workers() if waits else compute_threads()) // local),
         device=torch.device(device),
         memory_bytes=max_memory,
         progress=progress and sys.stderr.isatty(),

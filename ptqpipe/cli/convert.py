@@ -144,7 +144,7 @@ def convert(
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's stop ends as cleanly as Ctrl-C
         ranks = ranks_of()
         if ranks.rank == 0 and not as_json:
-            click.echo(tables.header_text(prepared))
+            click.echo(tables.header_text(prepared, machine))
         try:
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
         except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from ptqpipe.cli.common import machine_of, one_line_errors
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), required=True, help="File of token ids to write (.jsonl)."
 )
-@click.option("--workers", type=int, metavar="N", help="Threads [processors, at most 16].")
+@click.option("--workers", type=int, metavar="N", help="Threads [physical cores].")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @one_line_errors
@@ -34,7 +34,7 @@ def generate(
     """Let MODEL write the text to calibrate on, where there is no data: calibrate and tune take it as --data."""
     from ptqpipe.stages import generate as stage
 
-    machine = machine_of(workers, device, 8 << 30, progress=False)
+    machine = machine_of(workers, device, 8 << 30, progress=False, waits=False)
     done = stage.generate(
         model,
         out,

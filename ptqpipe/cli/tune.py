@@ -36,7 +36,7 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resum
 @click.option(
     "--max-memory", type=Size(), default="8GiB", show_default=True, help="Samples that do not fit go to disk."
 )
-@click.option("--workers", type=int, metavar="N", help="Threads [processors, at most 16].")
+@click.option("--workers", type=int, metavar="N", help="Threads [physical cores].")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
@@ -82,7 +82,7 @@ def tune(
         share=stage.SHARE if share is None else share,
         settings=stage.settings_of(steps, seed=seed),
     )
-    machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
+    machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json, waits=False)
     with says_how_to_resume(resume_command()):
         done = stage.tune(
             model,

@@ -35,6 +35,11 @@ def available() -> bool:
     return bool(lib.known_isas())
 
 
+def why_missing() -> str:
+    """Why there are none, with what to do; "" where there are."""
+    return lib.why_missing()
+
+
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2", "baseline", or "none" without the extension."""
     return lib.current_isa()

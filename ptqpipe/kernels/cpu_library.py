@@ -114,14 +114,31 @@ class Collective(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled extension, or None when it was not built or is of another version of the sources."""
+    found, abi = _built()
+    return found if abi == ABI else None
+
+
+def why_missing() -> str:
+    """Why there are no kernels, in a few words with what to do; "" where there are."""
+    found, abi = _built()
+    if found is None:
+        return "not built; install ptqpipe where there is a C++ compiler: pip install ."
+    if abi != ABI:
+        return f"built for ABI {abi}, expected {ABI}; build them again: pip install ."
+    return "" if known_isas() else "built for another processor; build them here: pip install ."
+
+
+@cache
+def _built() -> tuple[ctypes.CDLL | None, int]:
+    """(the extension that was built, its version), whichever that is."""
     spec = find_spec("ptqpipe.kernels._cpu")
     if spec is None or spec.origin is None:
-        return None
+        return None, 0
     try:
         found = ctypes.CDLL(spec.origin)
-        return found if found.ptq_abi() == ABI else None
+        return found, int(found.ptq_abi())
     except (OSError, AttributeError):  # built for another platform, or something else of that name
-        return None
+        return None, 0
 
 
 @cache

@@ -6,14 +6,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ptqpipe.calibration.generate import generate as windows_of
 from ptqpipe.checkpoint.partial import output_errors
 from ptqpipe.checkpoint.source import resolve_source
 from ptqpipe.errors import OutputError
 from ptqpipe.runtime.loading import load_model, read_config
-from ptqpipe.stages.common.machine import Machine
+from ptqpipe.stages.common.machine import Machine, compute_threads, threads
 
 DEFAULT_SEQLEN = 2048
 
@@ -46,7 +44,7 @@ def generate(
     Raises UsageError for settings that do not fit the model, OutputError for a file that exists or cannot be written.
     """
     begun = time.monotonic()
-    machine = machine or Machine()
+    machine = machine or Machine(compute_threads())
     if out.exists() and not overwrite:
         raise OutputError(f"{out} exists; --overwrite replaces it")
     path = resolve_source(str(model))
@@ -54,8 +52,7 @@ def generate(
     positions = getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_SEQLEN)
     seqlen = seqlen or min(DEFAULT_SEQLEN, positions)
     begin = getattr(config.get_text_config(), "bos_token_id", None)
-    with machine.threads():
-        torch.set_num_threads(machine.workers)
+    with threads(machine.workers):
         loaded = load_model(path, dtype=dtype, device=str(machine.device))
         windows = windows_of(
             loaded, samples=samples, seqlen=seqlen, seed=seed, begin=begin if isinstance(begin, int) else None

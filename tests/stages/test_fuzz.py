@@ -317,7 +317,7 @@ def outcome(source: Path, out: Path, options: RecipeOptions, *, all_the_way: boo
         assert not out.exists()
         return "refused"
     with prepared:
-        assert prepared.outputs.container_name in tables.header_text(prepared)
+        assert prepared.outputs.container_name in tables.header_text(prepared, Machine())
         if not all_the_way:
             return "planned"
         try:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert import text as tables
 from ptqpipe.stages.convert.run import convert, prepare
 from ptqpipe.stages.verify.run import verify
@@ -91,8 +92,8 @@ def test_any_name_is_a_name(tmp_path: Path, name: str) -> None:
         pass
     prepared = prepare(tmp_path / "model", options=RecipeOptions(ignore=("*model*",)), out=tmp_path / "other")
     with prepared:
-        assert all(line.isprintable() for line in tables.header_text(prepared).splitlines())
-        assert max(map(len, tables.header_text(prepared).splitlines())) < 1000
+        assert all(line.isprintable() for line in tables.header_text(prepared, Machine()).splitlines())
+        assert max(map(len, tables.header_text(prepared, Machine()).splitlines())) < 1000
     assert out.is_dir()
 
 

@@ -28,7 +28,7 @@ from ptqpipe.runtime.loading import DTYPES, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.blocks import HEAD, Watch, run_blocks
 from ptqpipe.stages.common.block_folder import BlockFolder
-from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, resident_bytes
+from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, compute_threads, resident_bytes, threads
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
 MOMENTS = ("diagonal", "block", "full")
@@ -84,7 +84,7 @@ def calibrate(
     NumericsError for activations that are not finite (then nothing is written), OutputError for the folder.
     """
     begun = time.monotonic()
-    options, machine, ranks = options or CalibrateOptions(), machine or Machine(), ranks or Ranks()
+    options, machine, ranks = options or CalibrateOptions(), machine or Machine(compute_threads()), ranks or Ranks()
     path = resolve_source(str(model))
     check_disjoint(path, out)
     block, full = _which(options.moments)
@@ -107,8 +107,7 @@ def calibrate(
     with Source.open(path) as source:
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config))
         parts = _run_parts(source, samples, options)
-        with BlockFolder(out, parts, index_file=STATS_FILE, mode=mode, ranks=ranks) as output, machine.threads():
-            torch.set_num_threads(machine.workers)
+        with BlockFolder(out, parts, index_file=STATS_FILE, mode=mode, ranks=ranks) as output, threads(machine.workers):
             runner = _open_runner(skeleton, samples, output, watch, machine)
             with runner:
                 run_blocks(runner, output, watch, shown=machine.progress)

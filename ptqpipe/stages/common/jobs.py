@@ -21,7 +21,7 @@ from ptqpipe.checkpoint.partial import check_unfinished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import OutputError
-from ptqpipe.stages.common.machine import Machine, Ranks
+from ptqpipe.stages.common.machine import Machine, Ranks, one_thread_each
 from ptqpipe.stages.common.progress import AnyJob, Progress
 
 RECORD_FILE = "ptqpipe.json"
@@ -74,18 +74,17 @@ def write_checkpoint(
         owners = layout.group_ranks(ranks.world)
         mine = [job for job in jobs if owners[job.group] == ranks.rank and job.id not in done]
         extra = {job.id: 0 if extra_bytes is None else extra_bytes(job) for job in mine}
-        largest = max(extra.values(), default=0)
-        threads, cache_bytes = machine.divide_memory(unit_bytes, len(mine), reserved_bytes=largest)
-        pool = MemoryPool(machine.spare_memory(threads, min(cache_bytes, unit_bytes)))
-        with machine.threads(single=True), Progress(mine, shown=machine.progress and ranks.rank == 0) as progress:
+        share = machine.divide_memory(unit_bytes, len(mine), reserved_bytes=max(extra.values(), default=0))
+        pool = MemoryPool(share.pool_bytes)
+        with one_thread_each(), Progress(mine, shown=machine.progress and ranks.rank == 0) as progress:
 
             def do(job: J) -> None:
                 with pool.taken(extra[job.id]):
-                    record = work(job, writer, cache_bytes)
+                    record = work(job, writer, share.cache_bytes)
                 writer.commit(job.id, record)
                 progress.advance(job)
 
-            run_jobs(mine, do, threads=threads)
+            run_jobs(mine, do, threads=share.threads)
         writer.flush()
         if ranks.rank != 0:
             writer.close()

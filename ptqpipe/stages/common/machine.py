@@ -5,6 +5,7 @@ import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,7 @@ from ptqpipe.errors import UsageError
 # What a process holds before any weight, and what one worker holds beside a cached unit (chunks, samples, temporaries).
 BASE_BYTES = 420 << 20
 WORKER_BYTES = 128 << 20
-MAX_DEFAULT_WORKERS = 16
+MAX_DEFAULT_WORKERS = 16  # of those that wait for disks; what only computes has as many threads as there are cores
 READ_AHEAD = 1  # threads beside the workers, which wait for the disk while those compute
 
 
@@ -38,8 +39,24 @@ def resident_bytes() -> Memory:
 
 def default_workers() -> int:
     """One per processor that this process may use, at most 16."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(count, MAX_DEFAULT_WORKERS)
+    return min(len(processors()), MAX_DEFAULT_WORKERS)
+
+
+def processors() -> list[int]:
+    """The numbers of the processors that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def compute_threads() -> int:
+    """One per physical core that this process may use: for stages that compute and wait for no disk."""
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = set()
+    for cpu in processors():
+        try:
+            cores.add(Path(topology.format(cpu)).read_text(encoding="ascii").strip())
+        except OSError:  # the kernel does not say: every processor counts
+            cores.add(str(cpu))
+    return len(cores)
 
 
 def require_device_kernels() -> None:
@@ -47,6 +64,22 @@ def require_device_kernels() -> None:
     from ptqpipe.kernels import triton
 
     triton.require()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What the workers of a stage get of the memory.
+
+    workers      that compute at once: as many as were asked for, as there are jobs, or as memory has room for
+    threads      those and the ones that read ahead
+    cache_bytes  of a unit that each thread may keep
+    pool_bytes   left beside all that, for what single jobs need
+    """
+
+    workers: int
+    threads: int
+    cache_bytes: int
+    pool_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +100,8 @@ class Machine:
                 f"--max-memory {self.memory_bytes >> 20} MiB is too small; one worker needs {least >> 20} MiB"
             )
 
-    def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> tuple[int, int]:
-        """(threads, bytes of a unit that each may cache): the workers that fit, then the cache from what is left.
+    def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> "Share":
+        """The workers that fit, then what each may cache from what is left.
 
         READ_AHEAD threads more than workers, where they leave the largest unit its cache: while some wait for the disk,
         as many as there are workers compute.
@@ -76,39 +109,32 @@ class Machine:
         reserved_bytes  kept free for the job that needs the most
         """
         free = max(0, self.memory_bytes - BASE_BYTES - reserved_bytes)
-        threads = max(1, min(self.workers, jobs, free // WORKER_BYTES))
+        workers = threads = max(1, min(self.workers, jobs, free // WORKER_BYTES))
         ahead = min(threads + READ_AHEAD, max(threads, jobs))
         if free // ahead - WORKER_BYTES >= largest_unit_bytes:
             threads = ahead
-        return threads, max(0, free // threads - WORKER_BYTES)
-
-    def spare_memory(self, threads: int, cache_bytes: int) -> int:
-        """What is left beside that many threads, each with a cached unit."""
-        return max(0, self.memory_bytes - BASE_BYTES - threads * (WORKER_BYTES + cache_bytes))
-
-    @contextlib.contextmanager
-    def threads(self, *, single: bool = False) -> Iterator[None]:
-        """Torch's own threads would multiply the workers: one for each while the stage runs.
-
-        ``single``: also for one worker, since the number of threads changes the last bits of products.
-        """
-        before = torch.get_num_threads()
-        torch.set_num_threads(1 if single or self.workers > 1 else before)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        cache = max(0, free // threads - WORKER_BYTES)
+        used = BASE_BYTES + threads * (WORKER_BYTES + min(cache, largest_unit_bytes))
+        return Share(workers, threads, cache, max(0, self.memory_bytes - used))
 
 
 @contextlib.contextmanager
-def one_thread_each() -> Iterator[None]:
-    """Torch's own threads only get in each other's way on runs of rows; the workers are the threads."""
+def threads(count: int) -> Iterator[None]:
+    """So many threads of torch's own while this lasts."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Torch's own threads only get in each other's way on runs of rows; the workers are the threads. Also for one
+    worker: their number changes the last bits of products."""
+    with threads(1):
+        yield
 
 
 @dataclass(frozen=True, slots=True)

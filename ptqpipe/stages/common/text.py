@@ -31,6 +31,11 @@ def size_text(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+def mebibytes(count: int) -> str:
+    """Bytes as an option takes them, rounded up: 548MiB."""
+    return f"{-(-count >> 20)}MiB"
+
+
 def role_of(weight: str) -> str:
     """The role of a weight: its module's last name, with ``experts.`` before it for an expert's."""
     parts = re.sub(r"\[\d+\]$", "", weight).removesuffix(".weight").split(".")

@@ -37,7 +37,7 @@ from ptqpipe.stages.common.jobs import (
     run_id_of,
     write_checkpoint,
 )
-from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, Ranks, resident_bytes
+from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, Ranks, Share, resident_bytes
 from ptqpipe.stages.common.moments import (
     describe_statistics,
     input_scales,
@@ -226,8 +226,8 @@ def convert(
         machine=machine,
         ranks=ranks,
         work=work,
-        unit_bytes=max((job.source_bytes for job in prepared.outputs.jobs if job.unit is not None), default=0),
-        extra_bytes=lambda job: 0 if job.unit is None else _extra_bytes(job.unit, prepared),
+        unit_bytes=_largest_unit(prepared),
+        extra_bytes=lambda job: 0 if job.unit is None else extra_bytes(job.unit, prepared),
         finish=lambda writer: _finish(prepared, writer),
     )
     if record is None:
@@ -242,7 +242,7 @@ def convert(
     )
 
 
-def _extra_bytes(unit: Unit, prepared: Prepared) -> int:
+def extra_bytes(unit: Unit, prepared: Prepared) -> int:
     """About what a unit takes beside its weights and what every worker has."""
     codes = 0 if prepared.rounding is not None else unit_extra_bytes(unit, prepared.statistics)
     return max(codes, low_rank.extra_bytes(unit, prepared.statistics))
@@ -250,10 +250,31 @@ def _extra_bytes(unit: Unit, prepared: Prepared) -> int:
 
 def least_memory(prepared: Prepared) -> tuple[int, str]:
     """(bytes that a conversion needs with one unit at a time, the unit that needs the most, "" for none)."""
-    needs = {unit.id: _extra_bytes(unit, prepared) for unit in prepared.plan.units}
-    largest = max(needs, key=lambda name: needs[name], default="")
-    extra = needs.get(largest, 0)
-    return BASE_BYTES + WORKER_BYTES + extra, largest if extra else ""
+    extra, largest = most_extra(prepared)
+    return BASE_BYTES + WORKER_BYTES + extra, "" if largest is None else largest.id
+
+
+def share_of(prepared: Prepared, machine: Machine) -> Share:
+    """What the workers of a conversion get, where one process does all of it."""
+    jobs = prepared.outputs.jobs
+    return machine.divide_memory(_largest_unit(prepared), len(jobs), reserved_bytes=most_extra(prepared)[0])
+
+
+def units_at_once(unit: Unit, prepared: Prepared, machine: Machine) -> int:
+    """How many units like this one are quantized at the same time."""
+    share, extra = share_of(prepared, machine), extra_bytes(unit, prepared)
+    return share.workers if not extra else max(1, min(share.workers, share.pool_bytes // extra))
+
+
+def _largest_unit(prepared: Prepared) -> int:
+    return max((job.source_bytes for job in prepared.outputs.jobs if job.unit is not None), default=0)
+
+
+def most_extra(prepared: Prepared) -> tuple[int, Unit | None]:
+    """(what the unit that needs the most takes beside its weights, that unit; 0 and None where none takes any)."""
+    needs = [(extra_bytes(unit, prepared), unit) for unit in prepared.plan.units]
+    extra, largest = max(needs, key=lambda need: need[0], default=(0, None))
+    return extra, largest if extra else None
 
 
 def check_memory(prepared: Prepared, machine: Machine) -> None:

@@ -6,18 +6,19 @@ from typing import Any
 
 from ptqpipe.containers import container_names
 from ptqpipe.errors import one_line
+from ptqpipe.kernels import cpu
 from ptqpipe.plan import unmatched_patterns
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.search import search_names
-from ptqpipe.stages.common.machine import Machine
-from ptqpipe.stages.common.text import name_pattern, role_of, size_text, table
+from ptqpipe.stages.common.machine import WORKER_BYTES, Machine
+from ptqpipe.stages.common.text import mebibytes, name_pattern, role_of, size_text, table
 from ptqpipe.stages.convert.estimate import estimate_seconds
-from ptqpipe.stages.convert.run import Converted, Prepared, least_memory, sqnr_db
+from ptqpipe.stages.convert.run import Converted, Prepared, least_memory, most_extra, share_of, sqnr_db, units_at_once
 
 
-def header_text(prepared: Prepared) -> str:
+def header_text(prepared: Prepared, machine: Machine) -> str:
     """What is about to happen, in a few lines, with everything that is kept."""
-    return "\n".join([*_what(prepared), *_kept(prepared)])
+    return "\n".join([*_what(prepared), *_how(prepared, machine), *_kept(prepared)])
 
 
 def _what(prepared: Prepared) -> list[str]:
@@ -25,12 +26,7 @@ def _what(prepared: Prepared) -> list[str]:
     layout = prepared.outputs.layout
     lines = [f"{prepared.source_path} -> {prepared.out}  ({prepared.outputs.container_name})"]
     lines += [f"  {scheme.describe()}" for scheme in prepared.recipe.schemes()]
-    if any(scheme.needs_input_global_scale for scheme in prepared.recipe.schemes()):
-        amax = prepared.recipe.input_amax
-        lines.append(
-            f"  input_global_scale: no calibration, so one constant for every layer: activations up to {amax:g} do not "
-            f"clip, blocks below {amax / 28672:.2g} lose precision (--input-amax)"
-        )
+    lines += _input_scale(prepared)
     count = sum(len(unit.members) for unit in prepared.plan.units)
     shards = f"{len(layout.shards)} files" if len(layout.shards) > 1 else "1 file"
     lines.append(
@@ -39,6 +35,48 @@ def _what(prepared: Prepared) -> list[str]:
         f"{layout.file_bytes / source_bytes:.3f}x) in {shards}"
     )
     return [*lines, *(f"  warning: {line}" for line in warnings_of(prepared))]
+
+
+def _input_scale(prepared: Prepared) -> list[str]:
+    """Where the static scales of activations come from, for schemes that have one."""
+    recipe = prepared.recipe
+    if not any(scheme.needs_input_global_scale for scheme in recipe.schemes()):
+        return []
+    if prepared.statistics is not None:
+        times = "" if recipe.headroom == 1 else f" x {recipe.headroom:g}"
+        return [
+            f"  input_global_scale: each layer's own from the statistics, {recipe.input_scale}{times} of its "
+            "activations (--input-scale, --headroom)"
+        ]
+    amax = recipe.input_amax
+    return [
+        f"  input_global_scale: no calibration, so one constant for every layer: activations up to {amax:g} do not "
+        f"clip, blocks below {amax / 28672:.2g} lose precision (--input-amax)"
+    ]
+
+
+def _how(prepared: Prepared, machine: Machine) -> list[str]:
+    """What makes the run slower than was asked for: fewer workers than --workers, no compiled kernels."""
+    lines = []
+    share, jobs = share_of(prepared, machine), len(prepared.outputs.jobs)
+    wanted = min(machine.workers, jobs)
+    _, unit = most_extra(prepared)
+    if share.workers < wanted:
+        enough = least_memory(prepared)[0] + (wanted - 1) * WORKER_BYTES
+        lines.append(
+            f"  {share.workers} units at a time, not {wanted}: --max-memory {mebibytes(machine.memory_bytes)} has no "
+            f"room for more; --max-memory {mebibytes(enough)} has"
+        )
+    at_once = share.workers if unit is None else units_at_once(unit, prepared, machine)
+    if unit is not None and at_once < share.workers:
+        lines.append(
+            f"  {at_once} at a time of units like {one_line(unit.id, limit=300)}, which need the most memory; "
+            "more with more --max-memory"
+        )
+    missing = cpu.why_missing() if machine.device.type == "cpu" else ""
+    if missing:
+        lines.append(f"  compiled kernels: {missing}; torch's operations run instead, many times slower")
+    return lines
 
 
 def warnings_of(prepared: Prepared) -> list[str]:
@@ -77,12 +115,13 @@ def plan_text(prepared: Prepared, machine: Machine) -> str:
     estimate = estimate_seconds(prepared, machine)
     fates = table(["unit", "format", "search", "first shape", "count"], body, left=3)
     least, unit = least_memory(prepared)
+    share = share_of(prepared, machine)
     tail = (
         f"writes {prepared.outputs.layout.file_bytes} bytes of weights and index; at most "
-        f"{size_text(machine.memory_bytes)} of memory with {machine.workers} workers; about {estimate:.0f} s here"
+        f"{size_text(machine.memory_bytes)} of memory with {share.workers} workers; about {estimate:.0f} s here"
     )
     short = [f"needs --max-memory {-(-least >> 20)}MiB, for {unit}"] if unit and least > machine.memory_bytes else []
-    return "\n".join([*_what(prepared), fates, *_kept(prepared), tail, *short])
+    return "\n".join([*_what(prepared), *_how(prepared, machine), fates, *_kept(prepared), tail, *short])
 
 
 def plan_json(prepared: Prepared, machine: Machine) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import read_config
 from ptqpipe.stages.common.block_folder import BlockFolder
-from ptqpipe.stages.common.machine import Machine, resident_bytes
+from ptqpipe.stages.common.machine import Machine, compute_threads, resident_bytes, threads
 from ptqpipe.stages.common.progress import Progress
 from ptqpipe.stages.convert import run as convert
 from ptqpipe.stages.tune.block import BlockWork
@@ -109,7 +109,7 @@ def tune(
     NumericsError for weights or activations that are not finite, OutputError for the folder.
     """
     begun = time.monotonic()
-    options, machine = options or TuneOptions(), machine or Machine()
+    options, machine = options or TuneOptions(), machine or Machine(compute_threads())
     if options.method not in METHODS:
         raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
     if not 0.0 <= options.share <= 1.0:
@@ -140,8 +140,7 @@ def tune(
             "the version of ptqpipe": __version__,
         }
         folder = BlockFolder(out, parts, index_file=ROUNDING_FILE, mode=mode)
-        with folder, machine.threads():
-            torch.set_num_threads(machine.workers)
+        with folder, threads(machine.workers):
             _run(prepared, samples, folder, options, machine)
             content = _content(prepared, samples, options, folder)
             folder.finish(content)
