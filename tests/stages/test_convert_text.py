@@ -1,0 +1,85 @@
+"""Claims about what convert says before it runs: where scales come from, how many units run at once and why."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ptqpipe.kernels import cpu_library
+from ptqpipe.recipe import RecipeOptions
+from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
+from ptqpipe.stages.convert.run import Prepared, extra_bytes, prepare
+from ptqpipe.stages.convert.text import header_text, plan_text
+from tests import tiny
+from tests.algorithms.inputs import inputs_of_llama, write_statistics
+
+LAYERS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("source") / "model", tiny.llama(layers=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def stats(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stats") / "stats"
+    return write_statistics(folder, model, inputs_of_llama(tiny.llama(layers=LAYERS), tokens=32))
+
+
+@pytest.fixture
+def plain(model: Path) -> Iterator[Prepared]:
+    with prepare(model, out=Path("nowhere")) as prepared:
+        yield prepared
+
+
+def test_static_input_scales_are_said_to_come_from_the_statistics_where_they_do(model: Path, stats: Path) -> None:
+    options = RecipeOptions(scheme="nvfp4_w4a4", input_scale="percentile", headroom=1.5)
+    with prepare(model, options=options, out=Path("nowhere"), stats=stats) as prepared:
+        told = header_text(prepared, Machine())
+        assert "no calibration" not in told
+        assert "from the statistics, percentile x 1.5 of its activations" in told
+    with prepare(model, options=RecipeOptions(scheme="nvfp4_w4a4"), out=Path("nowhere")) as prepared:
+        assert "no calibration, so one constant for every layer: activations up to 336" in header_text(
+            prepared, Machine()
+        )
+
+
+def test_where_memory_has_no_room_for_the_workers_that_were_asked_for_it_says_what_has(plain: Prepared) -> None:
+    for tell in (header_text, plan_text):
+        told = tell(plain, Machine(workers=64, memory_bytes=2 << 30))
+        found = re.search(r"(\d+) units at a time, not 64: --max-memory 2048MiB .*; --max-memory (\d+)MiB has", told)
+        assert found is not None, told
+        assert int(found[1]) == ((2 << 30) - BASE_BYTES) // WORKER_BYTES
+        assert "at a time" not in tell(plain, Machine(workers=64, memory_bytes=int(found[2]) << 20))
+    assert "at a time" not in header_text(plain, Machine(workers=12, memory_bytes=2 << 30))
+
+
+def test_units_that_need_much_memory_are_said_to_run_fewer_at_a_time(model: Path, stats: Path) -> None:
+    with prepare(model, options=RecipeOptions(algorithm="gptq"), out=Path("nowhere"), stats=stats) as prepared:
+        most = max(extra_bytes(unit, prepared) for unit in prepared.plan.units)
+        own = BASE_BYTES + 5 * WORKER_BYTES + sum(job.source_bytes for job in prepared.outputs.jobs)  # four, one ahead
+        assert "\n  2 at a time of units like model.layers." in header_text(
+            prepared, Machine(4, memory_bytes=own + 2 * most)
+        )
+        assert "at a time" not in header_text(prepared, Machine(4, memory_bytes=own + 4 * most))
+
+
+@pytest.mark.parametrize(
+    ("built", "reason"),
+    [((None, 0), "not built"), ((object(), cpu_library.ABI - 1), f"built for ABI {cpu_library.ABI - 1}, expected")],
+)
+def test_missing_kernels_are_told_with_the_reason(
+    built: tuple[object, int], reason: str, plain: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_library, "_built", lambda: built)
+    told = [line for line in header_text(plain, Machine()).splitlines() if "compiled kernels" in line]
+    assert len(told) == 1
+    assert reason in told[0]
+    assert "pip install ." in told[0]
+
+
+@pytest.mark.skipif(not cpu_library.known_isas(), reason="no compiled kernels")
+def test_kernels_that_are_there_are_not_mentioned(plain: Prepared) -> None:
+    assert "compiled kernels" not in header_text(plain, Machine())
