@@ -41,6 +41,7 @@ from ptqpipe.collectives import QuantAllReduce
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.overlap import Overlap, least_tokens
 from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.runtime.allocator import keep_freed_memory, use_one_arena
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.loading import read_config
 
@@ -182,13 +183,15 @@ def worker(options: argparse.Namespace) -> None:
     """One rank."""
     rank, ranks, link = int(options.worker[0]), int(options.worker[1]), options.worker[2]
     torch.set_num_threads(1)
+    use_one_arena()
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     quantized = QuantAllReduce(codec=options.codec, min_bytes=0)
     sums = Sums({"gloo": own, "two_shot": quantized.plain_two_shot, "quantized": lambda x: quantized(x, x)})
     config = read_config(options.model).get_text_config()
     overlap = Overlap(least_tokens=options.least or least_tokens(config.hidden_size * torch.bfloat16.itemsize))
     model = ptqpipe.runtime.load(options.model, tp=ranks, rank=rank, all_reduce=sums, run_collective=overlap)
-    use_kernels(model)  # as the service does
+    use_kernels(model)  # this and the next line as the service does
+    keep_freed_memory()
     longest = max(options.prompt, options.window)
     runner = Runner(model, CacheOptions(max_bytes=2 << 30, max_len=longest, max_seqs=1, block_size=BLOCK))
     vocabulary = model.config.get_text_config().vocab_size

@@ -98,6 +98,9 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -
     _check_devices(options, place)
     if not Path(options.ckpt).is_dir():
         raise UsageError(f"{options.ckpt} is not a folder; give a checkpoint that lies on this machine")
+    from ptqpipe.runtime.allocator import use_one_arena
+
+    use_one_arena()
     if place.rank > 0:
         _follow(options, place)
         return
@@ -222,6 +225,7 @@ def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[Q
     from ptqpipe.engine.ranks import agree
     from ptqpipe.engine.runner import CacheOptions, Runner, check_model
     from ptqpipe.runtime import load
+    from ptqpipe.runtime.allocator import keep_freed_memory
     from ptqpipe.runtime.compiled import use_kernels
     from ptqpipe.runtime.invariant import make_batch_invariant
 
@@ -242,6 +246,7 @@ def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[Q
     )
     check_model(model)
     make_batch_invariant(model) if options.invariant else use_kernels(model)
+    keep_freed_memory()
     cache = options.cache_bytes or cache_bytes(device, local_ranks=place.local)
     together = agree if place.size > 1 else None
     runner = Runner(model, CacheOptions(cache, context, options.max_seqs), agree=together, overlap=overlap)
