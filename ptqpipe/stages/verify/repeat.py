@@ -28,11 +28,6 @@ from ptqpipe.statistics import Statistics
 LOW_RANK_TOLERANCE = 1e-4
 
 
-def claim_name(member: Member) -> str:
-    """The name of a member in the record."""
-    return member.weight if member.stack is None else f"{member.weight}[{member.source.expert}]"
-
-
 def repeat_unit(
     ckpt: Source,
     source: Source,
@@ -51,7 +46,7 @@ def repeat_unit(
 
     with_statistics  whether the checkpoint was made with any
     """
-    if any(member.weight not in ckpt.stored or claim_name(member) not in claims for member in unit.members):
+    if any(member.weight not in ckpt.stored or member.key not in claims for member in unit.members):
         return  # missing weights are reported by name elsewhere
     if _learned(unit, claims, findings) or (unit.rule.calibrated and statistics is None):
         return
@@ -71,18 +66,16 @@ def repeat_unit(
 
     result = _quantize(unit, rows, statistics, compare)
     for (index, row), problem in sorted(differing.items()):
-        findings.fault(
-            "repeat", claim_name(unit.members[index]), f"rows from {row} on: {problem} of the recorded recipe"
-        )
+        findings.fault("repeat", unit.members[index].key, f"rows from {row} on: {problem} of the recorded recipe")
     if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
         again = low_rank.correct_unit(unit, rows, held, result.errors, statistics=statistics, sink=lambda *_: None)
         for member, error in zip(unit.members, again.errors, strict=True):
-            claimed = claims[claim_name(member)].numbers.get("squared_error", 0.0)
+            claimed = claims[member.key].numbers.get("squared_error", 0.0)
             if not math.isclose(claimed, error.squared_error, rel_tol=LOW_RANK_TOLERANCE):
                 message = f"leaves {claimed:.6g}, that of the recorded recipe {error.squared_error:.6g}"
-                findings.fault("repeat", claim_name(member), f"the low-rank part {message}")
+                findings.fault("repeat", member.key, f"the low-rank part {message}")
     for member, error in zip(unit.members, result.errors, strict=True):
-        name = claim_name(member)
+        name = member.key
         claim = claims[name]
         ratio = 1.0
         if unit.scheme.low_rank is not None and error.squared_error:
@@ -119,11 +112,11 @@ def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> boo
     does."""
     learned = False
     for member in unit.members:
-        claim = claims[claim_name(member)]
+        claim = claims[member.key]
         learned = learned or claim.algorithm == "learned"
         wanted = (unit.rule.algorithm, unit.rule.weighting)
         if claim.algorithm != "learned" and (claim.algorithm, claim.weighting) != wanted:
-            findings.fault("record", claim_name(member), f"claims {claim.algorithm}, the recipe says {wanted[0]}")
+            findings.fault("record", member.key, f"claims {claim.algorithm}, the recipe says {wanted[0]}")
     return learned
 
 
@@ -132,7 +125,7 @@ def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Cl
     if any(member.weight not in ckpt.stored or member.stack is not None for member in unit.members):
         return
     members = [(m.weight, SourceRows(source, m.source, shape=m.shape)) for m in unit.members]
-    judge_proof(unit.members[0].weight, prove_joint(ckpt, members), claims.get(claim_name(unit.members[0])), findings)
+    judge_proof(unit.members[0].weight, prove_joint(ckpt, members), claims.get(unit.members[0].key), findings)
 
 
 def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:

@@ -1,0 +1,30 @@
+"""The plan: the fate of every tensor of a checkpoint, decided from names, dtypes, shapes and config alone.
+
+Every tensor ends either in exactly one *unit* (tensors quantized together, since they share one global scale) or among
+the *kept* ones, with the reason. No weight is read. The plan must not know how a weight is spelled on disk
+(containers) nor how its scales are found (search).
+
+    types.py       what a plan is made of
+    candidates.py  which tensors could be quantized: matrices, experts of stacks, Conv1D
+    groups.py      what has one fate: fused siblings, stacks
+    make.py        all of it, with the rules of a recipe
+"""
+
+from ptqpipe.plan.candidates import INTERLEAVED_GATE_UP, conv1d_leaves
+from ptqpipe.plan.make import is_matrix, make_plan, unmatched_patterns
+from ptqpipe.plan.types import FLOAT_DTYPES, Abilities, Kept, Member, Plan, Slice, Unit
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "INTERLEAVED_GATE_UP",
+    "Abilities",
+    "Kept",
+    "Member",
+    "Plan",
+    "Slice",
+    "Unit",
+    "conv1d_leaves",
+    "is_matrix",
+    "make_plan",
+    "unmatched_patterns",
+]
