@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.collectives.simulate_codecs import PLAIN, get_rounding
-from ptqpipe.collectives.simulate_error import ErrorRow, Job, measure, model_error, rounding_error
-from ptqpipe.collectives.simulate_inputs import RowParallel, drawn
-from ptqpipe.collectives.simulate_schemes import get_scheme
-from ptqpipe.collectives.simulate_time import Message, seconds
-from ptqpipe.collectives.topologies import get_topology
+from ptqpipe.collectives.simulator.codecs import PLAIN, get_rounding
+from ptqpipe.collectives.simulator.error import ErrorRow, Job, measure, model_error, rounding_error
+from ptqpipe.collectives.simulator.inputs import RowParallel, drawn
+from ptqpipe.collectives.simulator.schemes import get_scheme
+from ptqpipe.collectives.simulator.time import Message, seconds
+from ptqpipe.collectives.simulator.topologies import get_topology
 from ptqpipe.errors import UsageError
 
 THEIR_BLOCKS = (64, 128)  # they name none: their errors lie between those of these two, and only 128 is judged

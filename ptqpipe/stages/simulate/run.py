@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint.header import DTYPES, TensorEntry, parse_file, pread_exactly
-from ptqpipe.collectives.simulate_codecs import PLAIN, get_rounding
-from ptqpipe.collectives.simulate_error import (
+from ptqpipe.collectives.simulator.codecs import PLAIN, get_rounding
+from ptqpipe.collectives.simulator.compare import TimeRow, break_even, compare, schemes_for
+from ptqpipe.collectives.simulator.error import (
     MAX_RANKS,
     ErrorRow,
     Job,
@@ -24,10 +25,10 @@ from ptqpipe.collectives.simulate_error import (
     model_error,
     rounding_error,
 )
-from ptqpipe.collectives.simulate_inputs import CANCELLATION, Given, RowParallel, Source, drawn
-from ptqpipe.collectives.simulate_schemes import Rounding, Scheme, get_scheme
-from ptqpipe.collectives.simulate_time import PLAIN_BYTES, TimeRow, break_even, compare, schemes_for
-from ptqpipe.collectives.topologies import TOPOLOGIES, Topology, get_topology
+from ptqpipe.collectives.simulator.inputs import CANCELLATION, Given, RowParallel, Source, drawn
+from ptqpipe.collectives.simulator.schemes import Rounding, Scheme, get_scheme
+from ptqpipe.collectives.simulator.time import PLAIN_BYTES
+from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Topology, get_topology
 from ptqpipe.errors import UsageError
 
 DEFAULT_SCHEMES = (

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ptqpipe.collectives.simulate_error import ErrorRow
-from ptqpipe.collectives.simulate_time import TimeRow
-from ptqpipe.collectives.topologies import Topology
+from ptqpipe.collectives.simulator.compare import TimeRow
+from ptqpipe.collectives.simulator.error import ErrorRow
+from ptqpipe.collectives.simulator.topologies import Topology
 from ptqpipe.report.simulation import Curve, draw
 from ptqpipe.stages.common.text import table
 from ptqpipe.stages.simulate.run import BreakEven

@@ -9,7 +9,7 @@ import torch
 
 from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import CODECS, WireCodec, get_wire_codec
-from ptqpipe.collectives.simulate_schemes import Rounding
+from ptqpipe.collectives.simulator.schemes import Rounding
 from ptqpipe.errors import UsageError
 
 _SMALLEST_SCALE = 2.0**-127  # of a block that is not zero; its inverse is a float

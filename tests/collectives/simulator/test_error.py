@@ -10,8 +10,8 @@ import torch
 
 from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import get_wire_codec
-from ptqpipe.collectives.simulate_codecs import PLAIN, get_rounding
-from ptqpipe.collectives.simulate_error import (
+from ptqpipe.collectives.simulator.codecs import PLAIN, get_rounding
+from ptqpipe.collectives.simulator.error import (
     Job,
     integer_rounding_error,
     measure,
@@ -20,10 +20,10 @@ from ptqpipe.collectives.simulate_error import (
     rounded_variance,
     rounding_error,
 )
-from ptqpipe.collectives.simulate_inputs import CANCELLATION, CHUNK, DISTRIBUTIONS, Given, RowParallel, drawn
-from ptqpipe.collectives.simulate_schemes import SCHEMES, Partials, get_scheme, owners_of, reduce_of
+from ptqpipe.collectives.simulator.inputs import CANCELLATION, CHUNK, DISTRIBUTIONS, Given, RowParallel, drawn
+from ptqpipe.collectives.simulator.schemes import SCHEMES, Partials, get_scheme, owners_of, reduce_of
 from ptqpipe.errors import UsageError
-from tests.collectives import measured
+from tests.collectives.simulator import measured
 
 F32 = np.float32
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -188,7 +188,7 @@ def test_any_size_and_world_is_measured_and_slabs_change_nothing(
 ) -> None:
     jobs = [Job(get_scheme(name), get_rounding("int8", 64)) for name in ("two-shot", "ring", "one-shot")]
     whole = measure(jobs, source=drawn("gaussian", elements), ranks=ranks)
-    monkeypatch.setattr("ptqpipe.collectives.simulate_error.SLAB_NUMBERS", 1)
+    monkeypatch.setattr("ptqpipe.collectives.simulator.error.SLAB_NUMBERS", 1)
     parts = measure(jobs, source=drawn("gaussian", elements), ranks=ranks)
     for one, other in zip(whole, parts, strict=True):
         assert one.rel_l2 == pytest.approx(other.rel_l2, rel=1e-12)

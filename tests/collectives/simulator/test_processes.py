@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.collectives.simulate_codecs import get_rounding
-from ptqpipe.collectives.simulate_error import Job, reduced
-from ptqpipe.collectives.simulate_inputs import drawn
-from ptqpipe.collectives.simulate_schemes import get_scheme
+from ptqpipe.collectives.simulator.codecs import get_rounding
+from ptqpipe.collectives.simulator.error import Job, reduced
+from ptqpipe.collectives.simulator.inputs import drawn
+from ptqpipe.collectives.simulator.schemes import get_scheme
 
 ELEMENTS = 64 * 200 + 37
 CASES = (("int8", 64, 0), ("int4", 32, 64), ("nvfp4", 16, 0), ("mxfp8", 32, 0))
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ptqpipe.collectives import QuantAllReduce
-from ptqpipe.collectives.simulate_inputs import drawn
+from ptqpipe.collectives.simulator.inputs import drawn
 
 folder, rank, ranks, elements = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 torch.set_num_threads(1)

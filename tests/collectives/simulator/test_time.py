@@ -9,20 +9,11 @@ from statistics import median
 
 import pytest
 
-from ptqpipe.collectives.simulate_time import (
-    PLAIN_SCHEMES,
-    QUANTIZED_SCHEMES,
-    Message,
-    Schedule,
-    break_even,
-    compare,
-    default_schemes,
-    schemes_for,
-    seconds,
-)
-from ptqpipe.collectives.topologies import TOPOLOGIES, Engine, Fabric, Topology, get_topology
+from ptqpipe.collectives.simulator.compare import break_even, compare, default_schemes, schemes_for
+from ptqpipe.collectives.simulator.time import PLAIN_SCHEMES, TIMED_SCHEMES, Message, Schedule, seconds
+from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Engine, Fabric, Topology, get_topology
 from ptqpipe.errors import UsageError
-from tests.collectives import measured
+from tests.collectives.simulator import measured
 
 FREE = Engine(encode=1e9, add=1e9, decode=1e9, plain_add=1e9)
 MIB = 1 << 20
@@ -234,7 +225,7 @@ def places() -> list[tuple[Topology, int]]:
 def test_every_scheme_of_every_machine_takes_longer_for_more_and_never_beats_its_bytes(
     topology: Topology, ranks: int
 ) -> None:
-    for scheme in schemes_for(topology, ranks, (*PLAIN_SCHEMES, *QUANTIZED_SCHEMES)):
+    for scheme in schemes_for(topology, ranks, TIMED_SCHEMES):
         times = [
             seconds(scheme, topology, ranks=ranks, message=Message(n)) for n in (1 << 10, 1 << 20, 1 << 25, 1 << 29)
         ]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.collectives.simulate_inputs import CHUNK, Source
-from ptqpipe.collectives.simulate_schemes import Partials, Rounding, Scheme, owners_of, reduce_of
+from ptqpipe.collectives.simulator.inputs import CHUNK, Source
+from ptqpipe.collectives.simulator.schemes import Partials, Rounding, Scheme, owners_of, reduce_of
 from ptqpipe.errors import UsageError
 
 SLAB_NUMBERS = 1 << 24  # partials of all ranks held at a time

@@ -159,7 +159,6 @@ class Scheme:
     """
 
     name: str
-    says: str
     reduce: Reduce | None
     plain: str = ""
     two_level: bool = False
@@ -177,23 +176,21 @@ def _ring_of(*, reduce: bool, gather: bool) -> Reduce:
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
-        Scheme("ring-fp32", "plain ring, float32 on the wire", ring, plain="fp32"),
-        Scheme("ring-bf16", "plain ring, rounded to bfloat16 at every hop", ring, plain="bf16"),
-        Scheme("two-shot-bf16", "bfloat16 partials, summed in float32, one rounding", two_shot, plain="bf16"),
-        Scheme("one-shot", "every partial to every rank", one_shot),
-        Scheme("two-shot", "to the owner and back, the owner's own partial exact", two_shot),
-        Scheme("two-shot-all", "to the owner and back, the owner's own partial rounded too", lambda p, c: two_shot(
-            p, c, own_exact=False
-        )),
-        Scheme("hierarchical", "two-shot inside machines, two-shot between them", None, two_level=True),
-        Scheme("hierarchical-outer", "plain inside machines, two-shot between them", None, two_level=True),
-        Scheme("ring", "quantized at every hop and in the all-gather (EQuARX, full loop)", ring),
-        Scheme("ring-rs", "quantized at every hop, plain all-gather", _ring_of(reduce=True, gather=False)),
-        Scheme("ring-ag", "plain reduce-scatter, quantized all-gather", _ring_of(reduce=False, gather=True)),
-        Scheme("ring-cast", "plain ring over tensors cast to the codec (EQuARX, naive FP8)", ring_cast),
-        Scheme("semi-loop", "two chains of half the ring, quantized at every hop (EQuARX, semi-loop)", semi_loop),
+        Scheme("ring-fp32", ring, plain="fp32"),
+        Scheme("ring-bf16", ring, plain="bf16"),
+        Scheme("two-shot-bf16", two_shot, plain="bf16"),
+        Scheme("one-shot", one_shot),
+        Scheme("two-shot", two_shot),
+        Scheme("two-shot-all", lambda parts, codec: two_shot(parts, codec, own_exact=False)),
+        Scheme("hierarchical", None, two_level=True),
+        Scheme("hierarchical-outer", None, two_level=True),  # plain inside a machine
+        Scheme("ring", ring),
+        Scheme("ring-rs", _ring_of(reduce=True, gather=False)),
+        Scheme("ring-ag", _ring_of(reduce=False, gather=True)),
+        Scheme("ring-cast", ring_cast),  # EQuARX's "naive" FP8
+        Scheme("semi-loop", semi_loop),
     )
-}  # fmt: skip
+}
 
 
 def get_scheme(name: str) -> Scheme:
