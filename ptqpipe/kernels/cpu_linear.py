@@ -127,17 +127,37 @@ def unpack(weight: Operand, first: int, last: int, *, out: torch.Tensor) -> None
     assert status == lib.OK
 
 
-def bf16_operand(weight: torch.Tensor) -> Operand | None:
-    """A bfloat16 weight ``[N, K]``, copied to panels; None where this machine's kernel is not the fastest for them."""
-    if limit(panels=True) < 1 << 40:  # AMX has better ways to multiply many rows
-        return None
-    n, k = weight.shape
-    data = to_panels(weight, 2 * _UNIT)
-    job = lib.Linear(
-        data=data.data_ptr(), data_stride=data.stride(0), n=n, k=k, scale_rows=1,
-        element=_BF16, scale_kind=_NO_SCALES, panels=1,
-    )  # fmt: skip
-    return Operand(job, (data,))
+class Bf16Panels:
+    """A bfloat16 weight ``[N, K]`` in panels, for products with it and for its rows: a head and an embedding."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.shape = (weight.shape[0], weight.shape[1])
+        self._data = to_panels(weight, 2 * _UNIT)
+        self._dwords = self._data.view(torch.int32).reshape(-1, self._data.shape[1] // 4, _LANES)
+
+    @staticmethod
+    def fastest() -> bool:
+        """Whether this machine has a kernel for them, and no faster way: AMX has, for many rows of x."""
+        return limit(panels=True) >= 1 << 40
+
+    def operand(self, rows: slice = slice(None)) -> Operand | None:
+        """For products with all rows, or with some; None for rows that do not begin a panel."""
+        first, last, _ = rows.indices(self.shape[0])
+        if first % _LANES:
+            return None
+        data = self._data[first:]
+        job = lib.Linear(
+            data=data.data_ptr(), data_stride=data.stride(0), n=last - first, k=self.shape[1], scale_rows=1,
+            element=_BF16, scale_kind=_NO_SCALES, panels=1,
+        )  # fmt: skip
+        return Operand(job, (data,))
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """``[..., K]`` bfloat16 of an int64 ``[...]``. IndexError outside of the rows."""
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[0]:
+            raise IndexError(f"a row of {int(index.min())} to {int(index.max())} of {self.shape[0]}")
+        found = self._dwords[index // _LANES, :, index % _LANES].contiguous()
+        return found.view(torch.bfloat16)[..., : self.shape[1]]
 
 
 def limit(*, panels: bool) -> int:

@@ -1,8 +1,9 @@
 """Compiled kernels for what transformers' modules do around the packed layers, on a CPU, in bfloat16.
 
-Three things, each where it is found to be so, never by a model's name: linear layers that stayed bfloat16 (a head)
-multiply in panels; norms by the root mean square run as one pass; packed layers that are given the same tensor are
-computed together. A norm is replaced only if the kernel's answer to a random input is the module's own, bit for bit.
+Three things, each where it is found to be so, never by a model's name: linear layers that stayed bfloat16 (a head, be
+it tied to the embedding) multiply in panels; norms by the root mean square run as one pass; packed layers that are
+given the same tensor are computed together. A norm is replaced only if the kernel's answer to a random input is the
+module's own, bit for bit.
 
 For models that only compute from now on: a service. Knows modules and kernels; must not know batches or caches.
 """
@@ -19,42 +20,51 @@ _PROBE_ROWS = 8
 
 
 @torch.inference_mode()
-def use_kernels(model: torch.nn.Module, *, small: bool = False, tied: bool = False) -> None:
+def use_kernels(model: torch.nn.Module, *, every: bool = False) -> None:
     """Gives layers and norms of a model their kernels, in place; runs it on one token to see which go together.
 
-    small, tied  also for linear layers of few numbers, and for those that share their weight with another module,
-                 which keeps it
+    every  also linear layers of few numbers, and those that share their weight with a module that keeps it
 
-    Of no effect where there are no kernels. The ``weight`` of a linear layer that got one is None: its numbers are in
-    panels only. With tensor parallelism every rank calls it.
+    Of no effect where there are no kernels. The ``weight`` of a linear layer that got one is None, and so is that of an
+    embedding which shares it: its numbers are in panels only. With tensor parallelism every rank calls it.
     """
-    shared = set() if tied else _tied(model)
+    holders = _holders(model)
     for module in model.modules():
         if "forward" in vars(module) and not hasattr(module, "own_rows"):  # someone's own
             continue
-        if type(module) is torch.nn.Linear and id(module.weight) not in shared:
-            if small or module.weight.numel() >= LEAST_NUMBERS:
+        if type(module) is torch.nn.Linear and (every or module.weight.numel() >= LEAST_NUMBERS):
+            others = [other for other in holders[id(module.weight)] if other is not module]
+            if not others:
+                _use_panels(module)
+            elif len(others) == 1 and type(others[0]) is torch.nn.Embedding and "forward" not in vars(others[0]):
+                _use_panels(module, others[0])
+            elif every:
                 _use_panels(module)
         elif type(module).__name__.endswith("RMSNorm"):
             _use_norm(module)
     _join_siblings(model)
 
 
-def _tied(model: torch.nn.Module) -> set[int]:
-    """Parameters that more than one module has."""
-    seen: dict[int, int] = {}
+def _holders(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
+    """The modules that have each parameter, by its id."""
+    found: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            seen[id(parameter)] = seen.get(id(parameter), 0) + 1
-    return {key for key, count in seen.items() if count > 1}
+            found.setdefault(id(parameter), []).append(module)
+    return found
 
 
-def _use_panels(module: torch.nn.Linear) -> None:
-    rows: slice = getattr(module, "own_rows", slice(None))  # of a shared weight, see runtime/parallel.py
-    weight = module.weight[rows]
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+def _use_panels(module: torch.nn.Linear, embedding: torch.nn.Embedding | None = None) -> None:
+    """Puts a layer's weight into panels; an embedding that shares it then reads its rows out of them."""
+    weight, rows = module.weight, getattr(module, "own_rows", slice(None))  # some rows: see runtime/parallel.py
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not cpu_linear.Bf16Panels.fastest():
         return
-    operand = cpu_linear.bf16_operand(weight.data)
+    if embedding is None:
+        panels = cpu_linear.Bf16Panels(weight.data[rows])
+        operand = panels.operand()
+    else:
+        panels = cpu_linear.Bf16Panels(weight.data)
+        operand = panels.operand(rows)
     if operand is None:
         return
     bias = None if module.bias is None else module.bias[rows]
@@ -65,6 +75,9 @@ def _use_panels(module: torch.nn.Linear) -> None:
 
     module.weight = None  # type: ignore[assignment]  # its numbers are in the panels
     module.forward = forward  # type: ignore[method-assign,assignment]
+    if embedding is not None:
+        embedding.weight = None  # type: ignore[assignment]
+        embedding.forward = panels.rows  # type: ignore[method-assign,assignment]
 
 
 def _use_norm(module: torch.nn.Module) -> None:

@@ -18,15 +18,14 @@ _ANY_ROWS = 1 << 40
 def make_batch_invariant(model: torch.nn.Module) -> None:
     """Gives a model the kernels whose sums have one order, in place. UsageError that names what has none.
 
-    Linear layers that stayed float are copied to panels, those that share their weight with an embedding too. NVFP4
-    takes 3 to 9 % longer from 17 rows on.
+    All linear layers that stayed float go to panels, if need be as a copy. NVFP4 takes 3 to 9 % longer from 17 rows on.
     """
     if cpu_linear.limit(panels=True) < _ANY_ROWS:
         raise UsageError(
             "--batch-invariant needs a CPU with AVX512-BF16 and VBMI, and without AMX, whose products are torch's; "
             "serve without it"
         )
-    use_kernels(model, small=True, tied=True)
+    use_kernels(model, every=True)
     for name, module in model.named_modules():
         reason = _keep_order(module)
         if reason is not None:

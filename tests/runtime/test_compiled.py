@@ -67,12 +67,20 @@ def test_quantized_inputs_stay_alone(tmp_path: Path) -> None:
     assert groups(model) == set()
 
 
-def test_a_head_of_its_own_gets_panels_and_a_tied_one_does_not(tmp_path: Path) -> None:
-    for kind, gets in (("llama", True), ("tied", False)):
-        model = packed(kind, tmp_path / kind)
-        compiled.use_kernels(model)
-        assert (model.lm_head.weight is None) == gets
-        assert model.get_input_embeddings().weight is not None
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("kind", "head", "embedding"), [("llama", True, False), ("tied", True, True), ("gemma3", False, False)]
+)
+def test_a_head_gets_panels_and_an_embedding_that_shares_them(
+    kind: str, head: bool, embedding: bool, tmp_path: Path
+) -> None:
+    """Gemma scales what its embedding gives, by a module of its own."""
+    model = packed(kind, tmp_path)
+    before = model.get_input_embeddings()(TOKENS)
+    compiled.use_kernels(model)
+    assert (model.lm_head.weight is None) == head
+    assert (model.get_input_embeddings().weight is None) == embedding
+    assert torch.equal(model.get_input_embeddings()(TOKENS), before)
 
 
 def test_norms_of_another_kind_keep_their_own_forward(tmp_path: Path) -> None:

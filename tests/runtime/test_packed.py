@@ -136,19 +136,43 @@ def test_products_that_are_computed_together_are_those_that_are_computed_alone(f
 
 
 @pytest.mark.skipif(
-    cpu_linear.bf16_operand(torch.zeros(16, 64, dtype=torch.bfloat16)) is None,
-    reason="this machine has no kernel for bfloat16 panels, or a faster way",
+    not cpu_linear.Bf16Panels.fastest(), reason="this machine has no kernel for bfloat16 panels, or a faster way"
 )
 @pytest.mark.parametrize("shape", [(48, 128), (33, 70), (5, 2080), (250, 480)])
 def test_a_bfloat16_weight_multiplies_in_panels(shape: tuple[int, int]) -> None:
     g = torch.Generator().manual_seed(8)
     w, bias = torch.randn(shape, generator=g).bfloat16(), torch.randn(shape[0], generator=g).bfloat16()
-    operand = cpu_linear.bf16_operand(w)
+    operand = cpu_linear.Bf16Panels(w).operand()
     assert operand is not None
     for rows in ROWS:
         x = torch.randn(rows, shape[1], generator=g).bfloat16()
         y, exact = cpu_linear.linear(x, operand, bias).double(), x.double() @ w.double().t() + bias.double()
         assert bool(((y - exact).abs() <= bound(x, w.double(), exact, decoded_bf16=False)).all()), f"{rows} rows"
+
+
+@pytest.mark.skipif(
+    not cpu_linear.Bf16Panels.fastest(), reason="this machine has no kernel for bfloat16 panels, or a faster way"
+)
+@pytest.mark.parametrize("shape", [(48, 128), (33, 70), (5, 2080)])
+def test_rows_come_out_of_bfloat16_panels_and_some_of_them_multiply(shape: tuple[int, int]) -> None:
+    g = torch.Generator().manual_seed(8)
+    w, x = torch.randn(shape, generator=g).bfloat16(), torch.randn(3, shape[1], generator=g).bfloat16()
+    panels = cpu_linear.Bf16Panels(w)
+    index = torch.randint(shape[0], (2, 7), generator=g)
+    assert torch.equal(panels.rows(index), w[index])
+    assert panels.rows(index[:, :0]).shape == (2, 0, shape[1])
+    for outside in (-1, shape[0]):
+        with pytest.raises(IndexError):
+            panels.rows(torch.tensor([0, outside]))
+    every = panels.operand()
+    assert every is not None
+    whole = cpu_linear.linear(x, every, None)
+    for first, last in ((0, min(16, shape[0])), (16, shape[0]), (32, shape[0])):
+        some = panels.operand(slice(first, last))
+        if first < last:
+            assert some is not None
+            assert torch.equal(cpu_linear.linear(x, some, None), whole[:, first:last])
+    assert panels.operand(slice(3, shape[0])) is None
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
