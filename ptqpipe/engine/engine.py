@@ -241,7 +241,7 @@ class Engine:
         stream.told_prompt = True
         if params.max_tokens == 0:
             return self._end(stream, replace(piece, finish=Finish.LENGTH))
-        seq.tokens.append(token)
+        seq.append(token)
         self.counters.generated_tokens += 1
         if logprob is not None:
             top = logprob.top[: params.logprobs]

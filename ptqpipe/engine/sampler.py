@@ -2,18 +2,18 @@
 
 Each sequence has random numbers of its own and uses one a token, so what it gets does not depend on who else is in the
 batch (up to the last bits of the logits, which a different batch may round differently). The number picks from the
-cumulative probabilities of the tokens that top-k and top-p leave, in descending order, in float64. Must not know models
-or text.
+cumulative probabilities of the tokens that top-k and top-p leave, in descending order (in the vocabulary's where they
+leave all), in float64. Must not know models or text.
 """
 
-from collections import Counter
 from collections.abc import Sequence as Row
 
 import torch
 
 from ptqpipe.engine.sequence import SamplingParams, Sequence, TokenLogprob
 
-_FEW = 256  # most nuclei are smaller
+_FEW = 256  # tokens that most nuclei are within; where not, ...
+_MORE = 16  # ... so many times as many, and again
 
 
 def sample(logits: torch.Tensor, seqs: Row[Sequence]) -> list[int]:
@@ -36,8 +36,9 @@ def _adjusted(logits: torch.Tensor, seqs: Row[Sequence]) -> torch.Tensor:
             continue
         if changed is logits:
             changed = logits.clone()
-        for token, change in changes.items():
-            changed[at, token] += change
+        if changes:
+            tokens, values = torch.tensor(list(changes)), torch.tensor(list(changes.values()), dtype=logits.dtype)
+            changed[at].index_add_(0, tokens, values)
         for token in bans:
             changed[at, token] = float("-inf")
     return changed
@@ -47,10 +48,9 @@ def _changes(seq: Sequence) -> dict[int, float]:
     """What is added to which token's logit."""
     params = seq.params
     changes = dict(params.logit_bias)
-    if params.presence_penalty or params.frequency_penalty:
-        for token, count in Counter(seq.tokens[seq.prompt_len :]).items():
-            penalty = params.presence_penalty + params.frequency_penalty * count
-            changes[token] = changes.get(token, 0.0) - penalty
+    for token, count in seq.counts.items():
+        penalty = params.presence_penalty + params.frequency_penalty * count
+        changes[token] = changes.get(token, 0.0) - penalty
     return changes
 
 
@@ -59,16 +59,8 @@ def _draw(logits: torch.Tensor, params: SamplingParams, number: float) -> int:
     scaled = logits.double() / params.temperature
     log_total = torch.logsumexp(scaled, dim=-1)
     vocabulary = logits.shape[0]
-    keep = min(params.top_k, vocabulary) if params.top_k else vocabulary
-    if params.top_p < 1.0 or keep < vocabulary:
-        few = min(keep, vocabulary, _FEW)
-        values, tokens = torch.topk(scaled, few)
-        probabilities = torch.exp(values - log_total)
-        if few < keep and float(probabilities.sum()) < params.top_p:
-            values, tokens = torch.topk(scaled, keep)
-            probabilities = torch.exp(values - log_total)
-        if keep < vocabulary:  # top-p is of what top-k leaves
-            probabilities = probabilities / probabilities.sum()
+    if params.top_p < 1.0 or 0 < params.top_k < vocabulary:
+        probabilities, tokens = _best(scaled, log_total, params)
         before = torch.cumsum(probabilities, 0) - probabilities
         probabilities = probabilities[before < params.top_p]
     else:
@@ -77,6 +69,22 @@ def _draw(logits: torch.Tensor, params: SamplingParams, number: float) -> int:
     cumulative = torch.cumsum(probabilities, 0)
     at = int(torch.searchsorted(cumulative, number * cumulative[-1], right=True))
     return int(tokens[min(at, len(cumulative) - 1)])
+
+
+def _best(scaled: torch.Tensor, log_total: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities, descending, and tokens: those that top-k leaves or, without it, as many as hold the nucleus."""
+    vocabulary = scaled.shape[0]
+    if 0 < params.top_k < vocabulary:
+        values, tokens = torch.topk(scaled, params.top_k)
+        probabilities = torch.exp(values - log_total)
+        return probabilities / probabilities.sum(), tokens  # top-p is of what top-k leaves
+    few = min(_FEW, vocabulary)
+    while True:
+        values, tokens = torch.topk(scaled, few)
+        probabilities = torch.exp(values - log_total)
+        if few == vocabulary or float(probabilities.sum()) >= params.top_p:
+            return probabilities, tokens
+        few = min(_MORE * few, vocabulary)
 
 
 def logprobs_of(logits: torch.Tensor, tokens: Row[int], top: int) -> list[TokenLogprob]:

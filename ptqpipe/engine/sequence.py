@@ -79,6 +79,11 @@ class SamplingParams:
         """Whether the most likely token is taken."""
         return self.temperature == 0 or self.top_k == 1
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether generated tokens change logits."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -97,7 +102,8 @@ class Sequence:
     """One sequence: the prompt, what was generated, and how much of both the cache holds.
 
     request, index  the request's name, and which of its ``n`` sequences this is
-    tokens          prompt and output
+    tokens          prompt and output; `append` adds to them
+    counts          how often each token was generated, where penalties ask for it
     prompt_len      how many of them are the prompt's
     blocks          its pages of the cache, in order
     computed        how many tokens have their keys and values in the cache
@@ -110,6 +116,7 @@ class Sequence:
     tokens: list[int]
     params: SamplingParams
     end_tokens: frozenset[int] = frozenset()
+    counts: dict[int, int] = field(default_factory=dict)
     prompt_len: int = 0
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -123,6 +130,12 @@ class Sequence:
         self.prompt_len = len(self.tokens)
         if self.params.seed is not None:
             self.rng = random.Random(f"{self.params.seed}/{self.index}")
+
+    def append(self, token: int) -> None:
+        """One more generated token."""
+        self.tokens.append(token)
+        if self.params.penalizes:
+            self.counts[token] = self.counts.get(token, 0) + 1
 
     @property
     def generated(self) -> int:

@@ -1,6 +1,7 @@
 """Tokens are drawn from the distribution that was asked for, by each sequence's own numbers."""
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ def sequence(
 ) -> Sequence:
     asked = SamplingParams(**{"temperature": 1.0, "max_tokens": 99, "seed": seed, **params})
     made = Sequence("r", 0, [0], asked, ends)
-    made.tokens += list(tokens[1:])
+    for token in tokens[1:]:
+        made.append(token)
     return made
 
 
@@ -69,6 +71,74 @@ def test_a_wide_nucleus_is_found_beyond_the_first_candidates() -> None:
     seq = sequence(top_p=0.9)
     drawn = {sample(flat[None], [seq])[0] for _ in range(6000)}
     assert 1500 < len(drawn) <= 1801
+
+
+def plainly(logits: torch.Tensor, seq: Sequence) -> int:
+    """One token, by the book: penalties counted over all tokens, all tokens sorted, one after the other added up."""
+    params, adjusted = seq.params, logits.clone()
+    changes = dict(params.logit_bias)
+    for token, count in Counter(seq.tokens[seq.prompt_len :]).items():
+        penalty = params.presence_penalty + params.frequency_penalty * count
+        changes[token] = changes.get(token, 0.0) - penalty
+    for token, change in changes.items():
+        adjusted[token] += change
+    scaled = adjusted.double() / params.temperature
+    values, tokens = torch.topk(scaled, params.top_k or len(logits))
+    if params.top_k == 0 and params.top_p == 1:  # then their order is the vocabulary's
+        values, tokens = scaled, torch.arange(len(logits))
+    probabilities = torch.exp(values - torch.logsumexp(values, 0))
+    kept, total = [], 0.0
+    for token, probability in zip(tokens.tolist(), probabilities.tolist(), strict=True):
+        if total >= params.top_p:
+            break
+        total += probability
+        kept.append((token, total))
+    number = seq.rng.random() * total
+    return int(next((token for token, reached in kept if number < reached), kept[-1][0]))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_p": 0.9}, {"top_p": 0.999}, {"top_p": 0.3, "temperature": 0.7}, {}, {"top_k": 40, "top_p": 0.8},
+        {"top_k": 1000, "top_p": 0.2}, {"top_k": 1000}, {"presence_penalty": 1.5, "top_p": 0.95},
+        {"frequency_penalty": 0.3, "presence_penalty": -0.2, "logit_bias": ((3, 2.5), (999, -1.7)), "top_p": 0.95},
+        {"frequency_penalty": 2.0, "temperature": 1.8},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_seed_gives_the_tokens_that_the_definition_gives(params: dict[str, Any]) -> None:
+    vocabulary = 5000  # nuclei of every size in which candidates are looked for
+    draw = torch.Generator().manual_seed(3)
+    found, wanted = sequence(**params), sequence(**params)
+    for _ in range(12):
+        width = float(torch.rand(1, generator=draw)) * 4
+        logits = torch.linspace(-width, width, vocabulary)[torch.randperm(vocabulary, generator=draw)]
+        token = sample(logits[None], [found])[0]
+        assert token == plainly(logits, wanted)
+        found.append(token)
+        wanted.append(token)
+
+
+def test_a_sequence_counts_its_tokens_only_where_penalties_ask() -> None:
+    assert sequence(tokens=(0, 4, 4, 2), presence_penalty=1.0).counts == {4: 2, 2: 1}
+    assert sequence(tokens=(0, 4, 4, 2)).counts == {}
+
+
+def test_wide_nuclei_grow_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    topk = torch.topk
+
+    def counted(x: torch.Tensor, k: int) -> Any:
+        asked.append(k)
+        return topk(x, k)
+
+    monkeypatch.setattr(torch, "topk", counted)
+    sample(torch.linspace(0, 1, 70_000)[None], [sequence(top_p=0.04)])  # 1,800 tokens
+    assert asked == [256, 4096]
+    asked.clear()
+    sample(torch.zeros(1, 70_000), [sequence(top_p=0.99)])
+    assert asked == [256, 4096, 65536, 70_000]
 
 
 def test_a_seed_gives_the_same_tokens_whoever_else_is_in_the_batch() -> None:
