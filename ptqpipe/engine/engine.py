@@ -22,6 +22,10 @@ from ptqpipe.engine.text import Detokenizer, StopStrings
 from ptqpipe.errors import UsageError
 
 
+class ContextTooLong(UsageError):
+    """A prompt and what is to follow it have more tokens together than a sequence can."""
+
+
 class Computes(Protocol):
     """What the engine needs of a model: `runner.Runner`, or the leader of several ranks."""
 
@@ -131,12 +135,12 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def check(self, request: Request) -> None:
-        """UsageError for a request that cannot be computed."""
+        """UsageError for a request that cannot be computed; ContextTooLong for one that is too long."""
         n, most = len(request.prompt), self.options.max_len
         if n == 0:
             raise UsageError("the prompt has no tokens; expected one at least")
         if n + request.params.max_tokens > most:
-            raise UsageError(
+            raise ContextTooLong(
                 f"the prompt has {n} tokens and max_tokens is {request.params.max_tokens}, together "
                 f"{n + request.params.max_tokens}; this model's context is {most} tokens"
             )

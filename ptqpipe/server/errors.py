@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from ptqpipe.engine.engine import ContextTooLong
 from ptqpipe.engine.service import Overloaded, Unavailable
 from ptqpipe.errors import PtqError, UsageError, one_line
 
@@ -57,9 +58,10 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers=headers)
         case Unavailable():
             return ApiError(503, str(error), code="unavailable", headers={"Retry-After": str(RETRY_S)})
+        case ContextTooLong():
+            return ApiError(400, str(error), code="context_length_exceeded")
         case UsageError():
-            too_long = "context" in str(error)
-            return ApiError(400, str(error), code="context_length_exceeded" if too_long else None)
+            return ApiError(400, str(error))
         case RequestValidationError():
             return _invalid(error)
         case HTTPException():

@@ -15,6 +15,9 @@ import openai
 import pytest
 import torch
 
+from ptqpipe.engine.engine import ContextTooLong
+from ptqpipe.errors import UsageError
+from ptqpipe.server.errors import api_error
 from tests.engine.models import PROMPTS, encoded, greedy, reference, tokenizer
 from tests.server.conftest import TEMPLATE, Server, serving
 
@@ -238,6 +241,13 @@ def test_openais_client_raises_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="context is 256") as error:
         client.completions.create(model="demo", prompt="word " * 400, max_tokens=1)
     assert error.value.code == "context_length_exceeded"
+
+
+def test_only_what_is_too_long_is_said_to_be_too_long() -> None:
+    told = api_error(UsageError("stop has 'context', expected no such word"))
+    assert (told.status, told.code) == (400, None)
+    told = api_error(ContextTooLong("9 tokens, expected at most 8"))
+    assert (told.status, told.code) == (400, "context_length_exceeded")
 
 
 def test_a_body_that_is_too_large_is_refused_with_or_without_its_length(server: Server) -> None:
