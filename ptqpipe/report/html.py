@@ -12,8 +12,9 @@ from pathlib import Path
 
 import jinja2
 
-from ptqpipe.report import charts, numbers, view
+from ptqpipe.report import charts, numbers
 from ptqpipe.report.content import Report, decibels, pooled_mse
+from ptqpipe.report.sections import calibration, choices, errors, precision_map, quality, roles, scales, tensors, words
 from ptqpipe.report.svg import colour, marker
 from ptqpipe.report.write import HTML_MARK
 
@@ -44,8 +45,8 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.globals.update(n=numbers, block_chart=charts.block_chart)
-    environment.filters["shown"] = view.shown
-    environment.filters["breakable"] = view.breakable
+    environment.filters["shown"] = words.shown
+    environment.filters["breakable"] = words.breakable
     return environment
 
 
@@ -54,7 +55,7 @@ def render_html(report: Report) -> str:
     style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     early = (TEMPLATES / "theme.js").read_text(encoding="utf-8")
-    rows = view.by_role(report)
+    rows = roles.by_role(report)
     ratios = [weight.versus_rtn for weight in report.weights if weight.versus_rtn is not None]
     template = _environment().get_template("report.html.jinja")
     return str(
@@ -66,27 +67,27 @@ def render_html(report: Report) -> str:
             early=early,
             policy=_policy(script, early),
             rows=rows,
-            quality=view.tiles_of_quality(report),
-            error_lines=view.error_lines(rows),
-            error_strips=view.error_strips(rows),
-            worst=view.worst_weights(report),
-            calibrated=view.calibrated(rows),
+            quality=quality.tiles_of_quality(report),
+            error_lines=errors.error_lines(rows),
+            error_strips=errors.error_strips(rows),
+            worst=errors.worst_weights(report),
+            calibrated=calibration.calibrated(rows),
             calibrated_count=len(ratios),
             rtn_ratio=sum(ratios) / len(ratios) if ratios else None,
-            choice_dots=view.choice_dots(report, rows),
-            choice_lines=view.choice_lines(report),
-            choice_colour=view.CHOICE_COLOUR,
-            panels=view.scale_panels(report),
-            codes=view.codes_rows(rows),
-            map=view.precision_map(report),
-            data=_json(view.table_data(report)),
+            choice_dots=choices.choice_dots(report, rows),
+            choice_lines=choices.choice_lines(report),
+            choice_colour=choices.CHOICE_COLOUR,
+            panels=scales.scale_panels(report),
+            codes=scales.codes_rows(rows),
+            map=precision_map.precision_map(report),
+            data=_json(tensors.table_data(report)),
             columns=COLUMNS,
             overall_mse=pooled_mse(report.weights),
             overall_db=decibels(pooled_mse(report.weights)),
-            label=lambda row: view.row_label(row, rows),
+            label=lambda row: roles.row_label(row, rows),
             marker=lambda index: marker(index, 0, 0, kind=colour(index), radius=5),
-            family=view.family,
-            bought=view.bought,
+            family=words.family,
+            bought=choices.bought,
         )
     )
 

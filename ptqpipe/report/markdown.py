@@ -3,8 +3,10 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from ptqpipe.report import numbers, view
+from ptqpipe.report import numbers
 from ptqpipe.report.content import Report, decibels, pooled_mse
+from ptqpipe.report.sections import errors, roles, scales
+from ptqpipe.report.sections.words import shown
 from ptqpipe.report.write import MARKDOWN_MARK
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
@@ -12,18 +14,18 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
 
 def escaped(text: str) -> str:
     """Text that markdown shows as it is."""
-    return _SPECIAL.sub(r"\\\1", view.shown(text)).replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;")
+    return _SPECIAL.sub(r"\\\1", shown(text)).replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;")
 
 
 def code(text: str) -> str:
     """A name in code style; where it holds a backtick or a bar, which would end it, escaped text instead."""
-    name = view.shown(text)
+    name = shown(text)
     return f"`{name}`" if name and not set(name) & set("`|<>&\\") else escaped(name)
 
 
 def render_markdown(report: Report) -> str:
     """The markdown."""
-    rows = view.by_role(report)
+    rows = roles.by_role(report)
     blocks = [
         MARKDOWN_MARK,
         f"## Quantization of {escaped(report.name)}",
@@ -93,7 +95,7 @@ def _quality(report: Report) -> str:
     )
 
 
-def _roles(report: Report, rows: Sequence[view.RoleRow]) -> str:
+def _roles(report: Report, rows: Sequence[roles.RoleRow]) -> str:
     names = report.choice_names
     calibrated = any(weight.versus_rtn is not None for weight in report.weights)
     body = []
@@ -111,7 +113,7 @@ def _roles(report: Report, rows: Sequence[view.RoleRow]) -> str:
     return "### Weights\n\n" + table(head, body, text_columns=2)
 
 
-def _scales(rows: Sequence[view.RoleRow]) -> str:
+def _scales(rows: Sequence[roles.RoleRow]) -> str:
     body = [
         [
             code(c.role),
@@ -121,14 +123,14 @@ def _scales(rows: Sequence[view.RoleRow]) -> str:
             numbers.share(c.saturated, c.blocks),
             numbers.share(c.subnormal, c.blocks),
         ]
-        for c in view.codes_rows(rows)
+        for c in scales.codes_rows(rows)
     ]
     head = ["role", "format", "weights at largest code", "weights at zero", "largest scale", "subnormal scale"]
     return "### Clipping and underflow\n\n" + table(head, body, text_columns=2)
 
 
 def _worst(report: Report) -> str:
-    worst = view.worst_weights(report)
+    worst = errors.worst_weights(report)
     if not worst:
         return ""
     body = [[code(w.name), w.format, numbers.db(w.sqnr_db), numbers.sci(w.relative_mse)] for w in worst]
