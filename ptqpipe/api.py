@@ -101,17 +101,6 @@ def convert(
     return done
 
 
-class _Held:
-    """A tensor in memory as the algorithms want it."""
-
-    def __init__(self, w: torch.Tensor) -> None:
-        self.shape = (w.shape[0], w.shape[1])
-        self._w = w
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self._w[start:stop]
-
-
 def quantize(
     w: torch.Tensor, format: str | Format = "nvfp4", *, search: str = "exact", search_global_scale: bool = True
 ) -> QTensor:
@@ -123,21 +112,17 @@ def quantize(
     if w.dim() != 2 or not w.is_floating_point():
         raise FormatError(f"quantize takes a float matrix [N, K], got {w.dtype} {list(w.shape)}")
     fmt.scale_shape((w.shape[0], w.shape[1]))
-    pieces: dict[int, QTensor] = {}
+    runs: dict[tuple[int, int], QTensor] = {}
     rtn.quantize(
-        [_Held(w)],
+        [rtn.Matrix(w)],
         fmt,
         names=["the tensor"],
         search=search,
         search_global=search_global_scale,
-        sink=lambda _, row, q: pieces.__setitem__(row, q),
+        sink=lambda member, row, q: runs.__setitem__((member, row), q),
         device=w.device,
     )
-    runs = [pieces[row] for row in sorted(pieces)]
-    if len(runs) == 1:
-        return runs[0]
-    data, scales = torch.cat([q.data for q in runs]), torch.cat([q.scales for q in runs])
-    return QTensor(fmt, (w.shape[0], w.shape[1]), data, scales, runs[0].global_scale)
+    return rtn.joined(runs, 0)
 
 
 class LoadedTensors(Mapping[str, QTensor | torch.Tensor]):

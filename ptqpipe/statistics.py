@@ -8,10 +8,10 @@ means over tokens, so statistics of several processes merge by their counts. Thi
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -68,6 +68,16 @@ class AttentionStatistics:
     v_amax: torch.Tensor
 
 
+class KnownInputs(Protocol):
+    """What is known of the inputs of linear modules, by name: what an algorithm is given. See `Statistics`."""
+
+    def key(self, module: str) -> str: ...
+
+    def has(self, module: str, moment: str) -> bool: ...
+
+    def of(self, module: str, *, block: bool = False, full: bool = False, held: bool = False) -> InputStatistics: ...
+
+
 class Statistics:
     """An open statistics folder; tensors are read when asked. Use as a context manager, or `close` it."""
 
@@ -93,6 +103,11 @@ class Statistics:
             raise CheckpointError(f"{file} has version {version}, expected {STATS_VERSION}; calibrate again")
         return cls(Path(path), CheckpointReader.open(Path(path)), content)
 
+    @property
+    def _modules(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.content["modules"]
+        return found
+
     def __enter__(self) -> "Statistics":
         return self
 
@@ -100,9 +115,9 @@ class Statistics:
         self.close()
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """Linear modules with statistics, by their names in the checkpoint (without ``.weight``)."""
-        return tuple(self.content["modules"])
+    def modules(self) -> KeysView[str]:
+        """Linear modules with statistics, by their names in the checkpoint (without ``.weight``), in its order."""
+        return self._modules.keys()
 
     @property
     def model_fingerprint(self) -> str:
@@ -121,9 +136,7 @@ class Statistics:
 
         UsageError where the module has none, or calibration did not collect these moments.
         """
-        entry = self.content["modules"].get(module)
-        if entry is None:
-            raise UsageError(f"{self.path} has no statistics of '{module}'; calibrate the model that holds it")
+        entry = self._entry(module)
         return InputStatistics(
             tokens=int(entry["tokens"]),
             measured=bool(entry["measured"]),
@@ -144,14 +157,24 @@ class Statistics:
             self._read(entry, module, "held_full_moment") if full else None,
         )
 
+    def key(self, module: str) -> str:
+        """What names the input of a module: modules with one input have one. UsageError where it has no statistics."""
+        return str(self._entry(module)["key"])
+
+    def _entry(self, module: str) -> Mapping[str, Any]:
+        entry: Mapping[str, Any] | None = self._modules.get(module)
+        if entry is None:
+            raise UsageError(f"{self.path} has no statistics of '{module}'; calibrate the model that holds it")
+        return entry
+
     def has(self, module: str, moment: str) -> bool:
         """Whether ``moment`` ("amax", ..., "block_moment", "full_moment") of a module was collected."""
-        entry = self.content["modules"].get(module)
+        entry = self._modules.get(module)
         return entry is not None and f"{entry['key']}.{moment}" in self._reader.entries
 
     def held_out(self, module: str) -> bool:
         """Whether there are moments of held-out samples of a module."""
-        return "held_tokens" in self.content["modules"].get(module, {})
+        return "held_tokens" in self._modules.get(module, {})
 
     @property
     def attentions(self) -> tuple[str, ...]:

@@ -193,6 +193,11 @@ def test_commands_import_only_what_their_rows_say() -> None:
     assert [str(statement) for statement in all_imports() if breaks_commands(statement)] == []
 
 
+def test_commands_import_all_that_their_rows_say() -> None:
+    pairs = {(command_of(statement.importer), command_of(statement.imported)) for statement in all_imports()}
+    assert [(name, other) for name, row in COMMANDS.items() for other in row if (name, other) not in pairs] == []
+
+
 @pytest.mark.parametrize(
     ("path", "source", "crosses"),
     [

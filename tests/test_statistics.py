@@ -32,7 +32,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 def test_siblings_read_the_entry_that_they_share(tmp_path: Path) -> None:
     with Statistics.open(write(tmp_path / "s")) as statistics:
-        assert statistics.modules == ("m", "sibling")
+        assert list(statistics.modules) == ["m", "sibling"]
         for name in statistics.modules:
             found = statistics.of(name)
             assert (found.tokens, found.measured, dict(found.quantiles)) == (7, True, {0.99: 0.5})

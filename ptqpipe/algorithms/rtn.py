@@ -5,7 +5,7 @@ unit is not cached, and every QTensor goes out as soon as it is made. The size o
 the sums of the statistics, and with them every byte and every reported number, are the same on every machine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,8 +26,31 @@ class Weight(Protocol):
     def rows(self, start: int, stop: int) -> torch.Tensor: ...
 
 
+class Matrix:
+    """A `Weight` that is in memory."""
+
+    def __init__(self, w: torch.Tensor) -> None:
+        self.shape = (w.shape[0], w.shape[1])
+        self._w = w
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop)."""
+        return self._w[start:stop]
+
+
 Sink = Callable[[int, int, QTensor], None]
 """Takes (member, first row, quantized rows). A unit whose global scale is revised sends its rows a second time."""
+
+
+def joined(runs: Mapping[tuple[int, int], QTensor], member: int) -> QTensor:
+    """The runs of rows of one member, by (member, first row), as one."""
+    parts = [runs[at] for at in sorted(runs) if at[0] == member]
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    shape = (sum(q.shape[0] for q in parts), first.shape[1])
+    scales = first.scales if first.fmt.block[0] == WHOLE else torch.cat([q.scales for q in parts])
+    return QTensor(first.fmt, shape, torch.cat([q.data for q in parts]), scales, first.global_scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,7 @@ def test_as_many_units_run_at_once_as_memory_has_room_for(
                 running[0] -= 1
 
     monkeypatch.setattr(calibrated, "quantize", watched)
-    monkeypatch.setattr(convert_stage, "_extra_bytes", lambda *_: 1 << 30)
+    monkeypatch.setattr(convert_stage, "extra_bytes", lambda *_: 1 << 30)
     memory = BASE_BYTES + 4 * (WORKER_BYTES + (1 << 20)) + (room << 30)
     run(model, stats, tmp_path / "out", Machine(workers=3, memory_bytes=memory), algorithm="gptq")
     assert at_once[0] == room

@@ -13,7 +13,7 @@ from ptqpipe.algorithms.rtn import Sink, Weight, WeightError
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.stages.common.moments import module_of
-from ptqpipe.statistics import Statistics
+from ptqpipe.statistics import KnownInputs, Statistics
 
 Held = dict[tuple[int, int], QTensor]
 """(member, first row) -> quantized rows of a unit."""
@@ -33,7 +33,7 @@ def correct_unit(
     held: Held,
     errors: Sequence[WeightError],
     *,
-    statistics: Statistics | None,
+    statistics: KnownInputs | None,
     sink: Sink,
 ) -> Outcome:
     """Sends the rows of ``held`` to ``sink``, each once, with the best low-rank part for what they leave.
@@ -47,7 +47,7 @@ def correct_unit(
     known: tuple[str, lorc.Weighting, lorc.Weighting | None] | None = None
     for index, (member, weight, error) in enumerate(zip(unit.members, weights, errors, strict=True)):
         module = module_of(member)
-        key = "" if statistics is None else str(statistics.content["modules"][module]["key"])
+        key = "" if statistics is None else statistics.key(module)
         if known is None or known[0] != key:
             known = None  # the old one goes before the new one comes
             known = key, *_weighting(statistics, module, damping=unit.rule.damping)
@@ -71,7 +71,7 @@ def correct_unit(
 
 
 def _weighting(
-    statistics: Statistics | None, module: str, *, damping: float
+    statistics: KnownInputs | None, module: str, *, damping: float
 ) -> tuple[lorc.Weighting, lorc.Weighting | None]:
     """(what the factors minimize, what decides whether they are kept: None for the same)."""
     if statistics is None:

@@ -21,7 +21,7 @@ from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.schemes import Activation
 from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import corrected_biases
-from ptqpipe.statistics import Statistics
+from ptqpipe.statistics import KnownInputs, Statistics
 
 # What an input reaches at a static scale of one.
 LARGEST = {Activation.NVFP4_STATIC_GLOBAL: 2688.0, Activation.FP8_TENSOR_STATIC: 448.0}
@@ -73,12 +73,12 @@ def options_of(rule: Rule) -> Options:
     )
 
 
-def inputs_of(unit: Unit, statistics: Statistics, options: Options) -> list[LayerInput]:
+def inputs_of(unit: Unit, statistics: KnownInputs, options: Options) -> list[LayerInput]:
     """The moments of every member's input, in order; members that share an input share the object."""
     found: dict[str, LayerInput] = {}
     for member in unit.members:
         module = module_of(member)
-        key = statistics.content["modules"][module]["key"]
+        key = statistics.key(module)
         if key not in found:
             block = not options.needs_full and statistics.has(module, "block_moment")
             known = statistics.of(module, block=block, full=options.needs_full, held=True)
@@ -89,7 +89,7 @@ def inputs_of(unit: Unit, statistics: Statistics, options: Options) -> list[Laye
                 known.full_moment,
                 None if held is None else LayerInput(held.second_moment, held.block_moment, held.full_moment),
             )
-    return [found[statistics.content["modules"][module_of(m)]["key"]] for m in unit.members]
+    return [found[statistics.key(module_of(m))] for m in unit.members]
 
 
 def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
@@ -176,7 +176,7 @@ def _check_unit(unit: Unit, statistics: Statistics) -> None:
     wanted += ["block_moment"] * (options.weighting == "block" and not options.needs_full)
     for member in unit.members:
         module = module_of(member)
-        if module not in statistics.content["modules"]:
+        if module not in statistics.modules:
             raise UsageError(f"{statistics.path} has no statistics of '{module}'; calibrate again, or --ignore it")
         for moment in wanted:
             if not statistics.has(module, moment):

@@ -9,14 +9,14 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.algorithms import calibrated, rtn, stored
+from ptqpipe.algorithms import rtn
 from ptqpipe.checkpoint.direct import margin
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
@@ -41,10 +41,8 @@ from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, Ran
 from ptqpipe.stages.common.moments import (
     describe_statistics,
     input_scales,
-    inputs_of,
     means_of,
     open_statistics,
-    options_of,
     unit_extra_bytes,
 )
 from ptqpipe.stages.common.outputs import (
@@ -56,6 +54,7 @@ from ptqpipe.stages.common.outputs import (
     config_files,
     make_outputs,
 )
+from ptqpipe.stages.common.quantize_unit import learned_codes, quantize_unit
 from ptqpipe.stages.convert.write_parts import PartWriter, keep_tensor
 from ptqpipe.statistics import Statistics
 
@@ -260,9 +259,9 @@ def share_of(prepared: Prepared, machine: Machine) -> Share:
     return machine.divide_memory(_largest_unit(prepared), len(jobs), reserved_bytes=most_extra(prepared)[0])
 
 
-def units_at_once(unit: Unit, prepared: Prepared, machine: Machine) -> int:
+def units_at_once(unit: Unit, prepared: Prepared, share: Share) -> int:
     """How many units like this one are quantized at the same time."""
-    share, extra = share_of(prepared, machine), extra_bytes(unit, prepared)
+    extra = extra_bytes(unit, prepared)
     return share.workers if not extra else max(1, min(share.workers, share.pool_bytes // extra))
 
 
@@ -307,11 +306,13 @@ def _quantize(
     means = means_of(unit, prepared.statistics, set(biases))
     errors = MeanErrors(weights, means, written.take)
     sink = errors.take if biases else written.take
-    result, outcomes = quantize_unit(unit, weights, prepared, sink=sink, device=machine.device)
+    codes = learned_codes(unit, prepared.rounding)
+    done = quantize_unit(unit, weights, statistics=prepared.statistics, learned=codes, sink=sink, device=machine.device)
+    result = done.result
     _check_kept_alive(unit, result.errors)
     hashes = written.finish()
     members = {}
-    told = zip(unit.members, result.errors, hashes, outcomes, scales, strict=True)
+    told = zip(unit.members, result.errors, hashes, done.told, scales, strict=True)
     for member, error, sha256, outcome, scale in told:
         members[member.key] = {
             "shape": list(member.shape),
@@ -331,60 +332,6 @@ def _quantize(
             **outcome,
         }
     return {"members": members, "kept": errors.write(unit.members, biases, prepared.source, writer)}
-
-
-def quantize_unit(
-    unit: Unit, weights: Sequence[rtn.Weight], prepared: Prepared, *, sink: rtn.Sink, device: torch.device | None = None
-) -> tuple[rtn.UnitResult, list[dict[str, Any]]]:
-    """Quantizes a unit by its rule: (the result, what the record says of each weight's calibration)."""
-    if unit.scheme.low_rank is None:
-        return _choose_codes(unit, weights, prepared, sink=sink, device=device)
-    held: low_rank.Held = {}
-    codes, outcomes = _choose_codes(
-        unit, weights, prepared, sink=lambda member, row, q: held.__setitem__((member, row), q), device=device
-    )
-    found = low_rank.correct_unit(unit, weights, held, codes.errors, statistics=prepared.statistics, sink=sink)
-    told = [{**outcome, "low_rank": dict(own)} for outcome, own in zip(outcomes, found.told, strict=True)]
-    return replace(codes, errors=found.errors), told
-
-
-def _choose_codes(
-    unit: Unit, weights: Sequence[rtn.Weight], prepared: Prepared, *, sink: rtn.Sink, device: torch.device | None
-) -> tuple[rtn.UnitResult, list[dict[str, Any]]]:
-    """`quantize_unit` but for the low-rank part."""
-    rule, statistics = unit.rule, prepared.statistics
-    names = [member.weight for member in unit.members]
-    if prepared.rounding is not None and prepared.rounding.has(unit.members[0].key):
-        fmt = unit.scheme.fmt
-        codes = [prepared.rounding.of(m.key, fmt, shape=m.shape) for m in unit.members]
-        return stored.quantize(weights, codes, fmt, names=names, sink=sink), [{"algorithm": "learned"} for _ in names]
-    search_global = rule.global_scale == "search"
-    if not rule.calibrated:
-        plain = rtn.quantize(
-            weights,
-            unit.scheme.fmt,
-            names=names,
-            search=rule.search,
-            search_global=search_global,
-            sink=sink,
-            device=device,
-        )
-        return plain, [{} for _ in names]
-    assert statistics is not None  # `prepare` has looked
-    options = options_of(rule)
-    result = calibrated.quantize(
-        weights,
-        unit.scheme.fmt,
-        names=names,
-        inputs=inputs_of(unit, statistics, options),
-        options=options,
-        search=rule.search,
-        search_global=search_global,
-        sink=sink,
-        device=device,
-    )
-    told = {"algorithm": rule.algorithm, "weighting": rule.weighting}
-    return result.unit, [told | asdict(outcome) for outcome in result.outcomes]
 
 
 def _scratch() -> Scratch:

@@ -67,7 +67,7 @@ def _how(prepared: Prepared, machine: Machine) -> list[str]:
             f"  {share.workers} units at a time, not {wanted}: --max-memory {mebibytes(machine.memory_bytes)} has no "
             f"room for more; --max-memory {mebibytes(enough)} has"
         )
-    at_once = share.workers if unit is None else units_at_once(unit, prepared, machine)
+    at_once = share.workers if unit is None else units_at_once(unit, prepared, share)
     if unit is not None and at_once < share.workers:
         lines.append(
             f"  {at_once} at a time of units like {one_line(unit.id, limit=300)}, which need the most memory; "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ptqpipe.algorithms.rtn import Matrix, joined
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.paired import quantized_inputs
 from ptqpipe.calibration.runner import Block, Runner
@@ -17,6 +18,7 @@ from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
 from ptqpipe.source import SourceRows
 from ptqpipe.stages.common.moments import input_scales
+from ptqpipe.stages.common.quantize_unit import quantize_unit
 from ptqpipe.stages.convert import run as convert
 
 
@@ -79,36 +81,13 @@ class BlockWork:
 
     def _start(self, unit: Unit) -> dict[str, QTensor]:
         runs: dict[tuple[int, int], QTensor] = {}
-        convert.quantize_unit(
+        quantize_unit(
             unit,
-            [Rows(self.weights[m.key]) for m in unit.members],
-            self.prepared,
+            [Matrix(self.weights[m.key]) for m in unit.members],
+            statistics=self.prepared.statistics,
             sink=lambda member, row, q: runs.__setitem__((member, row), q),
         )
         return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
-
-
-class Rows:
-    """A matrix in memory, as an algorithm reads it."""
-
-    def __init__(self, w: torch.Tensor) -> None:
-        self.shape = (w.shape[0], w.shape[1])
-        self._w = w
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop)."""
-        return self._w[start:stop]
-
-
-def joined(runs: Mapping[tuple[int, int], QTensor], member: int) -> QTensor:
-    """The runs of rows of one member, by (member, first row), as one."""
-    parts = [runs[at] for at in sorted(runs) if at[0] == member]
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    shape = (sum(q.shape[0] for q in parts), first.shape[1])
-    scales = first.scales if first.fmt.block[0] == 0 else torch.cat([q.scales for q in parts])
-    return QTensor(first.fmt, shape, torch.cat([q.data for q in parts]), scales, first.global_scale)
 
 
 def _parameters(block: Block, runner: Runner) -> dict[str, torch.Tensor]:

@@ -16,12 +16,13 @@ import torch
 
 from ptqpipe.algorithms import asymmetric, calibrated
 from ptqpipe.algorithms.calibrated import LayerInput, Options
+from ptqpipe.algorithms.rtn import Matrix, joined
 from ptqpipe.calibration.paired import Paired, call_order, paired_moments
 from ptqpipe.errors import NumericsError
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.stages.common.moments import options_of
-from ptqpipe.stages.tune.block import BlockWork, Rows, joined
+from ptqpipe.stages.tune.block import BlockWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def quantize_unit(work: BlockWork, unit: Unit, moments: Sequence[Paired], *, sha
         inputs.append(known.setdefault(id(pair), LayerInput(pair.moment.diagonal().clone(), None, pair.moment)))
     runs: dict[tuple[int, int], QTensor] = {}
     calibrated.quantize(
-        [Rows(t) for t in targets],
+        [Matrix(t) for t in targets],
         unit.scheme.fmt,
         names=[m.weight for m in unit.members],
         inputs=inputs,

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ptqpipe.algorithms import calibrated, rtn
 from ptqpipe.containers import Role
 from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import low_rank
-from ptqpipe.stages.common.moments import LARGEST, inputs_of, options_of
+from ptqpipe.stages.common.moments import LARGEST
+from ptqpipe.stages.common.quantize_unit import choose_codes
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.judge import judge_proof
 from ptqpipe.stages.verify.optimal import prove_joint
@@ -64,7 +64,7 @@ def repeat_unit(
         if problem:
             differing[(member, row)] = problem
 
-    result = _quantize(unit, rows, statistics, compare)
+    result = choose_codes(unit, rows, statistics=statistics, sink=compare).result
     for (index, row), problem in sorted(differing.items()):
         findings.fault("repeat", unit.members[index].key, f"rows from {row} on: {problem} of the recorded recipe")
     if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
@@ -85,26 +85,6 @@ def repeat_unit(
         wanted = (unit.scheme.fmt.name, unit.scheme.name, unit.rule.search, result.proven, result.global_scale)
         if (claim.format, claim.scheme, claim.search, claim.proven, claim.global_scale) != wanted:
             findings.fault("record", name, f"claims format, scheme, search, proven, global scale that are not {wanted}")
-
-
-def _quantize(unit: Unit, rows: Sequence[SourceRows], statistics: Statistics | None, sink: rtn.Sink) -> rtn.UnitResult:
-    fmt, rule = unit.scheme.fmt, unit.rule
-    names = [member.weight for member in unit.members]
-    search_global = rule.global_scale == "search"
-    if not rule.calibrated:
-        return rtn.quantize(rows, fmt, names=names, search=rule.search, search_global=search_global, sink=sink)
-    assert statistics is not None  # the caller has looked
-    options = options_of(rule)
-    return calibrated.quantize(
-        rows,
-        fmt,
-        names=names,
-        inputs=inputs_of(unit, statistics, options),
-        options=options,
-        search=rule.search,
-        search_global=search_global,
-        sink=sink,
-    ).unit
 
 
 def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> bool:
