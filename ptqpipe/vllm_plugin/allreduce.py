@@ -5,18 +5,17 @@ prefill size: ``RowParallelLinear`` and the runner of the experts. Embeddings (o
 logits and everything else keep vLLM's own. What stands in its place is one operator that torch.compile cannot look
 into; below it a `Reducer` decides per message, by shape and dtype alone, so that the ranks cannot disagree.
 
-The first message starts the `Reducer`: it builds the quantized all-reduce, compares it with the plain one on random
-data, and asks all ranks for their verdict. Unless all agree that it works, everything stays plain, and the log says so.
+The first message starts the `Reducer`: it builds the quantized all-reduce, which measures against vLLM's own sum where
+it pays, compares the two on random data, and asks all ranks for their verdict. Unless all agree that it works,
+everything stays plain, and the log says so.
 """
 
 import inspect
 import logging
-import statistics
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,15 +28,13 @@ if TYPE_CHECKING:
     from ptqpipe.collectives import QuantAllReduce
 
 log = logging.getLogger("vllm.ptqpipe")
+T = TypeVar("T")
 
 NAME = "tensor_model_parallel_all_reduce"
 # Relative error of a sum of Gaussians over two to eight ranks, twice what was measured for the codec with blocks of 64.
 TOLERANCE = {"int8": 0.02, "int6": 0.08, "fp8": 0.08, "mxfp8": 0.1}
 COARSE = 0.4  # four bits and whatever else: only that it is the sum and not something else
 CHECK_SHAPE = (64, 1024)
-NEVER = 1 << 62  # bytes
-MEASURED_BYTES = (16 << 20, 4 << 20, 1 << 20, 256 << 10)
-REPEATS = 4
 CHUNK_OF_LOG = 10  # a line after 1, 10, 100, ... quantized messages
 
 _reducers: dict[str, "Reducer"] = {}
@@ -94,15 +91,18 @@ class Reducer:
 
     group: Any
     quantized: "QuantAllReduce | None" = None
-    calls: int = field(default=0)
-    plain_calls: int = field(default=0)
+    calls: int = 0
+    plain_calls: int = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """A new tensor: the sum over the group."""
-        if self.quantized is None or _capturing(x) or not self.quantized.should_use(x.numel(), x.dtype):
+        if self.quantized is None or _capturing(x):
             self.plain_calls += 1
             return self.plain(x)
-        result = self.quantized.quantized(x)
+        result = self.quantized(x)
+        if not self.quantized.should_use(x.numel(), x.dtype):
+            self.plain_calls += 1
+            return result
         self.calls += 1
         if _is_power(self.calls):
             self.report(tuple(x.shape))
@@ -132,79 +132,72 @@ def start(name: str, settings: Settings) -> Reducer:
 
     group = parallel_state._groups[name]()
     assert group is not None, name
+    return checked(group, settings)
+
+
+def checked(group: Any, settings: Settings) -> Reducer:
+    """A reducer of a group of vLLM, quantized where all ranks have found that it works. Collective."""
     reducer = Reducer(group)
     built: QuantAllReduce | None = None
-    problem = ""
-    try:
-        built = _build(group, settings)
-    except Exception as error:
-        log.exception("ptqpipe: the quantized all-reduce cannot be built")
-        problem = f"{type(error).__name__}: {error}"
-    if not _all_agree(group, built is not None):
-        log.error("ptqpipe: %s stays PLAIN: %s", name, problem or "another rank could not build it")
+    _, problem = _attempt(lambda: _known(settings))  # before any rank waits for the others in the measurement
+    if _all_agree(group, not problem):
+        built, problem = _attempt(lambda: _build(group, settings))
+        built = built if _all_agree(group, not problem) else None
+    if built is None:
+        log.error("ptqpipe: %s stays PLAIN: %s", group.unique_name, problem or "another rank could not build it")
         return reducer
-    assert built is not None
     problem = _check(built, reducer, settings)
     if not _all_agree(group, not problem):
-        log.error("ptqpipe: %s stays PLAIN: %s", name, problem or "the check failed on another rank")
+        log.error("ptqpipe: %s stays PLAIN: %s", group.unique_name, problem or "the check failed on another rank")
         return reducer
-    if settings.min_bytes == "auto":
-        built.min_bytes = measure(reducer, built)
     reducer.quantized = built
-    log.info(
-        "ptqpipe: %s, %d ranks: %s all-reduce in blocks of %d %s",
-        name,
-        group.world_size,
-        settings.codec,
-        settings.block,
-        "never pays here and stays off" if built.min_bytes == NEVER else f"from {built.min_bytes} bytes on",
-    )
+    _announce(group, built, settings)
     return reducer
 
 
-def measure(reducer: Reducer, built: "QuantAllReduce") -> int:
-    """The smallest message from which on quantizing pays, in bytes; `NEVER` where it does not.
+def _known(settings: Settings) -> None:
+    """UsageError for a codec or a block that does not exist."""
+    from ptqpipe.collectives import get_wire_codec
 
-    Against vLLM's own sum, which on one machine goes through shared memory and on several through the network. The
-    slowest rank counts, so that all find the same number.
-    """
-    found = NEVER
-    for size in MEASURED_BYTES:  # from the largest down: quantizing pays from some size on
-        x = torch.randn(size // 2, dtype=torch.bfloat16, device=reducer.group.device)
-        seconds = torch.tensor([_median(reducer, way, x) for way in (reducer.plain, built.quantized)])
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=reducer.group.cpu_group)
-        plain, quantized = seconds.tolist()
-        log.info("ptqpipe: %d bytes: plain %.2f ms, quantized %.2f ms", size, 1e3 * plain, 1e3 * quantized)
-        if quantized >= plain:
-            break
-        found = size
-    return found
-
-
-def _median(reducer: Reducer, way: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
-    """Seconds of one message, the median of some, the ranks starting together."""
-    seconds = []
-    for _ in range(REPEATS):
-        dist.barrier(group=reducer.group.cpu_group)
-        _synchronize(x)
-        begin = time.perf_counter()
-        way(x)
-        _synchronize(x)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[1:])  # the first one makes buffers
-
-
-def _synchronize(x: torch.Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
+    assert settings.codec is not None
+    get_wire_codec(settings.codec, settings.block)
 
 
 def _build(group: Any, settings: Settings) -> "QuantAllReduce":
+    """With "auto" it measures, against vLLM's own sum: shared memory on one machine, the network on several."""
     from ptqpipe.collectives import QuantAllReduce
 
     assert settings.codec is not None
-    least = NEVER if settings.min_bytes == "auto" else settings.min_bytes
-    return QuantAllReduce(group.device_group, codec=settings.codec, block=settings.block, min_bytes=least)
+    return QuantAllReduce(
+        group.device_group,
+        settings.codec,
+        block=settings.block,
+        min_bytes=settings.min_bytes,
+        plain=group._all_reduce_out_place,
+    )
+
+
+def _attempt(step: Callable[[], T]) -> tuple[T | None, str]:
+    """(what it gave, what went wrong or nothing)."""
+    try:
+        return step(), ""
+    except Exception as error:
+        log.exception("ptqpipe: the quantized all-reduce cannot be built")
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _announce(group: Any, built: "QuantAllReduce", settings: Settings) -> None:
+    from ptqpipe.collectives import NEVER
+
+    log.info(
+        "ptqpipe: %s, %d ranks: %s all-reduce in blocks of %d %s; below: %s",
+        group.unique_name,
+        group.world_size,
+        settings.codec,
+        settings.block,
+        "never pays here and stays off" if built.min_bytes >= NEVER else f"from {built.min_bytes} bytes on",
+        ", ".join(way for _, way in built.thresholds.plain) or "own",
+    )
 
 
 def _all_agree(group: Any, mine: bool) -> bool:
@@ -245,12 +238,12 @@ def _is_power(count: int) -> bool:
 
 
 def numbers() -> dict[str, dict[str, Any]]:
-    """What the groups of this process did so far."""
+    """What the groups of this process did so far. ``min_bytes`` is None where everything stays plain."""
     return {
         name: {
             "quantized_calls": reducer.calls,
             "plain_calls": reducer.plain_calls,
-            "min_bytes": reducer.quantized.min_bytes if reducer.quantized is not None else NEVER,
+            "min_bytes": reducer.quantized.min_bytes if reducer.quantized is not None else None,
             "stats": asdict(reducer.quantized.stats()) if reducer.quantized is not None else {},
         }
         for name, reducer in _reducers.items()
