@@ -10,8 +10,8 @@ import torch
 
 from ptqpipe.formats import Codec
 from ptqpipe.kernels import cpu_library as lib
+from ptqpipe.kernels.cpu_tensors import ELEMENTS
 
-_ELEMENTS = {"e2m1": 0, "e4m3": 1, "e2m3": 2, "e3m2": 3}
 _FEED_FORWARD, _DESCEND, _CHOOSE_BLOCK = 0, 1, 2
 _MOST_COLUMNS = 256
 
@@ -71,7 +71,7 @@ def choose_block(
 def _fits(element: Codec, like: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether a kernel takes these float32 tensors, of which the first is [columns, rows]."""
     plain = all(x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() for x in (like, *others))
-    return plain and element.name in _ELEMENTS and 0 < like.shape[0] <= _MOST_COLUMNS and bool(lib.known_isas())
+    return plain and element.name in ELEMENTS and 0 < like.shape[0] <= _MOST_COLUMNS and bool(lib.known_isas())
 
 
 def _job(kind: int, like: torch.Tensor, element: Codec, matrix: torch.Tensor) -> lib.Columns:
@@ -79,7 +79,7 @@ def _job(kind: int, like: torch.Tensor, element: Codec, matrix: torch.Tensor) ->
         columns=like.shape[0],
         rows=like.shape[1],
         kind=kind,
-        element=_ELEMENTS[element.name],
+        element=ELEMENTS[element.name],
         matrix=matrix.data_ptr(),
     )
 

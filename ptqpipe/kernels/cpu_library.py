@@ -148,6 +148,11 @@ def known_isas() -> tuple[str, ...]:
     return () if found is None else tuple(name for name in ISAS if found.ptq_has(name.encode()))
 
 
+def available() -> bool:
+    """Whether the extension was built and this CPU runs it."""
+    return bool(known_isas())
+
+
 _forced: str | None = None
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import get_format
 from ptqpipe.kernels import cpu
-from ptqpipe.kernels.cpu import _normalized
+from ptqpipe.kernels.cpu_search import _normalized
 from ptqpipe.qtensor import encode
 from ptqpipe.search.brute_force import search as brute_force
 from ptqpipe.search.objective import normalize_importance

@@ -1,0 +1,220 @@
+"""Block scales searched and codes packed by the compiled kernels, bit-equal to torch.
+
+Mirrors ``search/brute_force.py`` (the exact search) and the baselines of ``search/``, ``qtensor.encode`` and
+``packing.pack``. Knows formats and rules; must not know files or containers.
+"""
+
+import ctypes
+
+import torch
+
+from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.formats import Format
+from ptqpipe.kernels import cpu_library as lib
+from ptqpipe.kernels.cpu_tensors import DTYPES, ELEMENTS, check_global, checked_grid, readable
+from ptqpipe.packing import packed_columns
+from ptqpipe.qtensor import check_finite
+
+_MINIFLOAT3, _E8M0 = 0, 1
+_SCALES = {"e4m3": (_MINIFLOAT3, 7), "ue5m3": (_MINIFLOAT3, 15), "e8m0": (_E8M0, 127)}  # kind, exponent bias
+_RULES = {
+    "exact": 0, "absmax": 2, "absmax_pz": 3, "four_over_six": 4, "ocp_floor": 5, "ocp_even": 6, "ocp_ceil": 7,
+}  # fmt: skip
+_WEIGHTED = ("exact", "four_over_six")  # the rules that importance matters to
+_GLOBAL_RANGE = 2.0**100  # beyond it, or below its inverse, scales or their inverses may leave the float32 range
+
+
+def block_quantize(
+    w: torch.Tensor,
+    fmt: Format,
+    *,
+    rule: str = "exact",
+    global_scale: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Searches block scales and encodes: (data uint8 ``[N, K*bits/8]``, scales ``[N/bn, K/bk]`` as in a QTensor).
+
+    w            ``[N, K]`` bfloat16, float16 or float32, columns adjacent in memory
+    rule         "exact": the scales of ``search/brute_force.py``, bit for bit; or a baseline of ``search/`` by name:
+                 absmax, absmax_pz, four_over_six, ocp_floor, ocp_even, ocp_ceil
+    global_scale float32 0-d, where the format has one
+    importance   ``[K]`` non-negative weights of the columns, or None
+
+    E2M1, E2M3, E3M2 or E4M3 elements with E4M3 or UE5M3 scales (with or without a global one) or E8M0 scales, in
+    blocks of 2 to 256 columns that fill whole bytes; E4M3 rows, tiles and tensors with bfloat16 scales (from bfloat16
+    weights); None for the rest. NumericsError for NaN and inf.
+    """
+    if fmt.scale.dtype is not None:
+        return _fp8_quantize(w, fmt, rule=rule, importance=importance)
+    job = _job(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
+    if job is None:
+        return None
+    data = torch.empty(w.shape[0], packed_columns(w.shape[1], fmt.element.bits), dtype=torch.uint8)
+    scales = torch.empty(fmt.scale_shape((w.shape[0], w.shape[1])), dtype=torch.uint8)
+    job.data, job.scales = data.data_ptr(), scales.data_ptr()
+    return (data, scales) if _run(job, w) else None
+
+
+def score_total(
+    w: torch.Tensor,
+    fmt: Format,
+    *,
+    rule: str = "exact",
+    global_scale: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
+) -> float | None:
+    """The scores (``objective.formula``) of the scales that ``block_quantize`` takes, summed, times global_scale^2.
+
+    Without weights this is the squared error that ``block_quantize`` leaves, up to the float32 rounding of each block's
+    score. The sum is in float64, in the order of ``reference.sum_blocks``. None where ``block_quantize`` has no kernel.
+    """
+    scales = None if global_scale is None else global_scale.reshape(1)
+    totals = score_totals(w, fmt, rule=rule, global_scales=scales, importance=importance)
+    return None if totals is None else totals[0]
+
+
+def score_totals(
+    w: torch.Tensor,
+    fmt: Format,
+    *,
+    rule: str = "exact",
+    global_scales: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
+) -> list[float] | None:
+    """:func:`score_total` for each of ``global_scales`` (float32 ``[n]``), reading ``w`` once."""
+    job = _job(w, fmt, rule=rule, global_scale=global_scales, importance=importance)
+    if job is None:
+        return None
+    totals = torch.zeros(job.n_global, dtype=torch.float64)
+    job.totals = totals.data_ptr()
+    if not _run(job, w):
+        return None
+    if global_scales is not None:
+        totals *= global_scales.double().square()
+    return [float(total) for total in totals]
+
+
+def _fp8_quantize(
+    w: torch.Tensor, fmt: Format, *, rule: str, importance: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """:func:`block_quantize` for E4M3 elements and bfloat16 scales."""
+    known = fmt.element.name == "e4m3" and fmt.scale.dtype == torch.bfloat16 and not fmt.has_global
+    if not known or rule not in ("exact", "absmax", "absmax_pz") or not readable(w) or not lib.available():
+        return None
+    if w.dtype != torch.bfloat16:
+        return None
+    shape = (w.shape[0], w.shape[1])
+    scales = torch.empty(fmt.scale_shape(shape), dtype=torch.bfloat16)
+    h = None if importance is None or rule != "exact" else _normalized(importance, w.shape[1])
+    block = fmt.block_extent(shape)
+    job = lib.Long(
+        w=w.data_ptr(), rows=shape[0], cols=shape[1], row_stride=w.stride(0), block_rows=block[0], block_cols=block[1],
+        dtype=DTYPES[w.dtype], element=ELEMENTS["e4m3"], rule=_RULES[rule],
+        importance=None if h is None else h.data_ptr(), scales=scales.data_ptr(),
+    )  # fmt: skip
+    status = lib.call("ptq_quantize_long", ctypes.byref(job))
+    if status == lib.NOT_FINITE:
+        check_finite(w)
+    data = fp8_encode(w, scales, fmt) if status == lib.OK else None
+    return None if data is None else (data, scales)
+
+
+def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tensor | None:
+    """uint8 ``[N, K]``: the codes of ``qtensor.encode`` for E4M3 elements and scales that are numbers.
+
+    w       ``[N, K]`` bfloat16, float16 or float32
+    scales  ``[N/bn, K/bk]`` of the dtype of ``fmt.scale``: one per row, tile or tensor
+
+    None for formats without a kernel. NumericsError for NaN and inf.
+    """
+    if fmt.element.name != "e4m3" or fmt.scale.enumerable or fmt.has_global or not readable(w) or not lib.available():
+        return None
+    shape = (w.shape[0], w.shape[1])
+    grid = checked_grid(scales, fmt, shape)
+    block = fmt.block_extent(shape)
+    numbers = scales.float().contiguous()
+    data = torch.empty(shape, dtype=torch.uint8)
+    job = lib.Encode(
+        w=w.data_ptr(), rows=shape[0], cols=shape[1], row_stride=w.stride(0), scales=numbers.data_ptr(),
+        scale_cols=grid[1], block_rows=block[0], block_cols=block[1], dtype=DTYPES[w.dtype],
+        element=ELEMENTS["e4m3"], data=data.data_ptr(),
+    )  # fmt: skip
+    status = lib.call("ptq_encode_rows", ctypes.byref(job))
+    if status == lib.NOT_FINITE:
+        check_finite(w)
+    return data if status == lib.OK else None
+
+
+def amax(w: torch.Tensor) -> tuple[float, int] | None:
+    """(max |w|, row-major index of the first NaN or inf or -1 without one) of a matrix, in one pass.
+
+    The maximum is inf or NaN when there is such an index; 0 for an empty matrix.
+    """
+    if not readable(w) or not lib.available():
+        return None
+    job = lib.Amax(
+        w=w.data_ptr(), rows=w.shape[0], cols=w.shape[1], row_stride=w.stride(0), dtype=DTYPES[w.dtype], unused=0
+    )
+    largest, first_bad = ctypes.c_float(), ctypes.c_int64()
+    lib.call("ptq_amax_of", ctypes.byref(job), ctypes.byref(largest), ctypes.byref(first_bad))
+    return largest.value, first_bad.value
+
+
+class _Job(lib.Blocks):
+    """A struct with the tensors that it points into, which must outlive the call."""
+
+    kept: tuple[torch.Tensor | None, ...]
+
+
+def _job(
+    w: torch.Tensor, fmt: Format, *, rule: str, global_scale: torch.Tensor | None, importance: torch.Tensor | None
+) -> _Job | None:
+    """The common fields of a search, or None where there is no kernel for it. FormatError for unfit shapes."""
+    check_global(fmt, global_scale)
+    block = fmt.block[1]
+    element, scale = ELEMENTS.get(fmt.element.name), _SCALES.get(fmt.scale.name)
+    in_rows = fmt.block[0] == 1 and 2 <= block <= 256 and block * fmt.element.bits % 8 == 0
+    if not in_rows or element is None or scale is None or rule not in _RULES or not readable(w) or not lib.available():
+        return None
+    fmt.scale_shape((w.shape[0], w.shape[1]))  # raises where blocks do not divide
+    kind, bias = scale
+    if kind == _E8M0 and fmt.has_global:
+        return None
+    factors = torch.ones(1) if global_scale is None else global_scale.detach().reshape(-1).float().contiguous()
+    if not bool(((factors >= 1 / _GLOBAL_RANGE) & (factors <= _GLOBAL_RANGE)).all()):
+        return None
+    h = None if importance is None or rule not in _WEIGHTED else _normalized(importance, w.shape[1])
+    job = _Job(
+        w=w.data_ptr(), rows=w.shape[0], cols=w.shape[1], row_stride=w.stride(0), dtype=DTYPES[w.dtype], block=block,
+        element=element, scale_kind=kind, scale_bias=bias, scale_top=len(fmt.scale.magnitudes) - 1, rule=_RULES[rule],
+        flush_code=_flush_code(fmt), importance=None if h is None else h.data_ptr(),
+        global_scales=factors.data_ptr(), n_global=len(factors),
+    )  # fmt: skip
+    job.kept = (w, factors, h)
+    return job
+
+
+def _flush_code(fmt: Format) -> int:
+    """What ``search/absmax.py`` gives a block whose scale rounds to zero: a code that zeroes all its elements."""
+    wanted = fmt.scale.min_positive * max(64.0, fmt.element.max / fmt.element.min_positive)
+    large = (code for code, value in enumerate(fmt.scale.magnitudes) if value >= wanted)
+    return next(large, fmt.scale.first_scale_code)
+
+
+def _run(job: _Job, w: torch.Tensor) -> bool:
+    """Runs a search: False where the kernel declines, NumericsError for NaN and inf."""
+    status = lib.call("ptq_quantize_blocks", ctypes.byref(job))
+    if status == lib.NOT_FINITE:
+        check_finite(w)
+    return status == lib.OK
+
+
+def _normalized(importance: torch.Tensor, columns: int) -> torch.Tensor:
+    """What ``objective.normalize_importance`` returns, which this layer cannot import: float32 ``[K]``."""
+    h = importance.detach().float().contiguous()
+    if h.shape != (columns,):
+        raise FormatError(f"importance must have one weight for each of {columns} columns, got {list(h.shape)}")
+    top = h.amax()
+    if not bool(torch.isfinite(h).all()) or bool((h < 0).any()) or not bool(top > 0):
+        raise NumericsError("importance must be finite, non-negative and not all zero; check the statistics")
+    return torch.ldexp(h, 1 - torch.frexp(top).exponent).clamp(min=2.0**-24)
