@@ -13,13 +13,13 @@ _KEEP = 6  # tokens of context in front: more than what any tokenizer's decoding
 
 
 class Detokenizer:
-    """Text of one sequence's generated tokens. All pieces and the last one together are the tokens' decoding.
+    """Text of one sequence's generated tokens, without special ones. All pieces together are the tokens' decoding.
 
     prompt  the tokens in front, for what the first piece depends on
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], *, skip_special: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
         self._window = list(prompt[-_KEEP:])  # tokens whose text is out, then those whose text is not
         self._out = len(self._window)
 
@@ -40,7 +40,7 @@ class Detokenizer:
         return now[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
 

@@ -145,9 +145,3 @@ class Stacked(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` to ``[..., sum of out]``."""
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
-
-
-def packed_bytes(model: torch.nn.Module) -> tuple[int, int]:
-    """(bytes of the packed weights of a model, bytes of the same weights in bfloat16)."""
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    return sum(x.packed.nbytes for x in layers), sum(2 * x.in_features * x.out_features for x in layers)

@@ -40,8 +40,9 @@ def load(
 
     ckpt         a checkpoint folder, plain or in any container; dense or mixture of experts
     tp, rank     how many ranks compute the model, and which this is; it reads its own part of the weights alone, and
-                 its attention has its own part of the heads (`parallel.local_kv_heads`)
-    group        the process group of the ranks (torch.distributed is initialized before); None is the default group
+                 its attention has its own part of the heads
+    group        the process group of the ranks (torch.distributed is initialized before); None is the default group.
+                 For several models or replicas in one job: each in a group of its own
     all_reduce   ``f(x) -> sum of x over the ranks``, called with every row-parallel layer's partial output
                  ``[..., hidden]``: contiguous, in ``dtype``, may be written to; every rank must get the same bits. It
                  may choose by ``x.numel()``. None is torch's all_reduce in ``group``. Logits do not pass it

@@ -5,11 +5,9 @@ A tensor mostly becomes one parameter. The experts' matrices of a checkpoint are
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from ptqpipe.errors import CheckpointError
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MERGING = {"MergeModulelist", "Concatenate"}
@@ -85,18 +83,3 @@ class Homes:
             for target in names
             if target in self._state
         ]
-
-    def table(self, names: Iterable[str]) -> dict[str, list[Home]]:
-        """The homes of many names."""
-        return {name: self.of(name) for name in names}
-
-
-def targets(model: Any, weight: str) -> list[str]:
-    """The parameters of ``model`` that the checkpoint's tensor ``weight`` went to.
-
-    CheckpointError where there is none. ``model`` must have been loaded by transformers, which notes the conversions.
-    """
-    found = Homes(model, getattr(model, "_weight_conversions", None) or []).of(weight)
-    if not found:
-        raise CheckpointError(f"no module of the model holds {weight!r}; what the checkpoint says of it has no place")
-    return [home.parameter for home in found]

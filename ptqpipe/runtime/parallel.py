@@ -80,15 +80,6 @@ class TensorParallel:
         return torch.cat(parts, dim=-1)
 
 
-def local_kv_heads(model: torch.nn.Module) -> dict[str, int]:
-    """Key-value heads of each attention module of a model, by its name: those of this rank. What a cache holds."""
-    return {
-        name: int(module.k_proj.out_features) // int(module.head_dim)
-        for name, module in model.named_modules()
-        if hasattr(module, "head_dim") and hasattr(module, "k_proj") and hasattr(module.k_proj, "out_features")
-    }
-
-
 def reduce_output(module: torch.nn.Module, ranks: TensorParallel) -> None:
     """Sums the module's output over the ranks. Its own ``bias``, which each rank has whole, is added once, after."""
     bias = module._parameters.get("bias")

@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from ptqpipe.runtime.linear import PackedLinear
 from tests.containers.builders import Checkpoint, quantize, read_checkpoint
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -90,3 +91,18 @@ def logits(model: Any) -> torch.Tensor:
     """float32 logits of ``TOKENS``."""
     out: torch.Tensor = model(TOKENS).logits.float()
     return out
+
+
+def packed_bytes(model: torch.nn.Module) -> tuple[int, int]:
+    """(bytes of the packed weights of a model, bytes of the same weights in bfloat16)."""
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    return sum(x.packed.nbytes for x in layers), sum(2 * x.in_features * x.out_features for x in layers)
+
+
+def local_kv_heads(model: torch.nn.Module) -> dict[str, int]:
+    """Key-value heads of each attention module of a model, by its name: those of this rank."""
+    return {
+        name: int(module.k_proj.out_features) // int(module.head_dim)
+        for name, module in model.named_modules()
+        if hasattr(module, "head_dim") and hasattr(module, "k_proj") and hasattr(module.k_proj, "out_features")
+    }

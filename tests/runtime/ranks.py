@@ -69,6 +69,7 @@ def _rank(rank: int, size: int, folder: Path) -> None:
 def do(job: Job, *, size: int = 1, rank: int = 0) -> Done:
     """One job on one rank."""
     from ptqpipe.runtime import load
+    from tests.runtime.models import packed_bytes
 
     sums: list[tuple[int, ...]] = []
 
@@ -100,13 +101,6 @@ def from_pretrained(job: Job, size: int) -> Any:
     options = {**job.options, "distributed_config": DistributedConfig(tp_size=size)}
     config = PackedConfig(activations=options.pop("activations", "simulated"))
     return AutoModelForCausalLM.from_pretrained(job.path, quantization_config=config, **options).eval()
-
-
-def packed_bytes(model: Any) -> tuple[int, int]:
-    """(bytes of packed weights, bytes of the same in bfloat16)."""
-    from ptqpipe.runtime.linear import packed_bytes as count
-
-    return count(model)
 
 
 def greedy_tokens(model: Any, tokens: torch.Tensor, count: int) -> torch.Tensor:

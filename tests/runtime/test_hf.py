@@ -22,9 +22,8 @@ from ptqpipe.containers import get_container
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, _ranks, register, takes, unregister
-from ptqpipe.runtime.linear import packed_bytes
 from tests.containers.builders import Checkpoint
-from tests.runtime.models import float_twin, logits, quantized
+from tests.runtime.models import float_twin, logits, packed_bytes, quantized
 
 
 def from_pretrained(path: Path, **options: Any) -> Any:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ptqpipe.runtime import load, load_model, loading
-from ptqpipe.runtime.linear import PackedLinear, Stacked, packed_bytes
-from ptqpipe.runtime.parallel import TensorParallel, local_kv_heads
+from ptqpipe.runtime.linear import PackedLinear, Stacked
+from ptqpipe.runtime.parallel import TensorParallel
 from tests.containers.builders import Checkpoint
-from tests.runtime.models import TOKENS, logits, quantized
+from tests.runtime.models import TOKENS, local_kv_heads, logits, packed_bytes, quantized
 from tests.stages.test_low_rank import run as convert
 
 CASES = [
