@@ -24,8 +24,8 @@ from ptqpipe.statistics import BLOCK, InputStatistics, Statistics
 
 READ_BYTES = 32 << 20
 LINEAR_SHAPE = (1024, 2048)  # of the sample where a weight costs the same in every matrix
-LEAST, GROWTH = 1 << 14, 4  # weights of the smallest sample elsewhere; from one sample to the next
-ENOUGH_SECONDS = 0.2  # that a sample takes: small costs beside it are lost in the noise
+LEAST, GROWTH = 1 << 15, 4  # weights of the smallest sample elsewhere; from one sample to the next
+ENOUGH_SECONDS = 0.3  # that a sample takes: small costs beside it are lost in the noise
 
 
 def estimate_seconds(prepared: Prepared, machine: Machine) -> float:
@@ -84,14 +84,18 @@ def _measure(unit: Unit, prepared: Prepared, machine: Machine, *, learned: bool)
     if not _grows(unit):
         sample = replace(unit, members=(replace(unit.members[0], shape=LINEAR_SHAPE),))
         return _Cost(_time(sample, prepared, machine, learned=learned) / sample.elements)
+    _time(_scaled(unit, LEAST), prepared, machine, learned=learned)  # what loads on first use is loaded now
     wanted, found = LEAST, [(0, 0.0)]
-    while found[-1][0] < unit.elements and found[-1][1] < ENOUGH_SECONDS:
+    while found[-1][0] < unit.elements and (len(found) < 3 or found[-1][1] < ENOUGH_SECONDS):
         sample = _scaled(unit, wanted)
         if sample.elements > found[-1][0]:
-            found.append((sample.elements, _time(sample, prepared, machine, learned=learned)))
+            seconds = _time(sample, prepared, machine, learned=learned)
+            if seconds < ENOUGH_SECONDS:  # so short a time is easily disturbed
+                seconds = min(seconds, _time(sample, prepared, machine, learned=learned))
+            found.append((sample.elements, seconds))
         wanted *= GROWTH
-    if len(found) == 2:  # the smallest sample took long, or is the unit
-        return _Cost(0.0, found[1][1] / found[1][0] ** 1.5)
+    if len(found) == 2:  # the smallest sample is the unit
+        return _Cost(found[1][1] / found[1][0])
     return _Cost.through(found[-2], found[-1])
 
 
