@@ -6,33 +6,28 @@
             block.advance()                 # outputs of all batches become the next block's inputs
         for x in runner.head_inputs(): ...  # what the language-model head sees
 
-Public for algorithms that need a block with its inputs and outputs. How it works: the model itself is run once for each
-size of a batch with blocks that only note their arguments (masks, position embeddings: they depend on the shape alone,
-which is checked), and the embeddings are noted for every batch. Each block is then run alone. It must not know
-statistics or files of its own.
+Public for algorithms that need a block with its inputs and outputs. How it works: the model itself is run over every
+batch with blocks that only note what they are given (``capture.py``). The hidden states are kept of every batch, the
+further arguments (masks, position embeddings) once for each size of a batch: they depend on the shape alone, which is
+checked. Each block is then run alone. It must not know statistics or files of its own.
 """
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
+from ptqpipe.calibration.capture import Arguments, Surroundings, moved, same
 from ptqpipe.calibration.experts import check_known, is_stacked, observe
 from ptqpipe.calibration.kv import KeyValueObserver, make_cache
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import CheckpointError, NumericsError, UsageError
 
 BATCH_TOKENS = 2048  # tokens of one forward of a block, at least one window
-
-
-class _StopError(Exception):
-    """Leaves a model's forward where nothing after it is of use."""
 
 
 @dataclass(slots=True)
@@ -147,11 +142,12 @@ class Runner:
         self.held_from = held_from
         self.device = device
         self.activations = activations
-        self.arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+        self.arguments: dict[int, Arguments] = {}
         self.key_values = KeyValueObserver()
-        self._moved: dict[torch.device, dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]]] = {}
-        self._cache = make_cache(self.key_values, skeleton.model.config)
-        self._tuples = False  # whether the model takes what its blocks return as a tuple
+        self._moved: dict[torch.device, dict[int, Arguments]] = {}
+        modules = [module for _, module in skeleton.blocks]
+        cache = make_cache(self.key_values, skeleton.model.config)
+        self._around = Surroundings(skeleton.model, modules, device=device, cache=cache)
 
     @classmethod
     def open(
@@ -201,15 +197,12 @@ class Runner:
         """Names of the blocks, in order."""
         return tuple(name for name, _ in self.skeleton.blocks)
 
-    def arguments_on(self, device: torch.device) -> dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+    def arguments_on(self, device: torch.device) -> dict[int, Arguments]:
         """``arguments`` with their tensors on a device."""
         if device == self.device:
             return self.arguments
         if device not in self._moved:
-            self._moved[device] = {
-                size: [(_on(args, device), _on(kwargs, device)) for args, kwargs in of_blocks]
-                for size, of_blocks in self.arguments.items()
-            }
+            self._moved[device] = {size: moved(of_blocks, device) for size, of_blocks in self.arguments.items()}
         return self._moved[device]
 
     def blocks(self) -> Iterator[Block]:
@@ -227,30 +220,8 @@ class Runner:
 
     def head_inputs(self) -> Iterator[torch.Tensor]:
         """What the language-model head sees, [samples, tokens, hidden] a batch; after the last block."""
-        model = self.skeleton.model
-        head = model.get_output_embeddings()
-        embedding = model.get_input_embeddings()
-        modules = [module for _, module in self.skeleton.blocks]
         for index, ids in enumerate(self.batches):
-            x = self.activations.get(index).to(self.device)
-            found: list[torch.Tensor] = []
-
-            def stop(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], found: Any = found) -> None:
-                found.append(args[0])
-                raise _StopError
-
-            hook = head.register_forward_pre_hook(stop)
-            embedding.forward = lambda _ids, x=x: x
-            for module in modules:
-                module.forward = lambda *_args, x=x, **_kwargs: (x,) if self._tuples else x
-            try:
-                with torch.no_grad():
-                    self._call(ids)
-            finally:
-                hook.remove()
-                for module in (embedding, *modules):
-                    del module.forward
-            yield found[0]
+            yield self._around.head_input(ids, self.activations.get(index).to(self.device))
 
     def close(self) -> None:
         """Gives hidden states and weights back."""
@@ -274,68 +245,18 @@ class Runner:
                     module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
         checked: set[int] = set()
         for index, ids in enumerate(self.batches):
-            hidden, arguments = self._capture(ids)
+            hidden, arguments = self._around.capture(ids)
             self.activations.put(index, hidden)
             known = self.arguments.setdefault(ids.shape[0], arguments)
             if known is not arguments and ids.shape[0] not in checked:
                 checked.add(ids.shape[0])
-                if not _same(known, arguments):
+                if not same(known, arguments):
                     raise CheckpointError(
                         f"{type(skeleton.model).__name__} gives its blocks more of a sample than hidden states; it "
                         "cannot be run block by block"
                     )
         embedding = skeleton.model.get_input_embeddings()
         skeleton.free([name for name in outside if skeleton.model.get_submodule(name.rpartition(".")[0]) is embedding])
-
-    def _capture(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-        """One run of the model around blocks that do nothing."""
-        try:
-            return self._capture_once(ids)
-        except _ShapeError:  # the model takes the first item of what a block returns
-            self._tuples = True
-        try:
-            return self._capture_once(ids)
-        except _ShapeError:
-            name = type(self.skeleton.model).__name__
-            raise CheckpointError(f"{name} changes hidden states between its blocks; it cannot be run so") from None
-
-    def _capture_once(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-        arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        first: list[torch.Tensor] = []
-        modules = [module for _, module in self.skeleton.blocks]
-
-        def note(*args: Any, **kwargs: Any) -> Any:
-            rest = dict(kwargs)
-            x = args[0] if args else rest.pop("hidden_states")
-            first.append(x) if not first else None
-            if x.shape != first[0].shape:
-                raise _ShapeError
-            arguments.append((args[1:], rest))
-            if len(arguments) == len(modules):
-                raise _StopError
-            return (x,) if self._tuples else x
-
-        for module in modules:
-            module.forward = note
-        try:
-            with torch.no_grad():
-                self._call(ids)
-        finally:
-            for module in modules:
-                del module.forward
-        if len(arguments) != len(modules):
-            raise CheckpointError(f"{type(self.skeleton.model).__name__} ran {len(arguments)} of {len(modules)} blocks")
-        return first[0], arguments
-
-    def _call(self, ids: torch.Tensor) -> None:
-        with contextlib.suppress(_StopError):
-            self.skeleton.model(
-                input_ids=ids.to(self.device), past_key_values=self._cache, use_cache=self._cache is not None
-            )
-
-
-class _ShapeError(Exception):
-    """A block was given something else than the hidden states that the one before it returned."""
 
 
 def _check_windows(windows: torch.Tensor, skeleton: Skeleton) -> None:
@@ -364,23 +285,3 @@ def _activations(
     need = windows.numel() * hidden * torch.empty(0, dtype=skeleton.dtype).element_size()
     largest = max(skeleton.nbytes(name) for name, _ in skeleton.blocks)
     return InMemory() if need + largest <= memory_bytes else OnDisk(spill)
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    """An argument with its tensors on a device, whatever plain containers nest them."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if type(value) is dict:
-        return {key: _on(item, device) for key, item in value.items()}
-    return type(value)(_on(item, device) for item in value) if type(value) in (list, tuple) else value
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two captured arguments are equal, whatever they nest."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return a is b or bool(a == b)

@@ -1,0 +1,128 @@
+"""Runs a model around its decoder blocks: what enters the first, what else each is given, what the head sees.
+
+While it runs, the blocks compute nothing: their ``forward`` is set aside. Must not know weights or batches' order.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ptqpipe.errors import CheckpointError
+
+Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
+"""What each block is given beside hidden states: by place, and by name."""
+
+
+class _StopError(Exception):
+    """Leaves a model's forward where nothing after it is of use."""
+
+
+class _ShapeError(Exception):
+    """A block was given something else than the hidden states that the one before it returned."""
+
+
+class Surroundings:
+    """A model without the work of its blocks. ``cache`` is what its attention gets as a key-value cache, or None."""
+
+    def __init__(
+        self, model: Any, blocks: Sequence[torch.nn.Module], *, device: torch.device, cache: object | None
+    ) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._device = device
+        self._cache = cache
+        self._tuples = False  # whether the model takes what its blocks return as a tuple
+
+    def capture(self, ids: torch.Tensor) -> tuple[torch.Tensor, Arguments]:
+        """The hidden states [samples, tokens, hidden] that enter the first block, and every block's further arguments.
+
+        CheckpointError for a model that changes hidden states between its blocks, or does not run all of them.
+        """
+        try:
+            return self._capture_once(ids)
+        except _ShapeError:  # the model takes the first item of what a block returns
+            self._tuples = True
+        try:
+            return self._capture_once(ids)
+        except _ShapeError:
+            name = type(self._model).__name__
+            raise CheckpointError(f"{name} changes hidden states between its blocks; it cannot be run so") from None
+
+    def _capture_once(self, ids: torch.Tensor) -> tuple[torch.Tensor, Arguments]:
+        arguments: Arguments = []
+        first: list[torch.Tensor] = []
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            rest = dict(kwargs)
+            x = args[0] if args else rest.pop("hidden_states")
+            if not first:
+                first.append(x)
+            if x.shape != first[0].shape:
+                raise _ShapeError
+            arguments.append((args[1:], rest))
+            if len(arguments) == len(self._blocks):
+                raise _StopError
+            return (x,) if self._tuples else x
+
+        for module in self._blocks:
+            module.forward = note
+        try:
+            self._call(ids)
+        finally:
+            for module in self._blocks:
+                del module.forward
+        if len(arguments) != len(self._blocks):
+            raise CheckpointError(f"{type(self._model).__name__} ran {len(arguments)} of {len(self._blocks)} blocks")
+        return first[0], arguments
+
+    def head_input(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What the language-model head sees where the last block returned ``x``; both [samples, tokens, hidden]."""
+        embedding = self._model.get_input_embeddings()
+        found: list[torch.Tensor] = []
+
+        def stop(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            found.append(args[0])
+            raise _StopError
+
+        hook = self._model.get_output_embeddings().register_forward_pre_hook(stop)
+        embedding.forward = lambda _ids: x
+        for module in self._blocks:
+            module.forward = lambda *_args, **_kwargs: (x,) if self._tuples else x
+        try:
+            self._call(ids)
+        finally:
+            hook.remove()
+            for module in (embedding, *self._blocks):
+                del module.forward
+        return found[0]
+
+    def _call(self, ids: torch.Tensor) -> None:
+        with contextlib.suppress(_StopError), torch.no_grad():
+            self._model(input_ids=ids.to(self._device), past_key_values=self._cache, use_cache=self._cache is not None)
+
+
+def moved(arguments: Arguments, device: torch.device) -> Arguments:
+    """The arguments with their tensors on a device."""
+    return [(_on(args, device), _on(kwargs, device)) for args, kwargs in arguments]
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """An argument with its tensors on a device, whatever plain containers nest them."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _on(item, device) for key, item in value.items()}
+    return type(value)(_on(item, device) for item in value) if type(value) in (list, tuple) else value
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two captured arguments are equal, whatever they nest."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a is b or bool(a == b)
