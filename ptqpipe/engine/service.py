@@ -7,7 +7,7 @@ and nothing new is taken. Must not know HTTP.
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from queue import Empty, SimpleQueue
 
@@ -60,13 +60,6 @@ class _Pending:
     sequences: int
 
 
-@dataclass(slots=True)
-class _Inbox:
-    """What other threads ask for."""
-
-    calls: SimpleQueue[Callable[[], None] | None] = field(default_factory=SimpleQueue)
-
-
 class Service:
     """Runs the engine that ``build`` makes.
 
@@ -90,7 +83,7 @@ class Service:
         self.engine: Engine | None = None
         self._build, self._beat, self._close = build, beat, close
         self._max_queue, self._threads = max_queue, threads
-        self._inbox = _Inbox()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # what other threads ask for
         self._pending: dict[str, _Pending] = {}
         self._lock = threading.Lock()  # of the state and of what is pending
         self._thread = threading.Thread(target=self._main, name="ptqpipe-engine", daemon=True)
@@ -116,18 +109,18 @@ class Service:
                     retry_s=1 + self.sequences() // 32,
                 )
             self._pending[request.id] = _Pending(listener, request.n)
-        self._inbox.calls.put(lambda: self._add(request))
+        self._calls.put(lambda: self._add(request))
 
     def cancel(self, request: str) -> None:
         """Ends a request; its listener hears of it. Unknown and finished ones are left alone."""
-        self._inbox.calls.put(lambda: self._cancel(request))
+        self._calls.put(lambda: self._cancel(request))
 
     def drain(self) -> None:
         """Takes nothing new from now on, and stops when everything under way has finished."""
         with self._lock:
             if self.state in (State.LOADING, State.READY):
                 self.state = State.DRAINING
-        self._inbox.calls.put(None)
+        self._calls.put(None)
 
     def stop(self) -> None:
         """Cancels everything, then stops."""
@@ -186,7 +179,7 @@ class Service:
             self.ended.set()
 
     def _loop(self, engine: Engine) -> None:
-        while self.state is State.READY or engine.busy or not self._inbox.calls.empty():
+        while self.state is State.READY or engine.busy or not self._calls.empty():
             if self.state is State.DEAD:
                 return
             self._answer_calls(wait=not engine.busy)
@@ -198,7 +191,7 @@ class Service:
         timeout = BEAT_S if wait and self.state is State.READY else 0.0
         while True:
             try:
-                call = self._inbox.calls.get(timeout=timeout) if timeout else self._inbox.calls.get_nowait()
+                call = self._calls.get(timeout=timeout) if timeout else self._calls.get_nowait()
             except Empty:
                 if timeout:
                     self._beat()

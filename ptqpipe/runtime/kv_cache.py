@@ -21,8 +21,9 @@ from ptqpipe.runtime.shard import Cut
 from ptqpipe.source import Source
 
 IMPLEMENTATION = "ptqpipe_kv_fp8"
+KV_SCALES = "ptqpipe_kv_scales"
+"""The attribute of attention modules with (keys', values') scales. The engine has the same name, and reads them."""
 _SCALE = re.compile(r"(.*)\.([kv])_scale")
-_ATTRIBUTE = "ptqpipe_kv_scales"
 
 
 def simulate_kv_cache(
@@ -55,7 +56,7 @@ def simulate_kv_cache(
         parameter, module = _key(source, homes, name)
         cut = (cuts or {}).get(parameter)
         kept = (_local(scales["k"], cut), _local(scales["v"], cut))
-        setattr(model.get_submodule(module), _ATTRIBUTE, kept)
+        setattr(model.get_submodule(module), KV_SCALES, kept)
     _register()
     config._attn_implementation = IMPLEMENTATION
     return len(found)
@@ -105,7 +106,7 @@ def _register() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attention(module: Any, query: Any, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        scales = getattr(module, _ATTRIBUTE, None)
+        scales = getattr(module, KV_SCALES, None)
         if scales is not None:
             key, value = (_rounded(x, scale) for x, scale in zip((key, value), scales, strict=True))
         return sdpa_attention_forward(module, query, key, value, *rest, **named)
