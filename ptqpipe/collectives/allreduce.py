@@ -21,8 +21,7 @@ import torch.distributed as dist
 from ptqpipe.collectives import at_once, op
 from ptqpipe.collectives.by_collectives import CollectiveExchange
 from ptqpipe.collectives.codecs import DTYPES, WireCodec, get_wire_codec
-from ptqpipe.collectives.gate import NEVER, Sum, Thresholds, Way, measure
-from ptqpipe.collectives.gate import Plain as PlainWay
+from ptqpipe.collectives.gate import NEVER, PlainWay, Sum, Thresholds, Way, measure
 from ptqpipe.collectives.layout import Layout, cut
 from ptqpipe.collectives.point_to_point import Exchange, Workspace, first_tag
 from ptqpipe.collectives.stats import Phases, Stats

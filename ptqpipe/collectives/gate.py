@@ -21,9 +21,9 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-Plain = Literal["own", "one_shot", "two_shot"]
+PlainWay = Literal["own", "one_shot", "two_shot"]
 Way = Literal["own", "one_shot", "two_shot", "quantized"]
-PLAIN: tuple[Plain, ...] = get_args(Plain)
+PLAIN: tuple[PlainWay, ...] = get_args(PlainWay)
 
 NEVER = 1 << 62  # bytes: no message is that large
 SIZES = tuple(1 << power for power in (12, 14, 16, 18, 19, 20, 21, 22, 23, 24))  # 4 KiB .. 16 MiB
@@ -50,9 +50,9 @@ class Thresholds:
     """
 
     quantized: int
-    plain: tuple[tuple[int, Plain], ...] = ()
+    plain: tuple[tuple[int, PlainWay], ...] = ()
 
-    def plain_way(self, nbytes: int) -> Plain:
+    def plain_way(self, nbytes: int) -> PlainWay:
         """Of a message that is not quantized."""
         for below, way in self.plain:
             if nbytes < below:
@@ -102,7 +102,7 @@ def log_ratios(several: Sequence[Times], slower: Way, faster: Way) -> list[float
     return [math.log(a / b) for times in several for a, b in zip(times[slower], times[faster], strict=True)]
 
 
-def _fastest_plain(found: Mapping[int, Times], at: int) -> Plain:
+def _fastest_plain(found: Mapping[int, Times], at: int) -> PlainWay:
     """The group's own, unless another one is faster beyond doubt."""
     tried = [way for way in PLAIN if way in found[sorted(found)[at]]]
     several = _around(found, at, set(tried))
@@ -122,10 +122,10 @@ def _pays(ratios: list[float], gain: float, doubt: float) -> bool:
     return statistics.median(ratios) >= math.log(gain) and sorted(ratios)[low] > 0
 
 
-def table(best: Mapping[int, Plain]) -> tuple[tuple[int, Plain], ...]:
+def table(best: Mapping[int, PlainWay]) -> tuple[tuple[int, PlainWay], ...]:
     """The plain ways by size, from those of the measured sizes: each size goes by the nearest (by ratio) of them."""
     sizes = sorted(best)
-    found: list[tuple[int, Plain]] = []
+    found: list[tuple[int, PlainWay]] = []
     for nbytes, larger in zip(sizes, [*sizes[1:], None], strict=True):
         below = NEVER if larger is None else math.isqrt(nbytes * larger - 1) + 1  # the geometric mean, rounded up
         if found and found[-1][1] == best[nbytes]:

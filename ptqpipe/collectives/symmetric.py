@@ -141,9 +141,14 @@ def choose(
     """The memory that quantized sums go through, or None where they take another way. Collective.
 
     "auto" takes it for NCCL groups whose GPUs are on one node and on NVLink, once it has given the right bits; where it
-    has not, it warns and does without. "symmetric" raises UsageError instead.
+    has not, it warns and does without. "symmetric" raises UsageError instead, as does a memory of another group.
     """
     if isinstance(transport, SymmetricMemory):
+        if (transport.rank, transport.world) != (group.rank(), group.size()):
+            raise UsageError(
+                f"symmetric memory of rank {transport.rank} of {transport.world}, expected rank {group.rank()} of "
+                f"{group.size()}: make it from the group that sums over it"
+            )
         if not fits(codec):
             raise UsageError(f"codec {codec.name} (hadamard {codec.hadamard}) over symmetric memory; expected int8, 0")
         return transport

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ptqpipe.collectives import NEVER, Thresholds, gate
-from ptqpipe.collectives.gate import SIZES, Plain, Sum, Times, Way, decide, table
+from ptqpipe.collectives.gate import SIZES, PlainWay, Sum, Times, Way, decide, table
 from tests.collectives.ranks import on_ranks
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -27,7 +27,7 @@ def late(draw: random.Random, ms: float) -> float:
     return ms * draw.uniform(0.9, 1.3) + (draw.uniform(2, 5) if draw.random() < 0.35 else 0)
 
 
-def by_size(found: Thresholds) -> list[Plain]:
+def by_size(found: Thresholds) -> list[PlainWay]:
     return [found.plain_way(nbytes) for nbytes in SIZES]
 
 
@@ -115,7 +115,7 @@ def test_every_size_goes_by_the_nearest_measured_one() -> None:
     draw = random.Random(0)
     for _ in range(300):
         sizes = sorted(draw.sample([1 << power for power in range(6, 30)], draw.randint(1, 8)))
-        best: dict[int, Plain] = {nbytes: draw.choice(gate.PLAIN) for nbytes in sizes}
+        best: dict[int, PlainWay] = {nbytes: draw.choice(gate.PLAIN) for nbytes in sizes}
         thresholds = Thresholds(NEVER, table(best))
         assert len(thresholds.plain) <= len(sizes)
         for nbytes in [draw.randint(1, 1 << 31) for _ in range(20)] + [draw.choice(sizes) + draw.randint(-1, 1)]:

@@ -124,3 +124,14 @@ def test_codecs_without_a_kernel_take_another_way(name: str, hadamard: int, monk
     assert symmetric.choose("auto", group, codec) is None  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="expected int8"):
         symmetric.choose("symmetric", group, codec)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, 2), (0, 3), (0, 1)])
+def test_a_memory_of_another_group_is_refused(rank: int, size: int) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    memory = symmetric.SymmetricMemory((torch.zeros(1 << 16, dtype=torch.uint8),) * 2, 0, 1)
+    group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
+    with pytest.raises(UsageError, match=f"rank 0 of 2, expected rank {rank} of {size}"):
+        symmetric.choose(memory, group, get_wire_codec("int8"))  # type: ignore[arg-type]
+    own = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    assert symmetric.choose(memory, own, get_wire_codec("int8")) is memory  # type: ignore[arg-type]
