@@ -69,13 +69,15 @@ class Siblings:
     """Layers that a model gives one tensor after another, as a query, a key and a value: the first to be asked
     computes the outputs of all in one pass, and the others hand out theirs.
 
-    An output is handed out for the very tensor that it was computed from, once; asked with another, a layer computes.
-    The tensor must not be written to before the last of them has been asked.
+    An output is handed out for the very tensor that it was computed from, once; asked with another, or with it after it
+    was written to, a layer computes. Writes to inference tensors leave no trace: these must not be written to before
+    the last of the layers has been asked.
     """
 
     def __init__(self, layers: Sequence[PackedLinear]) -> None:
         self.layers = tuple(layers)
         self._x: torch.Tensor | None = None
+        self._version = 0
         self._ready: dict[PackedLinear, torch.Tensor] = {}
 
     @staticmethod
@@ -89,9 +91,10 @@ class Siblings:
 
     def output(self, layer: PackedLinear, x: torch.Tensor) -> torch.Tensor:
         """``[..., out_features]`` of one of them."""
-        if x is not self._x or layer not in self._ready:
+        version = 0 if x.is_inference() else x._version
+        if x is not self._x or version != self._version or layer not in self._ready:
             outputs = packed_linears(x, [(each.packed, each.bias) for each in self.layers])
-            self._x, self._ready = x, dict(zip(self.layers, outputs, strict=True))
+            self._x, self._version, self._ready = x, version, dict(zip(self.layers, outputs, strict=True))
         y = self._ready.pop(layer)
         if not self._ready:
             self._x = None

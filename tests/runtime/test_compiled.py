@@ -109,6 +109,26 @@ def test_siblings_asked_with_other_tensors_compute_their_own(tmp_path: Path) -> 
         assert torch.equal(layer((one, other)[at]), alone[layer, at])
 
 
+@torch.no_grad()
+def test_siblings_see_a_write_to_their_input_between_them(tmp_path: Path) -> None:
+    """Of a tensor that counts its writes, which those of inference mode do not."""
+    attention = packed("biased", tmp_path).model.layers[0].self_attn
+    query, key, value = layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    x = torch.randn(1, 5, query.in_features, generator=torch.Generator().manual_seed(2)).bfloat16()
+    keys, other_keys, other_values = key(x), key(-x), value(-x)
+    siblings = Siblings(layers)
+    for layer in layers:
+        layer.siblings = siblings
+    query(x)
+    x.neg_()
+    assert torch.equal(key(x), other_keys)
+    assert torch.equal(value(x), other_values)
+    query(x)
+    with torch.inference_mode():  # the tensor is from outside it
+        x.neg_()
+        assert torch.equal(key(x), keys)
+
+
 @torch.inference_mode()
 def test_inputs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """The kernels know addresses alone: what torch would have refused must not be read as something else."""

@@ -11,8 +11,17 @@ from click.testing import CliRunner
 from ptqpipe.cli import main
 from ptqpipe.cli.serve import _place
 from ptqpipe.errors import UsageError
+from ptqpipe.stages.common import machine as machine_facts
 from ptqpipe.stages.serve import hardware, run
-from ptqpipe.stages.serve.hardware import available_bytes, cache_bytes, cgroup_bytes, device_of, part_of, room
+from ptqpipe.stages.serve.hardware import (
+    available_bytes,
+    cache_bytes,
+    cgroup_bytes,
+    default_threads,
+    device_of,
+    part_of,
+    room,
+)
 from ptqpipe.stages.serve.ranks import Place, parse_place
 
 GIB = 1 << 30
@@ -98,6 +107,11 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> No
     assert cache_bytes("cpu", local_ranks=1) == 4 * GIB
     assert cache_bytes("cpu", local_ranks=2) == 2 * GIB
     assert part_of(7, sharing=1) == 1
+
+
+def test_a_core_is_left_to_the_server_and_the_others_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_facts, "compute_threads", lambda: 9)
+    assert [default_threads(ranks) for ranks in (1, 2, 4, 16)] == [8, 4, 2, 1]
 
 
 def test_without_limits_the_host_s_memory_counts(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ Numbers are the kernel's (``/proc``, ``/sys``) and the CUDA driver's. A containe
 or the service. Never run on a GPU: the CUDA parts are tested with the driver's answers given.
 """
 
-import os
 from pathlib import Path
 
 from ptqpipe.errors import UsageError
@@ -19,20 +18,9 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 def default_threads(local_ranks: int) -> int:
     """The physical cores less one, for the server, divided among the ranks of this machine; at least 1."""
-    return max(1, (physical_cores() - 1) // local_ranks)
+    from ptqpipe.stages.common.machine import compute_threads
 
-
-def physical_cores() -> int:
-    """Of those that this process may use; processors that share a core count as one."""
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in cpus:
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(path.read_text(encoding="ascii").strip())
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)
+    return max(1, (compute_threads() - 1) // local_ranks)
 
 
 def device_of(device: str, *, local_rank: int, local_ranks: int) -> str:
