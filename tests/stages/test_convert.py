@@ -18,7 +18,6 @@ from ptqpipe.errors import CheckpointError, FormatError, NumericsError, OutputEr
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import SCHEMES
-from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert.run import prepare
 from tests import tiny
 
@@ -239,59 +238,72 @@ def run_cli(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 KILLER = """
-import os, signal, sys, threading
-from pathlib import Path
-import ptqpipe
+import json, os, signal, sys, threading
+from ptqpipe import api  # with torch, once for all runs
 from ptqpipe.checkpoint import writer
-count = 0
-lock = threading.Lock()
-target = int(sys.argv[3])
-writer.BATCH_SECONDS = 0.0  # every unit is journalled at once, so that a resume has something to skip
-def bomb(original):
-    def wrapped(*args, **kwargs):
-        global count
-        with lock:
-            count += 1
-            if count == target:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-    return wrapped
-W = writer.CheckpointWriter
-W.write, W.commit, W._flush_batch = bomb(W.write), bomb(W.commit), bomb(W._flush_batch)
-os.pwrite, os.replace, os.rename = bomb(os.pwrite), bomb(os.replace), bomb(os.rename)
-ptqpipe.convert(sys.argv[1], out=sys.argv[2], workers=2, shard_bytes=60_000)
-print("calls", count)
+
+def run(model, out, target):
+    count = 0
+    lock = threading.Lock()
+    writer.BATCH_SECONDS = 0.0  # every unit is journalled at once, so that a resume has something to skip
+    def bomb(original):
+        def wrapped(*args, **kwargs):
+            nonlocal count
+            with lock:
+                count += 1
+                if count == target:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+        return wrapped
+    W = writer.CheckpointWriter
+    W.write, W.commit, W._flush_batch = bomb(W.write), bomb(W.commit), bomb(W._flush_batch)
+    os.pwrite, os.replace, os.rename = bomb(os.pwrite), bomb(os.replace), bomb(os.rename)
+    api.convert(model, out=out, workers=2, shard_bytes=60_000)
+    print("calls", count, flush=True)
+
+assert len(os.listdir("/proc/self/task")) == 1  # a fork takes the calling thread alone along
+model, runs = sys.argv[1], json.loads(sys.argv[2])
+for out, target in runs:
+    child = os.fork()
+    if child == 0:
+        try:
+            run(model, out, target)
+        finally:
+            os._exit(0)
+    print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
+def killed(model: Path, runs: list[tuple[Path, int]]) -> list[list[str]]:
+    """Converts into each folder in a process that is killed at the given one of its writes. The words of each line."""
+    arguments = [str(model), json.dumps([(str(out), at) for out, at in runs])]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()]
+
+
 def test_a_run_killed_at_twenty_random_points_resumes_to_the_same_bytes(model: Path, tmp_path: Path) -> None:
-    script = tmp_path / "killer.py"
-    script.write_text(KILLER)
-
-    def killed(out: Path, at: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(script), str(model), str(out), str(at)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-    undisturbed = tmp_path / "whole"
-    calls = int(killed(undisturbed, 10**9).stdout.split()[-1])
-    want = tiny.bytes_of(undisturbed)
-    for index, at in enumerate(random.Random(5).sample(range(1, calls), 20)):
-        out = tmp_path / f"k{index}"
-        assert killed(out, at).returncode == -9
+    (_, calls), ended = killed(model, [(tmp_path / "whole", 10**9)])
+    assert ended == ["ended", "0"]
+    want = tiny.bytes_of(tmp_path / "whole")
+    points = random.Random(5).sample(range(1, int(calls)), 20)
+    outs = [tmp_path / f"k{index}" / "out" for index in range(len(points))]
+    for out in outs:
+        out.parent.mkdir()
+    assert killed(model, list(zip(outs, points, strict=True))) == [["ended", "-9"]] * len(points)
+    for out in outs:
         assert not out.exists() or tiny.bytes_of(out) == want  # complete or absent
         if not out.exists():
-            ptqpipe.convert(model, out=out, workers=2, shard_bytes=60_000, resume=bool(partials(tmp_path)))
+            ptqpipe.convert(model, out=out, workers=2, shard_bytes=60_000, resume=bool(partials(out.parent)))
         assert tiny.bytes_of(out) == want
-        assert partials(tmp_path) == []
+        assert partials(out.parent) == []
 
 
 def test_a_resume_with_another_recipe_or_a_changed_source_is_refused(model: Path, tmp_path: Path) -> None:
-    script = tmp_path / "killer.py"
-    script.write_text(KILLER)
     out = tmp_path / "out"
-    subprocess.run(
-        [sys.executable, str(script), str(model), str(out), "40"], capture_output=True, timeout=300, check=False
-    )
+    assert killed(model, [(out, 40)]) == [["ended", "-9"]]
     assert partials(tmp_path)
     with pytest.raises(OutputError, match="recipe"):
         ptqpipe.convert(model, out=out, shard_bytes=60_000, search="absmax", resume=True)
@@ -443,12 +455,3 @@ def test_json_output_is_json_alone(model: Path, tmp_path: Path) -> None:
     done = json.loads(run_cli("convert", model, "-o", tmp_path / "out", "--json").stdout)
     assert done["written_bytes"] == plan["bytes"]
     assert {row["role"] for row in done["roles"]} >= {"q_proj", "down_proj"}
-
-
-@pytest.mark.parametrize(("memory_gib", "threads"), [(2, 3), (1, 2)])
-def test_a_thread_reads_ahead_where_memory_allows_it(memory_gib: int, threads: int) -> None:
-    unit = 234 << 20
-    found, cache = Machine(workers=2, memory_bytes=memory_gib << 30).divide_memory(unit, 100)
-    assert found == threads
-    assert (cache >= unit) == (threads == 3)
-    assert Machine(workers=2).divide_memory(unit, 1)[0] == 1

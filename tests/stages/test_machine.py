@@ -55,3 +55,12 @@ def test_what_the_workers_get_adds_up_to_the_memory(workers: int, jobs: int, uni
     cached = min(share.cache_bytes, unit_bytes)
     assert BASE_BYTES + share.threads * (WORKER_BYTES + cached) + share.pool_bytes == memory
     assert share.pool_bytes >= extra
+
+
+@pytest.mark.parametrize(("memory_gib", "threads"), [(2, 3), (1, 2)])
+def test_a_thread_reads_ahead_where_memory_allows_it(memory_gib: int, threads: int) -> None:
+    unit = 234 << 20
+    share = Machine(workers=2, memory_bytes=memory_gib << 30).divide_memory(unit, 100)
+    assert share.threads == threads
+    assert (share.cache_bytes >= unit) == (threads == 3)
+    assert Machine(workers=2).divide_memory(unit, 1).threads == 1

@@ -1,0 +1,30 @@
+"""Claims about the place of a rank that the first one starts: what ``--rank-of`` says, and what it must not say."""
+
+import pytest
+
+from ptqpipe.errors import UsageError
+from ptqpipe.stages.serve.ranks import Place, parse_place
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "place"),
+    [
+        ("127.0.0.1:5/1", 2, Place(1, 2, 2, 1, store="127.0.0.1:5")),
+        ("127.0.0.1:65535/7", 8, Place(7, 8, 8, 7, store="127.0.0.1:65535")),
+        ("[::1]:80/1", 4, Place(1, 4, 4, 1, store="[::1]:80")),
+    ],
+)
+def test_a_place_is_where_the_first_rank_listens_and_a_number(text: str, size: int, place: Place) -> None:
+    assert parse_place(text, size) == place
+
+
+WRONG = ["", "1", "/", "/1", "host/1", "host:/1", "host:x/1", "host:5/", "host:5", "host:5/0", "host:5/4", "host:5/-1"]
+WRONG += ["host:5/1.0", "host:5/ 1", "host:5/1/", "host:-5/1"]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_anything_else_is_one_line_with_what_was_expected(text: str) -> None:
+    with pytest.raises(UsageError, match="is not HOST:PORT/RANK with a rank below 4") as error:
+        parse_place(text, 4)
+    assert "\n" not in str(error.value)
+    assert text in str(error.value)
