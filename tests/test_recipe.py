@@ -1,5 +1,6 @@
 """Claims about recipes: what they accept, what they refuse and with which words, and which rule wins."""
 
+import inspect
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import ptqpipe
+from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.recipe import DEFAULT_FUSE, Recipe, RecipeOptions, Rule, build_recipe, load_recipe, matches, parse_recipe
 from ptqpipe.schemes import SCHEMES, get_scheme
@@ -272,3 +275,11 @@ def test_schemes_of_two_containers_need_one_named() -> None:
     recipe = parse_recipe({"version": 1, "rules": rules(("a", "mxfp6_e3m2"), ("*", "nvfp4"))})
     with pytest.raises(UsageError, match="default to different containers"):
         _ = recipe.container_name
+
+
+def test_python_and_the_command_line_offer_every_option() -> None:
+    options = {field.name for field in fields(RecipeOptions)}
+    python = {"scheme" if name == "format" else name for name in inspect.signature(ptqpipe.convert).parameters}
+    command = {"shard_bytes" if p.name == "shard_size" else p.name for p in main.commands["convert"].params}
+    assert options - python == set()
+    assert options - command == set()

@@ -130,7 +130,7 @@ class Rule:
 
     @staticmethod
     def from_json(described: Mapping[str, Any]) -> "Rule":
-        """The inverse of `to_json`. TypeError for a field that is missing or that no rule has."""
+        """The inverse of `to_json`. TypeError or LookupError for a field that no rule has, or that every rule needs."""
         name = described["scheme"]
         return Rule(**{**described, "scheme": None if name == "keep" else get_scheme(name)})
 
