@@ -17,6 +17,7 @@ from ptqpipe.containers import kv_scale, quantization_config
 from ptqpipe.errors import CheckpointError
 from ptqpipe.runtime.activations import round_to_e4m3
 from ptqpipe.runtime.names import Home
+from ptqpipe.runtime.scales import check_positive
 from ptqpipe.runtime.shard import Cut
 from ptqpipe.source import Source
 
@@ -35,7 +36,8 @@ def simulate_kv_cache(
     cuts   the parts of the model's parameters that this rank of several has; a scale a head is cut like its heads
 
     A model whose attention does not go through transformers' interface keeps its cache as it is, with a warning; so
-    does a cache of another format than FP8. CheckpointError for a module with one scale of the two.
+    does a cache of another format than FP8. CheckpointError for a module with one scale of the two, and for a scale
+    that is not finite and above zero.
     """
     found = _scales(source)
     if not found:
@@ -71,7 +73,9 @@ def _scales(source: Source) -> dict[str, dict[str, torch.Tensor]]:
         match = None if part is None else _SCALE.fullmatch(part.name)
         if match is not None:
             parent = match[1].removesuffix(".k_proj").removesuffix(".v_proj")
-            found.setdefault(parent, {})[match[2]] = source.reader.read(name).float().reshape(-1, 1, 1)
+            scale = source.reader.read(name).float()
+            check_positive(scale, name)
+            found.setdefault(parent, {})[match[2]] = scale.reshape(-1, 1, 1)
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.errors import CheckpointError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.experts import first_stack, is_experts, use_layers
@@ -83,7 +84,10 @@ Place = PackedLinearPlace | PackedExpertsPlace
 
 
 def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]]) -> list[Place]:
-    """Where packed layers go in a model on the meta device."""
+    """Where packed layers go in a model on the meta device, which has its whole shapes.
+
+    CheckpointError for a weight of another shape than the layer's, which is what config.json says.
+    """
     fed: dict[str, list[tuple[str, Home]]] = {}
     for name, found in homes.items():
         for home in found:
@@ -99,12 +103,37 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
         if is_experts(owner) and leaf in (first_stack(owner), "down_proj"):
             stacks.setdefault(module, {})[leaf] = parts
         elif type(owner) is torch.nn.Linear and leaf == "weight" and _is_matrix(source, parts):
+            _check_shape(source, [parts[0][0]], tuple(owner.weight.shape))
             places.append(PackedLinearPlace(module, parts[0][0]))
     for module, fed_by in stacks.items():
         by_stack = {leaf: _by_expert(model.get_submodule(module), source, parts) for leaf, parts in fed_by.items()}
         if len(fed_by) == 2 and all(by_stack.values()):
-            places.append(PackedExpertsPlace(module, {leaf: x for leaf, x in by_stack.items() if x}))
+            whole = {leaf: x for leaf, x in by_stack.items() if x}
+            for leaf, by_expert in whole.items():
+                _check_experts(model.get_submodule(module), leaf, source, by_expert)
+            places.append(PackedExpertsPlace(module, whole))
     return places
+
+
+def _check_experts(module: Any, leaf: str, source: Source, by_expert: Sequence[Sequence[str]]) -> None:
+    """CheckpointError where the matrices of a stack's experts are not the slices of its parameter."""
+    shape = tuple(getattr(module, leaf).shape[1:])
+    shape = (shape[1], shape[0]) if module.is_transposed else shape
+    for parts in by_expert:
+        _check_shape(source, parts, (shape[0], shape[1]))
+
+
+def _check_shape(source: Source, parts: Sequence[str], expected: tuple[int, ...]) -> None:
+    """CheckpointError where matrices, one above the other, are not a matrix of the ``expected`` [out, in]."""
+    for name in parts:
+        rows, columns = source.stored[name].shape
+        # Matrices side by side have equal shares of the rows: a gate's and an up part's.
+        if (rows * len(parts), columns) != expected:
+            wanted = f"{expected[0] // len(parts)}x{expected[1]}"
+            raise CheckpointError(
+                f"{source.reader.path}: {name!r} is {rows}x{columns}, its config.json makes it {wanted}; one of the "
+                "two is of another model or damaged"
+            )
 
 
 def _is_matrix(source: Source, parts: Sequence[tuple[str, Home]]) -> bool:

@@ -16,6 +16,7 @@ from ptqpipe.containers import Part, Role, StoredWeight, decode_low_rank, part_b
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor
+from ptqpipe.runtime.scales import check_scales
 from ptqpipe.source import Source
 
 Range = tuple[int, int]
@@ -61,7 +62,7 @@ def read_part(
     """Rows and columns of a stored weight (of one expert of a stack) as a QTensor.
 
     ``columns`` must lie on block edges, else FormatError. ``rows`` may cut blocks that are several rows high: the part
-    then has lower blocks with the same scales, which decode to the same numbers.
+    then has lower blocks with the same scales, which decode to the same numbers. CheckpointError for damaged scales.
     """
     n, k = stored.shape
     rows = [(0, n)] if rows is None else list(rows)
@@ -82,7 +83,7 @@ def read_part(
     scales = _read_scales(source, stored, grid, scale_rows, scale_columns, expert)
     divisor = stored.part(Role.GLOBAL_DIVISOR)
     scalar = divisor or stored.part(Role.GLOBAL)
-    return QTensor(
+    part = QTensor(
         part_fmt,
         local,
         data,
@@ -96,6 +97,9 @@ def read_part(
             rows=rows,
             columns=columns,
         ),
+    )
+    return check_scales(
+        part, scales=_need(stored, Role.SCALES).name, global_scale="" if scalar is None else scalar.name
     )
 
 

@@ -15,6 +15,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.experts import experts_forward, float_project, is_experts
 from ptqpipe.runtime.names import Home
+from ptqpipe.runtime.scales import check_positive
 from ptqpipe.schemes import Activation
 from ptqpipe.source import Source
 
@@ -77,6 +78,7 @@ def input_quantizer(source: Source, stored: StoredWeight, expert: int | None) ->
     if part is None:
         raise CheckpointError(f"{stored.weight} has no static scale of its input, which {activation} needs")
     value = source.reader.read(part.name).float().reshape(-1)
+    check_positive(value, part.name)
     return InputQuantizer(activation, float(value[expert if part.stacked and expert else 0]), divisor is not None)
 
 
