@@ -17,8 +17,16 @@ import torch
 from ptqpipe.algorithms import block_objective, gptq
 from ptqpipe.algorithms.metric import DAMPING, Metric, block_output_error, descending, make_metric, output_error
 from ptqpipe.algorithms.refine import refine
-from ptqpipe.algorithms.rows import checked_amax, chunks, encode_rows, measure, quantize_rows, total_error
-from ptqpipe.algorithms.rtn import ROUNDING_MARGIN, Sink, UnitResult, Weight, WeightError
+from ptqpipe.algorithms.rows import (
+    checked_amax,
+    chunks,
+    encode_rows,
+    measure,
+    quantize_rows,
+    search_scales,
+    total_error,
+)
+from ptqpipe.algorithms.rtn import ROUNDING_MARGIN, Sink, UnitResult, Weight, WeightError, gather, joint
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import WHOLE, Format
 from ptqpipe.global_scale import absmax_global, pick, sample_rows
@@ -125,14 +133,14 @@ def quantize(
     for weight, known, name in zip(weights, inputs, names, strict=True):
         _check_width(weight, known, name)
     plain, g, versus_plain = _global_scale(weights, fmt, names, inputs, options, search, search_global, device)
-    joint = _joint_scales(weights, fmt, inputs[0], options, search, device) if fmt.block == (WHOLE, WHOLE) else None
+    shared = _joint_scales(weights, fmt, inputs[0], options, search, device) if fmt.block == (WHOLE, WHOLE) else None
     errors, outcomes = [], []
     metric: Metric | None = None
     for index, (weight, known, name) in enumerate(zip(weights, inputs, names, strict=True)):
         if options.needs_full and (index == 0 or known is not inputs[index - 1]):
             metric = _metric(known, options, fmt, name, device)
         rows, error, outcome = _weight(
-            weight, fmt, known, options=options, search=search, g=g, plain=plain, joint=joint, metric=metric
+            weight, fmt, known, options=options, search=search, g=g, plain=plain, joint=shared, metric=metric
         )
         for start, q in rows:
             sink(index, start, q)
@@ -200,8 +208,7 @@ def _joint_scales(
     weights: Sequence[Weight], fmt: Format, known: LayerInput, options: Options, search: str, device: torch.device
 ) -> torch.Tensor:
     """The one scale of a unit whose readers keep one for all of its weights."""
-    whole = torch.cat([weight.rows(0, weight.shape[0]).to(device) for weight in weights])
-    return quantize_rows(whole, fmt, search=search, importance=_importance(known, options)).scales
+    return search_scales(joint(gather(weights, device)), fmt, search=search, importance=_importance(known, options))
 
 
 def _metric(known: LayerInput, options: Options, fmt: Format, name: str, device: torch.device) -> Metric:

@@ -30,7 +30,11 @@ def kernel_for(device: torch.device, name: str) -> Callable[..., Any] | None:
 
 def chunks(shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
     """Runs of rows [start, stop) of about CHUNK_ELEMENTS weights on block edges. A function of the shape alone."""
-    block_rows = fmt.block_extent(shape)[0]
+    return row_runs(shape, block_rows=fmt.block_extent(shape)[0])
+
+
+def row_runs(shape: tuple[int, int], *, block_rows: int = 1) -> list[tuple[int, int]]:
+    """Runs of whole blocks of rows [start, stop) of about CHUNK_ELEMENTS weights."""
     step = max(block_rows, CHUNK_ELEMENTS // max(1, shape[1]) // block_rows * block_rows)
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
@@ -51,6 +55,16 @@ def quantize_rows(
             return QTensor(fmt, (w.shape[0], w.shape[1]), done[0], done[1], global_scale)
     scales = get_search(search).search(w, fmt, global_scale=global_scale, importance=importance)
     return encode_rows(w, scales, fmt, global_scale=global_scale)
+
+
+def search_scales(w: torch.Tensor, fmt: Format, *, search: str, importance: torch.Tensor | None = None) -> torch.Tensor:
+    """The scales of `quantize_rows` alone, for a format without a global one."""
+    kernel = kernel_for(w.device, "block_quantize")
+    done = None if kernel is None else kernel(w, fmt, rule=search, global_scale=None, importance=importance)
+    if done is None:
+        return get_search(search).search(w, fmt, global_scale=None, importance=importance)
+    scales: torch.Tensor = done[1]
+    return scales
 
 
 def encode_rows(

@@ -1,19 +1,32 @@
 """Round to nearest: searched scales, then the nearest code of every weight. Needs no data.
 
 Works on units of any size in a few chunks of memory: the weights are read by runs of rows, several times when the
-unit is not cached, and every QTensor goes out as soon as it is made. The size of a run depends on the shape alone, so
+unit is not cached, and every QTensor goes out as soon as it is made. Formats with one scale for all of a unit's weights
+are the exception: these are in memory together. The size of a run depends on the shape alone, so
 the sums of the statistics, and with them every byte and every reported number, are the same on every machine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
-from ptqpipe.algorithms.rows import checked_amax, chunks, encode_rows, measure, quantize_rows, total_error
+from ptqpipe.algorithms.rows import (
+    checked_amax,
+    chunks,
+    encode_rows,
+    measure,
+    quantize_rows,
+    row_runs,
+    search_scales,
+    total_error,
+)
 from ptqpipe.formats import WHOLE, Format
 from ptqpipe.global_scale import absmax_global, pick, sample_rows
+from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
 
@@ -168,21 +181,61 @@ def _quantize_as_one(
     sink: Sink,
     device: torch.device,
 ) -> UnitResult:
-    """Formats with one scale per tensor: readers fuse the unit's weights and keep one scale, so it is one tensor."""
-    whole = [weight.rows(0, weight.shape[0]).to(device) for weight in weights]
+    """Formats with one scale per tensor: readers fuse the unit's weights and keep one scale, so it is one tensor.
+
+    Its weights are in memory together, as the source has them, and their codes (`gathered_bytes`).
+    """
+    whole = gather(weights, device)
     for w, name in zip(whole, names, strict=True):
         checked_amax(w, name)
-    joint = torch.cat(whole) if len(whole) > 1 else whole[0]
-    scales = quantize_rows(joint, fmt, search=search).scales
-    baseline = quantize_rows(joint, fmt, search="absmax")
-    versus = measure(encode_rows(joint, scales, fmt), joint)[0] / (measure(baseline, joint)[0] or 1.0)
+    all_rows = joint(whole)
+    scales = search_scales(all_rows, fmt, search=search)
+    plain = search_scales(all_rows, fmt, search="absmax")
+    at_plain = measure(_encode_whole(all_rows, plain, fmt), all_rows)[0]
+    versus = measure(_encode_whole(all_rows, scales, fmt), all_rows)[0] / (at_plain or 1.0)
     errors = []
     for index, w in enumerate(whole):
-        q = encode_rows(w, scales, fmt)
+        q = _encode_whole(w, scales, fmt)
         sink(index, 0, q)
         squared, energy = measure(q, w)
         errors.append(WeightError(squared, energy, versus))
     return UnitResult(None, 1.0, tuple(errors), get_search(search).PROVEN)
+
+
+def gather(weights: Sequence[Weight], device: torch.device) -> list[torch.Tensor]:
+    """Every weight of a unit, whole, in memory that lies together."""
+    if len(weights) == 1:
+        return [weights[0].rows(0, weights[0].shape[0]).to(device)]
+    dtypes = [weight.rows(0, 1).dtype for weight in weights]
+    rows = sum(weight.shape[0] for weight in weights)
+    memory = torch.empty(rows, weights[0].shape[1], dtype=reduce(torch.promote_types, dtypes), device=device)
+    ends = list(accumulate(weight.shape[0] for weight in weights))
+    whole = [memory[end - weight.shape[0] : end] for weight, end in zip(weights, ends, strict=True)]
+    for weight, w in zip(weights, whole, strict=True):
+        for start, stop in row_runs(weight.shape):
+            w[start:stop] = weight.rows(start, stop)
+    return whole
+
+
+def gathered_bytes(shapes: Sequence[tuple[int, int]], fmt: Format, *, element_bytes: float) -> int:
+    """What a unit with one scale for all of its weights takes in memory: the weights and as many codes."""
+    elements = sum(rows * columns for rows, columns in shapes)
+    return int(elements * (element_bytes + fmt.element.bits / 8))
+
+
+def joint(whole: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What `gather` gave, as one matrix of the same memory."""
+    rows = sum(w.shape[0] for w in whole)
+    first = whole[0]
+    return first if len(whole) == 1 else first.as_strided((rows, first.shape[1]), first.stride())
+
+
+def _encode_whole(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> QTensor:
+    """A matrix at its one scale, encoded by runs of rows."""
+    data = torch.empty(w.shape[0], packed_columns(w.shape[1], fmt.element.bits), dtype=torch.uint8, device=w.device)
+    for start, stop in row_runs((w.shape[0], w.shape[1])):
+        data[start:stop] = encode_rows(w[start:stop], scales, fmt).data
+    return QTensor(fmt, (w.shape[0], w.shape[1]), data, scales, None)
 
 
 def _amax(weight: Weight, fmt: Format, name: str) -> float:

@@ -18,7 +18,8 @@ from ptqpipe.errors import CheckpointError, FormatError, NumericsError, OutputEr
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import SCHEMES
-from ptqpipe.stages.convert.run import prepare
+from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
+from ptqpipe.stages.convert.run import convert, least_memory, prepare
 from tests import tiny
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -455,3 +456,19 @@ def test_json_output_is_json_alone(model: Path, tmp_path: Path) -> None:
     done = json.loads(run_cli("convert", model, "-o", tmp_path / "out", "--json").stdout)
     assert done["written_bytes"] == plan["bytes"]
     assert {row["role"] for row in done["roles"]} >= {"q_proj", "down_proj"}
+
+
+def test_a_unit_with_one_scale_is_counted_with_all_of_its_weights(tmp_path: Path) -> None:
+    model = tiny.save(tmp_path / "model", tiny.llama(layers=1, inner=4096))
+    options = RecipeOptions(scheme="fp8_tensor")
+    with prepare(model, options=options, out=tmp_path / "out") as prepared:
+        least, unit = least_memory(prepared)
+        assert unit == "model.layers.0.mlp.gate_proj+up_proj"
+        weights = 2 * 4096 * 128
+        assert least - BASE_BYTES - WORKER_BYTES == weights * 2 + weights  # bfloat16, and codes of a byte
+        with pytest.raises(UsageError, match="weights share one scale in fp8_tensor; give --max-memory 551MiB"):
+            convert(prepared, machine=Machine(1, memory_bytes=least - 1))
+        assert not (tmp_path / "out").exists()
+        convert(prepared, machine=Machine(1, memory_bytes=least))
+    ptqpipe.convert(model, format="fp8_tensor", out=tmp_path / "roomy", workers=2)
+    assert tiny.bytes_of(tmp_path / "out") == tiny.bytes_of(tmp_path / "roomy")

@@ -16,6 +16,7 @@ from ptqpipe.algorithms.gptq import has_block_scales
 from ptqpipe.algorithms.metric import memory_bytes
 from ptqpipe.algorithms.rows import CHUNK_ELEMENTS
 from ptqpipe.errors import UsageError
+from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Member, Plan, Unit
 from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.schemes import Activation
@@ -103,7 +104,8 @@ def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
         squares = 4 * columns * columns * (2 if held else 1) + memory_bytes(columns)
     bits = unit.scheme.fmt.bits_per_weight(unit.members[0].shape)
     codes = int(2 * bits / 8 * max(member.elements for member in unit.members))  # those of rtn wait beside them
-    return squares + codes + 40 * min(CHUNK_ELEMENTS, unit.elements)
+    run = CHUNK_ELEMENTS if unit.scheme.fmt.block[0] != WHOLE else unit.elements  # one scale for all rows: one run
+    return squares + codes + 40 * min(run, unit.elements)
 
 
 def input_scales(unit: Unit, recipe: Recipe, statistics: Statistics | None) -> list[torch.Tensor | None]:

@@ -18,11 +18,13 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.algorithms import rtn
 from ptqpipe.checkpoint.direct import margin
+from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.containers import Container, get_container
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.plan import Plan, Unit, make_plan
+from ptqpipe.formats import WHOLE
+from ptqpipe.plan import Member, Plan, Unit, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
 from ptqpipe.rounding import Rounding
 from ptqpipe.search import get_search
@@ -55,6 +57,7 @@ from ptqpipe.stages.common.outputs import (
     make_outputs,
 )
 from ptqpipe.stages.common.quantize_unit import learned_codes, quantize_unit
+from ptqpipe.stages.common.text import mebibytes
 from ptqpipe.stages.convert.write_parts import PartWriter, keep_tensor
 from ptqpipe.statistics import Statistics
 
@@ -244,6 +247,9 @@ def convert(
 def extra_bytes(unit: Unit, prepared: Prepared) -> int:
     """About what a unit takes beside its weights and what every worker has."""
     codes = 0 if prepared.rounding is not None else unit_extra_bytes(unit, prepared.statistics)
+    if prepared.rounding is None and unit.scheme.fmt.block == (WHOLE, WHOLE):
+        size = max(_element_bytes(prepared.source, member) for member in unit.members)
+        codes += rtn.gathered_bytes([m.shape for m in unit.members], unit.scheme.fmt, element_bytes=size)
     return max(codes, low_rank.extra_bytes(unit, prepared.statistics))
 
 
@@ -251,6 +257,12 @@ def least_memory(prepared: Prepared) -> tuple[int, str]:
     """(bytes that a conversion needs with one unit at a time, the unit that needs the most, "" for none)."""
     extra, largest = most_extra(prepared)
     return BASE_BYTES + WORKER_BYTES + extra, "" if largest is None else largest.id
+
+
+def _element_bytes(source: Source, member: Member) -> int:
+    """Of a weight in memory: as it is stored, float32 where it is decoded."""
+    name = member.source.tensor
+    return 4 if name in source.stored else DTYPES[source.tensors[name][0]][1]
 
 
 def share_of(prepared: Prepared, machine: Machine) -> Share:
@@ -280,9 +292,18 @@ def check_memory(prepared: Prepared, machine: Machine) -> None:
     """UsageError where one unit alone would go beyond ``--max-memory``."""
     least, unit = least_memory(prepared)
     if unit and least > machine.memory_bytes:
+        rule = next(other for other in prepared.plan.units if other.id == unit)
+        if rule.rule.calibrated or rule.scheme.low_rank is not None:
+            why = "whose second moment is factored in memory"
+            remedy = "--algorithm rtn --weighting diagonal without low_rank"
+        else:
+            why, remedy = (
+                f"whose weights share one scale in {rule.scheme.fmt.name}",
+                "a format with a scale for each row",
+            )
         raise UsageError(
-            f"--max-memory {machine.memory_bytes >> 20}MiB is too small for {unit}, whose second moment is factored in "
-            f"memory; give --max-memory {-(-least >> 20)}MiB, or --algorithm rtn --weighting diagonal without low_rank"
+            f"--max-memory {machine.memory_bytes >> 20}MiB is too small for {unit}, {why}; "
+            f"give --max-memory {mebibytes(least)}, or {remedy}"
         )
 
 
