@@ -105,6 +105,7 @@ class _Stream:
     stops: StopStrings
     siblings: list[Sequence] = field(default_factory=list)
     told_prompt: bool = False
+    damaged: bool = False  # logits of its prompt are not finite
 
 
 class Engine:
@@ -118,7 +119,8 @@ class Engine:
         self, runner: Computes, tokenizer: Any, *, options: EngineOptions, vocabulary: int, end_tokens: Iterable[int]
     ) -> None:
         self.runner, self.tokenizer, self.options = runner, tokenizer, options
-        self.vocabulary, self.end_tokens = vocabulary, frozenset(end_tokens)
+        self.vocabulary = vocabulary
+        self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < vocabulary)
         self.blocks = BlockManager(runner.blocks, block_size=runner.block_size, prefix_caching=options.prefix_caching)
         if self.blocks.blocks_for(options.max_len + 1) > runner.blocks:
             raise UsageError(
@@ -147,9 +149,11 @@ class Engine:
         wrong = next((token for token in request.prompt if not 0 <= token < self.vocabulary), None)
         if wrong is not None:
             raise UsageError(f"token {wrong} is not in the vocabulary of {self.vocabulary}")
-        for token, _ in request.params.logit_bias:
-            if not 0 <= token < self.vocabulary:
-                raise UsageError(f"logit_bias has token {token}, which is not in the vocabulary of {self.vocabulary}")
+        biased = [token for token, _ in request.params.logit_bias]
+        for name, tokens in (("logit_bias", biased), ("stop_token_ids", request.params.stop_token_ids)):
+            wrong = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
+            if wrong is not None:
+                raise UsageError(f"{name} has token {wrong}, which is not in the vocabulary of {self.vocabulary}")
 
     def add(self, request: Request) -> None:
         """Queues a request. Its sequences after the first one wait for its prompt, which they then share."""
@@ -209,14 +213,19 @@ class Engine:
         if not seq.prompt_logprobs:
             seq.prompt_logprobs.append(None)
         following = seq.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, seq.prompt_len)]
+        if following and not bool(logits[: len(following)].amax(dim=-1).isfinite().all()):
+            self._streams[seq].damaged = True
+            logits = logits.nan_to_num()
         for first in range(0, len(following), 64):  # a float32 row of a large vocabulary is half a megabyte
             some = following[first : first + 64]
             seq.prompt_logprobs += logprobs_of(logits[first : first + len(some)], some, top)
 
     def _sample(self, seqs: list[Sequence], logits: torch.Tensor) -> list[Piece]:
         """One more token for each sequence, and what it means for it."""
-        broken = logits.amax(dim=-1).isnan().tolist()  # the largest is NaN where one is
-        tokens = sample(logits.nan_to_num() if any(broken) else logits, seqs)
+        finite = logits.amax(dim=-1).isfinite().tolist()  # the largest is NaN where one is
+        broken = [not whole or self._streams[seq].damaged for whole, seq in zip(finite, seqs, strict=True)]
+        logits = logits if all(finite) else logits.nan_to_num()
+        tokens = sample(logits, seqs)
         logprobs: dict[int, TokenLogprob] = {}
         asked = [at for at, seq in enumerate(seqs) if seq.params.logprobs is not None]
         if asked:
@@ -227,7 +236,7 @@ class Engine:
         for at, seq in enumerate(seqs):
             stream = self._streams[seq]
             if broken[at]:
-                error = "the model's logits are NaN; the checkpoint or its scales are damaged"
+                error = "the model's logits are not finite; the checkpoint or its scales are damaged"
                 pieces.append(self._end(stream, Piece(seq.request, seq.index, finish=Finish.STOP, error=error)))
                 continue
             pieces.append(self._advance(stream, tokens[at], logprobs.get(at)))

@@ -56,7 +56,8 @@ def _changes(seq: Sequence) -> dict[int, float]:
 
 def _draw(logits: torch.Tensor, params: SamplingParams, number: float) -> int:
     """The token that ``number`` in [0, 1) picks from logits [vocabulary]."""
-    scaled = logits.double() / params.temperature
+    scaled = logits.double()
+    scaled = (scaled - scaled.max()) / params.temperature
     log_total = torch.logsumexp(scaled, dim=-1)
     vocabulary = logits.shape[0]
     if params.top_p < 1.0 or 0 < params.top_k < vocabulary:

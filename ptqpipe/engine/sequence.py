@@ -10,7 +10,9 @@ from enum import StrEnum
 from ptqpipe.errors import UsageError
 
 MOST_LOGPROBS = 20
-MOST_STOPS = 16
+MOST_STOPS, MOST_STOP_LENGTH = 16, 1024
+MOST_BIASES, LARGEST_BIAS = 1024, 100.0
+_GREEDY_BELOW = 1e-5  # temperatures: quotients of logits would no longer be finite
 
 
 class Finish(StrEnum):
@@ -27,7 +29,7 @@ class SamplingParams:
 
     max_tokens       most tokens to generate; 0 computes the prompt alone
     min_tokens       tokens before an end token or a stop string may end it
-    temperature      0 is greedy
+    temperature      0, and below a hundred-thousandth, is greedy
     top_p, top_k     nucleus and count that are sampled from; 1.0 and 0 are everything
     seed             of this sequence's own random numbers; None draws one
     stop             strings that end the text; they are not part of it
@@ -65,6 +67,9 @@ class SamplingParams:
             ("presence_penalty", self.presence_penalty, -2.0, 2.0),
             ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             ("the number of stop strings", len(self.stop), 0, MOST_STOPS),
+            ("the length of a stop string", max(map(len, self.stop), default=0), 0, MOST_STOP_LENGTH),
+            ("the number of tokens in logit_bias", len(self.logit_bias), 0, MOST_BIASES),
+            *(("a bias in logit_bias", bias, -LARGEST_BIAS, LARGEST_BIAS) for _, bias in self.logit_bias),
         )
         for name, value, low, high in ranges:
             if not low <= value <= high:  # false for NaN
@@ -77,7 +82,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < _GREEDY_BELOW or self.top_k == 1
 
     @property
     def penalizes(self) -> bool:

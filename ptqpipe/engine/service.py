@@ -7,7 +7,7 @@ and nothing new is taken. Must not know HTTP.
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from queue import Empty, SimpleQueue
 
@@ -102,14 +102,19 @@ class Service:
             if self.state is not State.READY or self.engine is None:
                 raise Unavailable(self.error or f"the service is {self.state}")
             self.engine.check(request)
-            most = self._max_queue + self.engine.options.max_seqs
-            if self.sequences() + request.n > most:
+            if self.sequences() + request.n > self.most:
                 raise Overloaded(
-                    f"{self.sequences()} sequences are under way or waiting, expected at most {most}; try again later",
+                    f"{self.sequences()} sequences are under way or waiting, expected at most {self.most}; try again "
+                    "later",
                     retry_s=1 + self.sequences() // 32,
                 )
             self._pending[request.id] = _Pending(listener, request.n)
-        self._calls.put(lambda: self._add(request))
+            self._calls.put(lambda: self._add(request))  # before a drain's last word, which waits for the lock
+
+    @property
+    def most(self) -> int:
+        """The most sequences that it takes at once; 0 while it loads."""
+        return 0 if self.engine is None else self._max_queue + self.engine.options.max_seqs
 
     def cancel(self, request: str) -> None:
         """Ends a request; its listener hears of it. Unknown and finished ones are left alone."""
@@ -123,10 +128,11 @@ class Service:
         self._calls.put(None)
 
     def stop(self) -> None:
-        """Cancels everything, then stops."""
+        """Cancels everything, whose listeners are told that it is not whole, then stops."""
         self.drain()
+        error = "the server ended before the answer did"
         for request in list(self._pending):
-            self.cancel(request)
+            self._calls.put(lambda request=request: self._cancel(request, error=error))  # type: ignore[misc]
 
     def fail(self, error: str) -> None:
         """Ends the service with an error from outside: a rank that died. The engine's thread may be stuck for good."""
@@ -205,10 +211,10 @@ class Service:
         if request.id in self._pending:
             self.engine.add(request)
 
-    def _cancel(self, request: str) -> None:
+    def _cancel(self, request: str, *, error: str | None = None) -> None:
         assert self.engine is not None
         for piece in self.engine.cancel(request):
-            self._tell(piece)
+            self._tell(replace(piece, error=error))
 
     def _tell(self, piece: Piece) -> None:
         with self._lock:

@@ -87,8 +87,8 @@ def _add_completions(app: FastAPI, state: _State) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, http: Request) -> Any:
         name = state.name(body.model)
-        check_completion(body)
-        made = await asyncio.to_thread(Completion, body, state.prompts, name)
+        check_completion(body, most=state.service.most)
+        made = await asyncio.to_thread(Completion, body, state.prompts, name, context=state.options.context)
         return await answer(http, made, stream=body.stream)
 
     @app.post("/v1/chat/completions")

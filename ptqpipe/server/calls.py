@@ -146,7 +146,8 @@ class EventStream:
                 event = pending.result()
                 if event is None:
                     break
-                yield b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+                text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+                yield b"data: " + text.encode() + b"\n\n"
                 pending = asyncio.ensure_future(anext(self._events, None))
         except Exception as error:
             yield b"data: " + json.dumps(api_error(error).body()).encode() + b"\n\n"

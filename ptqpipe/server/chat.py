@@ -70,7 +70,7 @@ class Chat:
 
     def _usage(self) -> dict[str, Any]:
         generated = sum(len(choice.tokens) for choice in self.choices)
-        return usage_of(len(self.requests[0].prompt), generated, sum(choice.cached for choice in self.choices))
+        return usage_of(len(self.requests[0].prompt), generated, self.choices[0].cached)
 
 
 def check_chat(body: ChatBody) -> None:

@@ -42,19 +42,21 @@ class Choice:
 
 
 class Completion:
-    """One call of the endpoint."""
+    """One call of the endpoint. ``context`` is the longest sequence."""
 
-    def __init__(self, body: CompletionBody, prompts: Prompts, model: str) -> None:
+    def __init__(self, body: CompletionBody, prompts: Prompts, model: str, *, context: int) -> None:
         self.body, self.model, self.names = body, model, prompts.names
         self.id, self.created = f"cmpl-{uuid4().hex}", int(time.time())
         wants = body.logprobs is not None
-        params = body.params(
-            max_tokens=body.tokens,
-            logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if wants and body.echo else None,
-        )
         encoded = [prompts.encode(prompt) for prompt in body.prompts()]
-        self.requests = [Request(f"{self.id}-{at}", tokens, params, body.n) for at, (tokens, _) in enumerate(encoded)]
+        self.requests = []
+        for at, (tokens, _) in enumerate(encoded):
+            params = body.params(
+                max_tokens=body.tokens(context - len(tokens)),
+                logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs if wants and body.echo else None,
+            )
+            self.requests.append(Request(f"{self.id}-{at}", tokens, params, body.n))
         self.choices = [Choice(tokens, text) for tokens, text in encoded for _ in range(body.n)]
 
     async def answer(self, http: HttpRequest, call: Call) -> dict[str, Any]:
@@ -101,7 +103,8 @@ class Completion:
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(len(request.prompt) for request in self.requests)
-        return usage_of(prompt, sum(len(x.tokens) for x in self.choices), sum(x.cached for x in self.choices))
+        cached = sum(choice.cached for choice in self.choices[:: self.body.n])  # the first of each prompt's choices
+        return usage_of(prompt, sum(len(x.tokens) for x in self.choices), cached)
 
 
 def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
@@ -114,10 +117,18 @@ def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     }
 
 
-def check_completion(body: CompletionBody) -> None:
-    """ApiError for what cannot be asked together."""
+def check_completion(body: CompletionBody, *, most: int) -> None:
+    """ApiError for what cannot be asked together. ``most``: sequences that the server takes at once; 0 is unknown."""
     body.check()
-    if body.tokens == 0 and not body.echo:
+    if body.tokens() == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0 without echo: nothing would be returned", param="max_tokens")
-    if body.tokens < 0:
-        raise ApiError(400, f"max_tokens is {body.tokens}, expected 0 or more", param="max_tokens")
+    if body.tokens() < 0:
+        raise ApiError(400, f"max_tokens is {body.tokens()}, expected 0 or more", param="max_tokens")
+    count = len(body.prompts())
+    if most and count * body.n > most:
+        raise ApiError(
+            400,
+            f"{count} prompts with n {body.n} are {count * body.n} sequences; this server takes {most} at once, send "
+            "them in several requests",
+            param="prompt",
+        )

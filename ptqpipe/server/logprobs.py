@@ -1,5 +1,6 @@
 """Log probabilities in OpenAI's two shapes. Minus infinity, which JSON has not, is -9999."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ _LEAST = -9999.0
 
 
 class TokenNames:
-    """What single tokens are called: their text, and where that is not text, their bytes or number."""
+    """What single tokens are called: their text inside of a text, and where that is not whole, their number."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -18,10 +19,38 @@ class TokenNames:
     def __getitem__(self, token: int) -> str:
         found = self._known.get(token)
         if found is None:
-            text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            found = f"token_id:{token}" if "\ufffd" in text else text
+            # Behind itself: in front of a text some tokenizers leave a word's space out.
+            once, twice = self._decode([token]), self._decode([token, token])
+            found = f"token_id:{token}" if "\ufffd" in twice else twice[len(once) :]
             self._known[token] = found
         return found
+
+    def bytes_of(self, token: int) -> list[int]:
+        """The bytes that a token stands for, also where they are no whole character."""
+        name = self[token]
+        if not name.startswith("token_id:"):
+            return list(name.encode("utf-8", "replace"))
+        spelled = str(self._tokenizer.convert_ids_to_tokens(token))
+        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", spelled)
+        if byte is not None:
+            return [int(byte[1], 16)]
+        if all(letter in _BYTES for letter in spelled):
+            return [_BYTES[letter] for letter in spelled]
+        return list(name.encode())
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's letters of bytes: printable ones are themselves, the others are counted up from 256."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
 
 
 def for_completion(
@@ -60,4 +89,4 @@ def for_chat(entries: Sequence[TokenLogprob], names: TokenNames) -> dict[str, An
 
 def _named(token: int, value: float, names: TokenNames) -> dict[str, Any]:
     name = names[token]
-    return {"token": name, "logprob": max(value, _LEAST), "bytes": list(name.encode("utf-8", "replace"))}
+    return {"token": name, "logprob": max(value, _LEAST), "bytes": names.bytes_of(token)}

@@ -8,6 +8,16 @@ from ptqpipe.server.logprobs import TokenNames
 from ptqpipe.server.schema import Message
 
 
+def check_text(text: str, param: str) -> None:
+    """ApiError for half of a surrogate pair, which JSON can spell and no text holds."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(
+            400, f"{param} has half of a surrogate pair at character {error.start}, which is no text", param=param
+        ) from None
+
+
 class Prompts:
     """A model's tokenizer, as the routes need it.
 
@@ -26,6 +36,7 @@ class Prompts:
     def encode(self, prompt: str | list[int], *, special: bool = True) -> tuple[tuple[int, ...], str]:
         """(tokens, text) of a prompt that is one or the other."""
         if isinstance(prompt, str):
+            check_text(prompt, "prompt")
             return tuple(self.tokenizer(prompt, add_special_tokens=special).input_ids), prompt
         try:
             return tuple(prompt), self.decode(prompt)
@@ -56,4 +67,5 @@ class Prompts:
             )
         except Exception as error:  # a template is a program of the checkpoint's author
             raise ApiError(400, f"the chat template refuses these messages: {one_line(str(error))}") from error
+        check_text(text, "messages")
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)

@@ -6,7 +6,7 @@ matters; fields that do not (``user``, ``metadata``) are left alone.
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from ptqpipe.engine.sequence import SamplingParams
 from ptqpipe.server.errors import ApiError
@@ -25,6 +25,11 @@ class Sampling(BaseModel):
     """What both kinds of completion share."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     model: str | None = None
     n: int = 1
@@ -111,10 +116,9 @@ class CompletionBody(Sampling):
             return [self.prompt]
         return list(self.prompt)
 
-    @property
-    def tokens(self) -> int:
-        """How many tokens to generate."""
-        return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+    def tokens(self, room: int = _DEFAULT_TOKENS) -> int:
+        """How many tokens to generate: what is asked, else OpenAI's default within the ``room`` of the context."""
+        return max(1, min(_DEFAULT_TOKENS, room)) if self.max_tokens is None else self.max_tokens
 
 
 class Message(BaseModel):

@@ -156,6 +156,13 @@ def test_choices_of_one_request_differ() -> None:
     assert len({tuple(tokens) for tokens in found}) == 4
 
 
+@pytest.mark.parametrize("temperature", [1e-308, 1e-9, 1.1e-5])
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.5}, {"top_k": 3}], ids=str)
+def test_the_smallest_temperatures_are_greedy(temperature: float, more: dict[str, Any]) -> None:
+    logits = torch.tensor([[1.0, 5.0, 4.9, 300.0, -2.0]])
+    assert sample(logits, [sequence(temperature=temperature, seed=3, **more)]) == [3]
+
+
 def test_penalties_and_biases_change_logits_of_generated_tokens() -> None:
     logits = torch.tensor([[1.0, 0.9, 0.5]])
     assert sample(logits, [sequence(temperature=0.0, tokens=(1, 0))]) == [0]
@@ -184,6 +191,8 @@ def test_logprobs_are_log_softmax_with_the_best_first() -> None:
     [
         {"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -2},
         {"max_tokens": -1}, {"min_tokens": 100}, {"logprobs": 21}, {"stop": ("",)}, {"presence_penalty": 3.0},
+        {"stop": ("a" * 2000,)}, {"logit_bias": ((1, float("nan")),)}, {"logit_bias": ((1, -1e300),)},
+        {"logit_bias": tuple((at, 1.0) for at in range(2000))},
     ],
     ids=str,
 )  # fmt: skip

@@ -1,8 +1,13 @@
 """Pieces of text put together are the decoding of all tokens, and no piece is half a character."""
 
 import random
+import re
+from functools import cache
+from typing import Any
 
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from ptqpipe.engine.sequence import Finish
 from ptqpipe.engine.text import Detokenizer, StopStrings
@@ -42,6 +47,52 @@ def test_random_tokens_decode_piecewise_as_together(seed: int) -> None:
     text = "".join(pieces(tokens, [0, 5]))
     # A prompt in front may end a character; ours does not, so the pieces are the tokens' own decoding.
     assert text == decode([5, *tokens])[len(decode([5])) :]
+
+
+@cache
+def byte_fallback() -> Any:
+    """A tokenizer as Llama's: words with their space, and bytes for what has no token."""
+    words = ["▁the", "▁end", "▁", "a", "b"]
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + at for at, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True, unk_token=None))
+    made.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def spelled(text: str) -> list[int]:
+    """The tokens of a text of these words and of characters in bytes."""
+    tokens: list[int] = []
+    for word in re.findall(r" the| end| |a|b|[^ab ]", text):
+        known = {" the": 256, " end": 257, " ": 258, "a": 259, "b": 260}.get(word)
+        tokens += list(word.encode()) if known is None else [known]
+    return tokens
+
+
+@pytest.mark.parametrize("text", ["😀😀😀😀😀 the end", "a東京b 東京 the😀", "ééééééééé", "a" * 30 + "😀" * 9])
+def test_runs_of_bytes_decode_piecewise_as_together(text: str) -> None:
+    tokens = spelled(text)
+    together = byte_fallback().decode(tokens)
+    for cut in range(len(tokens)):
+        made = Detokenizer(byte_fallback(), tokens[:cut])
+        found = [*(made.push(token) for token in tokens[cut:]), made.flush()]
+        said = byte_fallback().decode(tokens[:cut])
+        if not said.endswith("\ufffd"):  # a prompt that ends inside of a character has no text to continue
+            assert said + "".join(found) == together, cut
+            assert not any("\ufffd" in piece for piece in found)
+
+
+def test_bytes_that_are_no_characters_do_not_pile_up() -> None:
+    made = Detokenizer(byte_fallback(), [256])
+    found = [made.push(0x80) for _ in range(1000)]
+    assert max(map(len, found)) < 100
+    assert sum(map(len, found)) > 900
 
 
 def test_text_of_a_generation_is_the_decoding_of_its_tokens() -> None:

@@ -214,6 +214,14 @@ def test_models_tokens_health_metrics_page(server: Server, client: openai.OpenAI
         ("/v1/completions", b'{"model": "demo", "prompt": "a", "max_tokens": 0}', 400, "echo"),
         ("/v1/completions", b'{"model": "demo", "prompt": "a", "max_tokens": 5000}', 400, "context is 256"),
         ("/v1/completions", b'{"model": "demo", "prompt": "a", "suffix": "b"}', 400, "suffix"),
+        ("/v1/completions", b'{"prompt": "a", "min_tokens": 2, "stop_token_ids": [1000000]}', 400, "stop_token_ids"),
+        ("/v1/completions", b'{"prompt": "a", "logit_bias": {"3": Infinity}}', 400, "logit_bias"),
+        ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "surrogate"),
+        ("/v1/completions", b'{"prompt": "a", "stop": "' + b"b" * 5000 + b'"}', 400, "stop string"),
+        ("/v1/completions", b'{"max_tokens": 1, "n": 128, "prompt": [' + b"[1]," * 4999 + b"[1]]}", 400, "at once"),
+        ("/v1/completions", b'{"prompt": "a", "n": null, "stream": null, "echo": null, "max_tokens": 1}', 200, ""),
+        ("/v1/completions", b'{"prompt": "a", "temperature": 1e-308, "top_p": 0.5, "max_tokens": 1}', 200, ""),
+        ("/tokenize", b'{"prompt": "\\udfff"}', 400, "surrogate"),
         ("/v1/completions", b'{"model": "other", "prompt": "a"}', 404, "other"),
         ("/v1/chat/completions", b'{"model": "demo", "messages": []}', 400, "messages"),
         ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
@@ -336,6 +344,37 @@ def test_draining_finishes_what_is_under_way_and_takes_nothing_new() -> None:
         assert (health.status_code, health.json()["status"]) == (503, "draining")
         thread.join(20)
     assert answers[0].json()["choices"][0]["text"] == wanted(count=40)
+
+
+def test_what_is_cut_off_by_the_end_is_an_error_not_an_answer() -> None:
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+    answers: list[httpx.Response] = []
+    with serving(slow=0.02) as slow, slow.client() as http:
+        thread = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body)))
+        thread.start()
+        while slow.service.load().running == 0:
+            time.sleep(0.005)
+        slow.service.stop()
+        thread.join(10)
+    assert answers[0].status_code == 503
+    assert "ended before the answer did" in error_of(answers[0])["message"]
+
+
+def test_a_prompt_shorter_than_the_context_by_less_than_the_default_is_answered(server: Server) -> None:
+    prompt = (encoded()[2] * 8)[:250]
+    with server.client() as http:
+        answer = http.post("/v1/completions", json={"prompt": prompt, "ignore_eos": True}).json()
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+def test_the_prompt_of_several_choices_is_counted_as_cached_only_where_it_was(server: Server) -> None:
+    prompt = [7, 9, 11, *encoded()[2][:40]]
+    with server.client() as http:
+        first, again = (
+            http.post("/v1/completions", json={"prompt": prompt, "n": 3, "max_tokens": 2}).json()["usage"] for _ in "ab"
+        )
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["prompt_tokens_details"]["cached_tokens"] == 32
 
 
 def test_a_broken_engine_tells_everyone_and_says_that_it_is_dead() -> None:
