@@ -12,7 +12,7 @@ from ptqpipe.algorithms import lorc
 from ptqpipe.algorithms.rtn import Sink, Weight, WeightError
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
-from ptqpipe.stages.common.moments import module_of
+from ptqpipe.stages.common.input_scales import module_of
 from ptqpipe.statistics import KnownInputs, Statistics
 
 Held = dict[tuple[int, int], QTensor]

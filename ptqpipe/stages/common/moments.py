@@ -3,29 +3,24 @@
 Moments are read when a unit is quantized and gone when it is done. Must not know how they are used.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptqpipe.algorithms.activation_scale import fp8_scale, nvfp4_scale, static_amax
 from ptqpipe.algorithms.calibrated import LayerInput, Options
 from ptqpipe.algorithms.gptq import has_block_scales
 from ptqpipe.algorithms.metric import memory_bytes
 from ptqpipe.algorithms.rows import CHUNK_ELEMENTS
 from ptqpipe.errors import UsageError
 from ptqpipe.formats import WHOLE
-from ptqpipe.plan import Member, Plan, Unit
+from ptqpipe.plan import Plan, Unit
 from ptqpipe.recipe import Recipe, Rule
-from ptqpipe.schemes import Activation
 from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import corrected_biases
+from ptqpipe.stages.common.input_scales import LARGEST, module_of
 from ptqpipe.statistics import KnownInputs, Statistics
-
-# What an input reaches at a static scale of one.
-LARGEST = {Activation.NVFP4_STATIC_GLOBAL: 2688.0, Activation.FP8_TENSOR_STATIC: 448.0}
 
 
 def open_statistics(path: Path | None, source: Source, plan: Plan, *, recipe: Recipe) -> Statistics | None:
@@ -108,54 +103,11 @@ def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
     return squares + codes + 40 * min(run, unit.elements)
 
 
-def input_scales(unit: Unit, recipe: Recipe, statistics: Statistics | None) -> list[torch.Tensor | None]:
-    """The static scale of every member's input, float32 0-d; None where the scheme has none.
-
-    Without statistics a constant. Members of a unit share one, and so do the gate and up projections of all experts of
-    a layer: runtimes quantize their common input once.
-    """
-    largest = LARGEST.get(unit.scheme.activation)
-    if largest is None:
-        return [None] * len(unit.members)
-    if statistics is None:
-        constant = torch.tensor(recipe.input_amax, dtype=torch.float32) / largest
-        return [constant] * len(unit.members)
-    modules = dict.fromkeys(m for member in unit.members for m in _sharing(module_of(member), recipe, statistics))
-    amax = 0.0
-    for key in dict.fromkeys(statistics.content["modules"][module]["key"] for module in modules):
-        module = next(m for m in modules if statistics.content["modules"][m]["key"] == key)
-        known = statistics.of(module)
-        found = static_amax(
-            known.amax, known.second_moment, known.quantiles, policy=recipe.input_scale, largest=largest, name=module
-        )
-        amax = max(amax, found)
-    nvfp4 = unit.scheme.activation is Activation.NVFP4_STATIC_GLOBAL
-    scale = (nvfp4_scale if nvfp4 else fp8_scale)(amax, headroom=recipe.headroom)
-    return [scale] * len(unit.members)
-
-
-def _sharing(module: str, recipe: Recipe, statistics: Statistics) -> list[str]:
-    """Modules with the input of ``module``: itself, and its like in the other experts of the layer."""
-    match = re.fullmatch(r"(.*\.experts)\.\d+\.([^.]+)", module)
-    if match is None:
-        return [module]
-    leaves = next((group for group in recipe.fuse if match[2] in group), (match[2],))
-    if len(leaves) == 1:
-        return [module]
-    pattern = re.compile(re.escape(match[1]) + r"\.\d+\.(?:" + "|".join(map(re.escape, leaves)) + ")")
-    return [name for name in statistics.modules if pattern.fullmatch(name)]
-
-
 def means_of(unit: Unit, statistics: Statistics | None, weights: set[str]) -> list[torch.Tensor | None]:
     """E[x] of the members among ``weights``, float32 [K]."""
     if statistics is None:
         return [None] * len(unit.members)
     return [statistics.of(module_of(m)).mean if m.weight in weights else None for m in unit.members]
-
-
-def module_of(member: Member) -> str:
-    """The name that statistics have for a weight: its module, with the expert of a stack."""
-    return member.module if member.stack is None else f"{member.module}[{member.source.expert}]"
 
 
 def describe_statistics(statistics: Statistics) -> Mapping[str, Any]:

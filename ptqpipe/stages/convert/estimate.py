@@ -16,8 +16,8 @@ from ptqpipe.algorithms.rows import quantize_rows
 from ptqpipe.algorithms.rtn import Matrix, Weight
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
+from ptqpipe.stages.common.input_scales import module_of
 from ptqpipe.stages.common.machine import Machine, one_thread_each, processors
-from ptqpipe.stages.common.moments import module_of
 from ptqpipe.stages.common.quantize_unit import quantize_unit
 from ptqpipe.stages.convert.run import Prepared, share_of, units_at_once
 from ptqpipe.statistics import BLOCK, InputStatistics, Statistics

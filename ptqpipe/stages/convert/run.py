@@ -31,6 +31,7 @@ from ptqpipe.search import get_search
 from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.stages.common import kv_cache, low_rank
 from ptqpipe.stages.common.biases import MeanErrors, corrected_biases, with_reasons
+from ptqpipe.stages.common.input_scales import InputScales
 from ptqpipe.stages.common.jobs import (
     RECORD_FILE,
     carried_files,
@@ -42,7 +43,6 @@ from ptqpipe.stages.common.jobs import (
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, Ranks, Share, resident_bytes
 from ptqpipe.stages.common.moments import (
     describe_statistics,
-    input_scales,
     means_of,
     open_statistics,
     unit_extra_bytes,
@@ -79,6 +79,7 @@ class Prepared:
     source: Source
     container: Container
     run_parts: Mapping[str, str]
+    input_scales: InputScales
     statistics: Statistics | None = None
     rounding: Rounding | None = None
 
@@ -162,7 +163,8 @@ def prepare(
             parts["statistics"] = statistics.digest
         if learned is not None:
             parts["rounding"] = learned.digest
-        return Prepared(path, target, recipe, plan, outputs, source, container, parts, statistics, learned)
+        scales = InputScales(recipe, statistics)
+        return Prepared(path, target, recipe, plan, outputs, source, container, parts, scales, statistics, learned)
     except BaseException:
         for opened in (source, statistics, learned):
             if opened is not None:
@@ -321,7 +323,7 @@ def _quantize(
     weights = [
         SourceRows(prepared.source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in unit.members
     ]
-    scales = input_scales(unit, prepared.recipe, prepared.statistics)
+    scales = prepared.input_scales.of(unit)
     written = PartWriter(job, writer, input_scales=scales)
     biases = dict(zip((b.removesuffix("bias") + "weight" for b in job.biases), job.biases, strict=True))
     means = means_of(unit, prepared.statistics, set(biases))

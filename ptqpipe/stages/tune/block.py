@@ -17,7 +17,6 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
 from ptqpipe.source import SourceRows
-from ptqpipe.stages.common.moments import input_scales
 from ptqpipe.stages.common.quantize_unit import quantize_unit
 from ptqpipe.stages.convert import run as convert
 
@@ -114,7 +113,7 @@ def _quantizers(
         activation = unit.scheme.activation
         if activation is Activation.NONE:
             continue
-        scales = input_scales(unit, prepared.recipe, prepared.statistics)
+        scales = prepared.input_scales.of(unit)
         for member, scale in zip(unit.members, scales, strict=True):
             if member.key in modules:
                 known = None if scale is None else float(scale)

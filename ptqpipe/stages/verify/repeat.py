@@ -15,7 +15,7 @@ from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import low_rank
-from ptqpipe.stages.common.moments import LARGEST
+from ptqpipe.stages.common.input_scales import LARGEST
 from ptqpipe.stages.common.quantize_unit import choose_codes
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.judge import judge_proof

@@ -1,0 +1,103 @@
+"""Static scales of activations: a constant, or from statistics, one for all layers that quantize one input together.
+
+Readers fuse the gate and up projections of all experts of a layer: these have one scale, which is found once. Knows
+recipes and statistics; must not know where scales are stored.
+"""
+
+import re
+import threading
+from collections import defaultdict
+
+import torch
+
+from ptqpipe.algorithms.activation_scale import fp8_scale, nvfp4_scale, static_amax
+from ptqpipe.plan import Member, Unit
+from ptqpipe.recipe import Recipe
+from ptqpipe.schemes import Activation
+from ptqpipe.statistics import Statistics
+
+# What an input reaches at a static scale of one.
+LARGEST = {Activation.NVFP4_STATIC_GLOBAL: 2688.0, Activation.FP8_TENSOR_STATIC: 448.0}
+
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
+
+
+class InputScales:
+    """The static scale of every unit's input. What experts share is read once and kept; may be asked by threads."""
+
+    def __init__(self, recipe: Recipe, statistics: Statistics | None) -> None:
+        """``statistics`` None: the constant of the recipe."""
+        self._recipe = recipe
+        self._statistics = statistics
+        self._experts: dict[tuple[str, str], list[str]] | None = None  # (experts, leaf) -> modules
+        self._known: dict[tuple[float, str, tuple[str, ...]], float] = {}
+        self._lock = threading.Lock()
+
+    def of(self, unit: Unit) -> list[torch.Tensor | None]:
+        """The scale of every member's input, float32 0-d, which they share; None where the scheme has none."""
+        largest = LARGEST.get(unit.scheme.activation)
+        if largest is None:
+            return [None] * len(unit.members)
+        if self._statistics is None:
+            constant = torch.tensor(self._recipe.input_amax, dtype=torch.float32) / largest
+            return [constant] * len(unit.members)
+        amax = 0.0
+        alone = []
+        for module in map(module_of, unit.members):
+            match = _EXPERT.fullmatch(module)
+            leaves = () if match is None else self._fused_with(match[2])
+            if match is None or len(leaves) == 1:
+                alone.append(module)
+            else:
+                amax = max(amax, self._of_experts(match[1], leaves, largest))
+        amax = max(amax, self._amax(alone, largest))
+        nvfp4 = unit.scheme.activation is Activation.NVFP4_STATIC_GLOBAL
+        scale = (nvfp4_scale if nvfp4 else fp8_scale)(amax, headroom=self._recipe.headroom)
+        return [scale] * len(unit.members)
+
+    def _fused_with(self, leaf: str) -> tuple[str, ...]:
+        return next((group for group in self._recipe.fuse if leaf in group), (leaf,))
+
+    def _of_experts(self, experts: str, leaves: tuple[str, ...], largest: float) -> float:
+        """Of these projections of all experts of a layer."""
+        key = (largest, experts, leaves)
+        with self._lock:
+            if key not in self._known:
+                found = self._index()
+                modules = [module for leaf in leaves for module in found.get((experts, leaf), ())]
+                self._known[key] = self._amax(modules, largest)
+            return self._known[key]
+
+    def _index(self) -> dict[tuple[str, str], list[str]]:
+        assert self._statistics is not None  # `of` has looked
+        if self._experts is None:
+            self._experts = defaultdict(list)
+            for module in self._statistics.modules:
+                match = _EXPERT.fullmatch(module)
+                if match is not None:
+                    self._experts[match[1], match[2]].append(module)
+        return self._experts
+
+    def _amax(self, modules: list[str], largest: float) -> float:
+        """The largest activation that must not clip, over the inputs of these modules; 0 for none."""
+        statistics = self._statistics
+        assert statistics is not None  # `of` has looked
+        first = {statistics.key(module): module for module in reversed(modules)}  # each input once
+        amax = 0.0
+        for module in first.values():
+            known = statistics.of(module)
+            found = static_amax(
+                known.amax,
+                known.second_moment,
+                known.quantiles,
+                policy=self._recipe.input_scale,
+                largest=largest,
+                name=module,
+            )
+            amax = max(amax, found)
+        return amax
+
+
+def module_of(member: Member) -> str:
+    """The name that statistics have for a weight: its module, with the expert of a stack."""
+    return member.module if member.stack is None else f"{member.module}[{member.source.expert}]"

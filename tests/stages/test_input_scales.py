@@ -1,0 +1,77 @@
+"""Claims about static scales of activations: shared where runtimes fuse, and found once."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ptqpipe.plan import Unit, make_plan
+from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
+from ptqpipe.stages.common.input_scales import InputScales
+from ptqpipe.statistics import InputStatistics, Statistics
+
+LAYERS, EXPERTS = 3, 8
+LEAVES = ("gate_proj", "up_proj", "down_proj")
+
+
+class Counted(Statistics):
+    """Statistics of a mixture of experts, each expert with inputs of its own: how often each module is asked for."""
+
+    def __init__(self) -> None:
+        names = [
+            f"model.layers.{i}.mlp.experts.{e}.{leaf}" for i in range(LAYERS) for e in range(EXPERTS) for leaf in LEAVES
+        ]
+        self.path = Path("counted")
+        self.content = {"modules": {name: {"key": name.replace("up_proj", "gate_proj")} for name in names}}
+        self.asked: list[str] = []
+        self.listed = 0
+
+    @property
+    def modules(self) -> Any:
+        self.listed += 1
+        return self.content["modules"].keys()
+
+    def of(self, module: str, *, block: bool = False, full: bool = False, held: bool = False) -> InputStatistics:
+        self.asked.append(module)
+        amax = torch.full((64,), amax_of(module))
+        return InputStatistics(1, True, amax, amax, amax.square(), {})
+
+
+def amax_of(module: str) -> float:
+    parts = module.split(".")
+    return 1.0 + int(parts[2]) + 10.0 * int(parts[5]) + (500.0 if parts[6] == "down_proj" else 0.0)
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return build_recipe(RecipeOptions(scheme="nvfp4_w4a4"))
+
+
+def units(recipe: Recipe) -> list[Unit]:
+    tensors = {f"{name}.weight": ("BF16", (64, 64)) for name in Counted().content["modules"]}
+    return list(make_plan(tensors, {"model_type": "qwen3_moe"}, recipe=recipe).units)
+
+
+def test_experts_share_the_scale_of_what_is_fused_and_keep_their_own_down(recipe: Recipe) -> None:
+    scales = InputScales(recipe, Counted())
+    planned = units(recipe)
+    assert sum(len(unit.members) for unit in planned) == LAYERS * EXPERTS * len(LEAVES)
+    for unit in planned:
+        found = scales.of(unit)
+        assert len({float(scale) for scale in found if scale is not None}) == 1
+        module = unit.members[0].module
+        layer, expert = int(module.split(".")[2]), int(module.split(".")[5])
+        largest = 501.0 + layer + 10.0 * expert if "down" in module else 1.0 + layer + 10.0 * (EXPERTS - 1)
+        assert found[0] is not None
+        assert math.isclose(float(found[0]), largest / 2688.0, rel_tol=1e-4)  # up to the canonical one beside it
+
+
+def test_every_input_is_read_once_and_the_names_are_looked_through_once(recipe: Recipe) -> None:
+    statistics = Counted()
+    scales = InputScales(recipe, statistics)
+    for unit in units(recipe):
+        scales.of(unit)
+    assert sorted(statistics.asked) == sorted({m for m in statistics.content["modules"] if "up_proj" not in m})
+    assert statistics.listed == 1
