@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ptqpipe.cli.common import Size, one_line_errors
+from ptqpipe.cli.common import Size, machine_of, one_line_errors
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
 @click.option("--window", type=int, metavar="N", help="With --measure: tokens of context [the model's, at most 2048].")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The recipe.")
 @click.option("--workers", type=int, metavar="N", help="Groups in flight [processors, at most 16].")
+@click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 @one_line_errors
@@ -40,6 +41,7 @@ def plan(
     window: int | None,
     out: Path,
     workers: int | None,
+    max_memory: int,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -73,7 +75,7 @@ def plan(
         formats=DEFAULT_FORMATS if formats is None else tuple(formats.replace(" ", "").split(",")),
         stats=stats,
         measurement=measurement,
-        workers=workers,
+        machine=machine_of(workers, "cpu", max_memory, progress=False),
     )
     stage.write_recipe(found, out)
     click.echo(json.dumps(stage.plan_json(found)) if as_json else f"{stage.plan_text(found)}\n{out} is the recipe")

@@ -11,7 +11,7 @@ Data-free compares weights of one role by their absolute error, since the layers
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,14 +19,16 @@ import torch
 
 from ptqpipe.algorithms import rtn
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common.machine import one_thread_each
-from ptqpipe.stages.common.text import role_of
+from ptqpipe.stages.common.jobs import MemoryPool
+from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, one_thread_each
+from ptqpipe.stages.common.text import mebibytes, role_of
 from ptqpipe.stages.plan.units import Group
-from ptqpipe.statistics import InputStatistics, Statistics
+from ptqpipe.statistics import BLOCK, InputStatistics, Statistics
 
 Costs = Mapping[tuple[str, str], float]
 """(group id, option name) -> cost. Keeping costs nothing and is left out."""
@@ -70,28 +72,52 @@ def estimate(
     groups: Sequence[Group],
     *,
     stats: Statistics | None,
-    workers: int,
-    on_unit: Callable[[int], None] | None = None,
+    machine: Machine,
 ) -> Costs:
-    """The cost of every option but keep. NumericsError for damaged weights."""
+    """The cost of every option but keep. NumericsError for damaged weights, UsageError where one unit alone needs more
+    than the machine's memory."""
     moment = "" if stats is None else choose_moment(stats, groups)
     jobs = [(group, unit) for group in groups for unit in group.units]
+    needs = {unit.id: _bytes(group, unit, stats, moment) for group, unit in jobs}
+    most = max(needs, key=lambda name: needs[name])
+    least = BASE_BYTES + WORKER_BYTES + needs[most]
+    if least > machine.memory_bytes:
+        raise UsageError(
+            f"--max-memory {mebibytes(machine.memory_bytes)} is too small for {most}; give --max-memory "
+            f"{mebibytes(least)}"
+        )
+    share = machine.divide_memory(0, len(jobs), reserved_bytes=needs[most])
+    memory = MemoryPool(share.pool_bytes)
 
     def work(job: tuple[Group, Unit]) -> list[_Error]:
-        found = _unit_errors(source, *job, stats=stats, moment=moment)
-        if on_unit is not None:
-            on_unit(job[1].elements)
-        return found
+        with memory.taken(needs[job[1].id]):
+            return _unit_errors(source, *job, stats=stats, moment=moment)
 
-    with one_thread_each(), ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+    with one_thread_each(), ThreadPoolExecutor(max_workers=share.workers) as pool:
         errors = [error for found in pool.map(work, jobs) for error in found]
     return _sum(errors, relative=stats is not None)
 
 
+def _bytes(group: Group, unit: Unit, stats: Statistics | None, moment: str) -> int:
+    """About what a unit takes beside what every worker has: its weights where they are kept, and its moments."""
+    shapes = [member.shape for member in unit.members]
+    formats = [option.scheme.fmt for option in group.options if option.scheme is not None]
+    whole = [rtn.gathered_bytes(shapes, fmt, element_bytes=4) for fmt in formats if fmt.block == (WHOLE, WHOLE)]
+    weights = (unit.elements * 4 if _cached(unit) else 0) + max(whole, default=0)
+    if stats is None:
+        return weights
+    columns = {stats.key(member.module): member.shape[1] for member in unit.members}
+    width = {"full_moment": 0, "block_moment": BLOCK, "second_moment": 1}[moment]
+    return weights + sum(4 * k * (width or k) for k in columns.values())
+
+
+def _cached(unit: Unit) -> bool:
+    return unit.elements * 4 <= CACHE_BYTES
+
+
 def _unit_errors(source: Source, group: Group, unit: Unit, *, stats: Statistics | None, moment: str) -> list[_Error]:
-    cache = unit.elements * 4 <= CACHE_BYTES
-    weights = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
-    inputs = [None if stats is None else _input(stats, member.module, moment) for member in unit.members]
+    weights = [SourceRows(source, m.source, shape=m.shape, cache=_cached(unit)) for m in unit.members]
+    inputs = _inputs(stats, [member.module for member in unit.members], moment)
     found = []
     for option in group.options:
         if option.scheme is None:
@@ -99,6 +125,15 @@ def _unit_errors(source: Source, group: Group, unit: Unit, *, stats: Statistics 
         for member, error, signal in _scheme_errors(weights, inputs, unit, option.scheme, moment):
             found.append(_Error(group.id, option.name, role_of(member), member, error, signal))
     return found
+
+
+def _inputs(stats: Statistics | None, modules: Sequence[str], moment: str) -> list[torch.Tensor | None]:
+    """Of every module; what several modules share is read once."""
+    if stats is None:
+        return [None] * len(modules)
+    first = {stats.key(module): module for module in reversed(modules)}
+    found = {key: _input(stats, module, moment) for key, module in first.items()}
+    return [found[stats.key(module)] for module in modules]
 
 
 def _input(stats: Statistics, module: str, moment: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ptqpipe.checkpoint.source import resolve_source
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.plan import Member
 from ptqpipe.source import Source
-from ptqpipe.stages.common.machine import default_workers
+from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.common.text import layer_of, role_of, size_text, table
 from ptqpipe.stages.plan.cost import Costs, check_model, choose_moment, estimate
 from ptqpipe.stages.plan.measure import Measurement, measure
@@ -87,8 +87,7 @@ def plan_mixed(
     formats: Sequence[str] = DEFAULT_FORMATS,
     stats: Path | None = None,
     measurement: Measurement | None = None,
-    workers: int | None = None,
-    on_unit: Callable[[int], None] | None = None,
+    machine: Machine | None = None,
 ) -> MixedPlan:
     """Chooses a scheme for every group of fused weights.
 
@@ -117,10 +116,10 @@ def plan_mixed(
                 moment = choose_moment(opened, groups)
                 how = f"output error of nearest codes relative to the output, {moment.replace('_', ' ')} of x"
                 options = {"algorithm": "gptq"} if moment == "full_moment" else {"weighting": "diagonal"}
-                costs = estimate(source, groups, stats=opened, workers=workers or default_workers(), on_unit=on_unit)
+                costs = estimate(source, groups, stats=opened, machine=machine or Machine())
         else:
             how = "squared error relative to the mean energy of the role (data-free)"
-            costs = estimate(source, groups, stats=None, workers=workers or default_workers(), on_unit=on_unit)
+            costs = estimate(source, groups, stats=None, machine=machine or Machine())
         return replace(_decide(source, groups, costs, how, limits, options), stats=stats)
 
 
