@@ -78,6 +78,8 @@ def estimate(
     than the machine's memory."""
     moment = "" if stats is None else choose_moment(stats, groups)
     jobs = [(group, unit) for group in groups for unit in group.units]
+    if not jobs:
+        return {}
     needs = {unit.id: _bytes(group, unit, stats, moment) for group, unit in jobs}
     most = max(needs, key=lambda name: needs[name])
     least = BASE_BYTES + WORKER_BYTES + needs[most]

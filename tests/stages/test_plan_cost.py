@@ -1,0 +1,102 @@
+"""Claims about what `plan` reads and holds while it estimates costs."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ptqpipe.cli import main
+from ptqpipe.errors import UsageError
+from ptqpipe.source import Source
+from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
+from ptqpipe.stages.plan import cost
+from ptqpipe.stages.plan.units import Group, find_groups, schemes_of
+from ptqpipe.statistics import InputStatistics, Statistics
+from tests import tiny
+from tests.algorithms.inputs import inputs_of_llama, write_statistics
+
+ROOMY = Machine(3, memory_bytes=8 << 30)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("source") / "model", tiny.llama())
+
+
+@pytest.fixture(scope="module")
+def stats(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_statistics(tmp_path_factory.mktemp("stats") / "stats", model, inputs_of_llama(tiny.llama()))
+
+
+def groups_of(source: Source) -> list[Group]:
+    return list(find_groups(source, schemes_of(("nvfp4", "fp8_dynamic"))))
+
+
+def test_a_moment_that_several_weights_share_is_read_once(
+    model: Path, stats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    real = Statistics.of
+
+    def watched(self: Statistics, module: str, **asked: bool) -> InputStatistics:
+        read.append(self.key(module))
+        return real(self, module, **asked)
+
+    monkeypatch.setattr(Statistics, "of", watched)
+    with Source.open(model) as source, Statistics.open(stats) as opened:
+        costs = cost.estimate(source, groups_of(source), stats=opened, machine=ROOMY)
+    assert costs
+    assert sorted(read) == sorted(set(read))
+    assert len(read) == 2 * 4  # of each layer: q, k and v; o; gate and up; down
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_as_many_units_are_estimated_at_once_as_memory_has_room_for(
+    room: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most, lock = [0], [0], threading.Lock()
+    real = cost._unit_errors
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.05)
+        try:
+            return real(*args, **kwargs)
+        finally:
+            with lock:
+                running[0] -= 1
+
+    monkeypatch.setattr(cost, "_unit_errors", watched)
+    monkeypatch.setattr(cost, "_bytes", lambda *_: 1 << 30)
+    memory = BASE_BYTES + 4 * WORKER_BYTES + (room << 30)  # three workers and one that reads ahead
+    with Source.open(model) as source:
+        few = cost.estimate(source, groups_of(source), stats=None, machine=Machine(3, memory_bytes=memory))
+        assert most[0] == room
+        monkeypatch.undo()
+        assert few == cost.estimate(source, groups_of(source), stats=None, machine=ROOMY)
+
+
+def test_a_limit_below_what_one_unit_needs_is_refused_with_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = tiny.llama(layers=1, inner=1024)
+    model = tiny.save(tmp_path / "wide", tensors)
+    stats = write_statistics(tmp_path / "stats", model, inputs_of_llama(tensors, tokens=32))
+    least = BASE_BYTES + WORKER_BYTES + 4 * 1024 * 1024 + 4 * 1024 * 128  # the moment, and the weight in float32
+    with Source.open(model) as source, Statistics.open(stats) as opened:
+        groups = groups_of(source)
+        small = Machine(1, memory_bytes=least - 1)
+        with pytest.raises(
+            UsageError, match=rf"too small for model.layers.0.mlp.down_proj; give --max-memory {-(-least >> 20)}MiB"
+        ):
+            cost.estimate(source, groups, stats=opened, machine=small)
+        assert cost.estimate(source, groups, stats=opened, machine=Machine(1, memory_bytes=least))
+    arguments = ["plan", str(model), "--budget", "6bits", "--stats", str(stats), "-o", str(tmp_path / "r.yaml")]
+    told = CliRunner().invoke(main, [*arguments, "--max-memory", str(least - 1)])
+    assert told.exit_code != 0
+    assert "--max-memory" in told.output
