@@ -7,10 +7,11 @@ from ptqpipe.formats import WHOLE, get_format
 from ptqpipe.plan import Slice
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import RECORD_FILE
+from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_hashes, check_numbers
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.optimal import Optimality, prove_weight
 from ptqpipe.stages.verify.origin import Origins
-from ptqpipe.stages.verify.record import SUM_TOLERANCE, Claim, Record, check_hashes, check_numbers
+from ptqpipe.stages.verify.record import Claim, Record
 from ptqpipe.stages.verify.text import WeightReport
 from ptqpipe.stages.verify.weights import Illegal, Measured, illegal_numbers, measure_weight, scalar_fault, stored_runs
 

@@ -17,10 +17,12 @@ from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import low_rank
 from ptqpipe.stages.common.input_scales import LARGEST
 from ptqpipe.stages.common.quantize_unit import choose_codes
+from ptqpipe.stages.verify.claims import check_numbers
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.judge import judge_proof
 from ptqpipe.stages.verify.optimal import prove_joint
-from ptqpipe.stages.verify.record import Claim, Record, Replanned, check_numbers
+from ptqpipe.stages.verify.record import Claim, Record
+from ptqpipe.stages.verify.replan import Replanned
 from ptqpipe.stages.verify.weights import multiplying
 from ptqpipe.statistics import Statistics
 

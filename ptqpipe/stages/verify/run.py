@@ -18,22 +18,15 @@ from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import REASON as CORRECTED
 from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
+from ptqpipe.stages.verify.claims import check_coverage, check_kept_hash
 from ptqpipe.stages.verify.config import check_config, check_readers
 from ptqpipe.stages.verify.findings import Finding, Findings, Severity
 from ptqpipe.stages.verify.groups import check_groups, check_scalars, note_rounded_globals
 from ptqpipe.stages.verify.judge import Options, check_weight, note_savings
 from ptqpipe.stages.verify.origin import Origins
-from ptqpipe.stages.verify.record import (
-    Record,
-    Replanned,
-    check_coverage,
-    check_kept_hash,
-    check_plan,
-    claims_ownership,
-    read_record,
-    replan,
-)
+from ptqpipe.stages.verify.record import Record, claims_ownership, read_record
 from ptqpipe.stages.verify.repeat import check_input_scales, prove_unit, repeat_unit
+from ptqpipe.stages.verify.replan import Replanned, check_plan, replan
 from ptqpipe.stages.verify.structure import (
     check_dangling,
     check_fates,

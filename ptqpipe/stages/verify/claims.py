@@ -1,0 +1,91 @@
+"""The record against the bytes: names, hashes and numbers that it claims."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.containers import Part
+from ptqpipe.source import Source
+from ptqpipe.stages.common.jobs import RECORD_FILE
+from ptqpipe.stages.verify.findings import Findings
+from ptqpipe.stages.verify.record import Claim, Record
+from ptqpipe.stages.verify.structure import READ_BYTES, plain_tensors
+
+SUM_TOLERANCE = 1e-9  # float64 sums of up to 2^33 positive terms in another order differ by less
+
+
+def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
+    """The record lists exactly what is stored: quantized weights, kept tensors, the container, the carried files."""
+    stored = {
+        name if weight.experts is None else f"{name}[{expert}]"
+        for name, weight in ckpt.stored.items()
+        for expert in range(weight.experts or 1)
+    }
+    plain = set(plain_tensors(ckpt))
+    carried = {path.relative_to(ckpt.reader.path).as_posix() for path in ckpt.reader.extra_files}
+    for found, claimed, what in (
+        (stored, set(record.weights), "a quantized weight"),
+        (plain, set(record.kept), "a kept tensor"),
+        (carried, set(record.carried), "a carried file"),
+    ):
+        for name in sorted(found - claimed):
+            findings.fault("record", name, f"is stored as {what}, but {RECORD_FILE} does not list it as such")
+        for name in sorted(claimed - found):
+            findings.fault("record", name, f"is {what} in {RECORD_FILE}, but not in the checkpoint")
+    if record.container != ckpt.container_name:
+        findings.fault(
+            "record", "container", f"is {record.container!r} in {RECORD_FILE}, the layout is {ckpt.container_name}"
+        )
+
+
+def check_hashes(ckpt: Source, weight: str, expert: int | None, claim: Claim, findings: Findings) -> None:
+    """The sha256 of every part of a stored weight."""
+    name = weight if expert is None else f"{weight}[{expert}]"
+    stored = ckpt.stored[weight]
+    roles = {part.role.value for part in stored.parts}
+    for role in sorted(roles ^ claim.sha256.keys()):
+        findings.fault(
+            "record", name, f"has {'no' if role not in claim.sha256 else 'a'} sha256 of {role!r} in {RECORD_FILE}"
+        )
+    for part in stored.parts:
+        claimed = claim.sha256.get(part.role.value)
+        if claimed is not None and part_sha256(ckpt.reader, part, expert, stored.experts) != claimed:
+            findings.fault("record", part.name, f"is not what {RECORD_FILE} describes: its sha256 differs")
+
+
+def part_sha256(reader: CheckpointReader, part: Part, expert: int | None, experts: int | None) -> str:
+    """sha256 of a part, or of one expert's share of it."""
+    total = reader.entries[part.name].nbytes
+    start, stop = 0, total
+    if part.stacked and expert is not None and experts:
+        start, stop = total // experts * expert, total // experts * (expert + 1)
+    return range_sha256(reader, part.name, start, stop)
+
+
+def range_sha256(reader: CheckpointReader, name: str, start: int, stop: int) -> str:
+    """sha256 of bytes [start, stop) of a tensor."""
+    digest = hashlib.sha256()
+    for position in range(start, stop, READ_BYTES):
+        digest.update(reader.read_bytes(name, start_byte=position, stop_byte=min(position + READ_BYTES, stop)))
+    return digest.hexdigest()
+
+
+def check_kept_hash(ckpt: Source, name: str, record: Record, findings: Findings) -> None:
+    """The sha256 of a kept tensor."""
+    claimed = record.kept.get(name)
+    nbytes = ckpt.reader.entries[name].nbytes
+    if claimed is not None and (range_sha256(ckpt.reader, name, 0, nbytes), nbytes) != claimed:
+        findings.fault("record", name, f"is not what {RECORD_FILE} describes: its sha256 differs")
+
+
+def check_numbers(
+    name: str, claim: Claim, actual: Mapping[str, float], findings: Findings, *, tolerance: float = SUM_TOLERANCE
+) -> None:
+    """Recomputed numbers against the claimed ones, equal within the rounding of float64 sums."""
+    for key, value in actual.items():
+        claimed = claim.numbers.get(key)
+        if claimed is None:
+            findings.fault("record", name, f"has no {key} in {RECORD_FILE}")
+        elif not math.isclose(claimed, value, rel_tol=tolerance, abs_tol=0.0) and claimed != value:
+            findings.fault("record", name, f"claims {key} {claimed:.12g}, recomputed {value:.12g}")

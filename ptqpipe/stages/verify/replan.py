@@ -1,0 +1,121 @@
+"""What the recorded recipe makes of the source, against what is stored.
+
+The record names the recipe, so the whole plan follows from it and the source's headers: every name, dtype, shape, place
+and config key of the checkpoint is compared with it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ptqpipe.containers import get_container
+from ptqpipe.errors import CheckpointError, RecipeError
+from ptqpipe.plan import Plan, make_plan
+from ptqpipe.recipe import Recipe
+from ptqpipe.source import Source
+from ptqpipe.stages.common.biases import corrected_biases, with_reasons
+from ptqpipe.stages.common.jobs import RECORD_FILE, run_id_of
+from ptqpipe.stages.common.outputs import Outputs, abilities_of, check_supported, config_files, make_outputs
+from ptqpipe.stages.verify.findings import Findings
+from ptqpipe.stages.verify.record import Record, object_of, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class Replanned:
+    """What the recorded recipe makes of the source: the plan, and everything that must have been written."""
+
+    recipe: Recipe
+    plan: Plan
+    outputs: Outputs
+
+
+def replan(record: Record, source: Source) -> Replanned:
+    """The plan again. Raises a PtqError where the recorded recipe is none, or makes nothing of this source."""
+    conversion = record.conversion
+    if conversion is None:
+        raise CheckpointError(f"{RECORD_FILE} has no recipe")
+    recipe, name = _recipe_of(object_of(conversion, "recipe")), text_of(conversion, "container", RECORD_FILE)
+    container = get_container(name)
+    check_supported(container, recipe)
+    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(name))
+    plan = with_reasons(plan, corrected_biases(plan, source, recipe))
+    return Replanned(recipe, plan, make_outputs(plan, source, container, container_name=name, recipe=recipe))
+
+
+def _recipe_of(described: Mapping[str, Any]) -> Recipe:
+    """The recipe that a record describes."""
+    try:
+        return Recipe.from_json(described)
+    except RecipeError as error:
+        raise CheckpointError(f"{RECORD_FILE}: {error}") from None
+
+
+def check_plan(ckpt: Source, source: Source, record: Record, planned: Replanned, findings: Findings) -> None:
+    """Names, dtypes, shapes, places, config files and the run's identity follow from recipe and source."""
+    reader, layout = ckpt.reader, planned.outputs.layout
+    specs = {spec.name: spec for shard in layout.shards for spec in shard.tensors}
+    for name in sorted(specs.keys() - reader.entries.keys()):
+        findings.fault("plan", name, "should have been written by the recorded recipe, but is missing")
+    for name, entry in reader.entries.items():
+        spec = specs.get(name)
+        if spec is None:
+            findings.fault("plan", name, "would not have been written by the recorded recipe")
+        elif (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
+            wanted = f"{spec.dtype} {list(spec.shape)}"
+            findings.fault("plan", name, f"is {entry.dtype} {list(entry.shape)}, the recorded recipe writes {wanted}")
+        elif (entry.file.relative_to(reader.path).as_posix(), entry.offset) != (
+            layout.placements[name].file,
+            layout.placements[name].offset,
+        ):
+            findings.fault("plan", name, "lies at another place than the recorded recipe puts it")
+    _check_reasons(record, planned.plan, findings)
+    _check_config_files(ckpt, source, record, planned, findings)
+    _check_identity(record, planned, findings)
+
+
+def _check_reasons(record: Record, plan: Plan, findings: Findings) -> None:
+    kept = record.raw.get("kept", {})
+    for entry in plan.kept:
+        claimed = kept.get(entry.name, {}).get("reason")
+        if entry.name in kept and claimed != entry.reason:
+            findings.fault("record", entry.name, f"is kept for {claimed!r}, the plan's reason is {entry.reason!r}")
+
+
+def _check_config_files(ckpt: Source, source: Source, record: Record, planned: Replanned, findings: Findings) -> None:
+    assert ckpt.container is not None
+    provenance = {"producer": "ptqpipe", "version": record.raw.get("ptqpipe")}
+    files = config_files(planned.outputs, planned.plan, source, ckpt.container, provenance=provenance)
+    for name, wanted in files.items():
+        found = ckpt.reader.read_json(name)
+        if found is None:
+            findings.fault("config", name, "is missing")
+        elif found != json.loads(json.dumps(wanted)):
+            findings.fault("config", name, f"differs from what was written in {_where(found, wanted)}")
+
+
+def _where(found: Any, wanted: Any, path: str = "") -> str:
+    """The path of the first difference of two JSON values, with what was found there."""
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        for key in [*wanted, *(k for k in found if k not in wanted)]:
+            if key not in found or key not in wanted:
+                return f"{path}{key} ({'missing' if key not in found else 'added'})"
+            if found[key] != wanted[key]:
+                return _where(found[key], wanted[key], f"{path}{key}.")
+    return f"{path.rstrip('.')} ({found!r:.60}, expected {wanted!r:.60})"
+
+
+def _check_identity(record: Record, planned: Replanned, findings: Findings) -> None:
+    """run_id binds recipe, layout, version and the source's fingerprint."""
+    fingerprint = record.raw.get("source", {}).get("fingerprint")
+    parts = {
+        "source": str(fingerprint),
+        "recipe": planned.recipe.digest,
+        "layout": planned.outputs.layout.digest,
+        "version": str(record.raw.get("ptqpipe")),
+    }
+    for key in ("statistics", "rounding"):
+        if isinstance(record.raw.get(key), Mapping):
+            parts[key] = str(record.raw[key].get("digest"))
+    if record.raw.get("run_id") != run_id_of(parts):
+        findings.fault("record", RECORD_FILE, "its run_id is not that of its recipe, layout, version and source")
