@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.stages.serve.hardware import cache_bytes, default_threads, device_of
 from ptqpipe.stages.serve.ranks import Place, Ranks
+from ptqpipe.stages.serve.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from ptqpipe.collectives import QuantAllReduce
     from ptqpipe.engine.engine import Engine
     from ptqpipe.engine.overlap import Overlap
     from ptqpipe.engine.runner import Runner
+    from ptqpipe.runtime.parallel import RunCollective
 
 Say = Callable[[str], None]
 
@@ -94,6 +96,7 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -
 
     worker  the command that starts a further rank, which gets ``--rank-of HOST:PORT/RANK`` added
     """
+    place.follow_parent()
     require_packages()
     _check_devices(options, place)
     if not Path(options.ckpt).is_dir():
@@ -133,15 +136,17 @@ def _lead(
     leaders: list[Leader] = []
     sums: list[QuantAllReduce] = []
     threads = options.threads or default_threads(ranks.place.local)
+    watchdog = Watchdog()
 
     def build() -> "Engine":
         ranks.join()
         sums.extend(_all_reduce(options, ranks.place))
-        runner = _runner(options, ranks.place, context, sums)
+        runner = _runner(options, ranks.place, context, sums, watchdog)
         if ranks.place.size > 1:
             leaders.append(Leader(runner))
         engine = _engine(options, runner, leaders[0] if leaders else runner, tokenizer, context)
         say(_summary(runner, ranks.place.size, threads, context))
+        watchdog.watch(ranks.failing(service.fail), ranks.others)
         return engine
 
     def close() -> None:
@@ -178,7 +183,7 @@ def _follow(options: ServeOptions, place: Place) -> None:
     place.ignore_signals()
     torch.set_num_threads(options.threads or default_threads(place.local))
     place.join()
-    follow(_runner(options, place, _context(options), _all_reduce(options, place)))
+    follow(_runner(options, place, _context(options), _all_reduce(options, place), None))
 
 
 def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
@@ -196,13 +201,14 @@ def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
         if options.invariant and place.size > 2:  # in the order of ranks; of two numbers there is but one sum
             plain.thresholds = Thresholds(NEVER, ((NEVER, "two_shot"),))
         return [plain]
+    one_shot = place.size == 2 and options.device == "cpu"  # as many bytes, one message and one rounding less
     config = read_config(Path(options.ckpt)).get_text_config()
     decode_bytes = options.max_seqs * config.hidden_size * dtype_of(options.dtype, config).itemsize
     if options.allreduce == "auto":
-        made = QuantAllReduce(min_bytes="auto")
+        made = QuantAllReduce(min_bytes="auto", one_shot=one_shot)
         made.thresholds = replace(made.thresholds, quantized=max(made.thresholds.quantized, decode_bytes + 1))
         return [made]
-    return [QuantAllReduce(codec=options.allreduce, min_bytes=decode_bytes + 1)]
+    return [QuantAllReduce(codec=options.allreduce, min_bytes=decode_bytes + 1, one_shot=one_shot)]
 
 
 def _overlap(options: ServeOptions, place: Place) -> "Overlap | None":
@@ -217,7 +223,20 @@ def _overlap(options: ServeOptions, place: Place) -> "Overlap | None":
     return Overlap(least_tokens=least_tokens(row_bytes))
 
 
-def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[QuantAllReduce]") -> "Runner":
+def _run_collective(overlap: "Overlap | None", watchdog: Watchdog | None) -> "RunCollective | None":
+    """What runs a collective operation: each of the two that there is, the watchdog where it really happens."""
+    if overlap is None or watchdog is None:
+        return overlap or watchdog
+    return lambda collective: overlap(lambda: watchdog(collective))
+
+
+def _runner(
+    options: ServeOptions,
+    place: Place,
+    context: int,
+    sums: "Sequence[QuantAllReduce]",
+    watchdog: Watchdog | None,
+) -> "Runner":
     """This rank's part of the model, with a cache as large as all ranks can have."""
     import torch
 
@@ -238,7 +257,7 @@ def _runner(options: ServeOptions, place: Place, context: int, sums: "Sequence[Q
         tp=place.size,
         rank=place.rank,
         all_reduce=(lambda x: sums[0](x, x)) if sums else None,
-        run_collective=overlap,
+        run_collective=_run_collective(overlap, watchdog),
         dtype=options.dtype,
         packed=options.packed,
         activations="none" if options.activations == "none" else "simulated",
