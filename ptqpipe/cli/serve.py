@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 @click.option("--chat-template", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A Jinja file.")
 @click.option("--drain", "drain_s", type=float, default=30.0, show_default=True, help="Seconds after SIGTERM.")
 @click.option("--rank-of", hidden=True)
+@click.option("--parent", type=int, hidden=True)
 @vllm_options
 @one_line_errors
 def serve(
@@ -79,6 +80,7 @@ def serve(
     chat_template: Path | None,
     drain_s: float,
     rank_of: str | None,
+    parent: int | None,
     **_: object,  # those of vllm_options, which handed_to_vllm reads itself
 ) -> None:
     """Serve CKPT (a folder, quantized or not) with OpenAI's API, and a page to chat at /.
@@ -114,17 +116,17 @@ def serve(
         drain_s=drain_s,
     )
     worker = [sys.executable, "-m", "ptqpipe", *sys.argv[1:]]
-    stage.serve(options, _place(tp, rank_of), worker=worker, say=lambda line: click.echo(line, err=True))
+    stage.serve(options, _place(tp, rank_of, parent), worker=worker, say=lambda line: click.echo(line, err=True))
 
 
-def _place(tp: int | None, rank_of: str | None) -> "Place":
+def _place(tp: int | None, rank_of: str | None, parent: int | None) -> "Place":
     """Which rank this is: of a service that starts its own, or of a torchrun."""
     from ptqpipe.stages.serve.ranks import Place, parse_place
 
     if tp is not None and tp < 1:
         raise UsageError(f"--tp is {tp}, expected 1 or more")
     if rank_of is not None:
-        return parse_place(rank_of, tp or 1)
+        return parse_place(rank_of, tp or 1, parent=parent)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = {name: os.environ.get(name, "") for name in names}
     if not found["WORLD_SIZE"].isdigit() or not found["RANK"].isdigit() or int(found["WORLD_SIZE"]) == 1:

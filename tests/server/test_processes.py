@@ -174,6 +174,38 @@ def test_ranks_end_when_the_first_one_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_rank_that_is_stopped_ends_the_service_with_its_name(tmp_path: Path, busy: bool) -> None:
+    with started(tmp_path, "--tp", "2") as service:
+        (rank,) = service.ranks()
+        os.kill(rank, signal.SIGSTOP)
+        if busy:
+            assert service.ask().status_code == 503
+        assert service.ended() == 1
+        assert f"rank 1 (process {rank}) has been stopped for 10 s" in service.log.read_text()
+        assert "Traceback" not in service.log.read_text()
+        assert gone([rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 2.0])
+def test_ranks_end_when_the_first_one_is_killed_while_they_start(tmp_path: Path, after_s: float) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DEMO.parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ptqpipe", "serve", str(DEMO), "--port", "0", "--tp", "2"],
+        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    service = Process(process, "", tmp_path)
+    while not (ranks := service.ranks()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(after_s)
+    process.kill()
+    process.wait()
+    assert gone(ranks)
+
+
+@pytest.mark.slow
 def test_torchruns_ranks_are_joined(tmp_path: Path) -> None:
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ptqpipe")
     with started(tmp_path, "--allreduce", "auto", command=command) as service:

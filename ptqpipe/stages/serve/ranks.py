@@ -1,7 +1,8 @@
 """The processes of a tensor-parallel service: started and watched here, or joined where torchrun started them.
 
 Ranks that are started here reach each other by gloo on this machine's loopback. When one ends, the service is told at
-once, for the others may wait in a collective for it; when the first one goes, however it goes, the others end.
+once, for the others may wait in a collective for it; when the first one goes, however it goes, the others end. One that
+is stopped, or does not answer in a sum, counts as ended (``watchdog.py``).
 """
 
 import contextlib
@@ -16,7 +17,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
-from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.errors import UsageError
+from ptqpipe.stages.serve.parent import end_with_parent
+from ptqpipe.stages.serve.watchdog import LOOK_S, STOPPED_S, Stopped
 
 TIMEOUT = timedelta(minutes=10)  # of one collective; ranks load at different speeds
 _GRACE_S = 5.0
@@ -29,6 +32,7 @@ class Place:
     local       ranks on this machine
     local_rank  which of them this is
     store       "HOST:PORT" of the first rank's store, for ranks that it started; None: by torchrun's environment
+    parent      the process of the first rank, for ranks that it started
     """
 
     rank: int = 0
@@ -37,6 +41,12 @@ class Place:
     local_rank: int = 0
     torchrun: bool = False
     store: str | None = None
+    parent: int | None = None
+
+    def follow_parent(self) -> None:
+        """Makes a rank that was started by the first one end with it: nobody else would ever tell it."""
+        if self.parent is not None:
+            end_with_parent(self.parent)
 
     def join(self, store: Any = None) -> None:
         """Enters the process group. UsageError where the others are not reached."""
@@ -53,7 +63,6 @@ class Place:
                 assert self.store is not None
                 host, _, port = self.store.rpartition(":")
                 store = TCPStore(host, int(port), self.size, is_master=False, timeout=TIMEOUT)
-                _end_with_parent()
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
         except (RuntimeError, ValueError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -85,7 +94,7 @@ class Ranks:
 
         ranks.store = TCPStore("127.0.0.1", 0, place.size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         for rank in range(1, place.size):
-            command = [*worker, "--rank-of", f"127.0.0.1:{ranks.store.port}/{rank}"]
+            command = [*worker, "--rank-of", f"127.0.0.1:{ranks.store.port}/{rank}", "--parent", str(os.getpid())]
             ranks.processes[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         return ranks
 
@@ -94,20 +103,40 @@ class Ranks:
         self.place.join(self.store)
 
     def watch(self, failed: Callable[[str], None]) -> None:
-        """Calls ``failed`` with what happened when a rank that was started here ends by itself."""
+        """Calls ``failed`` with what happened when a rank that was started here ends by itself, or is stopped."""
         if self.processes:
             threading.Thread(target=self._watch, args=(failed,), name="ptqpipe-ranks", daemon=True).start()
 
     def _watch(self, failed: Callable[[str], None]) -> None:
+        stopped = Stopped()
         while not self._closing:
             for rank, process in self.processes.items():
-                code = process.poll()
-                if code is not None and not self._closing:
-                    self.broken = True
+                how, code = "", process.poll()
+                if code is not None:
                     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                elif stopped.look(process.pid):
+                    how = f"has been stopped for {STOPPED_S:g} s"
+                if how and not self._closing:
+                    self.broken = True
                     failed(f"rank {rank} (process {process.pid}) {how}; the service cannot go on without it")
                     return
-            time.sleep(0.1)
+            time.sleep(LOOK_S)
+
+    def failing(self, failed: Callable[[str], None]) -> Callable[[str], None]:
+        """``failed`` for whoever else finds that a rank does not work: the ranks are then killed, not waited for."""
+
+        def fail(what: str) -> None:
+            self.broken = True
+            failed(what)
+
+        return fail
+
+    def others(self) -> str:
+        """The ranks that the first one may wait for, in words."""
+        if not self.processes:
+            return "another rank" if self.place.size > 2 else "rank 1"
+        names = [f"rank {rank} (process {process.pid})" for rank, process in self.processes.items()]
+        return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
     def __enter__(self) -> Self:
         return self
@@ -126,21 +155,9 @@ class Ranks:
                 process.wait()
 
 
-def parse_place(rank_of: str, size: int) -> Place:
+def parse_place(rank_of: str, size: int, *, parent: int | None = None) -> Place:
     """The place that ``--rank-of HOST:PORT/RANK`` names."""
     store, _, rank = rank_of.rpartition("/")
     if not rank.isdigit() or not 0 < int(rank) < size or not store.rpartition(":")[2].isdigit():
         raise UsageError(f"--rank-of {rank_of} is not HOST:PORT/RANK with a rank below {size}")
-    return Place(int(rank), size, size, int(rank), store=store)
-
-
-def _end_with_parent() -> None:
-    """Ends this process when the one that started it has gone: nobody would ever tell it."""
-    parent = os.getppid()
-
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(PtqError.exit_code)
-
-    threading.Thread(target=look, name="ptqpipe-parent", daemon=True).start()
+    return Place(int(rank), size, size, int(rank), store=store, parent=parent)

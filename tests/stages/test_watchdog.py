@@ -1,0 +1,144 @@
+"""Claims about what notices ranks that hang, and about processes that end with the one that started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ptqpipe.stages.serve.watchdog import LOOK_S, STOPPED_S, Stopped, Watchdog
+
+LOOKS = 5
+NUMBER = torch.ones(1)
+
+
+def operation(watchdog: Watchdog, release: threading.Event) -> threading.Thread:
+    """One under way in a thread, until it is released."""
+    begun = threading.Event()
+
+    def collective() -> torch.Tensor:
+        begun.set()
+        release.wait(30)
+        return NUMBER
+
+    thread = threading.Thread(target=lambda: watchdog(collective), daemon=True)
+    thread.start()
+    assert begun.wait(30)
+    return thread
+
+
+def test_an_operation_that_takes_too_long_is_noticed_at_the_last_look() -> None:
+    watchdog, release = Watchdog(wait_s=LOOKS * LOOK_S), threading.Event()
+    operation(watchdog, release)
+    assert [watchdog.look() for _ in range(LOOKS + 2)] == [False] * LOOKS + [True, True]
+    release.set()
+
+
+def test_operations_that_end_are_not_added_up() -> None:
+    watchdog = Watchdog(wait_s=LOOKS * LOOK_S)
+    for _ in range(3 * LOOKS):
+        release = threading.Event()
+        thread = operation(watchdog, release)
+        assert not watchdog.look()
+        release.set()
+        thread.join()
+        assert not watchdog.look()
+
+
+def test_an_operation_that_fails_has_ended() -> None:
+    watchdog = Watchdog(wait_s=LOOKS * LOOK_S)
+
+    def fails() -> torch.Tensor:
+        raise RuntimeError("gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        watchdog(fails)
+    assert not any(watchdog.look() for _ in range(3 * LOOKS))
+
+
+def test_what_an_operation_gives_is_handed_on() -> None:
+    assert Watchdog()(lambda: NUMBER) is NUMBER
+
+
+def test_whoever_watches_is_told_once_who_does_not_answer() -> None:
+    watchdog, release, told = Watchdog(wait_s=2 * LOOK_S), threading.Event(), threading.Event()
+    said: list[str] = []
+
+    def failed(what: str) -> None:
+        said.append(what)
+        told.set()
+
+    operation(watchdog, release)
+    watchdog.watch(failed, lambda: "rank 1 (process 5)")
+    assert told.wait(30)
+    release.set()
+    assert said == [
+        "rank 1 (process 5) has not answered for 0.2 s in a sum over the ranks; the service cannot go on without it"
+    ]
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that does nothing."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's letters are Linux's")
+def test_a_process_counts_as_stopped_after_a_while_and_not_when_it_goes_on(sleeper: "subprocess.Popen[bytes]") -> None:
+    stopped, most = Stopped(), round(STOPPED_S / LOOK_S)
+    assert not any(stopped.look(sleeper.pid) for _ in range(2 * most))
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitpid(sleeper.pid, os.WUNTRACED)
+    assert not any(stopped.look(sleeper.pid) for _ in range(most - 1))
+    sleeper.send_signal(signal.SIGCONT)
+    os.waitpid(sleeper.pid, os.WCONTINUED)
+    assert not stopped.look(sleeper.pid)
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitpid(sleeper.pid, os.WUNTRACED)
+    assert [stopped.look(sleeper.pid) for _ in range(most)] == [False] * (most - 1) + [True]
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=subprocess.PIPE)
+print(child.pid, child.stdout.readline().decode().strip(), flush=True)
+time.sleep(60)
+"""
+CHILD = """
+import sys, time
+from ptqpipe.stages.serve.parent import end_with_parent
+end_with_parent({parent})
+print("here", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_child_ends_with_a_parent_that_is_killed() -> None:
+    code = CHILD.format(parent="int(sys.argv[1])")
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, code], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid, said = parent.stdout.readline().decode().split()
+    assert said == "here"
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{pid}"):  # a zombie counts as there: someone has to have reaped it
+            return
+        threading.Event().wait(0.1)
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+        assert stat.read().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_child_whose_parent_has_gone_before_it_looks_ends_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD.format(parent=1 << 30)], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, b"")
