@@ -52,6 +52,12 @@ class OutputError(PtqError):
     """The output cannot be written: it exists, is read-only, or the disk is full."""
 
 
+class OutputExists(OutputError):
+    """Something lies where the output goes, and the call does not say that it may be replaced."""
+
+    exit_code = 2
+
+
 class AlreadyComplete(OutputError):
     """The run that is to be resumed has finished: nothing is left to do, and nothing is wrong."""
 

@@ -26,7 +26,7 @@ from typing import Final
 
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.journal import JournalContent, RunIdentity, check_same_run, read_journals
-from ptqpipe.errors import AlreadyComplete, OutputError
+from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists
 
 #: The file beside the weights whose "run_id" says which run wrote them; its writer puts it there.
 REPORT_NAME: Final = "ptqpipe.json"
@@ -217,7 +217,7 @@ def _settle(paths: Paths, identity: RunIdentity, lock: RankLock, *, mode: str) -
         _empty(paths.partial, keep=lock.name)
     elif mode == "new":
         partial = shown(str(paths.partial))
-        raise OutputError(f"{partial} is left from an unfinished run; --resume continues it, --overwrite discards it")
+        raise OutputExists(f"{partial} is left from an unfinished run; --resume continues it, --overwrite discards it")
     else:
         check_same_run(found.identity, identity, partial=paths.partial)
     if not (mode == "overwrite" or (found.identity is not None and found.identity.replaces)):
@@ -279,11 +279,11 @@ def _refuse_existing(paths: Paths) -> None:
     out = paths.out
     with output_errors(out):
         if out.is_dir() and any(out.iterdir()):
-            raise OutputError(
+            raise OutputExists(
                 f"{shown(str(out))} exists and is not empty; --overwrite replaces it, or choose another -o"
             )
     if out.exists() and not out.is_dir():
-        raise OutputError(f"{shown(str(out))} is a file, expected a folder or nothing; choose another -o")
+        raise OutputExists(f"{shown(str(out))} is a file, expected a folder or nothing; choose another -o")
 
 
 def _refuse_replacing(paths: Paths) -> None:
@@ -297,13 +297,13 @@ def _refuse_replacing(paths: Paths) -> None:
         names = os.listdir(out)
     shown_out = shown(str(out))
     if names and not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        raise OutputError(
+        raise OutputExists(
             f"{shown_out} has {shown(min(names))} and no .safetensors, so it is no model that --overwrite may replace; "
             "choose another -o, or move that folder away yourself"
         )
     for name, path in (("your home folder", Path.home()), ("the working folder", Path.cwd())):
         if out == path.resolve() or out in path.resolve().parents:
-            raise OutputError(f"{shown_out} is, or holds, {name}; --overwrite does not delete that, choose another -o")
+            raise OutputExists(f"{shown_out} is, or holds, {name}; --overwrite does not delete that, choose another -o")
 
 
 def _refuse_resume(paths: Paths, identity: RunIdentity) -> None:

@@ -41,6 +41,7 @@ from ptqpipe.cli.common import Size, one_line_errors
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Where the baseline's logits are kept.")
 @click.option("--cache-size", type=Size(), default="16GiB", show_default=True, help="Limit of the cache; 0: none.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Where the JSON goes [<ckpt>.eval.json].")
+@click.option("--overwrite", is_flag=True, help="Replace an eval file that holds more than this call measures.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
 @one_line_errors
@@ -62,6 +63,7 @@ def evaluate(
     cache_dir: Path | None,
     cache_size: int,
     out: Path | None,
+    overwrite: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -88,10 +90,14 @@ def evaluate(
         cache_dir=None if cache_size == 0 else cache_dir or _user_cache(),
         cache_limit=cache_size,
     )
-    result = stage.evaluate(ckpt, baseline=baseline, options=options, progress=not quiet and sys.stderr.isatty())
     target = out or report.default_out(ckpt)
+    compared = baseline is not None and bool(data)
+    report.check_target(target, overwrite=overwrite, compared=compared, tasks=bool(options.tasks))
+    result = stage.evaluate(ckpt, baseline=baseline, options=options, progress=not quiet and sys.stderr.isatty())
+    click.echo(json.dumps(result) if as_json else f"{report.render(result)}\n")  # shown even if it cannot be written
     report.write(result, target)
-    click.echo(json.dumps(result) if as_json else f"{report.render(result)}\n\n{target}")
+    if not as_json:
+        click.echo(f"written to {target}")
 
 
 def _user_cache() -> Path:

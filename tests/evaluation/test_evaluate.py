@@ -225,3 +225,46 @@ def test_the_bench_model_has_the_recorded_perplexity(shared_dir: Path, tmp_path:
     assert found["baseline"]["name"] == "bench-4m"
     assert found["perplexity"][0]["baseline"] == pytest.approx(56.05, rel=0.15)
     assert found["kl"][0]["mean"] == pytest.approx(0.0080, abs=0.0003)
+
+
+def test_the_place_of_the_file_is_looked_at_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(stage, "evaluate", never)
+    (tmp_path / "notes").write_text("{}")
+    for out, words in ((tmp_path, "is a folder"), (tmp_path / "notes", "not an eval file"), ("/proc/x", "cannot be")):
+        refused = run(MODEL, "--data", TEXT, "-o", out)
+        assert refused.exit_code in (1, 2)
+        assert words in refused.output
+        assert "partial" not in refused.output
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_a_second_run_that_measures_less_asks_before_it_replaces_the_first(tmp_path: Path, cache: Path) -> None:
+    out = tmp_path / "a.json"
+    little = (MODEL, "--data", TEXT, "--window", 32, "--max-tokens", 64, "-o", out)
+    assert run(*little, "--baseline", MODEL, "--cache-dir", cache).exit_code == 0
+    first = out.read_bytes()
+    assert run(*little, "--baseline", MODEL, "--cache-dir", cache).exit_code == 0  # measures as much
+    assert out.read_bytes() == first
+    refused = run(*little)
+    assert refused.exit_code == 2
+    assert "holds the KL divergence" in refused.output
+    assert out.read_bytes() == first
+    done = run(*little, "--overwrite")
+    assert done.stdout.splitlines()[-1] == f"written to {out}"
+    assert json.loads(out.read_text())["kl"] == []
+
+
+def test_the_tables_are_shown_even_if_the_file_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    result = run(MODEL, "--data", TEXT, "--window", 32, "--max-tokens", 64, "-o", tmp_path / "a.json")
+    assert result.exit_code == 1
+    assert "perplexity" in result.stdout
+    assert "make room" in result.stderr
+    assert list(tmp_path.iterdir()) == []

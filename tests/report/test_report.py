@@ -388,7 +388,7 @@ def test_an_eval_file_of_something_else_is_refused(
 def test_a_file_that_is_no_report_is_not_replaced(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     out.write_text("my notes")
-    with pytest.raises(OutputError, match="no report"):
+    with pytest.raises(OutputError, match="not a report"):
         make_report(pair[1], out=out)
     assert out.read_text() == "my notes"
     out.unlink()
@@ -411,7 +411,7 @@ def test_the_command_writes_one_file_and_fails_in_one_line(pair: tuple[Path, Pat
         [str(tmp_path / "nothing")],
         [str(pair[1]), "--all"],
         [str(pair[1]), "--eval", str(tmp_path / "nothing.json")],
-        [str(pair[1]), "-o", str(tmp_path / "no" / "folder.html")],
+        [str(pair[1]), "-o", str(pair[1] / "config.json" / "x.html")],
         [str(pair[1]), "-o", str(tmp_path)],
     ):
         failed = runner.invoke(

@@ -2,14 +2,15 @@
 
 import json
 import math
-import os
-import tempfile
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
+from ptqpipe.checkpoint.single_file import check_file, write_file
+from ptqpipe.errors import OutputExists
 from ptqpipe.evaluation.harness import Metric, compare
 from ptqpipe.evaluation.measures import Divergence, Perplexity
 from ptqpipe.stages.common.jobs import RECORD_FILE
@@ -126,19 +127,42 @@ def default_out(ckpt: str) -> Path:
     return Path(f"{ckpt.rpartition('/')[2]}.eval.json")
 
 
-def write(result: Mapping[str, Any], out: Path) -> None:
-    """Writes the JSON in one step."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
+def check_target(out: Path, *, overwrite: bool, compared: bool, tasks: bool) -> None:
+    """Makes sure that the result can be written to ``out``, before anything is measured.
+
+    compared, tasks  whether this run measures the divergence from a baseline, and tasks
+    overwrite        whether an eval file that holds more than this run measures may be replaced
+
+    Raises OutputExists for a file that is no eval file, or holds what this run would lose; OutputError for a place
+    where nothing can be written.
+    """
+    check_file(out, own=_is_evaluation, what="an eval file of ptqpipe")
+    if overwrite or not out.is_file():
+        return
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
-        os.chmod(name, 0o644)  # mkstemp's are for the owner alone
-        os.replace(name, out)
-    except BaseException:
-        os.unlink(name)
-        raise
+        former = json.loads(out.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return  # cut short: nothing is lost
+    lost = [
+        what
+        for what, key, again in (("the KL divergence", "kl", compared), ("tasks", "tasks", tasks))
+        if not again and isinstance(former, Mapping) and former.get(key)
+    ]
+    if lost:
+        raise OutputExists(
+            f"{out} holds {' and '.join(lost)}, which this call does not measure; --overwrite replaces it, or give "
+            "another -o"
+        )
+
+
+def _is_evaluation(head: bytes) -> bool:
+    """Whether a file begins as `write` begins one."""
+    return re.match(rb'\{\s*"version": \d+,\s*"ptqpipe": ', head) is not None
+
+
+def write(result: Mapping[str, Any], out: Path) -> None:
+    """Writes the JSON in one step. OutputError where it cannot be written."""
+    write_file(out, json.dumps(result, indent=1) + "\n")
 
 
 def render(result: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
+from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.report import check_kind, default_path, render
 from ptqpipe.report.content import (
@@ -23,7 +24,7 @@ from ptqpipe.report.content import (
     decibels,
     pooled_mse,
 )
-from ptqpipe.report.write import check_target, write_report
+from ptqpipe.report.write import is_report
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
@@ -241,11 +242,11 @@ def make_report(
         kind = "md" if out is not None and out.suffix.lower() in (".md", ".markdown") else "html"
     target = out if out is not None else default_path(ckpt.resolve().name, kind=kind)
     check_kind(kind)
-    check_target(target)
+    check_file(target, own=is_report, what="a report of ptqpipe")
     if all_rows and source is None:
         raise UsageError("--all says on how many rows of the source searches are compared; add --source")
     report = gather(ckpt, source=source, evaluation=evaluation, all_rows=all_rows)
-    write_report(target, render(report, kind=kind))
+    write_file(target, render(report, kind=kind))
     error = decibels(pooled_mse(report.weights))
     parts = [f"{len(report.weights)} weights at {report.bits_per_weight:.3f} bits", f"{len(report.kept)} tensors kept"]
     parts += [f"{error:.2f} dB"] if error is not None else ["errors unknown (give --source)"]

@@ -1,0 +1,104 @@
+"""One file that a command writes at its end: its place is looked at before anything is computed, then it is replaced at
+once or not at all.
+
+Must not know what is in the file: whether one that exists may be replaced is the caller's to say. Folders of weights
+have `partial.py`.
+"""
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ptqpipe.checkpoint.header import shown
+from ptqpipe.errors import OutputError, OutputExists
+
+LOOK_BYTES = 4096  # of an existing file that `own` is shown
+
+
+def check_file(
+    path: Path, *, nbytes: int = 1 << 16, own: Callable[[bytes], bool] | None = None, what: str = ""
+) -> None:
+    """Makes sure that ``path`` can be written, by making a file without a name where it will lie.
+
+    nbytes  about how many bytes will be written: a full disk is found now, and not after hours
+    own     says from the first `LOOK_BYTES` of a file that exists whether it may be replaced; None: any may
+    what    what ``own`` looks for, with its article: "a report of ptqpipe"
+
+    Raises OutputExists for a folder, a device, or a file that is not to be replaced; OutputError for a place where no
+    file can be written. Missing folders are made by `write_file`.
+    """
+    name = shown(str(path), limit=400)
+    with _errors(path):
+        place = path.expanduser() if str(path).startswith("~") else path
+        if place.is_dir():
+            raise OutputExists(f"{name} is a folder, expected the name of a file; give another -o")
+        if os.path.lexists(place) and place.exists() and not place.is_file():
+            raise OutputExists(f"{name} is no ordinary file; give another -o")
+        if place.exists() and own is not None:
+            with open(place, "rb") as file:
+                head = file.read(LOOK_BYTES)
+            if not own(head):
+                raise OutputExists(f"{name} exists and is not {what}; remove it, or give another -o")
+        folder = next(parent for parent in (place.absolute().parent, *place.absolute().parents) if parent.exists())
+        if not folder.is_dir():
+            raise OutputError(f"{shown(str(folder))} is a file, {name} cannot lie in it; give another -o")
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(folder / place.name)  # says whether the file system takes such a name
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            _reserve(probe.fileno(), nbytes)
+
+
+def write_file(path: Path, content: str) -> None:
+    """Replaces ``path`` at once, its folder made where it is missing; what cannot be written leaves nothing behind.
+
+    UTF-8; names of files that are not Unicode are written escaped. Raises OutputError.
+    """
+    with _errors(path):
+        place = path.expanduser() if str(path).startswith("~") else path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=".ptqpipe-", suffix=".partial", dir=place.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.encode("utf-8", errors="backslashreplace"))
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, place)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+@contextlib.contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    """An OSError as one line that names ``path`` and the remedy, whatever file it was about."""
+    try:
+        yield
+    except RuntimeError as error:  # an unknown user's home
+        raise OutputError(f"{shown(str(path), limit=400)} cannot be written: {error}; give another -o") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "make room, or give another -o"
+        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            remedy = "give another -o, or change its folder's permissions"
+        else:
+            remedy = "give another -o"
+        reason = error.strerror or type(error).__name__
+        raise OutputError(f"{shown(str(path), limit=400)} cannot be written: {reason}; {remedy}") from None
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Raises OSError where the disk does not hold so many bytes more."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, max(1, nbytes))
+    else:  # macOS
+        os.write(fd, bytes(min(max(1, nbytes), 1 << 20)))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
