@@ -37,10 +37,11 @@ from ptqpipe.cli.common import (
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the windows.")
 @click.option(
     "--moments",
-    default="diagonal,block",
+    default="diagonal,full",
     show_default=True,
     metavar="KINDS",
-    help="diagonal, block (16x16), full (for GPTQ).",
+    help="diagonal, block (16x16), full: GPTQ, convert's choice with --stats, needs it; 4 bytes for every pair of a "
+    "layer's inputs, twice with held-out windows. diagonal,block is small and fits convert --algorithm rtn.",
 )
 @click.option("--dtype", default="float32", show_default=True, help="float32, float64, bfloat16, float16 or auto.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Statistics folder to write.")
@@ -106,6 +107,7 @@ def calibrate(
             machine=machine,
             ranks=ranks_of(),
             devices=[machine.device, *map(torch.device, devices[1:])],
+            warn=lambda line: click.echo(f"Warning: {line}", err=True),
         )
     if done is not None:
         click.echo(json.dumps(text.to_json(done)) if as_json else text.render(done))

@@ -9,16 +9,24 @@ from ptqpipe.cli.common import machine_of, one_line_errors
 
 @click.command()
 @click.argument("model")
-@click.option("--samples", type=int, default=128, show_default=True, metavar="N", help="Windows to write.")
+@click.option(
+    "--samples",
+    type=int,
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="Windows to calibrate on; one more is written for every 8 of them, which calibrate holds out.",
+)
 @click.option("--seqlen", type=int, metavar="N", help="Tokens of a window [2048, at most the model's positions].")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
 @click.option("--dtype", default="float32", show_default=True, metavar="NAME", help="float32, bfloat16, float16, auto.")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), required=True, help="File of token ids to write (.jsonl)."
 )
-@click.option("--workers", type=int, metavar="N", help="Threads [physical cores].")
+@click.option("--workers", type=int, metavar="N", help="Most threads [physical cores].")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
 @one_line_errors
 def generate(
     model: str,
@@ -30,11 +38,16 @@ def generate(
     workers: int | None,
     device: str,
     overwrite: bool,
+    quiet: bool,
 ) -> None:
     """Let MODEL write the text to calibrate on, where there is no data: calibrate and tune take it as --data."""
     from ptqpipe.stages import generate as stage
 
-    machine = machine_of(workers, device, 8 << 30, progress=False, waits=False)
+    machine = machine_of(workers, device, 8 << 30, progress=not quiet, waits=False)
+    if not quiet:
+        click.echo(
+            f"{model} writes {samples} windows, and one more for every 8 to hold out; it is loaded first", err=True
+        )
     done = stage.generate(
         model,
         out,
@@ -45,4 +58,8 @@ def generate(
         overwrite=overwrite,
         machine=machine,
     )
-    click.echo(f"{done.out}: {done.samples} windows of {done.seqlen} tokens in {done.seconds:.1f} s")
+    click.echo(
+        f"{done.out}: {done.samples} windows of {done.seqlen} tokens and {done.held_out} more to hold out, in "
+        f"{done.seconds:.1f} s; ptqpipe calibrate {model} --data {done.out} --samples {done.samples} "
+        f"--seqlen {done.seqlen}"
+    )

@@ -1,27 +1,34 @@
 """generate: a model's own text as rows of token ids, which `calibrate` and `tune` read like any other data."""
 
 import json
-import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tqdm import tqdm
+
+from ptqpipe.calibration.data import HELD_SHARE
+from ptqpipe.calibration.generate import check_windows, threads_for
 from ptqpipe.calibration.generate import generate as windows_of
-from ptqpipe.checkpoint.partial import output_errors
+from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.checkpoint.source import resolve_source
-from ptqpipe.errors import OutputError
-from ptqpipe.runtime.loading import load_model, read_config
+from ptqpipe.errors import OutputExists
+from ptqpipe.runtime.loading import check_device, dtype_of, load_model, read_config
 from ptqpipe.stages.common.machine import Machine, compute_threads, threads
 
 DEFAULT_SEQLEN = 2048
+TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A file of windows, one {"input_ids": [...]} a line."""
+    """A file of windows, one {"input_ids": [...]} a line: ``samples`` to calibrate on and ``held_out`` more."""
 
     out: Path
     samples: int
+    held_out: int
     seqlen: int
     seconds: float
 
@@ -39,26 +46,52 @@ def generate(
 ) -> Generated:
     """Writes ``out``. The whole model is loaded, in ``dtype``.
 
-    seqlen  None: 2048, or the positions of the model where they are fewer
+    samples  what `calibrate` will be asked for: one window more for every eight is written, which it holds out
+    seqlen   None: 2048, or the positions of the model where they are fewer
+    machine  its workers are the most threads; a small model uses fewer
 
-    Raises UsageError for settings that do not fit the model, OutputError for a file that exists or cannot be written.
+    Raises UsageError for settings that do not fit the model, OutputError for a file that exists or cannot be written:
+    both before a weight is read.
     """
     begun = time.monotonic()
     machine = machine or Machine(compute_threads())
-    if out.exists() and not overwrite:
-        raise OutputError(f"{out} exists; --overwrite replaces it")
     path = resolve_source(str(model))
     config = read_config(path)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_SEQLEN)
-    seqlen = seqlen or min(DEFAULT_SEQLEN, positions)
-    begin = getattr(config.get_text_config(), "bos_token_id", None)
-    with threads(machine.workers):
+    text = config.get_text_config()
+    seqlen = seqlen or min(DEFAULT_SEQLEN, getattr(text, "max_position_embeddings", DEFAULT_SEQLEN))
+    held_out = samples // HELD_SHARE
+    count = samples + held_out
+    check_windows(config, samples=samples, seqlen=seqlen)
+    dtype_of(dtype, config)
+    check_device(str(machine.device))
+    check_file(out, nbytes=count * (seqlen * TOKEN_BYTES + 20))
+    if out.exists() and not overwrite:
+        raise OutputExists(f"{out} exists; --overwrite replaces it, or give another -o")
+    begin = getattr(text, "bos_token_id", None)
+    with _bar(count * seqlen, shown=machine.progress) as bar:
         loaded = load_model(path, dtype=dtype, device=str(machine.device))
-        windows = windows_of(
-            loaded, samples=samples, seqlen=seqlen, seed=seed, begin=begin if isinstance(begin, int) else None
-        )
-    partial = out.with_name(f".{out.name}.partial")
-    with output_errors(out):
-        partial.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in windows.tolist()), encoding="utf-8")
-        os.replace(partial, out)
-    return Generated(out, samples, seqlen, time.monotonic() - begun)
+        most = threads_for(loaded, samples=count, seqlen=seqlen, most=machine.workers)
+        bar.unpause()
+        with threads(most):
+            windows = windows_of(
+                loaded,
+                samples=count,
+                seqlen=seqlen,
+                seed=seed,
+                begin=begin if isinstance(begin, int) else None,
+                on_tokens=bar.update,
+            )
+    write_file(out, "".join(json.dumps({"input_ids": row}) + "\n" for row in windows.tolist()))
+    return Generated(out, samples, held_out, seqlen, time.monotonic() - begun)
+
+
+def _bar(tokens: int, *, shown: bool) -> Any:
+    """A bar over the tokens of all windows, as the other stages draw theirs."""
+    return tqdm(
+        total=tokens,
+        unit="tok",
+        unit_scale=True,
+        disable=not shown,
+        file=sys.stderr,
+        bar_format="{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} {rate_fmt} ETA {remaining}{postfix}",
+    )

@@ -9,7 +9,7 @@ import torch
 import transformers
 from click.testing import CliRunner
 
-from ptqpipe.calibration.generate import generate
+from ptqpipe.calibration.generate import generate, rows_of, threads_for
 from ptqpipe.cli import main
 from ptqpipe.errors import NumericsError, UsageError
 from tests.calibration.models import VOCABULARY, make_model
@@ -70,8 +70,55 @@ def test_the_file_is_data_for_calibrate(folder: Path, tmp_path: Path) -> None:
     read = ["calibrate", str(folder), "--data", str(file), "--samples", "6", "--seqlen", str(SEQLEN), "-o", str(stats)]
     done = CliRunner().invoke(main, [*read, "--workers", "1", "-q"])
     assert done.exit_code == 0, done.output
+    assert "no window is held out" in done.stderr
     again = CliRunner().invoke(main, write)
     assert again.exit_code != 0
     assert "--overwrite" in again.output
     assert CliRunner().invoke(main, [*write, "--overwrite"]).exit_code == 0
     assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_one_window_for_every_eight_is_written_for_calibrate_to_hold_out(folder: Path, tmp_path: Path) -> None:
+    file, stats = tmp_path / "own.jsonl", tmp_path / "stats"
+    few = ["--samples", "17", "--seqlen", "16"]
+    done = CliRunner().invoke(main, ["generate", str(folder), *few, "--workers", "1", "-q", "-o", str(file)])
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""
+    assert len(file.read_text().splitlines()) == 17 + 2
+    read = ["calibrate", str(folder), "--data", str(file), *few, "-o", str(stats), "--workers", "1", "-q"]
+    calibrated = CliRunner().invoke(main, read)
+    assert calibrated.exit_code == 0, calibrated.output
+    assert "held out" not in calibrated.stderr
+    assert json.loads((stats / "stats.json").read_text())["data"]["held_out"] == 2
+
+
+def test_a_place_for_no_file_is_found_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("ptqpipe.stages.generate.load_model", never)
+    for out, words in ((tmp_path, "is a folder"), (Path("/proc/x.jsonl"), "cannot be written")):
+        result = CliRunner().invoke(main, ["generate", str(folder), "--seqlen", "8", "-q", "-o", str(out)])
+        assert result.exit_code in (1, 2)
+        assert words in result.stderr
+        assert "partial" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_token_is_told_and_the_batch_is_as_large_as_memory_allows(model: Any) -> None:
+    told: list[int] = []
+    generate(model, samples=5, seqlen=12, seed=0, begin=3, on_tokens=told.append)
+    assert sum(told) == 5 * 12
+    assert len(told) == 11  # two tokens are there at first: all windows in one batch
+    config = model.config
+    cache = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * 4  # bytes of a token
+    assert rows_of(model, 1024) == max(32, (4 << 30) // cache // 1024)
+
+
+def test_a_small_model_is_not_slowed_by_threads(model: Any) -> None:
+    params = sum(p.numel() for p in model.parameters())
+    assert threads_for(model, samples=2, seqlen=16, most=8) == 1
+    assert threads_for(model, samples=1 << 30, seqlen=1, most=8) == 8
+    assert 1 < threads_for(model, samples=3 * (1 << 26) // params + 1, seqlen=1, most=8) <= 3

@@ -7,7 +7,7 @@ The folder appears under its name when stats.json, its last file, is in it.
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.calibration.collect import find_slots
-from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
+from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_digest
 from ptqpipe.calibration.moments import Moments
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
@@ -50,7 +50,7 @@ class CalibrateOptions:
     seqlen: int | None = None
     seed: int = 0
     field: str | None = None
-    moments: tuple[str, ...] = ("diagonal", "block")
+    moments: tuple[str, ...] = ("diagonal", "full")
     dtype: str = "float32"
     holdout: int | None = None
 
@@ -75,10 +75,12 @@ def calibrate(
     machine: Machine | None = None,
     ranks: Ranks | None = None,
     devices: Sequence[torch.device] = (),
+    warn: Callable[[str], None] | None = None,
 ) -> Calibrated | None:
     """Writes a statistics folder. The result on rank 0, None on the others.
 
     devices  that share the samples of this process, the first of them the machine's; none: the machine's alone
+    warn     called with a line on what will be missing, before the model runs
 
     Raises UsageError for data or settings that do not fit the model, CheckpointError for a model that cannot be run,
     NumericsError for activations that are not finite (then nothing is written), OutputError for the folder.
@@ -101,6 +103,8 @@ def calibrate(
         field=options.field,
         holdout=options.holdout,
     )
+    if warn is not None and options.holdout is None and not len(samples.held):
+        warn(_no_held_out(samples, options))
     if ranks.world > options.samples:
         raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
     watch = Watch(block, full, len(samples.held) > 0, ranks, tuple(devices) or (machine.device,))
@@ -116,6 +120,14 @@ def calibrate(
             content = _content(source, samples, options, output, skeleton)
             output.finish(content)
     return Calibrated(out, content, time.monotonic() - begun, resident_bytes().peak)
+
+
+def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
+    have = f"the data have {samples.candidates} windows" if options.samples >= HELD_SHARE else "there are fewer than 8"
+    return (
+        f"no window is held out, {have} for {options.samples} samples: convert will judge its choices on the data that "
+        "it makes them on; give more data, or --holdout N with fewer --samples"
+    )
 
 
 def _which(moments: Sequence[str]) -> tuple[bool, bool]:
