@@ -8,7 +8,7 @@ memory for one expert.
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,9 @@ from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import (
     RECORD_FILE,
-    carried_files,
+    carried_names,
     copy_tensor,
-    json_bytes,
-    records_of,
+    finish_checkpoint,
     run_id_of,
     write_checkpoint,
 )
@@ -59,7 +58,6 @@ class Job:
     group: int
     source_bytes: int
     spec: TensorSpec
-    reads: tuple[str, ...]
     stored: StoredWeight | None = None
 
 
@@ -141,12 +139,12 @@ def _prepare(source: Source, dtype: str) -> _Prepared:
             parts = tuple(part.name for part in stored.parts if part.role in DECODED_ROLES)
             dropped += [part.name for part in stored.parts if part.role not in DECODED_ROLES]
             size = sum(source.reader.entries[part].nbytes for part in parts)
-            jobs.append(Job(name, len(jobs), size, TensorSpec(name, DTYPES[dtype][0], shape), parts, stored))
+            jobs.append(Job(name, len(jobs), size, TensorSpec(name, DTYPES[dtype][0], shape), stored))
         elif kv_scale(name, stored_dtype, shape, container="plain") is not None:
             dropped.append(name)
         else:
             size = source.reader.entries[name].nbytes
-            jobs.append(Job(f"keep:{name}", len(jobs), size, TensorSpec(name, stored_dtype, shape), (name,)))
+            jobs.append(Job(f"keep:{name}", len(jobs), size, TensorSpec(name, stored_dtype, shape)))
     layout = ShardLayout.plan([[job.spec] for job in jobs])
     made_by = (source.reader.read_json(RECORD_FILE) or {}).get("run_id")
     return _Prepared(source, dtype, layout, tuple(jobs), tuple(dropped), made_by)
@@ -191,10 +189,19 @@ def _rounded(rows: torch.Tensor, dtype: torch.dtype, piece: Piece) -> torch.Tens
 
 
 def _finish(prepared: _Prepared, writer: CheckpointWriter) -> dict[str, Any]:
-    source = prepared.source
-    source.reader.check_unchanged()
-    records = records_of(prepared.jobs, writer.done())
-    record = {
+    reader = prepared.source.reader
+    config = with_dtype(without_quantization(reader.config), prepared.dtype)
+    return finish_checkpoint(
+        writer,
+        prepared.jobs,
+        reader,
+        record=lambda records: _record(prepared, records),
+        configs={"config.json": config},
+    )
+
+
+def _record(prepared: _Prepared, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
         "ptqpipe": __version__,
         "run_id": run_id_of(prepared.run_parts),
         "dequantized_from": prepared.made_by,
@@ -202,14 +209,9 @@ def _finish(prepared: _Prepared, writer: CheckpointWriter) -> dict[str, Any]:
         "dtype": prepared.dtype,
         "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},
         "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
-        "carried_files": sorted(name for _, name in carried_files(source.reader)),
+        "carried_files": carried_names(prepared.source.reader),
         "dropped": list(prepared.dropped),
     }
-    config = with_dtype(without_quantization(source.reader.config), prepared.dtype)
-    extra = {"config.json": json_bytes(config), RECORD_FILE: json_bytes(record)}
-    carried = [(path, name) for path, name in carried_files(source.reader) if name not in extra]
-    writer.finish(expected_units=[job.id for job in prepared.jobs], extra=extra, copy=carried)
-    return record
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -148,6 +148,36 @@ def records_of(jobs: Iterable[AnyJob], done: Mapping[str, Mapping[str, Any]]) ->
     return found
 
 
+def finish_checkpoint(
+    writer: CheckpointWriter,
+    jobs: Sequence[AnyJob],
+    reader: CheckpointReader,
+    *,
+    record: Callable[[list[Mapping[str, Any]]], dict[str, Any]],
+    configs: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The closing steps of a run, on rank 0: the config files, ptqpipe.json, what is carried along from the source's
+    folder; then the output has its name. The content of ptqpipe.json.
+
+    record   makes it of the jobs' records, which are in the order of the jobs
+    configs  by name; the source's files of these names are not carried
+
+    CheckpointError where the source has changed since it was opened, OutputError where a record is missing.
+    """
+    reader.check_unchanged()
+    content = record(records_of(jobs, writer.done()))
+    extra = {name: json_bytes(config) for name, config in configs.items()}
+    extra[RECORD_FILE] = json_bytes(content)
+    carried = [(path, name) for path, name in carried_files(reader) if name not in extra]
+    writer.finish(expected_units=[job.id for job in jobs], extra=extra, copy=carried)
+    return content
+
+
+def carried_names(reader: CheckpointReader) -> list[str]:
+    """The names of `carried_files`, as a record lists them."""
+    return sorted(name for _, name in carried_files(reader))
+
+
 def copy_tensor(reader: CheckpointReader, source: str, writer: CheckpointWriter, name: str) -> tuple[str, int]:
     """Copies a tensor byte for byte to ``name``; (sha256, bytes) of what was copied."""
     total = reader.entries[source].nbytes

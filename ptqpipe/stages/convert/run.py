@@ -33,10 +33,8 @@ from ptqpipe.stages.common import kv_cache, low_rank
 from ptqpipe.stages.common.biases import MeanErrors, corrected_biases, with_reasons
 from ptqpipe.stages.common.input_scales import InputScales
 from ptqpipe.stages.common.jobs import (
-    RECORD_FILE,
-    carried_files,
-    json_bytes,
-    records_of,
+    carried_names,
+    finish_checkpoint,
     run_id_of,
     write_checkpoint,
 )
@@ -377,11 +375,11 @@ def _check_kept_alive(unit: Unit, errors: Sequence[rtn.WeightError]) -> None:
             )
 
 
-def make_record(prepared: Prepared, done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The content of ptqpipe.json: recipe, versions, fate, error and hash of every tensor, in the plan's order."""
     weights: dict[str, Any] = {}
     kept: dict[str, Any] = {}
-    for entry in records_of(prepared.outputs.jobs, done):
+    for entry in records:
         weights.update(entry.get("members", {}))
         kept.update(entry.get("kept", {}))
     return {
@@ -396,21 +394,21 @@ def make_record(prepared: Prepared, done: Mapping[str, Mapping[str, Any]]) -> di
         "weights": weights,
         "kept": kept,
         "consumed": sorted(prepared.source.consumed),
-        "carried_files": sorted(name for _, name in carried_files(prepared.source.reader)),
+        "carried_files": carried_names(prepared.source.reader),
     }
 
 
 def _finish(prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
     """The config files, the record and what is carried along; then the output has its name. The record."""
-    record = make_record(prepared, writer.done())
-    prepared.source.reader.check_unchanged()
     provenance = {"producer": "ptqpipe", "version": __version__}
     files = config_files(prepared.outputs, prepared.plan, prepared.source, prepared.container, provenance=provenance)
-    extra = {name: json_bytes(content) for name, content in files.items()}
-    extra[RECORD_FILE] = json_bytes(record)
-    carried = [(path, name) for path, name in carried_files(prepared.source.reader) if name not in extra]
-    writer.finish(expected_units=[job.id for job in prepared.outputs.jobs], extra=extra, copy=carried)
-    return record
+    return finish_checkpoint(
+        writer,
+        prepared.outputs.jobs,
+        prepared.source.reader,
+        record=lambda records: _record(prepared, records),
+        configs=files,
+    )
 
 
 def sqnr_db(relative_mse: float) -> float:

@@ -30,7 +30,6 @@ class Job:
     id: str
     group: int
     source_bytes: int
-    reads: tuple[str, ...]
     pieces: tuple[Piece, ...] = ()
     kept: TensorSpec | None = None
 
@@ -51,7 +50,6 @@ def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: s
     else:
         pieces = [list(_split(stored, e, scheme, source, target)) for e in range(stored.experts)]
     total = sum(source.reader.entries[part.name].nbytes for part in stored.parts)
-    reads = tuple(part.name for part in stored.parts)
     for piece in pieces[0]:
         for part in piece.parts:
             origin = piece.origin(part)
@@ -62,7 +60,6 @@ def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: s
             stored.weight if stored.experts is None else f"{stored.weight}[{e}]",
             group=0,
             source_bytes=total // len(pieces),
-            reads=reads,
             pieces=tuple(group),
         )
         for e, group in enumerate(pieces)
@@ -130,7 +127,7 @@ def kept_job(tensor: str, source: Source, name: str) -> Job:
     spec = TensorSpec(tensor, entry.dtype, entry.shape)
     if spelled is not None:
         spec = TensorSpec(spelled.name, spelled.dtype, spelled.shape)
-    return Job(f"keep:{tensor}", 0, entry.nbytes, (tensor,), kept=spec)
+    return Job(f"keep:{tensor}", 0, entry.nbytes, kept=spec)
 
 
 def specs_of(job: Job) -> list[TensorSpec]:

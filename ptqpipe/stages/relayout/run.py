@@ -10,7 +10,7 @@ Knows containers and files; must not know how scales were chosen. Bytes move in 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,9 @@ from ptqpipe.plan import is_matrix
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import (
     RECORD_FILE,
-    carried_files,
+    carried_names,
     copy_tensor,
-    json_bytes,
-    records_of,
+    finish_checkpoint,
     run_id_of,
     write_checkpoint,
 )
@@ -113,7 +112,7 @@ def relayout(
     begun = time.monotonic()
     with Source.open(Path(ckpt)) as source:
         prepared = prepare(source, Path(out), container=container)
-        done = write_checkpoint(
+        record = write_checkpoint(
             prepared.out,
             prepared.layout,
             jobs=prepared.jobs,
@@ -124,9 +123,8 @@ def relayout(
             work=lambda job, writer, _: _do(job, prepared, writer),
             finish=lambda writer: _finish(prepared, writer),
         )
-    if done is None:
+    if record is None:
         return None
-    record, changed, irreversible = done
     return Relayouted(
         prepared.out,
         record,
@@ -134,8 +132,8 @@ def relayout(
         prepared.container_name,
         weights=len(record["weights"]),
         kept=len(record["kept"]),
-        changed=changed,
-        irreversible=irreversible,
+        changed=tuple(record["decode_rounds_differently"]),
+        irreversible=tuple(record["reciprocal_is_not_exact"]),
         dropped=prepared.dropped,
         warnings=prepared.warnings,
         written_bytes=prepared.layout.file_bytes,
@@ -240,20 +238,15 @@ def _check_same(name: str, sha256: str, recorded: str | None, prepared: Prepared
         )
 
 
-def _finish(prepared: Prepared, writer: CheckpointWriter) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
-    """Config files, record and carried files; then the output has its name. (record, changed, irreversible)."""
-    source = prepared.source
-    source.reader.check_unchanged()
-    records = records_of(prepared.jobs, writer.done())
-    changed = tuple(name for entry in records for name in entry.get("changed", ()))
-    irreversible = tuple(name for entry in records for name in entry.get("irreversible", ()))
-    record = _record(prepared, records, changed, irreversible)
-    files = _config_files(prepared)
-    extra = {name: json_bytes(content) for name, content in files.items()}
-    extra[RECORD_FILE] = json_bytes(record)
-    carried = [(path, name) for path, name in carried_files(source.reader) if name not in extra]
-    writer.finish(expected_units=[job.id for job in prepared.jobs], extra=extra, copy=carried)
-    return record, changed, irreversible
+def _finish(prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
+    """Config files, record and carried files; then the output has its name. The record."""
+    return finish_checkpoint(
+        writer,
+        prepared.jobs,
+        prepared.source.reader,
+        record=lambda records: _record(prepared, records),
+        configs=_config_files(prepared),
+    )
 
 
 def _config_files(prepared: Prepared) -> dict[str, dict[str, Any]]:
@@ -274,12 +267,7 @@ def _config_files(prepared: Prepared) -> dict[str, dict[str, Any]]:
     return files
 
 
-def _record(
-    prepared: Prepared,
-    records: list[Mapping[str, Any]],
-    changed: tuple[str, ...],
-    irreversible: tuple[str, ...],
-) -> dict[str, Any]:
+def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """ptqpipe.json: what the source's says, with this layout, the new hashes, and the run that it came from."""
     old = prepared.old_record
     source = prepared.source.reader
@@ -295,9 +283,9 @@ def _record(
         "source": old.get("source", {"name": source.path.resolve().name, "fingerprint": prepared.run_parts["source"]}),
         "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},
         "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
-        "carried_files": sorted(name for _, name in carried_files(source)),
-        "decode_rounds_differently": list(changed),
-        "reciprocal_is_not_exact": list(irreversible),
+        "carried_files": carried_names(source),
+        "decode_rounds_differently": [name for entry in records for name in entry.get("changed", ())],
+        "reciprocal_is_not_exact": [name for entry in records for name in entry.get("irreversible", ())],
         "dropped": list(prepared.dropped),
     }
 

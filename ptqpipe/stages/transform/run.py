@@ -26,11 +26,9 @@ from ptqpipe.errors import NumericsError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import (
-    RECORD_FILE,
-    carried_files,
+    carried_names,
     copy_tensor,
-    json_bytes,
-    records_of,
+    finish_checkpoint,
     run_id_of,
     write_checkpoint,
 )
@@ -208,17 +206,30 @@ def _write(spec: TensorSpec, weights: Weights, writer: CheckpointWriter, *, exac
 
 
 def _finish(prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
-    source = prepared.source
-    source.reader.check_unchanged()
-    records = records_of(prepared.jobs, writer.done())
+    config = dict(prepared.source.reader.config)
+    if prepared.dtype is not None:
+        config = with_dtype(config, prepared.dtype)
+    if prepared.origins:
+        config["tie_word_embeddings"] = False
+    return finish_checkpoint(
+        writer,
+        prepared.jobs,
+        prepared.source.reader,
+        record=lambda records: _record(prepared, records),
+        configs={"config.json": config},
+    )
+
+
+def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    reader = prepared.source.reader
     written = {name: facts for entry in records for name, facts in entry.get("members", {}).items()}
     squared = sum(facts["squared_error"] for facts in written.values())
     energy = sum(facts["energy"] for facts in written.values())
-    record = {
+    return {
         "ptqpipe": __version__,
         "run_id": run_id_of(prepared.run_parts),
         "container": "plain",
-        "transformed_from": {"name": source.reader.path.name, "fingerprint": prepared.run_parts["source"]},
+        "transformed_from": {"name": reader.path.name, "fingerprint": prepared.run_parts["source"]},
         "statistics": prepared.run_parts["statistics"] or None,
         "transforms": list(prepared.names),
         "options": _described(prepared.options),
@@ -229,17 +240,8 @@ def _finish(prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
         "weights": written,
         "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
         "untied": sorted(prepared.origins),
-        "carried_files": sorted(name for _, name in carried_files(source.reader)),
+        "carried_files": carried_names(reader),
     }
-    config = dict(source.reader.config)
-    if prepared.dtype is not None:
-        config = with_dtype(config, prepared.dtype)
-    if prepared.origins:
-        config["tie_word_embeddings"] = False
-    extra = {"config.json": json_bytes(config), RECORD_FILE: json_bytes(record)}
-    carried = [(path, name) for path, name in carried_files(source.reader) if name not in extra]
-    writer.finish(expected_units=[job.id for job in prepared.jobs], extra=extra, copy=carried)
-    return record
 
 
 def _described(options: TransformOptions) -> dict[str, Any]:
