@@ -91,6 +91,8 @@ class Statistics:
     def open(cls, path: Path) -> "Statistics":
         """UsageError for a folder that is no finished calibration; CheckpointError for a damaged one."""
         file = Path(path) / STATS_FILE
+        if not Path(path).is_dir():
+            raise UsageError(f"the statistics {path} are no folder that exists; give what `ptqpipe calibrate -o` wrote")
         if not file.is_file():
             raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: ptqpipe calibrate MODEL -o {path}")
         try:

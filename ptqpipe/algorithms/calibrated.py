@@ -214,7 +214,8 @@ def _joint_scales(
 def _metric(known: LayerInput, options: Options, fmt: Format, name: str, device: torch.device) -> Metric:
     if known.full_moment is None:
         raise NumericsError(
-            f"gptq needs the full second moment of the input of '{name}'; calibrate with --moments full"
+            f"gptq needs the full second moment of the input of '{name}'; calibrate with --moments "
+            "diagonal,full, or convert with --algorithm rtn"
         )
     moment = known.full_moment.to(device)
     group = fmt.block[1] if options.at_entry(fmt) else 1

@@ -76,7 +76,7 @@ def rows_of(model: Any, seqlen: int) -> int:
 def threads_for(model: Any, *, samples: int, seqlen: int, most: int) -> int:
     """How many of ``most`` threads a step keeps busy. Of the model and the windows alone, so that runs repeat."""
     work = min(samples, rows_of(model, seqlen)) * sum(p.numel() for p in model.parameters())
-    return max(1, min(most, work // THREAD_WORK))
+    return int(max(1, min(most, work // THREAD_WORK)))
 
 
 def _continue(

@@ -122,3 +122,24 @@ def test_a_small_model_is_not_slowed_by_threads(model: Any) -> None:
     assert threads_for(model, samples=2, seqlen=16, most=8) == 1
     assert threads_for(model, samples=1 << 30, seqlen=1, most=8) == 8
     assert 1 < threads_for(model, samples=3 * (1 << 26) // params + 1, seqlen=1, most=8) <= 3
+
+
+def test_statistics_of_the_defaults_are_what_convert_takes_by_default(folder: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    file, model = tmp_path / "own.jsonl", str(folder)
+    few = ["--samples", "8", "--seqlen", "16", "--workers", "1", "-q"]
+    assert run(main, ["generate", model, *few, "-o", str(file)]).exit_code == 0
+    read = ["calibrate", model, "--data", str(file), *few]
+    assert run(main, [*read, "-o", str(tmp_path / "stats")]).exit_code == 0
+    convert = ["convert", model, "-q", "-o", str(tmp_path / "out"), "--stats"]
+    done = run(main, [*convert, str(tmp_path / "stats")])
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())
+    assert "gptq" in json.dumps(record)
+    assert run(main, [*read, "--moments", "diagonal,block", "-o", str(tmp_path / "small")]).exit_code == 0
+    refused = run(main, [*convert, str(tmp_path / "small"), "--overwrite"])
+    assert refused.exit_code == 2
+    assert "--moments diagonal,full, or convert with --algorithm rtn" in refused.stderr
+    missing = run(main, [*convert, str(tmp_path / "nothing"), "--overwrite"])
+    assert missing.exit_code == 2
+    assert "nothing are no folder that exists" in missing.stderr

@@ -349,8 +349,8 @@ def _without_full(model: Path, tmp_path: Path) -> Path:
     [
         (_other_model, {"algorithm": "gptq"}, "fingerprints differ; calibrate this model"),
         (_without_a_module, {"weighting": "diagonal"}, "no statistics of 'model.layers.1.mlp.down_proj'"),
-        (_without_full, {"algorithm": "gptq"}, "no full_moment of 'model.layers.0.*--moments full"),
-        (_without_full, {"weighting": "block"}, "no block_moment of 'model.layers.0.*--moments block"),
+        (_without_full, {"algorithm": "gptq"}, "no full_moment of 'model.layers.0.*--moments diagonal,full"),
+        (_without_full, {"weighting": "block"}, "no block_moment of 'model.layers.0.*--moments diagonal,block"),
         (_without_full, {"kv_cache": "fp8"}, "no keys and values of 'model.layers.0.self_attn'"),
         (lambda *_: None, {"algorithm": "gptq"}, "needs statistics; make them with `ptqpipe calibrate`"),
         (lambda *_: None, {"kv_cache": "fp8"}, "needs statistics"),

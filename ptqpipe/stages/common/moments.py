@@ -135,6 +135,8 @@ def _check_unit(unit: Unit, statistics: Statistics) -> None:
         for moment in wanted:
             if not statistics.has(module, moment):
                 kind = moment.partition("_")[0]
+                other = ", or convert with --algorithm rtn" if kind == "full" else ""
                 raise UsageError(
-                    f"{statistics.path} has no {moment} of '{module}'; calibrate again with --moments {kind}"
+                    f"{statistics.path} has no {moment} of '{module}'; calibrate again with --moments diagonal,{kind}"
+                    f"{other}"
                 )
