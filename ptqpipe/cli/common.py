@@ -25,6 +25,7 @@ R = TypeVar("R")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.IGNORECASE)
 MAX_SIZE = 2**62  # bytes
+INTERRUPTED = 130  # exit code: 128 and the number of SIGINT
 _UNITS = {
     "": 1,
     "b": 1,
@@ -59,7 +60,8 @@ class Size(click.ParamType[int]):
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R | None]:
-    """PtqError and disk errors become one line on stderr and an exit code; anything else is a bug, with its trace."""
+    """PtqError, disk errors and Ctrl-C become one line on stderr and an exit code; anything else is a bug, with its
+    trace."""
 
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -73,9 +75,27 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R | None]:
             _fail(one_line(": ".join(str(part) for part in (error.strerror or error, error.filename) if part)), 1)
         except MemoryError:
             _fail("out of memory; lower --workers or --max-memory", 1)
+        except KeyboardInterrupt:
+            click.echo(f"\nInterrupted: {_kept()}.", err=True)
+            sys.exit(INTERRUPTED)
         return None
 
     return wrapped
+
+
+def _kept() -> str:
+    """What a command that was interrupted leaves; those that can be resumed say it by `says_how_to_resume`."""
+    context = click.get_current_context(silent=True)
+    name, given = ("", {}) if context is None else (context.command.name, context.params)
+    if name == "plan" and given.get("measure") is not None:
+        return f"what is measured is kept in {given['out']}.measured.jsonl, and the same command continues from there"
+    if name == "eval":
+        return "nothing is written; a baseline's logits that are complete stay in the cache for the next run"
+    if name == "demo":
+        return f"the formats that are finished are kept in {given.get('out')}; another demo begins anew"
+    if name == "allreduce":
+        return "what is printed is all; plots are not written"
+    return "nothing is written" if name != "serve" else "the service has ended"
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -153,7 +173,7 @@ def says_how_to_resume(command: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         click.echo(f"\nInterrupted. What is finished is kept; continue with: {command}", err=True)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 def resume_command() -> str:
