@@ -7,9 +7,10 @@ import torch
 
 from ptqpipe.algorithms import rtn
 from ptqpipe.errors import FormatError, UsageError
-from ptqpipe.formats import Format, get_format
+from ptqpipe.formats import FORMATS, Format, get_format
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine, default_workers
 from ptqpipe.stages.convert import run as stage
@@ -106,9 +107,11 @@ def quantize(
 ) -> QTensor:
     """Quantizes one ``[N, K]`` float matrix exactly as ``convert`` would quantize it in a unit of its own.
 
+    format  as `convert` takes it, whatever it says of activations, or the name of a weight format alone
+
     Raises FormatError for shapes that do not divide, NumericsError for NaN and inf.
     """
-    fmt = get_format(format) if isinstance(format, str) else format
+    fmt = _format_of(format) if isinstance(format, str) else format
     if w.dim() != 2 or not w.is_floating_point():
         raise FormatError(f"quantize takes a float matrix [N, K], got {w.dtype} {list(w.shape)}")
     fmt.scale_shape((w.shape[0], w.shape[1]))
@@ -123,6 +126,13 @@ def quantize(
         device=w.device,
     )
     return rtn.joined(runs, 0)
+
+
+def _format_of(name: str) -> Format:
+    """A weight format by its own name, or by that of a scheme that has it. FormatError with the known names."""
+    if "/" in name or name.lower().replace("-", "_") in FORMATS:
+        return get_format(name)
+    return get_scheme(name).fmt
 
 
 class LoadedTensors(Mapping[str, QTensor | torch.Tensor]):

@@ -142,17 +142,17 @@ class ShardLayout:
         """Names of the weight files, and of the index if there is one."""
         return (*(s.file for s in self.shards), *([INDEX_NAME] if len(self.shards) > 1 else []))
 
-    def assign(self, world: int, weights: Sequence[float] | None = None) -> list[list[int]]:
-        """Whole shards for each of ``world`` ranks, the costliest first to the least loaded (LPT).
+    def assign(self, world: int) -> list[list[int]]:
+        """Whole shards for each of ``world`` ranks, the largest first to the least loaded (LPT).
 
-        The shards that one group shares go to one rank. ``weights`` is the cost of each shard, by default its
-        bytes. Deterministic: ties go to the earlier shard and the lower rank. Each list is ascending.
+        The shards that one group shares go to one rank. Deterministic: ties go to the earlier shard and the lower rank.
+        Each list is ascending.
         """
-        cost = [float(s.file_bytes) for s in self.shards] if weights is None else list(weights)
-        if len(cost) != len(self.shards) or world < 1:
-            raise ValueError(f"{len(cost)} weights for {len(self.shards)} shards among {world} ranks")
+        if world < 1:
+            raise ValueError(f"{len(self.shards)} shards among {world} ranks")
+        cost = [shard.file_bytes for shard in self.shards]
         bundles = self._bundles()
-        load = [0.0] * world
+        load = [0] * world
         ranks: list[list[int]] = [[] for _ in range(world)]
         for bundle in sorted(bundles, key=lambda b: (-sum(cost[i] for i in b), b)):
             rank = min(range(world), key=lambda r: (load[r], r))
@@ -160,9 +160,9 @@ class ShardLayout:
             load[rank] += sum(cost[i] for i in bundle)
         return [sorted(shards) for shards in ranks]
 
-    def group_ranks(self, world: int, weights: Sequence[float] | None = None) -> list[int]:
+    def group_ranks(self, world: int) -> list[int]:
         """The rank that writes each group, by `assign`; a group without tensors belongs to rank 0."""
-        owner = {shard: rank for rank, shards in enumerate(self.assign(world, weights)) for shard in shards}
+        owner = {shard: rank for rank, shards in enumerate(self.assign(world)) for shard in shards}
         return [owner[shards[0]] if shards else 0 for shards in self.group_shards]
 
     def _bundles(self) -> list[tuple[int, ...]]:

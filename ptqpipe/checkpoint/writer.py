@@ -76,13 +76,12 @@ class CheckpointWriter:
         rank: int = 0,
         world: int = 1,
         run_parts: Mapping[str, str] = MappingProxyType({}),
-        extra_bytes: int = 0,
     ) -> CheckpointWriter:
         """Takes the partial folder beside ``out``; writes nothing under ``out`` itself.
 
         ``run_id`` identifies plan, source and recipe together; ``run_parts`` names them one by one, so that a
-        refused resume can say which changed. ``extra_bytes`` is what `finish` will add. Raises OutputError:
-        the output exists, a leftover is in the way or another run's, another process writes it, no space.
+        refused resume can say which changed. Raises OutputError: the output exists, a leftover is in the way or
+        another run's, another process writes it, no space.
         """
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}")
@@ -91,7 +90,7 @@ class CheckpointWriter:
         lock, found = prepare(paths, identity, mode=mode) if rank == 0 else join(paths, identity, rank)
         try:
             if rank == 0:
-                check_space(paths, layout.file_bytes + extra_bytes)
+                check_space(paths, layout.file_bytes)
             return cls(paths, layout, identity=found or identity, rank=rank, lock=lock)
         except BaseException:
             if found is None and rank == 0:  # nothing of worth was begun

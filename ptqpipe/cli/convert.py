@@ -20,7 +20,9 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
 )
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder [default: <model>-<FORMAT>].")
 @click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="A YAML recipe instead of --format.")
-@click.option("--container", metavar="NAME", help="compressed_tensors, modelopt, deepseek_fp8, gptoss_mxfp4, ptqpipe.")
+@click.option(
+    "--container", metavar="NAME", help="compressed_tensors, modelopt, deepseek_fp8, gptoss_mxfp4, mxfp8_hf, ptqpipe."
+)
 @click.option("--search", metavar="NAME", help="exact (default), absmax, four_over_six, ...; see `ptqpipe formats`.")
 @click.option(
     "--global-scale", type=click.Choice(["search", "absmax"]), help="Search the global scale (default) or take amax."

@@ -17,7 +17,7 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine, one_thread_each
-from ptqpipe.stages.common.text import size_text, table
+from ptqpipe.stages.common.text import decibels, size_text, table
 from ptqpipe.stages.convert.run import Converted, convert, prepare
 from ptqpipe.stages.convert.text import by_role
 from ptqpipe.stages.verify.run import verify
@@ -82,7 +82,7 @@ def run_demo(out: Path, *, machine: Machine) -> Demo:
         roles = by_role(done.record["weights"])
         noise = sum(r["relative_mse"] * r["elements"] for r in roles) / sum(r["elements"] for r in roles)
         load_decoded(model, done.out)
-        rows.append(measured(scheme, done.written_bytes, -10 * math.log10(noise), verified))
+        rows.append(measured(scheme, done.written_bytes, decibels(noise), verified))
     return Demo(tuple(rows), int(ids.shape[1]), out)
 
 

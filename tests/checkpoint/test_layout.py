@@ -135,11 +135,11 @@ def test_every_shard_has_one_rank_and_the_loads_are_balanced() -> None:
         assert layout.assign(world) == ranks
 
 
-def test_costs_decide_the_division_when_given() -> None:
-    layout = ShardLayout.plan([[u8(f"t{i}", 8)] for i in range(4)], shard_bytes=8)
-    assert layout.assign(2, [9, 1, 1, 1]) == [[0], [1, 2, 3]]
-    with pytest.raises(ValueError, match="weights"):
-        layout.assign(2, [1.0])
+def test_the_largest_shard_has_a_rank_to_itself_where_the_others_are_no_more() -> None:
+    layout = ShardLayout.plan([[u8("large", 900)], *([u8(f"t{i}", 8)] for i in range(3))], shard_bytes=8)
+    assert layout.assign(2) == [[0], [1, 2, 3]]
+    with pytest.raises(ValueError, match="4 shards among 0 ranks"):
+        layout.assign(0)
 
 
 def test_the_digest_is_of_the_bytes_that_will_be_written() -> None:

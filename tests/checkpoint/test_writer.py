@@ -416,9 +416,10 @@ def test_the_systems_own_refusal_of_a_large_file_is_one_line(out: Path, small_fi
 
 def test_too_little_space_is_said_before_anything_is_written(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=LAYOUT.file_bytes + 99))
-        message = refused(lambda: CheckpointWriter.open(out, LAYOUT, run_id=RUN_ID, mode="new", extra_bytes=100))
-        CheckpointWriter.open(out, LAYOUT, run_id=RUN_ID, mode="new", extra_bytes=99).close()
+        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=LAYOUT.file_bytes - 1))
+        message = refused(lambda: CheckpointWriter.open(out, LAYOUT, run_id=RUN_ID, mode="new"))
+        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=LAYOUT.file_bytes))
+        CheckpointWriter.open(out, LAYOUT, run_id=RUN_ID, mode="new").close()
     assert "B free" in message
 
 

@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click import Option
 
+from ptqpipe.cli import main
+from ptqpipe.containers import container_names, get_container
 from ptqpipe.kernels import cpu_library
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.schemes import SCHEMES
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.stages.convert.run import Prepared, extra_bytes, prepare
 from ptqpipe.stages.convert.text import header_text, plan_text
@@ -83,3 +87,11 @@ def test_missing_kernels_are_told_with_the_reason(
 @pytest.mark.skipif(not cpu_library.known_isas(), reason="no compiled kernels")
 def test_kernels_that_are_there_are_not_mentioned(plain: Prepared) -> None:
     assert "compiled kernels" not in header_text(plain, Machine())
+
+
+def test_every_container_that_is_written_is_in_the_help() -> None:
+    schemes = SCHEMES.values()
+    written = {name for name in container_names() if any(get_container(name).supports(s) is None for s in schemes)}
+    told = next(option for option in main.commands["convert"].params if option.name == "container")
+    assert isinstance(told, Option)
+    assert {name.strip(" .") for name in (told.help or "").split(",")} == written

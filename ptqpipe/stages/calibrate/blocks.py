@@ -18,7 +18,7 @@ from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.store import BlockRecord, write_block
 from ptqpipe.stages.common.block_folder import BlockFolder
 from ptqpipe.stages.common.machine import Ranks
-from ptqpipe.stages.common.progress import Progress
+from ptqpipe.stages.common.progress import Progress, Step
 
 HEAD = "head"
 
@@ -35,18 +35,9 @@ class Watch:
     devices: tuple[torch.device, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A block, as the progress bar knows it."""
-
-    id: str
-    group: int
-    source_bytes: int
-
-
 def run_blocks(runner: Runner, output: BlockFolder, watch: Watch, *, shown: bool) -> None:
     """Every block, then what enters the head; those that are done already are run without being watched."""
-    steps = {name: _Step(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
+    steps = {name: Step(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
     with Progress(list(steps.values()), shown=shown and watch.ranks.rank == 0) as progress:
         for part in runner.blocks():
             copies = [part, *(part.on(device) for device in watch.devices[1 : part.batches])]

@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -22,6 +23,15 @@ class AnyJob(Protocol):
 
     @property
     def source_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An `AnyJob` that is nothing else: a decoder block, for the bar."""
+
+    id: str
+    group: int
+    source_bytes: int
 
 
 class Progress:

@@ -1,9 +1,11 @@
 """Words and tables of all commands: aligned columns, sizes, names of weights with their numbers as ``*``."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
 from ptqpipe.errors import one_line
+from ptqpipe.report import content
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
@@ -34,6 +36,12 @@ def size_text(count: float) -> str:
 def mebibytes(count: int) -> str:
     """Bytes as an option takes them, rounded up: 548MiB."""
     return f"{-(-count >> 20)}MiB"
+
+
+def decibels(relative_mse: float) -> float:
+    """Signal to quantization noise ratio; inf for an exact weight, -inf for one without any signal."""
+    found = content.decibels(relative_mse)
+    return found if found is not None else math.inf if relative_mse <= 0 else -math.inf
 
 
 def role_of(weight: str) -> str:

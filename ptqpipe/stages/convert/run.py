@@ -5,7 +5,6 @@ quantize unit by unit and write each at its place, and give the folder its name 
 few chunks per worker, whatever the size of the model; the bytes depend on source and recipe alone.
 """
 
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -409,8 +408,3 @@ def _finish(prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
         record=lambda records: _record(prepared, records),
         configs=files,
     )
-
-
-def sqnr_db(relative_mse: float) -> float:
-    """Signal to quantization noise ratio in decibels; inf for an exact weight."""
-    return -10.0 * math.log10(relative_mse) if relative_mse > 0 else math.inf

@@ -11,9 +11,9 @@ from ptqpipe.plan import unmatched_patterns
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.search import search_names
 from ptqpipe.stages.common.machine import WORKER_BYTES, Machine
-from ptqpipe.stages.common.text import mebibytes, name_pattern, role_of, size_text, table
+from ptqpipe.stages.common.text import decibels, mebibytes, name_pattern, role_of, size_text, table
 from ptqpipe.stages.convert.estimate import estimate_seconds
-from ptqpipe.stages.convert.run import Converted, Prepared, least_memory, most_extra, share_of, sqnr_db, units_at_once
+from ptqpipe.stages.convert.run import Converted, Prepared, least_memory, most_extra, share_of, units_at_once
 
 
 def header_text(prepared: Prepared, machine: Machine) -> str:
@@ -168,7 +168,7 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "count": len(members),
                 "elements": elements,
                 "relative_mse": squared / energy if energy else 0.0,
-                "sqnr_db": sqnr_db(squared / energy if energy else 0.0),
+                "sqnr_db": decibels(squared / energy if energy else 0.0),
                 "versus_absmax": squared / baseline if baseline else 1.0,
                 "bits_per_weight": sum(m["bits_per_weight"] * m["shape"][0] * m["shape"][1] for m in members)
                 / elements,

@@ -8,8 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.stages.common.text import name_pattern, role_of, table
-from ptqpipe.stages.verify.weights import signal_to_noise_db
+from ptqpipe.stages.common.text import decibels, name_pattern, role_of, table
 
 SHOWN = 8  # lines of one kind that the text lists
 _QUANTIZATION = ("quantization_config", "compression_config", "text_config.quantization_config", "hf_quant_config.json")
@@ -137,7 +136,7 @@ def _tensors_table(tensors: Iterable[TensorDiff]) -> str:
                 str(same),
                 str(len(members)),
                 f"{mean:.3e}" if shown else "-",
-                f"{signal_to_noise_db(mean or 0.0):.2f}" if shown else "-",
+                f"{decibels(mean or 0.0):.2f}" if shown else "-",
             ]
         )
     return table(["role", "a", "b", "", "tensors", "rel. MSE", "dB"], rows, left=4)

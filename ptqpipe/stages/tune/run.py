@@ -36,7 +36,7 @@ from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import read_config
 from ptqpipe.stages.common.block_folder import BlockFolder
 from ptqpipe.stages.common.machine import Machine, compute_threads, resident_bytes, threads
-from ptqpipe.stages.common.progress import Progress
+from ptqpipe.stages.common.progress import Progress, Step
 from ptqpipe.stages.convert import run as convert
 from ptqpipe.stages.tune.block import BlockWork
 from ptqpipe.stages.tune.follow import follow
@@ -80,15 +80,6 @@ class Tuned:
     content: Mapping[str, Any]
     seconds: float
     peak_rss_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A block, as the progress bar knows it."""
-
-    id: str
-    group: int
-    source_bytes: int
 
 
 def tune(
@@ -152,7 +143,7 @@ def _run(
 ) -> None:
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
     runner = Runner.open(skeleton, samples.windows, device=machine.device, spill=folder.paths.partial)
-    steps = {name: _Step(name, i, skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
+    steps = {name: Step(name, i, skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
     streams: list[Activations] = []
     try:
         for _ in range(2):  # what float blocks return, what the tuned ones return

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.stages.common.text import name_pattern, role_of, size_text, table
+from ptqpipe.stages.common.text import decibels, name_pattern, role_of, size_text, table
 from ptqpipe.stages.verify.findings import Finding, Severity
 from ptqpipe.stages.verify.optimal import Optimality
-from ptqpipe.stages.verify.weights import signal_to_noise_db
 
 SHOWN = 6  # findings of one kind that the text lists
 
@@ -103,7 +102,7 @@ def _weights_table(weights: Iterable[WeightReport]) -> str:
                 role,
                 fmt,
                 str(len(members)),
-                "-" if mean is None else f"{signal_to_noise_db(mean):.2f}",
+                "-" if mean is None else f"{decibels(mean):.2f}",
                 "-" if mean is None else f"{mean:.3e}",
                 f"{max(errors):.3e}" if errors else "-",
                 f"{sum(versus) / len(versus):.3f}" if versus else "-",

@@ -265,10 +265,3 @@ def scalar_fault(value: torch.Tensor) -> str | None:
     if math.isfinite(number) and number > 0 and math.isfinite(float(1.0 / value.float())):
         return None
     return f"is {number}, expected a finite positive number"
-
-
-def signal_to_noise_db(relative_mse: float) -> float:
-    """Decibels; inf for an exact weight, -inf for one without any signal."""
-    if relative_mse <= 0:
-        return math.inf
-    return -10.0 * math.log10(relative_mse) if math.isfinite(relative_mse) else -math.inf
