@@ -35,7 +35,13 @@ class Server:
 
 @contextmanager
 def serving(
-    *, max_queue: int = 256, max_seqs: int = 8, api_key: str | None = None, max_body: int = 1 << 16, slow: float = 0.0
+    *,
+    max_queue: int = 256,
+    max_seqs: int = 8,
+    api_key: str | None = None,
+    max_body: int = 1 << 16,
+    slow: float = 0.0,
+    template: str | None = TEMPLATE,
 ) -> Iterator[Server]:
     """A server on a free port; ``slow``: seconds that a step takes longer."""
 
@@ -52,7 +58,7 @@ def serving(
         return made
 
     service = Service(build, max_queue=max_queue, threads=1)
-    options = ServerOptions(("demo",), 256, api_key, max_body, TEMPLATE)
+    options = ServerOptions(("demo",), 256, api_key, max_body, template)
     app = create_app(service, models.tokenizer(), options)
     listen = Listen(port=0, drain_s=5)
     socket = bind(listen)

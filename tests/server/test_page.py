@@ -88,3 +88,24 @@ def test_stop_ends_the_answer_and_errors_are_shown() -> None:
         asyncio.run(main(slow.url))
         assert slow.service.engine is not None
         assert slow.service.engine.counters.finished == {"cancelled": 1}
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["chat", "no template"])
+def test_the_first_message_is_answered_with_nothing_set(template: str | None) -> None:
+    """The demo model's context is 256 tokens: as many as a fixed number of tokens may easily ask for."""
+
+    async def main(url: str) -> None:
+        async with browser.opened(url, width=800, height=600, dark=False) as page:
+            await page.until("document.querySelector('#model')?.textContent.includes('demo')")
+            assert await page.value("document.querySelector('#max_tokens').value") == ""
+            await page.value("document.querySelector('#seed').value = 3")
+            await page.value(
+                "document.querySelector('#input').value = 'Return the'; document.querySelector('#form').requestSubmit()"
+            )
+            await page.until("document.querySelector('.turn.assistant small, .turn.error') !== null")
+            assert await page.value("document.querySelector('.turn.error')") is None
+            assert int(await page.value("document.querySelector('#count').textContent")) > 16
+            assert page.problems == []
+
+    with serving(template=template) as found:
+        asyncio.run(main(found.url))
