@@ -26,6 +26,8 @@ def verify(ckpt: Path, source: Path | None, stats: Path | None, optimal: bool, a
 
     if all_blocks and not optimal:
         raise UsageError("--all says how many blocks --optimal proves; add --optimal")
+    if stats is not None and source is None:
+        raise UsageError("--stats needs --source: with both the weights are quantized again; add --source")
     report = stage.verify(ckpt, source=source, statistics=stats, optimal=optimal, all_blocks=all_blocks)
     click.echo(json.dumps(stage.to_json(report)) if as_json else stage.render(report))
     sys.exit(1 if report.faults else 0)
