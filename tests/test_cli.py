@@ -189,6 +189,7 @@ def test_bad_calls_of_the_other_commands_are_one_line(here: Path) -> None:
     before = tiny.bytes_of(here)
     for args, words in (
         (("verify", "good", "--all"), "--optimal"),
+        (("verify", "good", "--stats", "empty"), "--stats needs --source"),
         (("relayout", "good", "--container", "nope"), "unknown container"),
         (("relayout", "good", "--container", "modelopt", "-o", "good", "--overwrite"), "overlap"),
         (("relayout", "good", "--container", "modelopt", "-o", "good/x"), "overlap"),
@@ -250,8 +251,42 @@ def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytes
 
     monkeypatch.setattr("ptqpipe.stages.convert.text.plan_text", interrupted)
     result = run("convert", "model", "-o", "out", "--dry-run")
-    assert result.exit_code == 1
-    assert result.stderr.strip() == "Aborted!"
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "Interrupted: nothing is written."
+    assert not list(here.glob("*out*"))
+
+
+@pytest.mark.parametrize(
+    ("command", "stage", "words"),
+    [
+        (("generate", "model", "-q", "-o", "out"), "generate.generate", "nothing is written"),
+        (("eval", "model", "--data", "file"), "evaluate.run.evaluate", "logits that are complete stay in the cache"),
+        (("demo", "-o", "out"), "demo.run_demo", "finished are kept in out"),
+        (("simulate", "allreduce"), "simulate.run.error_rows", "plots are not written"),
+        (("plan", "model", "--budget", "5bits", "-o", "out"), "plan.run.plan_mixed", "nothing is written"),
+        (
+            ("plan", "model", "--budget", "5bits", "-o", "out", "--measure", "file"),
+            "plan.run.plan_mixed",
+            "kept in out.measured.jsonl, and the same command continues",
+        ),
+        (("verify", "model"), "verify.run.verify", "nothing is written"),
+        (("inspect", "model"), "inspect.run.inspect", "nothing is written"),
+        (("diff", "model", "model"), "diff.run.diff", "nothing is written"),
+        (("report", "model"), "report.run.make_report", "nothing is written"),
+    ],
+)
+def test_ctrl_c_says_in_a_sentence_what_is_kept(
+    here: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], stage: str, words: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"ptqpipe.stages.{stage}", interrupted)
+    result = run(*command)
+    assert result.exit_code == 130
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("Interrupted: ")
+    assert words in line
     assert not list(here.glob("*out*"))
 
 
