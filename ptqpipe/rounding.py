@@ -67,6 +67,10 @@ class Rounding:
         """``CheckpointReader.fingerprint`` of the model that was tuned."""
         return str(self.content["model"]["fingerprint"])
 
+    def describe(self) -> dict[str, Any]:
+        """What the record of a checkpoint made of them says: the digest, how they were found, and on which data."""
+        return {key: self.content[key] for key in ("digest", "method", "data") if key in self.content}
+
     def has(self, weight: str) -> bool:
         """Whether codes of a weight (with its expert in brackets, in a stack) were learned."""
         return weight in self.content["weights"]

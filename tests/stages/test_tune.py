@@ -56,10 +56,19 @@ def test_the_codes_that_were_learned_are_the_codes_that_are_written(tuned: tuple
     tensors = load_tensors(out)
     with Rounding.open(codes) as stored:
         assert record["rounding"]["digest"] == stored.digest
+        assert record["rounding"]["method"] == "learned"
+        assert record["rounding"]["data"] == stored.content["data"]
         for name, entry in record["weights"].items():
             q = stored.of(name, get_format(entry["format"]), shape=tuple(entry["shape"]))
             assert torch.equal(tensors[name].dequantize(), q.dequantize())
             assert entry["algorithm"] == "learned"
+        page = out.parent / "page.md"
+        assert CliRunner().invoke(main, ["report", str(out), "-o", str(page)]).exit_code == 0
+        (told,) = (line for line in page.read_text().splitlines() if line.startswith("- learned codes"))
+        assert stored.digest in told
+        assert "learned, 16 samples" in told
+        assert "algorithm rtn" not in page.read_text()
+    assert CliRunner().invoke(main, ["verify", str(out), "--source", str(DEMO)]).exit_code == 0
 
 
 def test_every_block_says_what_it_gained_and_none_got_worse(tuned: tuple[str, Path]) -> None:

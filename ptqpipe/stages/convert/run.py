@@ -389,7 +389,7 @@ def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[st
         "source": {"name": prepared.source_path.name, "fingerprint": prepared.run_parts["source"]},
         "recipe": prepared.recipe.to_json(),
         **({} if prepared.statistics is None else {"statistics": describe_statistics(prepared.statistics)}),
-        **({} if prepared.rounding is None else {"rounding": {"digest": prepared.rounding.digest}}),
+        **({} if prepared.rounding is None else {"rounding": prepared.rounding.describe()}),
         "weights": weights,
         "kept": kept,
         "consumed": sorted(prepared.source.consumed),

@@ -173,10 +173,13 @@ def _rules(record: Record | None) -> tuple[RuleRow, ...]:
     conversion = record.conversion if record is not None else None
     recipe = conversion.get("recipe") if conversion is not None else None
     rules = recipe.get("rules") if isinstance(recipe, Mapping) else None
+    learned = _learned(record.raw) if record is not None else None
+    hidden = {"match", "scheme"} | ({"algorithm"} if learned is not None else set())
     found = []
     for rule in rules if isinstance(rules, list) else []:
         if isinstance(rule, Mapping):
-            how = [f"{key.replace('_', ' ')} {value}" for key, value in rule.items() if key not in ("match", "scheme")]
+            how = [f"{key.replace('_', ' ')} {value}" for key, value in rule.items() if key not in hidden]
+            how += ["codes of ptqpipe tune instead of its algorithm's"] if learned is not None else []
             found.append(RuleRow(str(rule.get("match")), str(rule.get("scheme")), ", ".join(how)))
     return tuple(found)
 
@@ -199,6 +202,7 @@ def _provenance(
         ("torch", raw.get("torch")),
         ("laid out anew from", raw.get("relayout_of")),
         ("statistics", _statistics(raw)),
+        ("learned codes (ptqpipe tune)", _learned(raw)),
         ("fingerprint of this checkpoint", opened.reader.fingerprint()),
     ]
     rows += [(f"sha256 of {name}", _sha256(opened.reader.path / name)) for name in ("config.json", RECORD_FILE)]
@@ -211,6 +215,18 @@ def _statistics(raw: Mapping[str, Any]) -> str | None:
     if isinstance(found, Mapping):
         return str(found.get("digest") or "") or None
     return str(found) if found else None
+
+
+def _learned(raw: Mapping[str, Any]) -> str | None:
+    """The learned codes that a record names: their digest, method and data."""
+    found = raw.get("rounding")
+    if not isinstance(found, Mapping):
+        return None
+    data = found.get("data")
+    data = data if isinstance(data, Mapping) else {}
+    told = [str(found.get("digest") or ""), str(found.get("method") or "")]
+    told += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
+    return ", ".join(part for part in told if part) or None
 
 
 def _sha256(path: Path) -> str | None:
