@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from ptqpipe.engine.service import Service, State
 from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.server.connections import limited, limits
 
 _LAST_WORDS_S = 3.0  # for responses on their way when the engine has ended
 _FLUSH_S = 0.2  # for pieces on their way into the event loop
@@ -42,12 +43,18 @@ class _Server(uvicorn.Server):
 
 
 def bind(listen: Listen) -> socket.socket:
-    """The listening socket. UsageError where the address is taken or not ours."""
+    """The listening socket. UsageError where the address is taken or not ours.
+
+    It listens at once: until then a second service could bind the same address, and fail when it has loaded.
+    """
+    if not 0 <= listen.port < 1 << 16:
+        raise UsageError(f"--port is {listen.port}, expected 0 to 65535")
     try:
         family = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0][0]
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((listen.host, listen.port))
+        found.listen(limits()[1])
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"cannot listen on {listen.host}:{listen.port}: {reason}; choose another --port") from None
@@ -68,8 +75,15 @@ def run(
 
     signals  False leaves them alone, as one must outside the main thread
     """
+    most, backlog = limits()
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(_LAST_WORDS_S), lifespan="off"
+        app,
+        http=limited(most),
+        backlog=backlog,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=int(_LAST_WORDS_S),
+        lifespan="off",
     )
     asyncio.run(_Running(_Server(config), service, listening, listen, say).serve(signals=signals))
     if service.state is State.DEAD:

@@ -3,13 +3,14 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,6 +172,30 @@ def test_ranks_end_when_the_first_one_is_killed(tmp_path: Path) -> None:
         service.process.kill()
         service.ended()
         assert gone(ranks)
+
+
+@pytest.mark.slow
+def test_half_requests_neither_use_up_the_files_nor_keep_the_service_from_ending(tmp_path: Path) -> None:
+    code = "import resource, runpy; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); "
+    code += "runpy.run_module('ptqpipe', run_name='__main__', alter_sys=True)"
+    with started(tmp_path, command=("-c", code)) as service:
+        port = int(service.url.rpartition(":")[2])
+        half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(400)]
+        for one in slow:
+            with suppress(OSError):  # closed already
+                one.sendall(half)
+        time.sleep(1.2)
+        for _ in range(3):
+            assert service.ask().json()["choices"][0]["text"] == wanted()
+        service.process.send_signal(signal.SIGTERM)
+        assert service.ended() == 0
+        log = service.log.read_text()
+        assert "Traceback" not in log
+        assert "CancelledError" not in log
+        assert "socket.accept()" not in log
+        for one in slow:
+            one.close()
 
 
 @pytest.mark.slow
