@@ -243,3 +243,80 @@ def test_options_that_were_given_reach_vllm_and_defaults_do_not(monkeypatch: pyt
     assert CliRunner().invoke(main, line.split()).exit_code == 0
     wanted = ("--max-model-len", "99", "--enforce-eager")
     assert got == [VllmService("ckpt", port=81, tensor_parallel=2, allreduce="int8", drain_s=5.0, forwarded=wanted)]
+
+
+SERVER = """
+import http.server, sys, threading
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.ThreadingHTTPServer(("127.0.0.1", {port}), Healthy).serve_forever()
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A free port, and an environment that has vLLM."""
+    monkeypatch.setattr(stage, "find_environment", lambda _: Environment(sys.executable, "0.32.0", True, True))
+    monkeypatch.setattr(stage, "POLL_S", 0.05)
+    return free_port()
+
+
+def test_it_is_ready_when_the_child_itself_answers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = "threading.Timer(3, __import__('os')._exit, (3,)).start()"
+    monkeypatch.setattr(stage, "LAUNCH", SERVER.format(port=port).replace("class Healthy", f"{end}\nclass Healthy"))
+    said: list[str] = []
+    with pytest.raises(PtqError, match="ended by itself while serving, with code 3"):
+        stage.serve_vllm(VllmService("ckpt", port=port), inherited=dict(os.environ), say=said.append)
+    assert f"ready: http://127.0.0.1:{port}/v1" in said
+
+
+def test_a_stranger_who_answers_on_the_port_is_not_vllm(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes the port while vLLM starts, which then finds it taken and ends."""
+    monkeypatch.setattr(stage, "LAUNCH", "import time; time.sleep(3); raise SystemExit(5)")
+    monkeypatch.setattr(stage, "_check_port", lambda _: None)
+    stranger = subprocess.Popen([sys.executable, "-c", SERVER.format(port=port)])
+    said: list[str] = []
+    try:
+        wait_for(lambda: stage._healthy(VllmService("ckpt", port=port)))
+        with pytest.raises(PtqError, match="ended by itself before it was ready, with code 5"):
+            stage.serve_vllm(VllmService("ckpt", port=port), inherited=dict(os.environ), say=said.append)
+    finally:
+        stranger.kill()
+        stranger.wait()
+    assert not any("ready" in line for line in said)
+
+
+def test_a_port_that_is_taken_is_refused_before_vllm_starts(port: int) -> None:
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(UsageError, match=f"127.0.0.1:{port} is taken by another process; choose another --port"),
+    ):
+        stage.serve_vllm(VllmService("ckpt", port=port), inherited={}, say=print)
+
+
+def test_vllm_is_asked_to_end_when_its_supervisor_is_killed(tmp_path: Path) -> None:
+    """The child says with a file that it got SIGTERM."""
+    child = (
+        "import pathlib, signal, sys, time; "
+        f"signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(tmp_path / 'asked')!r}).touch(), sys.exit())); "
+        f"pathlib.Path({str(tmp_path / 'here')!r}).touch(); time.sleep(60)"
+    )
+    code = (
+        "import os, sys, time; from ptqpipe.stages.serve.vllm_processes import Family; "
+        f"Family.start([sys.executable, '-c', {child!r}], dict(os.environ)); time.sleep(60)"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", code])
+    wait_for((tmp_path / "here").exists)
+    assert not (tmp_path / "asked").exists()
+    supervisor.kill()
+    supervisor.wait()
+    wait_for((tmp_path / "asked").exists)

@@ -8,6 +8,7 @@ What vLLM leaves behind when it ends (shared-memory segments; workers whose pare
 was made by the processes started here: see `serve_vllm_processes`.
 """
 
+import errno
 import json
 import os
 import signal
@@ -167,10 +168,12 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], say: Calla
     inherited  the environment to start from
     say        gets what there is to tell, a line each
 
-    Raises UsageError before anything is started, and PtqError when vLLM ends by itself with an error.
+    Raises UsageError before anything is started, and PtqError when vLLM ends by itself with an error. When this process
+    is killed, vLLM gets SIGTERM. To be called in the main thread.
     """
     if "/" in service.checkpoint and not Path(service.checkpoint).exists():
         raise UsageError(f"{service.checkpoint}: no such checkpoint")
+    _check_port(service)
     found = find_environment(service.python)
     if not found.plugin:
         missing = f"ptqpipe is not installed beside vLLM; {found.python} -m pip install --no-deps ptqpipe adds"
@@ -193,7 +196,7 @@ def _watch(family: Family, service: VllmService, came: list[int], say: Callable[
     first = FirstNode(str(service.master_addr), service.master_port) if service.node_rank > 0 else None
     while family.running():
         family.look()
-        if first is None and not state.endswith("serving") and _healthy(service):
+        if first is None and not state.endswith("serving") and _healthy(service) and family.listens(service.port):
             state = "by itself while serving"
             say(f"ready: http://{service.host}:{service.port}/v1")
         if first is not None and family.stopped_at is None and first.is_lost():
@@ -243,6 +246,19 @@ def _signals_stop(family: Family) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _check_port(service: VllmService) -> None:
+    """UsageError where another process has the port: vLLM would say so when it has loaded."""
+    if service.node_rank > 0:
+        return
+    try:
+        socket.create_server((service.host, service.port), backlog=1).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"{service.host}:{service.port} is taken by another process; choose another --port"
+            ) from None
 
 
 def _healthy(service: VllmService) -> bool:

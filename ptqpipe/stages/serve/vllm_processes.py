@@ -12,12 +12,14 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 SHM = Path("/dev/shm")
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LISTEN = "0A"  # of a socket's state in /proc/net/tcp
 END_S = 5.0  # between asking the last workers to end and killing them
 
 
@@ -41,11 +43,20 @@ class Family:
         """Starts the child in a session of its own: a Ctrl-C at the terminal reaches it through us alone.
 
         log  the file descriptor of what it prints; None is this process's own
+
+        The child gets SIGTERM when the thread that called this ends, whatever ends it. No other thread may run, since
+        code of ours runs between fork and exec.
         """
         become_reaper()
         before = frozenset(path.name for path in SHM.iterdir()) if SHM.is_dir() else frozenset()
         child = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_ends_with(os.getpid()),
         )
         return cls(child, before)
 
@@ -76,6 +87,11 @@ class Family:
             found |= new
         self.known |= found
         return sorted(found)
+
+    def listens(self, port: int) -> bool:
+        """Whether one of its processes has a TCP socket that listens on the port."""
+        inodes = listening_sockets(port)
+        return any(inodes & open_sockets(pid) for pid in self.members())
 
     def look(self) -> None:
         """Notes the segments that the family has mapped now."""
@@ -127,6 +143,48 @@ class Family:
 def become_reaper() -> None:
     """Makes this process the parent of descendants whose own parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _ends_with(parent: int) -> Callable[[], None]:
+    """What a child does before it becomes another program, so that it is asked to end when ``parent`` has gone."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask
+
+
+def listening_sockets(port: int) -> set[str]:
+    """Inodes of the TCP sockets of this network namespace that listen on a port."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = Path("/proc/net", name).read_text(encoding="utf-8").splitlines()[1:]
+        except OSError:  # no IPv6
+            continue
+        for fields in map(str.split, lines):
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                found.add(fields[9])
+    return found
+
+
+def open_sockets(pid: int) -> set[str]:
+    """Inodes of a process's sockets."""
+    found = set()
+    for path in _entries(Path(f"/proc/{pid}/fd")):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.add(os.readlink(path))
+    return {link[len("socket:[") : -1] for link in found if link.startswith("socket:[")}
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # ended meanwhile, or another user's
+        return []
 
 
 def parent_of_each() -> dict[int, int]:
