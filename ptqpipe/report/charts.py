@@ -20,12 +20,16 @@ _MANY = 48  # points of a line beyond which it has no markers
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: (x, y, what the tooltip says), and the range that each point stands for, if it stands for several."""
+    """One line: (x, y, what the tooltip says), and the range that each point stands for, if it stands for several.
+
+    over  drawn as dashes and rings, so that a line beneath it is still seen
+    """
 
     name: str
     index: int
     points: tuple[tuple[int, float, str], ...]
     ranges: tuple[tuple[int, float, float], ...] = ()
+    over: bool = False
 
 
 def line_chart(series: Sequence[Series], *, wide: bool, label: str, unit: str, least_span: float) -> Markup:
@@ -61,10 +65,12 @@ def _series(s: Series, at: Position, y_axis: Axis) -> Markup:
         below = [f"{at(x):.1f},{y_axis.at(lo):.1f}" for x, lo, _ in reversed(s.ranges)]
         parts.append(node("polygon", {"points": " ".join(above + below), "class": f"band {shade}"}))
     points = " ".join(f"{at(x):.1f},{y_axis.at(y):.1f}" for x, y, _ in s.points)
-    dashed = " dashed" if s.index >= 8 else ""
+    dashed = " dashed" if s.index >= 8 or s.over else ""
     parts.append(node("polyline", {"points": points, "class": f"line {shade}{dashed}"}))
     radius = 3.6 if len(s.points) <= _MANY else 2.2
-    parts += [marker(s.index, at(x), y_axis.at(y), kind=shade, tip=tip, radius=radius) for x, y, tip in s.points]
+    kind = f"ring {shade}" if s.over else shade
+    radius *= 1.8 if s.over else 1
+    parts += [marker(s.index, at(x), y_axis.at(y), kind=kind, tip=tip, radius=radius) for x, y, tip in s.points]
     return node("g", {"class": "series", "data-series": s.name}, join(parts))
 
 

@@ -28,7 +28,7 @@ COLUMNS = (
     (3, "size", "num"),
     (4, "bits", "num"),
     (5, "SQNR dB", "num"),
-    (6, "/ abs-max", "num"),
+    (6, "vs abs-max", "num"),
     (7, "at largest", "num"),
     (8, "how or why", ""),
 )
@@ -68,6 +68,8 @@ def render_html(report: Report) -> str:
             policy=_policy(script, early),
             rows=rows,
             quality=quality.tiles_of_quality(report),
+            recovery_words=quality.recovery_words(report),
+            proof_words=proof_words(report),
             error_lines=errors.error_lines(rows),
             error_strips=errors.error_strips(rows),
             worst=errors.worst_weights(report),
@@ -85,11 +87,26 @@ def render_html(report: Report) -> str:
             overall_mse=pooled_mse(report.weights),
             overall_db=decibels(pooled_mse(report.weights)),
             label=lambda row: roles.row_label(row, rows),
-            marker=lambda index: marker(index, 0, 0, kind=colour(index), radius=5),
+            marker=lambda index, ring: marker(
+                index, 0, 0, kind=f"ring {colour(index)}" if ring else colour(index), radius=5
+            ),
             family=words.family,
             bought=choices.bought,
         )
     )
+
+
+def proof_words(report: Report) -> str:
+    """What stands beside the count of weights whose scales are claimed optimal, where brute force checked none."""
+    if any(weight.versus_rtn is not None for weight in report.weights):
+        return "as recorded; calibrated weights minimize the error of the output instead"
+    if any(weight.algorithm == "learned" for weight in report.weights):
+        return "as recorded; codes of ptqpipe tune minimize the error of the output instead"
+    if not report.proof.claimed:
+        return "as recorded: no search that proves it chose them"
+    if report.errors_from == "source":
+        return "as recorded; brute force can check none of them here"
+    return "as recorded; ptqpipe report --source checks it by brute force"
 
 
 def _policy(*scripts: str) -> str:

@@ -108,7 +108,7 @@ def _roles(report: Report, rows: Sequence[roles.RoleRow]) -> str:
             known = [w.versus_rtn for w in row.weights if w.versus_rtn is not None]
             body[-1].append(numbers.ratio(sum(known) / len(known) if known else None))
     head = ["role", "format", "weights", "SQNR dB", "relative MSE"]
-    head += [f"{name} / abs-max" for name in names if name != "abs-max"]
+    head += [f"{name} vs abs-max" for name in names if name != "abs-max"]
     head += ["output error / plain rounding"] if calibrated else []
     return "### Weights\n\n" + table(head, body, text_columns=2)
 

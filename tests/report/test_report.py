@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
-from ptqpipe.stages.convert.run import convert, prepare
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.report.run import gather, make_report
 from tests.tiny import LLAMA_CONFIG, Tensors, fused_moe, llama, save
 
@@ -334,7 +336,7 @@ def test_other_tools_checkpoints_are_measured_against_their_source(shared_dir: P
     assert all(c.versus_absmax < 0.9 for w in report.weights for c in w.choices if c.name == "exact")
 
 
-EVAL = {
+EVAL: dict[str, Any] = {
     "version": 1,
     "ptqpipe": "0",
     "checkpoint": {"name": "out", "path": "/p", "run_id": None},
@@ -365,6 +367,49 @@ def test_an_eval_file_is_shown(pair: tuple[Path, Path], tmp_path: Path) -> None:
         assert shown in page
     assert "/some/folder" not in page  # a report goes to others
     assert "97.62 %" in render_markdown(report)
+    assert "one task metric, 100 samples" in page
+
+
+def test_the_mean_recovery_says_how_sure_it_is(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / "eval.json"
+    one = EVAL["tasks"][0] | {"baseline": 0.4, "checkpoint": 0.4, "recovery": 100.0, "interval": [-0.08, 0.04]}
+    file.write_text(json.dumps(EVAL | {"tasks": [one, one | {"metric": "acc_norm", "interval": [-0.04, 0.04]}]}))
+    page = "".join(Page(render_html(gather(pair[1], evaluation=file))).text)
+    # By hand: -20 to +10 % and -10 to +10 % of the baseline, on the same 100 samples.
+    assert "mean over 2 task metrics, 100 samples, 95 % interval 85.0 to 110.0 %" in page
+
+
+def test_where_no_scale_is_claimed_optimal_the_source_is_not_asked_for(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "absmax"
+    with prepare(pair[0], options=RecipeOptions(scheme="nvfp4", search="absmax"), out=out) as prepared:
+        convert(prepared)
+    for report in (gather(out), gather(out, source=pair[0])):
+        assert report.proof.claimed == 0
+        assert "no search that proves it chose them" in "".join(Page(render_html(report)).text)
+    assert "--source checks it" in "".join(Page(render_html(gather(pair[1]))).text)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to run the page in")
+@pytest.mark.slow
+def test_on_a_narrow_page_what_is_cut_can_be_scrolled_and_says_so(sourced: Report, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    import asyncio
+
+    from tests.server import browser
+
+    (tmp_path / "page.html").write_text(render_html(sourced), encoding="utf-8")
+
+    async def main() -> None:
+        async with browser.opened(f"file://{tmp_path}/page.html", width=400, height=800, dark=False) as page:
+            await page.until("document.readyState === 'complete'")
+            assert await page.value("document.documentElement.scrollWidth <= innerWidth")
+            wide = "[...document.querySelectorAll('table, .links')].filter(x => x.getClientRects().length)"
+            held = f"{wide}.map(x => x.closest('.scroll, .links')).filter(x => x.scrollWidth > x.clientWidth)"
+            assert await page.value(f"{held}.length") > 3
+            assert await page.value(f"{held}.every(x => getComputedStyle(x).overflowX === 'auto')")
+            assert await page.value(f"{held}.every(x => getComputedStyle(x).backgroundImage.includes('gradient'))")
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,10 @@ def choice_lines(report: Report) -> Drawn | None:
         for choice in mean_choices(report, members):
             tip = f"layer {layer}  {choice.name}: {choice.versus_absmax:.4f} of abs-max"
             points[choice.name].append((layer, choice.versus_absmax, tip))
-    series = [charts.Series(name, CHOICE_COLOUR.get(name, 2), tuple(values)) for name, values in points.items()]
+    series = [
+        charts.Series(name, CHOICE_COLOUR.get(name, 2), tuple(values), over=name == "as stored")
+        for name, values in points.items()
+    ]
     label = "squared error of each choice of scales beside that of abs-max, by layer"
     unit = "squared error, abs-max = 1"
     return Drawn.both(lambda wide: charts.line_chart(series, wide=wide, label=label, unit=unit, least_span=0.1))
