@@ -14,6 +14,7 @@ from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine, default_workers
 from ptqpipe.stages.convert import run as stage
+from ptqpipe.stages.convert.prepare import best_with, prepare
 
 
 def convert(
@@ -79,9 +80,9 @@ def convert(
     )
     given = {"recipe": recipe, "out": out, "stats": stats, "rounding": rounding}
     paths = {name: None if path is None else Path(path) for name, path in given.items()}
-    prepared = stage.prepare(
+    prepared = prepare(
         model,
-        options=stage.best_with(options, stats=paths["stats"], recipe_path=paths["recipe"]),
+        options=best_with(options, stats=paths["stats"], recipe_path=paths["recipe"]),
         recipe_path=paths["recipe"],
         out=paths["out"],
         stats=paths["stats"],

@@ -176,11 +176,11 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     from ptqpipe.algorithms import rtn
     from ptqpipe.recipe import RecipeOptions
     from ptqpipe.source import SourceRows
-    from ptqpipe.stages.convert import run as stage
+    from ptqpipe.stages.convert.prepare import prepare
 
     torch.set_num_threads(1)
     options = RecipeOptions(scheme=case.format, global_scale=case.global_scale)
-    prepared = stage.prepare(source, options=options, out=source.parent / "never-written")
+    prepared = prepare(source, options=options, out=source.parent / "never-written")
     seconds = cpu_seconds = elements = 0.0
 
     def work(item: tuple[Any, list[SourceRows]]) -> None:

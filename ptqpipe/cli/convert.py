@@ -113,6 +113,7 @@ def convert(
     from ptqpipe.recipe import RecipeOptions
     from ptqpipe.stages.convert import run as stage
     from ptqpipe.stages.convert import text as tables
+    from ptqpipe.stages.convert.prepare import best_with, prepare
 
     mode = mode_of(resume, overwrite)
     options = RecipeOptions(
@@ -135,8 +136,8 @@ def convert(
         low_rank_dtype=low_rank_dtype,
     )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
-    options = stage.best_with(options, stats=stats, recipe_path=recipe_path)
-    prepared = stage.prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats, rounding=rounding)
+    options = best_with(options, stats=stats, recipe_path=recipe_path)
+    prepared = prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats, rounding=rounding)
     with prepared:
         if dry_run:
             click.echo(

@@ -18,7 +18,8 @@ from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine, one_thread_each
 from ptqpipe.stages.common.text import decibels, size_text, table
-from ptqpipe.stages.convert.run import Converted, convert, prepare
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import Converted, convert
 from ptqpipe.stages.convert.text import by_role
 from ptqpipe.stages.verify.run import verify
 

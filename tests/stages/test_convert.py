@@ -19,7 +19,9 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.stages.convert.run import convert, least_memory, prepare
+from ptqpipe.stages.convert.memory import least_memory
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import convert
 from tests import tiny
 
 Q = "model.layers.0.self_attn.q_proj.weight"

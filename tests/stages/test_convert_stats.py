@@ -20,8 +20,9 @@ from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.stages.convert import run as convert_stage
-from ptqpipe.stages.convert.run import convert, least_memory, prepare
+from ptqpipe.stages.convert.memory import least_memory
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import plan_text
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
@@ -243,7 +244,7 @@ def test_as_many_units_run_at_once_as_memory_has_room_for(
                 running[0] -= 1
 
     monkeypatch.setattr(calibrated, "quantize", watched)
-    monkeypatch.setattr(convert_stage, "extra_bytes", lambda *_: 1 << 30)
+    monkeypatch.setattr("ptqpipe.stages.convert.memory.extra_bytes", lambda *_: 1 << 30)
     memory = BASE_BYTES + 4 * (WORKER_BYTES + (1 << 20)) + (room << 30)
     run(model, stats, tmp_path / "out", Machine(workers=3, memory_bytes=memory), algorithm="gptq")
     assert at_once[0] == room

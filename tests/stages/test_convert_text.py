@@ -13,7 +13,8 @@ from ptqpipe.kernels import cpu_library
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.stages.convert.run import Prepared, extra_bytes, prepare
+from ptqpipe.stages.convert.memory import extra_bytes
+from ptqpipe.stages.convert.prepare import Prepared, prepare
 from ptqpipe.stages.convert.text import header_text, plan_text
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics

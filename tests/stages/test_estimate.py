@@ -11,7 +11,8 @@ from ptqpipe.plan import Unit
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert import estimate
-from ptqpipe.stages.convert.run import extra_bytes, prepare
+from ptqpipe.stages.convert.memory import extra_bytes
+from ptqpipe.stages.convert.prepare import prepare
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 
@@ -85,7 +86,7 @@ def test_the_time_is_divided_by_the_workers_that_memory_has_room_for(
             assert told == pytest.approx(total / at_once)
     with prepare(model, options=GPTQ, out=Path("nowhere"), stats=stats) as prepared:
         most = max(extra_bytes(unit, prepared) for unit in prepared.plan.units)
-        monkeypatch.setattr("ptqpipe.stages.convert.run.extra_bytes", lambda *_: 1 << 30)
+        monkeypatch.setattr("ptqpipe.stages.convert.memory.extra_bytes", lambda *_: 1 << 30)
         told = estimate.estimate_seconds(prepared, Machine(6, memory_bytes=(4 << 30) - 1))
         assert told == pytest.approx(total / 2)  # two units of 1 GiB, and not three beside the workers' own
     assert most > 0

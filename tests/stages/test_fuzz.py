@@ -28,7 +28,8 @@ from ptqpipe.errors import PtqError
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert import text as tables
-from ptqpipe.stages.convert.run import convert, prepare
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.diff.run import diff
 from ptqpipe.stages.diff.run import render as render_diff

@@ -22,7 +22,8 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages import demo
 from ptqpipe.stages.common.machine import Machine
-from ptqpipe.stages.convert.run import convert, prepare
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.diff.run import diff
 from ptqpipe.stages.inspect.run import inspect

@@ -17,7 +17,8 @@ from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.qtensor import squared_error
 from ptqpipe.recipe import load_recipe, matches
 from ptqpipe.source import Source
-from ptqpipe.stages.convert.run import convert, prepare
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.plan.cost import power
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
 from ptqpipe.stages.plan.solve import solve
@@ -301,7 +302,7 @@ def test_the_command_writes_a_recipe_that_converts(model: Path, tmp_path: Path) 
         (["--budget", "5bits", "--formats", "nvfp4,abc"], "unknown format"),
         (["--budget", "5bits", "--formats", "nvfp4,e2m1/8/ue5m3"], "different containers"),
         (["--budget", "99bits"], "out of range"),
-        (["--budget", "5bits", "--stats", "nowhere"], "stats.json"),
+        (["--budget", "5bits", "--stats", "nowhere"], "ptqpipe calibrate"),
         (["--budget", "5bits", "--window", "8"], "belong to --measure"),
         (["--budget", "5bits", "--measure", "nowhere.txt"], "does not exist"),
     ],

@@ -12,7 +12,8 @@ from ptqpipe.plan import Member, Slice
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.runtime.loading import load_model
 from ptqpipe.source import Source
-from ptqpipe.stages.convert.run import convert, prepare
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.plan.measure import Measurement, find_place
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
 from tests.tiny import llama, save

@@ -14,7 +14,8 @@ from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, Outp
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert import text as tables
-from ptqpipe.stages.convert.run import convert, prepare
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 

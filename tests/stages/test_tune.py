@@ -22,6 +22,7 @@ from ptqpipe.runtime import load_model
 from ptqpipe.stages import demo
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert import run as convert_stage
+from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.tune import run as tune
 from ptqpipe.stages.tune.block import BlockWork
 from tests.calibration.models import make_model, make_windows, write_windows
@@ -115,7 +116,7 @@ def test_codes_of_another_model_or_format_are_refused(tuned: tuple[str, Path], t
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "rounding.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match="another model"):
-        convert_stage.prepare(DEMO, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", rounding=copy)
+        prepare(DEMO, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", rounding=copy)
 
 
 def test_no_data_is_one_line_that_says_what_to_give(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_the_tuned_block_computes_what_the_converted_checkpoint_does(kind: str, 
     windows = make_windows(samples=3)
     ignore = ("re:.*down_proj", "re:.*w2") if scheme == "mxfp8" and kind != "llama" else ()  # 48 columns
     recipe = RecipeOptions(scheme=scheme, ignore=ignore)
-    prepared = convert_stage.prepare(model, options=recipe, out=tmp_path / "out")
+    prepared = prepare(model, options=recipe, out=tmp_path / "out")
     with prepared.source as source:
         convert_stage.convert(prepared)
         seen: list[torch.Tensor] = []
@@ -215,7 +216,7 @@ def test_the_tuned_block_computes_what_the_converted_checkpoint_does(kind: str, 
 def test_the_recipe_tunes_and_converts(text: Path, tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "nvfp4_tune.yaml"
     tune.tune(DEMO, [str(text)], tmp_path / "codes", recipe_path=recipe, options=OPTIONS, machine=ONE)
-    prepared = convert_stage.prepare(DEMO, recipe_path=recipe, out=tmp_path / "out", rounding=tmp_path / "codes")
+    prepared = prepare(DEMO, recipe_path=recipe, out=tmp_path / "out", rounding=tmp_path / "codes")
     with prepared:
         done = convert_stage.convert(prepared)
     assert done is not None

@@ -19,7 +19,8 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.stages.common.input_scales import module_of
 from ptqpipe.stages.common.machine import Machine, one_thread_each, processors
 from ptqpipe.stages.common.quantize_unit import quantize_unit
-from ptqpipe.stages.convert.run import Prepared, share_of, units_at_once
+from ptqpipe.stages.convert.memory import share_of, units_at_once
+from ptqpipe.stages.convert.prepare import Prepared
 from ptqpipe.statistics import BLOCK, InputStatistics, Statistics
 
 READ_BYTES = 32 << 20

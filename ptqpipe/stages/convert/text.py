@@ -13,7 +13,9 @@ from ptqpipe.search import search_names
 from ptqpipe.stages.common.machine import WORKER_BYTES, Machine
 from ptqpipe.stages.common.text import decibels, mebibytes, name_pattern, role_of, size_text, table
 from ptqpipe.stages.convert.estimate import estimate_seconds
-from ptqpipe.stages.convert.run import Converted, Prepared, least_memory, most_extra, share_of, units_at_once
+from ptqpipe.stages.convert.memory import least_memory, most_extra, share_of, units_at_once
+from ptqpipe.stages.convert.prepare import Prepared
+from ptqpipe.stages.convert.run import Converted
 
 
 def header_text(prepared: Prepared, machine: Machine) -> str:

@@ -37,7 +37,7 @@ from ptqpipe.runtime.loading import read_config
 from ptqpipe.stages.common.block_folder import BlockFolder
 from ptqpipe.stages.common.machine import Machine, compute_threads, resident_bytes, threads
 from ptqpipe.stages.common.progress import Progress, Step
-from ptqpipe.stages.convert import run as convert
+from ptqpipe.stages.convert.prepare import Prepared, prepare
 from ptqpipe.stages.tune.block import BlockWork
 from ptqpipe.stages.tune.follow import follow
 
@@ -105,7 +105,7 @@ def tune(
         raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
     if not 0.0 <= options.share <= 1.0:
         raise UsageError(f"--share {options.share} is out of range; use 0 (nothing is made up for) to 1 (all of it)")
-    prepared = convert.prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
+    prepared = prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
     with prepared:
         source = prepared.source
         if any(unit.scheme.low_rank is not None for unit in prepared.plan.units):
@@ -138,9 +138,7 @@ def tune(
     return Tuned(out, content, time.monotonic() - begun, resident_bytes().peak)
 
 
-def _run(
-    prepared: convert.Prepared, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine
-) -> None:
+def _run(prepared: Prepared, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine) -> None:
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
     runner = Runner.open(skeleton, samples.windows, device=machine.device, spill=folder.paths.partial)
     steps = {name: Step(name, i, skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
@@ -160,7 +158,7 @@ def _run(
 
 def _tune_block(
     block: Block,
-    prepared: convert.Prepared,
+    prepared: Prepared,
     runner: Runner,
     folder: BlockFolder,
     options: TuneOptions,
@@ -275,7 +273,7 @@ def _read_codes(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dic
         return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
 
 
-def _content(prepared: convert.Prepared, samples: Samples, options: TuneOptions, folder: BlockFolder) -> dict[str, Any]:
+def _content(prepared: Prepared, samples: Samples, options: TuneOptions, folder: BlockFolder) -> dict[str, Any]:
     """rounding.json."""
     blocks = folder.done
     source = prepared.source

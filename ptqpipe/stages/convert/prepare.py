@@ -1,0 +1,158 @@
+"""A conversion decided from headers: the fate of every tensor, every byte's place, statistics and codes checked.
+
+Reads no weight and writes nothing. Must not know how units are quantized.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ptqpipe._version import __version__
+from ptqpipe.checkpoint.source import check_disjoint, resolve_source
+from ptqpipe.containers import Container, get_container
+from ptqpipe.errors import UsageError
+from ptqpipe.plan import Plan, make_plan
+from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
+from ptqpipe.rounding import Rounding
+from ptqpipe.search import get_search
+from ptqpipe.source import Source
+from ptqpipe.stages.common import kv_cache
+from ptqpipe.stages.common.biases import corrected_biases, with_reasons
+from ptqpipe.stages.common.input_scales import InputScales
+from ptqpipe.stages.common.jobs import (
+    run_id_of,
+)
+from ptqpipe.stages.common.moments import (
+    open_statistics,
+)
+from ptqpipe.stages.common.outputs import (
+    Outputs,
+    abilities_of,
+    check_readable,
+    check_supported,
+    make_outputs,
+)
+from ptqpipe.statistics import Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A conversion that is decided to the byte and has read no weight. A context manager; or call ``close``."""
+
+    source_path: Path
+    out: Path
+    recipe: Recipe
+    plan: Plan
+    outputs: Outputs
+    source: Source
+    container: Container
+    run_parts: Mapping[str, str]
+    input_scales: InputScales
+    statistics: Statistics | None = None
+    rounding: Rounding | None = None
+
+    @property
+    def run_id(self) -> str:
+        """Identifies source, recipe, layout and version: a run resumes only itself."""
+        return run_id_of(self.run_parts)
+
+    def __enter__(self) -> "Prepared":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files of the source, of the statistics and of learned codes."""
+        for opened in (self.source, self.statistics, self.rounding):
+            if opened is not None:
+                opened.close()
+
+
+def best_with(options: RecipeOptions, *, stats: Path | None, recipe_path: Path | None) -> RecipeOptions:
+    """The options with the best algorithm that statistics allow, where neither they nor a recipe name one."""
+    if stats is None or recipe_path is not None or options.algorithm is not None or options.weighting is not None:
+        return options
+    return replace(options, algorithm="gptq")
+
+
+def prepare(
+    model: str | Path,
+    *,
+    options: RecipeOptions | None = None,
+    recipe_path: Path | None = None,
+    out: Path | None = None,
+    stats: Path | None = None,
+    rounding: Path | None = None,
+) -> Prepared:
+    """Everything that can be decided from headers. Raises before any weight is read; writes nothing.
+
+    stats     a folder of `ptqpipe calibrate`; rounding  one of `ptqpipe tune`: its codes are written as they are
+    """
+    recipe = build_recipe(options or RecipeOptions(), path=recipe_path)
+    for rule in recipe.rules:
+        get_search(rule.search)
+    container_name = recipe.container_name
+    container = get_container(container_name)
+    check_supported(container, recipe)
+    path = resolve_source(str(model))
+    source = Source.open(path)
+    statistics = learned = None
+    try:
+        source.check_requantizable()
+        plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))
+        plan = with_reasons(plan, corrected_biases(plan, source, recipe))
+        outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
+        check_readable(outputs, plan, source, container)
+        statistics = open_statistics(stats, source, plan, recipe=recipe)
+        kv_cache.check_statistics(dict(job.cache for job in outputs.jobs if job.cache is not None), statistics)
+        learned = open_rounding(rounding, source, plan)
+        target = out if out is not None else default_out(str(model), path, recipe)
+        check_disjoint(path, target)
+        parts = {
+            "source": source.reader.fingerprint(),
+            "recipe": recipe.digest,
+            "layout": outputs.layout.digest,
+            "version": __version__,
+        }
+        if statistics is not None:
+            parts["statistics"] = statistics.digest
+        if learned is not None:
+            parts["rounding"] = learned.digest
+        scales = InputScales(recipe, statistics)
+        return Prepared(path, target, recipe, plan, outputs, source, container, parts, scales, statistics, learned)
+    except BaseException:
+        for opened in (source, statistics, learned):
+            if opened is not None:
+                opened.close()
+        raise
+
+
+def open_rounding(path: Path | None, source: Source, plan: Plan) -> Rounding | None:
+    """Learned codes, checked against model and plan. UsageError where they are another model's, or lack a weight."""
+    if path is None:
+        return None
+    found = Rounding.open(path)
+    if found.model_fingerprint != source.reader.fingerprint():
+        found.close()
+        raise UsageError(f"{path} was tuned on another model than {source.reader.path}; tune this one")
+    for unit in plan.units:
+        if unit.scheme.low_rank is not None:
+            found.close()
+            raise UsageError(f"{path} has codes that were learned without a low-rank part; leave low_rank out")
+        keys = [member.key for member in unit.members]
+        missing = [key for key in keys if not found.has(key)]
+        if missing and len(missing) < len(keys):
+            found.close()
+            raise UsageError(f"{path} has no codes of '{missing[0]}', but of what shares its scale; tune again")
+    if not any(found.has(member.key) for unit in plan.units for member in unit.members):
+        found.close()
+        raise UsageError(f"{path} has codes of no weight that the recipe quantizes; tune with the same recipe")
+    return found
+
+
+def default_out(model: str, path: Path, recipe: Recipe) -> Path:
+    """``<model>-NVFP4A16`` in the working directory; ``-MIXED`` for several schemes."""
+    schemes = recipe.schemes()
+    name = path.resolve().name if Path(model).exists() else model.rsplit("/", 1)[-1]
+    return Path(f"{name}-{schemes[0].suffix if len(schemes) == 1 else 'MIXED'}")
