@@ -18,7 +18,7 @@ from ptqpipe.runtime.activations import GROUP, InputQuantizer
 from ptqpipe.runtime.kv_cache import simulate_kv_cache
 from ptqpipe.runtime.names import Home, Homes
 from ptqpipe.runtime.parallel import TensorParallel
-from ptqpipe.runtime.replace import packed_places
+from ptqpipe.runtime.replace import Place, other_shape, packed_places
 from ptqpipe.runtime.shard import ShardPlan, axis_of, connect, is_transposed, make_plan, shrink
 from ptqpipe.runtime.simulate import input_quantizer, simulate_activations
 from ptqpipe.runtime.state import LazyTensor, Region, checkpoint_name, lazy_state, parameter_names
@@ -65,13 +65,7 @@ def prepare(
     UsageError for ranks that do not divide the model or activations that cannot be simulated, before any weight is
     read; CheckpointError for a damaged checkpoint.
     """
-    names = parameter_names(source)
-    find = Homes(model, conversions)
-    homes = {name: find.of(checkpoint_name(name)) for name in names}
-    blocks = _blocks(source, homes)
-    plan = make_plan(model, ranks or TensorParallel(), columns=lambda name: blocks.get(name, 1))
-    regions = {name: _region(model, source, name, homes[name], plan) for name in names}
-    places = packed_places(model, source, homes) if packed else []
+    homes, plan, regions, places = decide(model, source, conversions, ranks or TensorParallel(), packed=packed)
     quantizers = {name: _quantizers(source, source.stored[name], activations) for x in places for name in x.weights}
     shrink(model, plan)
     for place in places:
@@ -79,6 +73,34 @@ def prepare(
     gone = frozenset(quantizers)
     state = lazy_state(source, {name: region for name, region in regions.items() if name not in gone})
     return Filling(source, homes, plan, state, gone, activations)
+
+
+def decide(
+    model: Any, source: Source, conversions: Sequence[Any], ranks: TensorParallel, *, packed: bool
+) -> tuple[dict[str, list[Home]], ShardPlan, dict[str, Region], list[Place]]:
+    """Where each tensor goes, how the model is cut, what this rank reads of each, and which weights stay packed.
+
+    From names and headers alone; raises what `prepare` does.
+    """
+    names = parameter_names(source)
+    find = Homes(model, conversions)
+    homes = {name: find.of(checkpoint_name(name)) for name in names}
+    for name in names:
+        _check_shape(model, source, name, homes[name])
+    blocks = _blocks(source, homes)
+    plan = make_plan(model, ranks, columns=lambda name: blocks.get(name, 1))
+    regions = {name: _region(model, source, name, homes[name], plan) for name in names}
+    return homes, plan, regions, packed_places(model, source, homes) if packed else []
+
+
+def _check_shape(model: Any, source: Source, name: str, homes: Sequence[Home]) -> None:
+    """CheckpointError for a tensor that goes where another shape is; the model has its whole ones."""
+    stored = source.tensors[name][1]
+    for home in homes:
+        if home.plain and not home.merged:
+            expected = tuple(getattr(model.get_submodule(home.module), home.leaf).shape)
+            if expected != tuple(stored):
+                raise other_shape(source, name, stored, expected)
 
 
 def _blocks(source: Source, homes: Mapping[str, list[Home]]) -> dict[str, int]:

@@ -8,13 +8,15 @@ plan; ``fill.py`` puts the numbers in.
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.distributed import ProcessGroup
 
-from ptqpipe.errors import CheckpointError, UsageError, one_line
+from ptqpipe.errors import CheckpointError, PtqError, UsageError, one_line
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
 from ptqpipe.runtime.parallel import AllReduce, RunCollective, TensorParallel
 from ptqpipe.source import Source
@@ -99,7 +101,7 @@ def _load(
     path: Path, ranks: TensorParallel, *, dtype: torch.dtype | str, packed: bool, activations: Activations
 ) -> Any:
     with Source.open(path) as source:
-        config = read_config(source.reader.path)
+        config, generation = read_config(source.reader.path), read_generation_config(source.reader.path)
         fillings: list[Filling] = []
 
         def state(model: Any, conversions: Any) -> Any:
@@ -110,6 +112,8 @@ def _load(
 
         model = _fill(source, config, dtype_of(dtype, config), state)
         fillings[0].finish(model)
+    if generation is not None:
+        model.generation_config = generation
     model.tensor_parallel = ranks
     return model
 
@@ -134,8 +138,9 @@ def read_config(path: Path) -> Any:
     except ImportError:
         raise UsageError("running a model needs transformers; pip install 'ptqpipe[hf]'") from None
     try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with quiet():  # what it says of a file that it does not understand becomes one error
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # of what kind depends on the family's code
         raise CheckpointError(
             f"transformers does not understand {path / 'config.json'}: {_first_line(error)}; update transformers, "
             "or check the file"
@@ -158,33 +163,82 @@ def dtype_of(dtype: torch.dtype | str, config: Any) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _fill(source: Source, config: Any, dtype: torch.dtype, state: Prepare) -> Any:
-    """The model of ``config`` with the tensors of ``source``: built on the meta device, filled one by one."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
-    from transformers.utils import logging
+def read_generation_config(path: Path) -> Any:
+    """transformers' generation config of a checkpoint, None without one. CheckpointError for one that is damaged."""
+    from transformers import GenerationConfig
 
-    path = source.reader.path
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return None
+    try:
+        with quiet():
+            found = GenerationConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"transformers does not understand {file}: {_first_line(error)}; check the file"
+        ) from None
+    ends = found.eos_token_id if isinstance(found.eos_token_id, (list, tuple)) else [found.eos_token_id]
+    if not all(end is None or type(end) is int for end in ends):
+        raise CheckpointError(f"{file} has eos_token_id {found.eos_token_id!r}, expected a token's number or a list")
+    return found
+
+
+def model_class_of(config: Any, path: Path) -> Any:
+    """transformers' class of the causal model of ``config``, of the checkpoint at ``path``. CheckpointError without."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(f"{path} is a {config.model_type!r} model, which transformers has no causal model for")
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def no_model(path: Path, error: Exception) -> CheckpointError:
+    """The error of a checkpoint whose config.json no model can be made of."""
+    what = f"{type(error).__name__}: {_first_line(error)}"
+    return CheckpointError(f"transformers makes no model of {path / 'config.json'} ({what}); check the file")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and messages meanwhile."""
+    from transformers.utils import logging
+
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)  # what its report says becomes one error below
+    logging.set_verbosity(logging.CRITICAL)
     try:
-        with instead_of_files(model_class, state):
-            model, info = model_class.from_pretrained(
-                None, config=config, state_dict={}, dtype=dtype, output_loading_info=True
-            )
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} does not fit its config.json: {_first_line(error)}") from None
+        yield
     finally:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+def _fill(source: Source, config: Any, dtype: torch.dtype, state: Prepare) -> Any:
+    """The model of ``config`` with the tensors of ``source``: built on the meta device, filled one by one."""
+    path, made = source.reader.path, False
+    model_class = model_class_of(config, path)
+
+    def noted(model: Any, conversions: Any) -> Any:
+        nonlocal made
+        made = True
+        return state(model, conversions)
+
+    try:
+        with quiet(), instead_of_files(model_class, noted):  # what its report says becomes one error below
+            model, info = model_class.from_pretrained(
+                None, config=config, state_dict={}, dtype=dtype, output_loading_info=True
+            )
+    except PtqError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} does not fit its config.json: {_first_line(error)}") from None
+    except Exception as error:
+        if made:
+            raise
+        raise no_model(path, error) from None
     _check_fit(source, info)
     model.config.name_or_path = str(path)
-    if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
     return model.eval()
 
 
@@ -213,4 +267,6 @@ def _check_fit(source: Source, info: Any) -> None:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return " ".join(lines[:2])
     return lines[0] if lines else type(error).__name__

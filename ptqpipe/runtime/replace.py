@@ -86,7 +86,8 @@ Place = PackedLinearPlace | PackedExpertsPlace
 def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]]) -> list[Place]:
     """Where packed layers go in a model on the meta device, which has its whole shapes.
 
-    CheckpointError for a weight of another shape than the layer's, which is what config.json says.
+    Weights that are parameters by themselves have their shapes. CheckpointError for matrices that are not the parts of
+    a stack that config.json makes of them.
     """
     fed: dict[str, list[tuple[str, Home]]] = {}
     for name, found in homes.items():
@@ -103,7 +104,6 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
         if is_experts(owner) and leaf in (first_stack(owner), "down_proj"):
             stacks.setdefault(module, {})[leaf] = parts
         elif type(owner) is torch.nn.Linear and leaf == "weight" and _is_matrix(source, parts):
-            _check_shape(source, [parts[0][0]], tuple(owner.weight.shape))
             places.append(PackedLinearPlace(module, parts[0][0]))
     for module, fed_by in stacks.items():
         by_stack = {leaf: _by_expert(model.get_submodule(module), source, parts) for leaf, parts in fed_by.items()}
@@ -118,22 +118,21 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
 def _check_experts(module: Any, leaf: str, source: Source, by_expert: Sequence[Sequence[str]]) -> None:
     """CheckpointError where the matrices of a stack's experts are not the slices of its parameter."""
     shape = tuple(getattr(module, leaf).shape[1:])
-    shape = (shape[1], shape[0]) if module.is_transposed else shape
+    rows, columns = reversed(shape) if module.is_transposed else shape
     for parts in by_expert:
-        _check_shape(source, parts, (shape[0], shape[1]))
+        expected = (rows // len(parts), columns)  # a gate's and an up part's have equal shares of the rows
+        for name in parts:
+            if source.stored[name].shape != expected:
+                raise other_shape(source, name, source.stored[name].shape, expected)
 
 
-def _check_shape(source: Source, parts: Sequence[str], expected: tuple[int, ...]) -> None:
-    """CheckpointError where matrices, one above the other, are not a matrix of the ``expected`` [out, in]."""
-    for name in parts:
-        rows, columns = source.stored[name].shape
-        # Matrices side by side have equal shares of the rows: a gate's and an up part's.
-        if (rows * len(parts), columns) != expected:
-            wanted = f"{expected[0] // len(parts)}x{expected[1]}"
-            raise CheckpointError(
-                f"{source.reader.path}: {name!r} is {rows}x{columns}, its config.json makes it {wanted}; one of the "
-                "two is of another model or damaged"
-            )
+def other_shape(source: Source, name: str, stored: Sequence[int], expected: Sequence[int]) -> CheckpointError:
+    """The error of a tensor whose shape is not the one that config.json says."""
+    found, wanted = ("x".join(map(str, shape)) or "a number" for shape in (stored, expected))
+    return CheckpointError(
+        f"{source.reader.path}: {name!r} is {found}, its config.json makes it {wanted}; one of the two is of another "
+        "model or damaged"
+    )
 
 
 def _is_matrix(source: Source, parts: Sequence[tuple[str, Home]]) -> bool:

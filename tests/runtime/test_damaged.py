@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load, load_model
+from ptqpipe.runtime.check import check_load
 from ptqpipe.runtime.parallel import TensorParallel
-from tests.containers.builders import Checkpoint
+from tests.containers.builders import Checkpoint, read_checkpoint
 from tests.runtime.models import quantized
 from tests.runtime.test_kv_cache import SCHEME, scales_named, with_scales
 
@@ -135,3 +136,60 @@ def test_a_damaged_scale_of_the_kv_cache_is_refused(
     scales[name][0] = value
     made = with_scales(quantized(sources["llama"], "compressed_tensors", "nvfp4"), scales, SCHEME)
     refused(made.save(tmp_path / "q"), name, f"{value:g}")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("name", "value"), [("vocab_size", 97), ("intermediate_size", 128), ("head_dim", 16)])
+def test_a_plain_checkpoint_of_another_shape_names_the_tensor(
+    sources: Mapping[str, Path], tmp_path: Path, name: str, value: int, packed: bool
+) -> None:
+    path = with_config(read_checkpoint(sources["llama"]), tmp_path / "q", **{name: value})
+    refused(path, "weight' is ", "its config.json makes it ", packed=packed)
+
+
+CONFIGS = [
+    ({"num_attention_heads": 0}, "integer modulo by zero"),
+    ({"num_hidden_layers": "x"}, "'num_hidden_layers' expected int, got str"),
+    ({"rms_norm_eps": "x"}, "'rms_norm_eps' expected float, got str"),
+    ({"hidden_act": "nosuch"}, "nosuch"),
+    ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}, "nosuch"),
+    ({"model_type": "nosuch", "auto_map": {"AutoConfig": "evil.Evil"}}, "custom code"),
+    ({"max_position_embeddings": -5}, "max_position_embeddings -5, expected 1 or more"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), CONFIGS)
+def test_a_config_that_makes_no_model_is_one_line_and_nobody_is_asked(
+    sources: Mapping[str, Path], tmp_path: Path, changes: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: object) -> str:
+        raise AssertionError("a question")
+
+    monkeypatch.setattr("builtins.input", asked)
+    path = with_config(read_checkpoint(sources["llama"]), tmp_path / "q", **changes)
+    with pytest.raises(CheckpointError) as error:
+        check_load(path)
+    assert says in str(error.value)
+    assert "config.json" in str(error.value)
+    if "max_position_embeddings" not in changes:  # nothing but a service has a use for it
+        refused(path, says, "config.json")
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "not a valid JSON"), ('{"eos_token_id": "x"}', "eos_token_id 'x'")])
+def test_a_damaged_generation_config_is_one_line(
+    sources: Mapping[str, Path], tmp_path: Path, text: str, says: str
+) -> None:
+    path = read_checkpoint(sources["llama"]).save(tmp_path / "q")
+    (path / "generation_config.json").write_text(text)
+    refused(path, says, "generation_config.json")
+    with pytest.raises(CheckpointError, match="generation_config"):
+        check_load(path)
+
+
+def test_what_does_not_load_is_known_before_ranks_start(sources: Mapping[str, Path], tmp_path: Path) -> None:
+    made = quantized(sources["llama"], "compressed_tensors", "nvfp4")
+    check_load(made.save(tmp_path / "q"), tp=2)
+    with pytest.raises(UsageError, match="tp=16 does not divide"):
+        check_load(tmp_path / "q", tp=16)
+    with pytest.raises(CheckpointError, match=r"its config\.json makes it"):
+        check_load(with_config(made, tmp_path / "other", head_dim=16))

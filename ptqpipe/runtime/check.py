@@ -1,0 +1,51 @@
+"""What can be known of a load before it: whether config.json makes a model that the checkpoint fits and ranks divide.
+
+Headers and an empty model are enough for that, so a service can refuse in a second what would otherwise stop every one
+of its ranks in the middle of loading. Reads no weight.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.errors import CheckpointError
+from ptqpipe.runtime.fill import decide
+from ptqpipe.runtime.loading import model_class_of, no_model, quiet, read_config, read_generation_config
+from ptqpipe.runtime.parallel import TensorParallel
+from ptqpipe.source import Source
+
+
+def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> None:
+    """Raises what `load` with the same arguments would raise before it reads a weight.
+
+    UsageError where ``tp`` ranks do not divide the model, CheckpointError where files contradict each other.
+    """
+    with Source.open(Path(ckpt)) as source:
+        path = source.reader.path
+        config = read_config(path)
+        read_generation_config(path)
+        model = empty_model(config, path)
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        decide(model, source, list(get_model_conversion_mapping(model)), TensorParallel(tp), packed=packed)
+
+
+def empty_model(config: Any, path: Path) -> Any:
+    """The model of ``config``, of the checkpoint at ``path``, on the meta device. CheckpointError where it is none."""
+    model_class = model_class_of(config, path)
+    vocabulary, longest = config.get_text_config().vocab_size, _positions(config)
+    if vocabulary < 1 or longest < 1:
+        name, value = ("vocab_size", vocabulary) if vocabulary < 1 else ("max_position_embeddings", longest)
+        raise CheckpointError(f"{path / 'config.json'} has {name} {value}, expected 1 or more")
+    try:
+        with quiet(), torch.device("meta"):
+            return model_class(config)
+    except Exception as error:  # of what kind depends on the family's code
+        raise no_model(path, error) from None
+
+
+def _positions(config: Any) -> int:
+    """The longest sequence; a model without a number for it has no limit."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return 1 if found is None else int(found)
