@@ -40,12 +40,20 @@ class FormatError(PtqError):
     """A number format is unknown, or does not fit the tensor that it was asked for."""
 
 
+class UnknownFormat(FormatError):
+    """A format that is asked for by a name that nobody knows."""
+
+    exit_code = 2
+
+
 class NumericsError(PtqError):
     """A tensor holds values (NaN, inf, magnitudes out of range) that cannot be quantized faithfully."""
 
 
 class RecipeError(PtqError):
-    """A recipe is malformed or contradicts itself."""
+    """A recipe, which is part of the call, is malformed or contradicts itself."""
+
+    exit_code = 2
 
 
 class OutputError(PtqError):

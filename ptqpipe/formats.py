@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from ptqpipe.errors import FormatError
+from ptqpipe.errors import FormatError, UnknownFormat
 
 WHOLE = 0  # a block extent of 0 means "the whole axis"
 
@@ -188,7 +188,7 @@ def get_codec(name: str) -> Codec:
         signed, exponent, mantissa = not match[1], int(match[2]), int(match[3])
         if 3 <= exponent + mantissa + signed <= 8 and 1 <= exponent <= 7:  # 8 leave float32
             return minifloat(name, exponent, mantissa, signed=signed)
-    raise FormatError(f"unknown codec {name!r}; known are {', '.join(CODECS)} and minifloats eXmY of 3 to 8 bits")
+    raise UnknownFormat(f"unknown codec {name!r}; known are {', '.join(CODECS)} and minifloats eXmY of 3 to 8 bits")
 
 
 @cache

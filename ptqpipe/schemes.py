@@ -8,7 +8,7 @@ research format (``e2m1/8/ue5m3``) is a weight-only scheme of its own.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ptqpipe.errors import FormatError
+from ptqpipe.errors import UnknownFormat
 from ptqpipe.formats import Format, get_format
 
 
@@ -132,6 +132,6 @@ def get_scheme(name: str) -> Scheme:
         fmt = get_format(name)
         return Scheme(fmt.name, fmt, Activation.NONE, fmt.name.upper().replace("/", "-"), container="ptqpipe")
     known = ", ".join(SCHEMES)
-    raise FormatError(
+    raise UnknownFormat(
         f"unknown format {name!r}; known are {known}, or element/block/scale[/global] such as e2m1/8/ue5m3"
     )

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -311,3 +313,76 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_resumes(here: Path) -> Non
     assert not (here / "out").exists()
     assert run(*args, "--resume").exit_code == 0
     assert run("verify", "out", "--source", "model").exit_code == 0
+
+
+def test_every_example_of_the_help_is_a_call_that_parses() -> None:
+    for name, command in main.commands.items():
+        for one in command.commands.values() if isinstance(command, click.Group) else [command]:
+            words = shlex.split((one.epilog or "").removeprefix("Example: "))
+            assert words[:2] == ["ptqpipe", name], name
+            one.make_context(name, words[3 if isinstance(command, click.Group) else 2 :])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "model", "-o", "out"),
+        ("eval", "model", "--data", "file"),
+        ("calibrate", "model", "--data", "file", "-o", "out"),
+        ("dequantize", "model"),
+        ("transform", "model", "--apply", "rotate", "-o", "out"),
+    ],
+)
+def test_float_types_have_one_spelling_and_take_the_other(here: Path, command: tuple[str, ...]) -> None:
+    (name, *arguments) = command
+    for word in ("bf16", "bfloat16", "BF16"):
+        parsed = main.commands[name].make_context(name, [*arguments, "--dtype", word])
+        assert parsed.params["dtype"] == ("bf16" if name in ("dequantize", "transform") else "bfloat16")
+    assert "'int3' is unknown; use" in refused(*command, "--dtype", "int3")
+    assert run(*command, "--dtype", "int3").exit_code == 2
+
+
+BAD_USAGE: list[tuple[tuple[str, ...], str]] = [
+    (("convert", "model", "-o", "pickled"), "exists and is not empty"),
+    (("convert", "model", "--format", "nope", "-o", "out"), "unknown format 'nope'"),
+    (("convert", "model", "--recipe", "nvfp4", "-o", "out"), "in the folder recipes/, or --format nvfp4"),
+    (("plan", "model", "--budget", "4.75", "-o", "out.yaml"), "write 4.75bits"),
+    (("plan", "model", "--budget", "5bits", "-o", "file"), "not a recipe of ptqpipe plan"),
+    (("report", "model", "-o", "q.pdf"), "ends in neither .html nor .md"),
+    (("verify", "model", "--stats", "empty", "--source", "nope"), "holds no stats.json"),
+    (("generate", "model", "--seqlen", "8", "-o", "file"), "--overwrite"),
+]
+
+
+@pytest.mark.parametrize(("args", "words"), BAD_USAGE, ids=[" ".join(args) for args, _ in BAD_USAGE])
+def test_a_call_that_is_wrong_ends_with_exit_code_2(here: Path, args: tuple[str, ...], words: str) -> None:
+    before = tiny.bytes_of(here)
+    assert words in refused(*args)
+    assert run(*args).exit_code == 2
+    assert tiny.bytes_of(here) == before
+
+
+def test_plots_that_cannot_be_drawn_are_found_before_anything_is_computed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("ptqpipe.stages.simulate.run.error_rows", lambda _: pytest.fail("computed"))
+    assert "plots need matplotlib" in refused("simulate", "allreduce", "--plot", "plots")
+    assert not (here / "plots").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("calibrate", "--data", "file", "-o", "out"),
+        ("tune", "--data", "file", "-o", "out"),
+        ("eval", "--data", "file"),
+        ("generate", "-o", "out"),
+        ("plan", "--budget", "5bits", "--measure", "file", "-o", "out.yaml"),
+        ("convert", "-o", "out"),
+    ],
+)
+def test_a_broken_config_is_named_as_such(here: Path, command: tuple[str, ...]) -> None:
+    (here / "model" / "config.json").write_text("{")
+    name, *arguments = command
+    assert "config.json" in refused(name, "model", *arguments)

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ptqpipe.cli.common import (
+    Dtype,
     Size,
     devices_of,
     machine_of,
@@ -17,23 +18,26 @@ from ptqpipe.cli.common import (
 )
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe calibrate MODEL --data text.jsonl -o stats")
 @click.argument("model")
 @click.option(
     "--data",
     multiple=True,
     metavar="FILE",
-    help="Text like what the model will serve: .txt, .jsonl, .parquet, or a data set NAME:CONFIG:SPLIT. Repeatable.",
+    help="Text like what the model will serve: .txt, .jsonl, .parquet, or a data set NAME:CONFIG:SPLIT. Repeatable.  "
+    "[required]",
 )
-@click.option("--field", metavar="NAME", help="Field of a row [messages, text, content, prompt, ...].")
+@click.option("--field", metavar="NAME", help="Field of a row.  [default: messages, text, content, prompt, ...]")
 @click.option("--samples", type=int, default=128, show_default=True, metavar="N", help="Windows to run.")
 @click.option(
     "--holdout",
     type=int,
     metavar="N",
-    help="Further windows for judging what convert makes of these; moments are kept twice [samples / 8].",
+    help="Further windows for judging what convert makes of these; moments are kept twice.  [default: samples / 8]",
 )
-@click.option("--seqlen", type=int, metavar="N", help="Tokens of a window [2048, at most the model's positions].")
+@click.option(
+    "--seqlen", type=int, metavar="N", help="Tokens of a window.  [default: the model's positions, at most 2048]"
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the windows.")
 @click.option(
     "--moments",
@@ -43,12 +47,18 @@ from ptqpipe.cli.common import (
     help="diagonal, block (16x16), full: GPTQ, convert's choice with --stats, needs it; 4 bytes for every pair of a "
     "layer's inputs, twice with held-out windows. diagonal,block is small and fits convert --algorithm rtn.",
 )
-@click.option("--dtype", default="float32", show_default=True, help="float32, float64, bfloat16, float16 or auto.")
+@click.option(
+    "--dtype",
+    type=Dtype("fp32", "fp64", "bf16", "fp16", "auto"),
+    default="fp32",
+    show_default=True,
+    help="What the model computes in; auto: the checkpoint's own.",
+)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Statistics folder to write.")
 @click.option(
     "--max-memory", type=Size(), default="8GiB", show_default=True, help="Samples that do not fit go to disk."
 )
-@click.option("--workers", type=int, metavar="N", help="Threads [physical cores].")
+@click.option("--workers", type=int, metavar="N", help="Threads.  [default: physical cores]")
 @click.option(
     "--device",
     default="cpu",

@@ -59,6 +59,34 @@ class Size(click.ParamType[int]):
         return int(size)
 
 
+_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class Dtype(click.ParamType[str]):
+    """A float type in either spelling, ``bf16`` or ``bfloat16``; "auto" where ``auto`` says so.
+
+    long  whether the stage wants the long spelling
+    """
+
+    name = "dtype"
+
+    def __init__(self, *known: str, long: bool = True) -> None:
+        """``known``: short spellings, as help and messages say them."""
+        self._known, self._long = known, long
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The spelling that the stage wants; click's error for an unknown one."""
+        word = str(value).strip().lower()
+        short = next((short for short, long in _DTYPES.items() if word == long), word)
+        if short not in self._known:
+            self.fail(f"{value!r} is unknown; use {', '.join(self._known)}", param, ctx)
+        return _DTYPES.get(short, short) if self._long else short
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """The words themselves."""
+        return "|".join(self._known)
+
+
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R | None]:
     """PtqError, disk errors and Ctrl-C become one line on stderr and an exit code; anything else is a bug, with its
     trace."""
@@ -150,7 +178,7 @@ def run_options(counted: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
 
 def _run_options(counted: str) -> list[Callable[[Callable[..., R]], Callable[..., R]]]:
     return [
-        click.option("--workers", type=int, metavar="N", help=f"{counted} [processors, at most 16]."),
+        click.option("--workers", type=int, metavar="N", help=f"{counted}.  [default: processors, at most 16]"),
         click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory."),
         click.option("--resume", is_flag=True, help="Continue an interrupted run."),
         click.option("--overwrite", is_flag=True, help="Replace an existing output."),

@@ -10,7 +10,7 @@ import click
 from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks_of, resume_command
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe convert MODEL --format nvfp4 -o OUT")
 @click.argument("model")
 @click.option(
     "--format",

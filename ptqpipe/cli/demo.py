@@ -7,7 +7,7 @@ import click
 from ptqpipe.cli.common import machine_of, one_line_errors
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe demo -o ptqpipe-demo")
 @click.option(
     "-o",
     "--out",
@@ -25,7 +25,7 @@ def demo(out: Path) -> None:
     click.echo(stage.demo_text(stage.run_demo(out, machine=machine)))
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe formats")
 def formats() -> None:
     """List formats, containers and searches."""
     from ptqpipe.stages.convert import text as tables

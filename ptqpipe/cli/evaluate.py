@@ -8,10 +8,10 @@ from typing import Literal, cast
 
 import click
 
-from ptqpipe.cli.common import Size, one_line_errors
+from ptqpipe.cli.common import Dtype, Size, one_line_errors
 
 
-@click.command(name="eval")
+@click.command(name="eval", epilog="Example: ptqpipe eval CKPT --baseline MODEL --data held-out.txt")
 @click.argument("ckpt")
 @click.option("--baseline", metavar="MODEL", help="The model to compare with: the one that CKPT was made from.")
 @click.option(
@@ -21,15 +21,23 @@ from ptqpipe.cli.common import Size, one_line_errors
     metavar="FILE",
     help="Text to score: .txt, .jsonl or .parquet. Repeatable.",
 )
-@click.option("--window", type=int, metavar="N", help="Tokens of context [the model's positions, at most 2048].")
-@click.option("--stride", type=int, metavar="N", help="Windows begin every N tokens [the window].")
+@click.option(
+    "--window", type=int, metavar="N", help="Tokens of context.  [default: the model's positions, at most 2048]"
+)
+@click.option("--stride", type=int, metavar="N", help="Windows begin every N tokens.  [default: the window]")
 @click.option("--max-tokens", type=int, metavar="N", help="Use the first N tokens of each file.")
 @click.option("--tasks", default="", metavar="A,B", help="lm-eval's tasks, or local_piqa, local_lambada, ...")
 @click.option("--task-data", type=click.Path(path_type=Path), metavar="DIR", help="The files of the local_ tasks.")
 @click.option("--include-path", type=click.Path(path_type=Path), metavar="DIR", help="Further lm-eval task YAMLs.")
 @click.option("--limit", type=int, metavar="N", help="Use the first N samples of each task.")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Of the tasks.")
-@click.option("--dtype", default="float32", show_default=True, help="float32, bfloat16, float16 or auto.")
+@click.option(
+    "--dtype",
+    type=Dtype("fp32", "bf16", "fp16", "auto"),
+    default="fp32",
+    show_default=True,
+    help="What both models compute in; auto: the checkpoint's own.",
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option(
     "--activations",
@@ -38,9 +46,13 @@ from ptqpipe.cli.common import Size, one_line_errors
     show_default=True,
     help="Quantize activations as the format says, or not.",
 )
-@click.option("--cache-dir", type=click.Path(path_type=Path), help="Where the baseline's logits are kept.")
+@click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    help="Where the baseline's logits are kept.  [default: ~/.cache/ptqpipe]",
+)
 @click.option("--cache-size", type=Size(), default="16GiB", show_default=True, help="Limit of the cache; 0: none.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Where the JSON goes [<ckpt>.eval.json].")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Where the JSON goes.  [default: <ckpt>.eval.json]")
 @click.option("--overwrite", is_flag=True, help="Replace an eval file that holds more than this call measures.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar.")

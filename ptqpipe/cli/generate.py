@@ -4,10 +4,10 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import machine_of, one_line_errors
+from ptqpipe.cli.common import Dtype, machine_of, one_line_errors
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe generate MODEL --samples 128 --seqlen 512 -o own.jsonl")
 @click.argument("model")
 @click.option(
     "--samples",
@@ -17,13 +17,21 @@ from ptqpipe.cli.common import machine_of, one_line_errors
     metavar="N",
     help="Windows to calibrate on; one more is written for every 8 of them, which calibrate holds out.",
 )
-@click.option("--seqlen", type=int, metavar="N", help="Tokens of a window [2048, at most the model's positions].")
+@click.option(
+    "--seqlen", type=int, metavar="N", help="Tokens of a window.  [default: the model's positions, at most 2048]"
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
-@click.option("--dtype", default="float32", show_default=True, metavar="NAME", help="float32, bfloat16, float16, auto.")
+@click.option(
+    "--dtype",
+    type=Dtype("fp32", "bf16", "fp16", "auto"),
+    default="fp32",
+    show_default=True,
+    help="What the model computes in; auto: the checkpoint's own.",
+)
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), required=True, help="File of token ids to write (.jsonl)."
 )
-@click.option("--workers", type=int, metavar="N", help="Most threads [physical cores].")
+@click.option("--workers", type=int, metavar="N", help="Most threads.  [default: physical cores]")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
@@ -44,10 +52,6 @@ def generate(
     from ptqpipe.stages import generate as stage
 
     machine = machine_of(workers, device, 8 << 30, progress=not quiet, waits=False)
-    if not quiet:
-        click.echo(
-            f"{model} writes {samples} windows, and one more for every 8 to hold out; it is loaded first", err=True
-        )
     done = stage.generate(
         model,
         out,
@@ -57,6 +61,7 @@ def generate(
         dtype=dtype,
         overwrite=overwrite,
         machine=machine,
+        say=None if quiet else lambda line: click.echo(line, err=True),
     )
     click.echo(
         f"{done.out}: {done.samples} windows of {done.seqlen} tokens and {done.held_out} more to hold out, in "

@@ -10,7 +10,7 @@ from ptqpipe.cli.common import one_line_errors
 from ptqpipe.errors import UsageError
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe verify CKPT --source MODEL --optimal")
 @click.argument("ckpt", type=click.Path(path_type=Path))
 @click.option("--source", type=click.Path(path_type=Path), help="The checkpoint that it was made from.")
 @click.option("--stats", type=click.Path(path_type=Path), help="The statistics that it was made with, if any.")
@@ -33,7 +33,7 @@ def verify(ckpt: Path, source: Path | None, stats: Path | None, optimal: bool, a
     sys.exit(1 if report.faults else 0)
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe inspect CKPT")
 @click.argument("ckpt", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @one_line_errors
@@ -45,7 +45,7 @@ def inspect(ckpt: Path, as_json: bool) -> None:
     click.echo(json.dumps(stage.to_json(report)) if as_json else stage.render(report))
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe diff CKPT OTHER")
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")

@@ -14,19 +14,22 @@ from ptqpipe.errors import UsageError
 if TYPE_CHECKING:
     from ptqpipe.stages.plan.run import Budget
 
+_SMALL = re.compile(r"\d{1,2}(?:\.\d+)?|\d*\.\d+")  # bytes that no model fits in
 _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe plan MODEL --budget 5.5bits --stats stats -o mixed.yaml")
 @click.argument("model")
 @click.option("--budget", required=True, metavar="4.75bits|9GB", help="Bits per weight, or bytes of weights on disk.")
-@click.option("--formats", metavar="A,B,...", help="Candidates [nvfp4,mxfp4a16,mxfp8a16,fp8_dynamic,keep].")
+@click.option("--formats", metavar="A,B,...", help="Candidates.  [default: nvfp4,mxfp4a16,mxfp8a16,fp8_dynamic,keep]")
 @click.option("--stats", type=click.Path(path_type=Path), help="Folder of `ptqpipe calibrate`: weighted output errors.")
 @click.option("--measure", type=click.Path(path_type=Path), metavar="FILE", help="Measure KL on this text instead.")
-@click.option("--max-tokens", type=int, metavar="N", help="With --measure: tokens of the text [4096].")
-@click.option("--window", type=int, metavar="N", help="With --measure: tokens of context [the model's, at most 2048].")
+@click.option("--max-tokens", type=int, metavar="N", help="With --measure: tokens of the text.  [default: 4096]")
+@click.option(
+    "--window", type=int, metavar="N", help="With --measure: tokens of context.  [default: the model's, at most 2048]"
+)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The recipe.")
-@click.option("--workers", type=int, metavar="N", help="Groups in flight [processors, at most 16].")
+@click.option("--workers", type=int, metavar="N", help="Groups in flight.  [default: processors, at most 16]")
 @click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
@@ -88,6 +91,9 @@ def _budget(text: str) -> "Budget":
     match = _BITS.fullmatch(text.strip())
     if match is not None:
         return Budget(bits=float(match[1]))
+    if _SMALL.fullmatch(text.strip()) is not None:
+        number = text.strip()
+        raise UsageError(f"--budget {number} is a number without a unit; write {number}bits, or a size such as 9GB")
     try:
         return Budget(nbytes=Size().convert(text, None, None))
     except click.UsageError:

@@ -7,14 +7,23 @@ import click
 from ptqpipe.cli.common import one_line_errors
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe report CKPT --source MODEL --eval CKPT.eval.json -o report.html")
 @click.argument("ckpt", type=click.Path(path_type=Path))
 @click.option(
     "--source", type=click.Path(path_type=Path), help="The checkpoint that it was made from: errors are recomputed."
 )
 @click.option("--eval", "evaluation", type=click.Path(path_type=Path), help="What `ptqpipe eval` wrote for CKPT.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="The file. Default: CKPT's name, .report.html")
-@click.option("--format", "kind", type=click.Choice(["html", "md"]), help="Default: by -o's ending, else html.")
+@click.option(
+    "-o",
+    "--out",
+    "--output",
+    "output",
+    type=click.Path(path_type=Path),
+    help="The file.  [default: <ckpt>.report.html]",
+)
+@click.option(
+    "--format", "kind", type=click.Choice(["html", "md"]), help="What is written.  [default: by -o's ending, else html]"
+)
 @click.option("--all", "all_rows", is_flag=True, help="Compare searches on all rows instead of a sample.")
 @one_line_errors
 def report(

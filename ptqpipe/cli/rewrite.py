@@ -5,13 +5,13 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import RunOptions, one_line_errors, ranks_of, run_options, says_how_to_resume
+from ptqpipe.cli.common import Dtype, RunOptions, one_line_errors, ranks_of, run_options, says_how_to_resume
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe relayout CKPT --container modelopt")
 @click.argument("ckpt", type=click.Path(path_type=Path))
 @click.option("--container", required=True, metavar="NAME", help="The layout to write; see `ptqpipe formats`.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder [default: <ckpt>-<container>].")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder.  [default: <ckpt>-<container>]")
 @one_line_errors
 @run_options("Weights in flight")
 def relayout(ckpt: Path, container: str, out: Path | None, run: RunOptions) -> None:
@@ -25,10 +25,16 @@ def relayout(ckpt: Path, container: str, out: Path | None, run: RunOptions) -> N
         click.echo(json.dumps(stage.to_json(done)) if run.as_json else stage.render(done))
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe dequantize CKPT --dtype bf16")
 @click.argument("ckpt", type=click.Path(path_type=Path))
-@click.option("--dtype", default="bf16", show_default=True, metavar="NAME", help="bf16, fp16 or fp32.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder [default: <ckpt>-<dtype>].")
+@click.option(
+    "--dtype",
+    type=Dtype("bf16", "fp16", "fp32", long=False),
+    default="bf16",
+    show_default=True,
+    help="What the weights are written in.",
+)
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder.  [default: <ckpt>-<dtype>]")
 @one_line_errors
 @run_options("Weights in flight")
 def dequantize(ckpt: Path, dtype: str, out: Path | None, run: RunOptions) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ptqpipe.stages.serve.ranks import Place
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe serve CKPT --port 8000")
 @click.argument("ckpt")
 @click.option("--tp", type=int, metavar="N", help="Ranks that share the model [1; under torchrun: all of them].")
 @click.option(

@@ -14,11 +14,17 @@ def simulate() -> None:
     """Simulate collectives: error by exact numerics, time by a model."""
 
 
-@simulate.command()
+@simulate.command(epilog="Example: ptqpipe simulate allreduce --ranks 8..64 --codec int8,nvfp4")
 @click.option("--ranks", default="8..512", show_default=True, metavar="8|2,4|8..512", help="Worlds; a range doubles.")
 @click.option("--codec", default="int8", show_default=True, metavar="A,B", help="What is sent; times use the first.")
 @click.option("--block", type=int, default=64, show_default=True, help="Elements that share a scale.")
-@click.option("--hadamard", type=int, default=0, metavar="N", help="Rotate groups of N before quantizing.")
+@click.option(
+    "--hadamard",
+    type=int,
+    default=0,
+    metavar="N",
+    help="Rotate groups of N before quantizing.  [default: 0, not]",
+)
 @click.option("--scheme", metavar="A,B", help="Schemes whose error is simulated.")
 @click.option(
     "--data", default="gaussian", show_default=True, metavar="A,B", help="gaussian, t3, outliers, cancelling."
@@ -29,8 +35,8 @@ def simulate() -> None:
 @click.option("--tensor", metavar="NAME", help="With --partials: [ranks, ...], or inputs of a linear layer.")
 @click.option("--weight", metavar="NAME", help="With --partials: the layer's weight [outer, inner].")
 @click.option("--node", type=int, default=8, show_default=True, help="Ranks of a machine, in hierarchical schemes.")
-@click.option("--topology", metavar="A,B", help="Machines, ethernet-<G>g among them [all].")
-@click.option("--size", type=Size(), multiple=True, help="Bytes of the message; repeatable [64KiB to 1GiB].")
+@click.option("--topology", metavar="A,B", help="Machines, ethernet-<G>g among them.  [default: all]")
+@click.option("--size", type=Size(), multiple=True, help="Bytes of the message; repeatable.  [default: 64KiB to 1GiB]")
 @click.option("--only", type=click.Choice(["error", "time"]), help="One half of it.")
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write PNGs there.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines instead of tables.")
@@ -63,6 +69,8 @@ def allreduce(
 
     if partials is None and (tensor or weight):
         raise UsageError("--tensor and --weight belong to --partials; add it")
+    if plot is not None:
+        text.check_plots(plot)
     worlds = stage.worlds(ranks)
     codecs = stage.codecs_of(codec, block=block, hadamard=hadamard)
     sources = stage.sources_of(data, elements=elements, seed=seed)

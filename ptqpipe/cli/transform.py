@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ptqpipe.cli.common import (
+    Dtype,
     RunOptions,
     Size,
     one_line_errors,
@@ -16,18 +17,22 @@ from ptqpipe.cli.common import (
 )
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe transform MODEL --apply smoothquant --stats stats -o smooth")
 @click.argument("model")
 @click.option("--apply", "apply", required=True, metavar="NAMES", help="smoothquant, awq, aqas, smooth_swiglu, rotate.")
 @click.option("--stats", type=click.Path(path_type=Path), help="Folder of `ptqpipe calibrate`; rotations need none.")
 @click.option("--alpha", type=float, help="SmoothQuant's exponent of the inputs, or Smooth-SwiGLU's strength.")
 @click.option("--power-of-two", is_flag=True, help="Round factors to powers of two: exact in every float dtype.")
-@click.option("--edges", metavar="KINDS", help="Where factors move: norm, value, up [each transform's own].")
+@click.option("--edges", metavar="KINDS", help="Where factors move: norm, value, up.  [default: each transform's own]")
 @click.option("--block", type=int, default=32, show_default=True, help="Size of the Hadamard blocks: 16 to 128.")
 @click.option("--untie", is_flag=True, help="Write a head that is the embedding as a tensor of its own.")
 @click.option("--format", "fmt", default="nvfp4", show_default=True, help="The format that searches quantize with.")
-@click.option("--dtype", metavar="NAME", help="bf16, fp16, fp32 [the source's if that is exact, else fp32].")
-@click.option("--shard-size", type=Size(), help="Largest file of weights [chosen from the total].")
+@click.option(
+    "--dtype",
+    type=Dtype("bf16", "fp16", "fp32", long=False),
+    help="What the weights are written in.  [default: the source's if that is exact, else fp32]",
+)
+@click.option("--shard-size", type=Size(), help="Largest file of weights.  [default: chosen from the total]")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Output folder.")
 @one_line_errors
 @run_options("Components in flight")

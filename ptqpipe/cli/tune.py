@@ -8,7 +8,7 @@ import click
 from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resume_command, says_how_to_resume
 
 
-@click.command()
+@click.command(epilog="Example: ptqpipe tune MODEL --data text.jsonl -o codes")
 @click.argument("model")
 @click.option("--data", multiple=True, metavar="FILE", help="Text like what the model will serve. Repeatable.")
 @click.option("--field", metavar="NAME", help="Field of a row [messages, text, content, prompt, ...].")

@@ -104,14 +104,15 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
                 f"the tasks {', '.join(request.names)} cannot be loaded: {one_line(first)}; local_ tasks need no hub"
             ) from None
         lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
-        found = simple_evaluate(
-            model=lm,
-            tasks=list(tasks.values()),
-            task_manager=manager,
-            limit=request.limit,
-            bootstrap_iters=RESAMPLES,
-            log_samples=True,
-        )
+        with _without_git():
+            found = simple_evaluate(
+                model=lm,
+                tasks=list(tasks.values()),
+                task_manager=manager,
+                limit=request.limit,
+                bootstrap_iters=RESAMPLES,
+                log_samples=True,
+            )
     return [metric for name, task in tasks.items() for metric in _metrics(name, task, found)]
 
 
@@ -186,6 +187,19 @@ def _index(manager: Any, include_path: str | None) -> Any:
     """lm-eval reads thousands of files for its index: once a process."""
     with _quiet(progress=False):
         return manager(include_path=include_path)
+
+
+@contextmanager
+def _without_git() -> Iterator[None]:
+    """lm-eval asks git which commit the working folder is at; where it is none, git's complaint is on the terminal."""
+    from lm_eval import evaluator
+
+    asks = getattr(evaluator, "get_git_commit_hash", None)
+    evaluator.get_git_commit_hash = lambda: None
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = asks
 
 
 def _local_names() -> list[str]:

@@ -12,13 +12,18 @@ import yaml
 
 from ptqpipe.errors import PtqError, RecipeError
 from ptqpipe.recipe.model import DEFAULT_KEEP, Recipe, Rule
-from ptqpipe.schemes import get_scheme
+from ptqpipe.schemes import SCHEMES, get_scheme
 
 
 def load_recipe(path: Path) -> Recipe:
     """Reads and validates a recipe file. RecipeError names the file and the key that is wrong."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = f", or --format {path}" if str(path).lower().replace("-", "_") in SCHEMES else ""
+        raise RecipeError(
+            f"recipe {path} does not exist; give a YAML file, such as those in the folder recipes/{known}"
+        ) from None
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

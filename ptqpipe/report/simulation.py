@@ -18,6 +18,14 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
 
+def check_plots() -> None:
+    """UsageError without matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UsageError("plots need matplotlib; install it with: pip install 'ptqpipe[report]'") from None
+
+
 def draw(
     path: Path, curves: Sequence[Curve], *, title: str, x: str, y: str, log_y: bool = False, level: float | None = None
 ) -> None:
@@ -26,10 +34,9 @@ def draw(
     level  what the bytes alone allow: a dashed line, with another at 1
     Raises UsageError without matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise UsageError("plots need matplotlib; install it with: pip install 'ptqpipe[report]'") from None
+    check_plots()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

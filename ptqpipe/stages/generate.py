@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,14 @@ def generate(
     dtype: str = "float32",
     overwrite: bool = False,
     machine: Machine | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Generated:
     """Writes ``out``. The whole model is loaded, in ``dtype``.
 
     samples  what `calibrate` will be asked for: one window more for every eight is written, which it holds out
     seqlen   None: 2048, or the positions of the model where they are fewer
     machine  its workers are the most threads; a small model uses fewer
+    say      called with a line when everything has been looked at and the model is about to be loaded
 
     Raises UsageError for settings that do not fit the model, OutputError for a file that exists or cannot be written:
     both before a weight is read.
@@ -67,6 +70,8 @@ def generate(
     check_file(out, nbytes=count * (seqlen * TOKEN_BYTES + 20))
     if out.exists() and not overwrite:
         raise OutputExists(f"{out} exists; --overwrite replaces it, or give another -o")
+    if say is not None:
+        say(f"{model} writes {samples} windows of {seqlen} tokens and {held_out} to hold out; it is loaded first")
     begin = getattr(text, "bos_token_id", None)
     with _bar(count * seqlen, shown=machine.progress) as bar:
         loaded = load_model(path, dtype=dtype, device=str(machine.device))

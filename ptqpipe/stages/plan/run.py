@@ -6,15 +6,15 @@ a budget into bytes, asks for the choice, and makes sure that the recipe does wh
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.checkpoint.source import resolve_source
-from ptqpipe.errors import OutputError, UsageError
+from ptqpipe.errors import UsageError
 from ptqpipe.plan import Member
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine
@@ -219,12 +219,7 @@ def write_recipe(plan: MixedPlan, path: Path) -> None:
     command = f"ptqpipe convert {plan.source} --recipe {path.name}"
     command += "" if plan.stats is None else f" --stats {plan.stats}"
     note = f"{_MARK}{plan.file_bytes} bytes of weights and index: {command}\n"
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(note + text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}; give another -o") from None
+    write_file(path, note + text)
 
 
 def recipe_text(content: Mapping[str, Any]) -> str:
@@ -241,11 +236,8 @@ def _quoted(text: str) -> str:
 
 
 def check_recipe_target(path: Path) -> None:
-    """OutputError unless ``path`` is free or an earlier plan's recipe, in a folder that exists."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise OutputError(f"{path} is no place for a file; give -o recipe.yaml in a folder that exists")
-    if path.exists() and not path.read_bytes()[: len(_MARK)] == _MARK.encode():
-        raise OutputError(f"{path} exists and was not written by ptqpipe plan; remove it, or give another -o")
+    """OutputError unless ``path`` is free or an earlier plan's recipe, where a file can be written."""
+    check_file(path, own=lambda head: head.startswith(_MARK.encode()), what="a recipe of ptqpipe plan")
 
 
 def plan_text(plan: MixedPlan) -> str:

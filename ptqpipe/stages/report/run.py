@@ -46,6 +46,9 @@ from ptqpipe.stages.report.weights import (
 from ptqpipe.stages.verify.record import Record, claims_ownership, read_record
 from ptqpipe.stages.verify.structure import is_kv_scale, plain_tensors
 
+# What the ending of a report's name says that it is; without an ending it is HTML.
+KINDS = {"": "html", ".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
+
 
 def gather(
     ckpt: Path,
@@ -255,7 +258,9 @@ def make_report(
     Raises what :func:`gather` raises, and OutputError where ``out`` exists and is no report: before anything is read.
     """
     if kind is None:
-        kind = "md" if out is not None and out.suffix.lower() in (".md", ".markdown") else "html"
+        kind = "html" if out is None else KINDS.get(out.suffix.lower())
+    if kind is None:
+        raise UsageError(f"{out} ends in neither .html nor .md, the kinds of reports; name it so, or give --format")
     target = out if out is not None else default_path(ckpt.resolve().name, kind=kind)
     check_kind(kind)
     check_file(target, own=is_report, what="a report of ptqpipe")

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ptqpipe.checkpoint.single_file import check_file
 from ptqpipe.collectives.simulator.compare import TimeRow
 from ptqpipe.collectives.simulator.error import ErrorRow
 from ptqpipe.collectives.simulator.topologies import Topology
+from ptqpipe.report import simulation
 from ptqpipe.report.simulation import Curve, draw
 from ptqpipe.stages.common.text import table
 from ptqpipe.stages.simulate.run import BreakEven
@@ -86,6 +88,12 @@ def time_text(rows: Sequence[TimeRow], evens: Sequence[BreakEven], topologies: S
         f"Speed-up over the best plain AllReduce, {evens[0].bits:g} bits; a model\n\n{table(head, lines)}\n\n"
         + "\n".join(notes)
     )
+
+
+def check_plots(folder: Path) -> None:
+    """UsageError without matplotlib, OutputError where no file can be written to ``folder``."""
+    simulation.check_plots()
+    check_file(folder / "error.png")
 
 
 def write_plots(folder: Path, errors: Sequence[ErrorRow], times: Sequence[TimeRow]) -> list[Path]:
