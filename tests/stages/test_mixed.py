@@ -320,6 +320,6 @@ def test_a_bad_call_is_one_line(model: Path, tmp_path: Path, arguments: list[str
 def test_a_file_that_is_no_plan_is_not_replaced(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "recipe.yaml"
     out.write_text("version: 1\n")
-    with pytest.raises(OutputError, match="was not written by ptqpipe plan"):
+    with pytest.raises(OutputError, match="not a recipe of ptqpipe plan"):
         write_recipe(plan_mixed(model, Budget(bits=5)), out)
     assert out.read_text() == "version: 1\n"
