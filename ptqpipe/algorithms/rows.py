@@ -11,9 +11,10 @@ import torch
 
 from ptqpipe.formats import Format
 from ptqpipe.kernels import reference
+from ptqpipe.kernels.importance import normalize_importance
 from ptqpipe.qtensor import QTensor, check_finite, encode
 from ptqpipe.search import get_search
-from ptqpipe.search.objective import formula, importance_blocks, magnitude_blocks, normalize_importance
+from ptqpipe.search.objective import formula, importance_blocks, magnitude_blocks
 
 CHUNK_ELEMENTS = 1 << 22
 
@@ -105,7 +106,7 @@ def total_error(
 ) -> float:
     """The squared error that ``search`` leaves on ``w``: its scores where scales are codes, else by decoding.
 
-    With ``importance`` the weighted one, up to the power of two of ``objective.normalize_importance``.
+    With ``importance`` the weighted one, up to the power of two of ``kernels/importance.py``.
     """
     if not fmt.scale.enumerable:
         q = quantize_rows(w, fmt, search=search, importance=importance)

@@ -8,10 +8,10 @@ import ctypes
 
 import torch
 
-from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Format
 from ptqpipe.kernels import cpu_library as lib
 from ptqpipe.kernels.cpu_tensors import DTYPES, ELEMENTS, check_global, checked_grid, readable
+from ptqpipe.kernels.importance import column_weights
 from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import check_finite
 
@@ -105,7 +105,7 @@ def _fp8_quantize(
         return None
     shape = (w.shape[0], w.shape[1])
     scales = torch.empty(fmt.scale_shape(shape), dtype=torch.bfloat16)
-    h = None if importance is None or rule != "exact" else _normalized(importance, w.shape[1])
+    h = None if importance is None or rule != "exact" else column_weights(importance, w)
     block = fmt.block_extent(shape)
     job = lib.Long(
         w=w.data_ptr(), rows=shape[0], cols=shape[1], row_stride=w.stride(0), block_rows=block[0], block_cols=block[1],
@@ -183,7 +183,7 @@ def _job(
     factors = torch.ones(1) if global_scale is None else global_scale.detach().reshape(-1).float().contiguous()
     if not bool(((factors >= 1 / _GLOBAL_RANGE) & (factors <= _GLOBAL_RANGE)).all()):
         return None
-    h = None if importance is None or rule not in _WEIGHTED else _normalized(importance, w.shape[1])
+    h = None if importance is None or rule not in _WEIGHTED else column_weights(importance, w)
     job = _Job(
         w=w.data_ptr(), rows=w.shape[0], cols=w.shape[1], row_stride=w.stride(0), dtype=DTYPES[w.dtype], block=block,
         element=element, scale_kind=kind, scale_bias=bias, scale_top=len(fmt.scale.magnitudes) - 1, rule=_RULES[rule],
@@ -207,14 +207,3 @@ def _run(job: _Job, w: torch.Tensor) -> bool:
     if status == lib.NOT_FINITE:
         check_finite(w)
     return status == lib.OK
-
-
-def _normalized(importance: torch.Tensor, columns: int) -> torch.Tensor:
-    """What ``objective.normalize_importance`` returns, which this layer cannot import: float32 ``[K]``."""
-    h = importance.detach().float().contiguous()
-    if h.shape != (columns,):
-        raise FormatError(f"importance must have one weight for each of {columns} columns, got {list(h.shape)}")
-    top = h.amax()
-    if not bool(torch.isfinite(h).all()) or bool((h < 0).any()) or not bool(top > 0):
-        raise NumericsError("importance must be finite, non-negative and not all zero; check the statistics")
-    return torch.ldexp(h, 1 - torch.frexp(top).exponent).clamp(min=2.0**-24)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ptqpipe.errors import FormatError, NumericsError, UsageError
+from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.formats import Format
+from ptqpipe.kernels.cpu_tensors import check_global
+from ptqpipe.kernels.importance import column_weights
 from ptqpipe.kernels.reference import sum_blocks
 from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import check_finite
@@ -81,7 +83,7 @@ def block_quantize(
         absmax=rule == "absmax",
         lanes=_lanes(_BLOCK_LANES, w.numel() // plan.block),
         global_scale=global_scale,
-        importance=None if importance is None else _normalized(importance.to(w.device), w.shape[1]),
+        importance=None if importance is None else column_weights(importance.to(w.device), w),
     )
     if int(damaged):
         check_finite(w)
@@ -111,7 +113,7 @@ def score_total(
         plan,
         lanes=_lanes(_BLOCK_LANES, w.numel() // plan.block),
         global_scale=global_scale,
-        importance=None if importance is None else _normalized(importance.to(w.device), w.shape[1]),
+        importance=None if importance is None else column_weights(importance.to(w.device), w),
     )
     if int(damaged):
         check_finite(w)
@@ -157,7 +159,7 @@ def dequantize(
     plan = triton_rows.plan_of(fmt, global_divides=global_divides)
     if plan is None or data.numel() == 0:
         return None
-    _check_global(fmt, global_scale)
+    check_global(fmt, global_scale)
     shape = (data.shape[0], data.shape[1] * 8 // fmt.element.bits)
     out = torch.empty(shape, dtype=dtype, device=data.device)
     triton_rows.dequantize(
@@ -194,7 +196,7 @@ def decode_error(
     plan = triton_rows.plan_of(fmt, global_divides=global_divides)
     if plan is None:
         return None
-    _check_global(fmt, global_scale)
+    check_global(fmt, global_scale)
     shape = (w.shape[0], w.shape[1])
     if tuple(data.shape) != (shape[0], packed_columns(shape[1], fmt.element.bits)):
         raise FormatError(f"{fmt.name} data {list(data.shape)} is not that of a {shape[0]}x{shape[1]} weight")
@@ -253,24 +255,13 @@ def amax(w: torch.Tensor) -> tuple[float, int] | None:
 
 def _block_plan(w: torch.Tensor, fmt: Format, *, global_scale: torch.Tensor | None) -> "triton_block.BlockPlan | None":
     """The constants of a block search, or None where there is no kernel. FormatError for what does not fit."""
-    _check_global(fmt, global_scale)
+    check_global(fmt, global_scale)
     if not _runs(w):
         return None
     from ptqpipe.kernels import triton_block
 
     fmt.scale_shape((w.shape[0], w.shape[1]))  # raises where blocks do not divide
     return triton_block.plan_of(fmt)
-
-
-def _normalized(importance: torch.Tensor, columns: int) -> torch.Tensor:
-    """What ``objective.normalize_importance`` returns, which this layer cannot import: float32 ``[K]``."""
-    h = importance.detach().float().contiguous()
-    if h.shape != (columns,):
-        raise FormatError(f"importance must have one weight for each of {columns} columns, got {list(h.shape)}")
-    top = h.amax()
-    if not bool(torch.isfinite(h).all()) or bool((h < 0).any()) or not bool(top > 0):
-        raise NumericsError("importance must be finite, non-negative and not all zero; check the statistics")
-    return torch.ldexp(h, 1 - torch.frexp(top).exponent).clamp(min=2.0**-24)
 
 
 def _runs(w: torch.Tensor) -> bool:
@@ -288,12 +279,6 @@ def _lanes(lanes: int, count: int) -> int:
     if not interpreting():
         return lanes
     return min(_INTERPRETER_LANES, max(16, 1 << (count - 1).bit_length()))
-
-
-def _check_global(fmt: Format, global_scale: torch.Tensor | None) -> None:
-    """FormatError unless there is a global scale exactly where the format has one."""
-    if fmt.has_global != (global_scale is not None):
-        raise FormatError(f"{fmt.name} {'needs a' if fmt.has_global else 'has no'} global scale")
 
 
 def _global_or_one(global_scale: torch.Tensor | None, device: torch.device) -> torch.Tensor:

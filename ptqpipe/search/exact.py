@@ -24,10 +24,11 @@ import torch
 
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import Format
+from ptqpipe.kernels.importance import column_weights
 from ptqpipe.qtensor import check_finite, to_blocks
 from ptqpipe.search import _long
 from ptqpipe.search._grid import MARGIN, ElementGrid, Ladder, deviations, element_grid, ladder
-from ptqpipe.search.objective import FLUSH, LANES, column_weights, fold
+from ptqpipe.search.objective import FLUSH, LANES, fold
 
 PROVEN = True
 

@@ -16,7 +16,7 @@ h_k, and no other scale has a larger one because zero is among the magnitudes. A
 scale (an all-zero one) gets the smallest scale. The score is the squared error divided by global_scale^2, which is
 the same for every candidate of a block, so magnitudes anywhere in 2^-90 .. 2^90 neither underflow nor overflow.
 Weights are first scaled by a power of two to a largest one in [1, 2) and raised to at least 2^-24
-(``normalize_importance``): they cannot underflow, and no weight is free to be clipped.
+(``kernels/importance.py``): they cannot underflow, and no weight is free to be clipped.
 
 Working on y instead of the decoded value makes three proofs exact *in floating point*:
 
@@ -37,8 +37,8 @@ too: ``LANES`` partial sums, lane j over the elements j, j + LANES, ... in order
 
 import torch
 
-from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Codec, Format
+from ptqpipe.kernels.importance import column_weights
 from ptqpipe.qtensor import check_finite, round_to, scale_values, to_blocks
 
 FLUSH = 2.0**-32  # elements below this fraction of their block's largest count as zero
@@ -58,27 +58,6 @@ def magnitude_blocks(w: torch.Tensor, fmt: Format) -> torch.Tensor:
 def flush(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """Zeroes, in place, the magnitudes ``x`` that are too small beside their block's ``amax`` (broadcast) to matter."""
     return x.masked_fill_(x < amax * FLUSH, 0.0)
-
-
-def normalize_importance(importance: torch.Tensor) -> torch.Tensor:
-    """float32 ``[K]``: weights times the power of two that brings the largest into [1, 2), floored at 2^-24.
-
-    Raises NumericsError for a weight that is negative, NaN or inf, and when all are zero.
-    """
-    h = importance.float()
-    top = h.amax()
-    if not bool(torch.isfinite(h).all()) or bool((h < 0).any()) or not bool(top > 0):
-        raise NumericsError("importance must be finite, non-negative and not all zero; check the statistics")
-    exponent = torch.frexp(top).exponent - 1
-    return torch.ldexp(h.double(), -exponent).float().clamp(min=2.0**-24)
-
-
-def column_weights(importance: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """:func:`normalize_importance`; FormatError unless there is one weight for each column of ``w``."""
-    if importance.shape != (w.shape[1],):
-        columns, shape = w.shape[1], list(importance.shape)
-        raise FormatError(f"importance must have one weight for each of {columns} columns, got {shape}")
-    return normalize_importance(importance)
 
 
 def importance_blocks(importance: torch.Tensor | None, w: torch.Tensor, fmt: Format) -> torch.Tensor | None:

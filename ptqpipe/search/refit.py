@@ -10,10 +10,11 @@ import torch
 
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import Format
+from ptqpipe.kernels.importance import column_weights
 from ptqpipe.qtensor import check_finite, round_to, to_blocks
 from ptqpipe.search._grid import element_grid
 from ptqpipe.search._rules import as_grid
-from ptqpipe.search.objective import column_weights, flush, scores
+from ptqpipe.search.objective import flush, scores
 
 PROVEN = False
 

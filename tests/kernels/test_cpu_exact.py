@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import get_format
 from ptqpipe.kernels import cpu
-from ptqpipe.kernels.cpu_search import _normalized
 from ptqpipe.qtensor import encode
 from ptqpipe.search.brute_force import search as brute_force
-from ptqpipe.search.objective import normalize_importance
 from tests.kernels.cpu_cases import (
     BFLOAT16,
     FLOAT16,
@@ -264,8 +262,3 @@ def test_calls_that_make_no_sense_raise_and_missing_kernels_decline():
     assert cpu.block_quantize(w, nvfp4, global_scale=torch.tensor(2.0**-101)) is None
     with pytest.raises(FormatError, match="no kernels for 'sse9'"):
         cpu.force_isa("sse9")
-
-
-def test_importance_is_normalized_as_the_objective_says():
-    for importance in weights_of_columns(96, seed=23).values():
-        assert torch.equal(_normalized(importance * 2.0**-70, 96), normalize_importance(importance * 2.0**-70))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import CODECS, get_format
+from ptqpipe.kernels.importance import normalize_importance
 from ptqpipe.qtensor import QTensor, encode, magnitude_codes, squared_error
 from ptqpipe.search.objective import (
     LANES,
@@ -17,7 +18,6 @@ from ptqpipe.search.objective import (
     importance_blocks,
     lane_sum,
     magnitude_blocks,
-    normalize_importance,
     scores,
     weigh,
 )
