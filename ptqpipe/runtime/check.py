@@ -16,8 +16,8 @@ from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.source import Source
 
 
-def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> None:
-    """Raises what `load` with the same arguments would raise before it reads a weight.
+def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> Any:
+    """The model, empty; raises what `load` with the same arguments would raise before it reads a weight.
 
     UsageError where ``tp`` ranks do not divide the model, CheckpointError where files contradict each other.
     """
@@ -29,6 +29,7 @@ def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         decide(model, source, list(get_model_conversion_mapping(model)), TensorParallel(tp), packed=packed)
+    return model
 
 
 def empty_model(config: Any, path: Path) -> Any:

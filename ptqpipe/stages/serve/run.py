@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.stages.serve.checks import (
+    check_address,
+    check_checkpoint,
+    check_place,
+    check_sums,
+    context_of,
+    read_template,
+    read_tokenizer,
+    require_packages,
+)
 from ptqpipe.stages.serve.hardware import cache_bytes, default_threads, device_of
 from ptqpipe.stages.serve.ranks import Place, Ranks
 from ptqpipe.stages.serve.watchdog import Watchdog
@@ -66,9 +76,12 @@ class ServeOptions:
             ("--max-queue", self.max_queue, 0),
             ("--threads", 1 if self.threads is None else self.threads, 1),
             ("--max-model-len", 2 if self.max_len is None else self.max_len, 2),
+            ("--kv-cache-size", 1 if self.cache_bytes is None else self.cache_bytes, 1),
+            ("--max-body", self.max_body, 1),
         ):
             if value < least:
                 raise UsageError(f"{flag} is {value}, expected {least} or more")
+        check_address(self.port, self.drain_s, self.api_key)
         if self.invariant and (self.dtype, self.device, self.allreduce) != ("bfloat16", "cpu", "off"):
             raise UsageError(
                 "--batch-invariant goes with --dtype bfloat16, --device cpu and --allreduce off, not with "
@@ -81,16 +94,6 @@ class ServeOptions:
             )
 
 
-def require_packages() -> None:
-    """UsageError that names the extra where a package of the service is missing."""
-    from importlib.util import find_spec
-
-    packages = ("transformers", "fastapi", "uvicorn", "prometheus_client", "greenlet")
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"serving needs {', '.join(missing)}; pip install 'ptqpipe[serve]'")
-
-
 def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -> None:
     """Serves until a signal or a failure. Raises UsageError before loading, PtqError when the service failed.
 
@@ -98,9 +101,7 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -
     """
     place.follow_parent()
     require_packages()
-    _check_devices(options, place)
-    if not Path(options.ckpt).is_dir():
-        raise UsageError(f"{options.ckpt} is not a folder; give a checkpoint that lies on this machine")
+    check_place(options.ckpt, options.device, place)
     from ptqpipe.runtime.allocator import use_one_arena
 
     use_one_arena()
@@ -111,21 +112,22 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -
 
     listen = Listen(options.host, options.port, options.drain_s)
     listening = bind(listen)
-    tokenizer, context = _tokenizer(options), _context(options)
+    check_sums(options.allreduce)
+    template = read_template(options.chat_template)
+    check_checkpoint(options.ckpt, tp=place.size, packed=options.packed)
+    tokenizer, context = read_tokenizer(options.ckpt), context_of(options.ckpt, options.max_len)
     with Ranks.start(place, worker) as ranks:
-        _lead(options, ranks, tokenizer, context, (listening, listen), say)
-
-
-def _check_devices(options: ServeOptions, place: Place) -> None:
-    """UsageError, before any rank is started, where the last one of this machine would have no device."""
-    from ptqpipe.runtime.loading import check_device
-
-    check_device(device_of(options.device, local_rank=place.local - 1, local_ranks=place.local))
+        _lead(options, ranks, (tokenizer, template, context), (listening, listen), say)
 
 
 def _lead(
-    options: ServeOptions, ranks: Ranks, tokenizer: Any, context: int, listens: tuple[Any, Any], say: Say
+    options: ServeOptions,
+    ranks: Ranks,
+    model: tuple[Any, str | None, int],
+    listens: tuple[Any, Any],
+    say: Say,
 ) -> None:
+    """The first rank. ``model``: its tokenizer, the chat template given for it, the longest sequence."""
     from ptqpipe.collectives import QuantAllReduce
     from ptqpipe.engine.ranks import Leader
     from ptqpipe.engine.service import Service
@@ -133,12 +135,21 @@ def _lead(
     from ptqpipe.server.metrics import AllReduceCounts
     from ptqpipe.server.run import run
 
+    tokenizer, template, context = model
     leaders: list[Leader] = []
     sums: list[QuantAllReduce] = []
+    causes: list[PtqError] = []
     threads = options.threads or default_threads(ranks.place.local)
     watchdog = Watchdog()
 
     def build() -> "Engine":
+        try:
+            return load()
+        except PtqError as error:
+            causes.append(error)
+            raise
+
+    def load() -> "Engine":
         ranks.join()
         sums.extend(_all_reduce(options, ranks.place))
         runner = _runner(options, ranks.place, context, sums, watchdog)
@@ -160,7 +171,6 @@ def _lead(
     service = Service(build, max_queue=options.max_queue, threads=threads, beat=beat, close=close)
     ranks.watch(service.fail)
     name = options.name or Path(options.ckpt).resolve().name
-    template = options.chat_template.read_text(encoding="utf-8") if options.chat_template else None
     server = ServerOptions((name,), context, options.api_key, options.max_body, template)
 
     def counts() -> AllReduceCounts | None:
@@ -171,7 +181,10 @@ def _lead(
 
     app = create_app(service, tokenizer, server, all_reduce=counts)
     service.start()
-    run(app, service, *listens, say=say)
+    try:
+        run(app, service, *listens, say=say)
+    except PtqError as error:  # the engine's thread leaves its message alone; its kind is the exit code
+        raise (causes[0] if causes and str(causes[0]) == str(error) else error) from None
 
 
 def _follow(options: ServeOptions, place: Place) -> None:
@@ -183,7 +196,7 @@ def _follow(options: ServeOptions, place: Place) -> None:
     place.ignore_signals()
     torch.set_num_threads(options.threads or default_threads(place.local))
     place.join()
-    follow(_runner(options, place, _context(options), _all_reduce(options, place), None))
+    follow(_runner(options, place, context_of(options.ckpt, options.max_len), _all_reduce(options, place), None))
 
 
 def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
@@ -295,30 +308,6 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
             found |= set(value) if isinstance(value, (list, tuple)) else {int(value)}
             break
     return found | ({int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set())
-
-
-def _tokenizer(options: ServeOptions) -> Any:
-    """The checkpoint's tokenizer. CheckpointError without one."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(options.ckpt, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{options.ckpt} has no tokenizer that transformers reads: {first}; copy the model's tokenizer files there"
-        ) from None
-
-
-def _context(options: ServeOptions) -> int:
-    """The longest sequence: what is asked, within what the model can. UsageError for more."""
-    from ptqpipe.engine.runner import context_length
-    from ptqpipe.runtime.loading import read_config
-
-    longest = context_length(read_config(Path(options.ckpt)).get_text_config())
-    if options.max_len is not None and options.max_len > longest:
-        raise UsageError(f"--max-model-len is {options.max_len}, this model can {longest}")
-    return options.max_len or longest
 
 
 def _summary(runner: "Runner", ranks: int, threads: int, context: int) -> str:

