@@ -152,7 +152,7 @@ def test_files_that_are_not_yaml_are_one_line(tmp_path: Path, text: str) -> None
 
 
 def test_a_missing_recipe_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(RecipeError, match="does not exist"):
         load_recipe(tmp_path / "absent.yaml")
 
 
@@ -232,7 +232,7 @@ def test_a_recipe_is_made_again_from_its_record(path: Path) -> None:
         ({"rules": []}, "cannot be read: RecipeError a recipe needs"),
         ({"rules": [{"match": "*", "scheme": "nvfp4", "serch": "x"}]}, "cannot be read: TypeError"),
         ({"rules": [{"match": "*", "scheme": "nvfp4"}]}, "the recipe's rules is not one"),
-        ({"rules": [{"match": "*", "scheme": "nvfp5"}]}, "cannot be read: FormatError"),
+        ({"rules": [{"match": "*", "scheme": "nvfp5"}]}, "cannot be read: UnknownFormat"),
         ({"fuse": 3}, "cannot be read: TypeError"),
     ],
 )

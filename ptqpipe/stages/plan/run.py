@@ -26,6 +26,7 @@ from ptqpipe.stages.plan.units import DEFAULT_FORMATS, KEEP, Group, find_groups,
 from ptqpipe.statistics import Statistics
 
 POINTS = 9  # of the Pareto curve
+NO_GAP = 1e-9  # of the cost: below it is the rounding of sums
 _MARK = "# Converts to "
 _ATTEMPTS = 64
 _SLACK = 64  # bytes: by so much header entries may be overestimated, and 4 a group
@@ -260,12 +261,13 @@ def plan_text(plan: MixedPlan) -> str:
             f"{point.solution.cost:.4g}",
             f"{point.solution.cost / base:.3f}",
             *(str(point.counts.get(name, 0)) for name in names),
-            f"{point.solution.gap:.1e}",
+            "0" if point.solution.gap < NO_GAP else f"{point.solution.gap:.1e}",
         ]
         for point in plan.curve
     ]
     head = ["", "bits", "size", "cost", "of largest", *names, "gap"]
     point = plan.point
+    within = "" if point.solution.gap < NO_GAP else f" to within {point.solution.gap:.1e}"
     return "\n".join(
         [
             f"{plan.source}: {len(plan.groups)} groups, {plan.elements:,} numbers; cost: {plan.how}",
@@ -274,9 +276,8 @@ def plan_text(plan: MixedPlan) -> str:
             "Pareto curve (sizes of the groups; * is the plan):",
             table(head, curve),
             "",
-            f"{point.bits:.4f} bits per weight, cost {point.solution.cost:.4g}, optimal to within "
-            f"{point.solution.gap:.1e}; converts to {plan.file_bytes} bytes ({size_text(plan.file_bytes)}) of weights "
-            "and index",
+            f"{point.bits:.4f} bits per weight, cost {point.solution.cost:.4g}, optimal{within}; converts to "
+            f"{plan.file_bytes:,} bytes ({size_text(plan.file_bytes)}) of weights and index",
         ]
     )
 

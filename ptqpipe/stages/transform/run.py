@@ -33,6 +33,7 @@ from ptqpipe.stages.common.jobs import (
     write_checkpoint,
 )
 from ptqpipe.stages.common.machine import Machine, Ranks, resident_bytes
+from ptqpipe.stages.common.text import size_text
 from ptqpipe.stages.dequantize import with_dtype
 from ptqpipe.stages.transform.plan import TORCH_DTYPES, Job, Prepared, TransformOptions, prepare
 from ptqpipe.stages.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
@@ -255,16 +256,17 @@ def _described(options: TransformOptions) -> dict[str, Any]:
     }
 
 
+FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
+
+
 def render(done: Transformed) -> str:
     """What was done, for a terminal."""
-    how = (
-        "exact: every factor is a power of two"
-        if done.exact
-        else f"rounded once to {done.record['dtype']}: {done.rounding:.1e} of the weights' energy"
-    )
+    how = "exact: every factor is a power of two" if done.exact else f"rounded once to {done.record['dtype']}"
+    if not done.exact and done.rounding > FLOAT32_ROUNDING:
+        how += f", a relative MSE of {done.rounding:.1e}"
     return (
         f"{done.out}: {' then '.join(done.record['transforms'])}, {done.edges} foldings into {done.changed} tensors, "
-        f"{done.kept} kept; {how}; {done.written_bytes} bytes in {done.seconds:.1f} s, peak memory "
+        f"{done.kept} kept; {how}; {size_text(done.written_bytes)} in {done.seconds:.1f} s, peak memory "
         f"{done.peak_rss_bytes >> 20} MiB"
     )
 
