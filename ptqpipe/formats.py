@@ -203,15 +203,15 @@ def get_format(name: str) -> Format:
         return FORMATS[key]
     match = _RESEARCH.fullmatch(name.lower())
     if match is None:
-        raise FormatError(
+        raise UnknownFormat(
             f"unknown format {name!r}; known are {', '.join(FORMATS)}, "
             "or element/block/scale[/global] such as e2m1/8/ue5m3"
         )
     block = int(match[2])
     if not 4 <= block <= 256:
-        raise FormatError(f"block size {block} of {name!r} is out of range; use 4 to 256")
+        raise UnknownFormat(f"block size {block} of {name!r} is out of range; use 4 to 256")
     element = get_codec(match[1])
     if not element.signed:
-        raise FormatError(f"{element.name} of {name!r} has no sign; use a signed minifloat for elements")
+        raise UnknownFormat(f"{element.name} of {name!r} has no sign; use a signed minifloat for elements")
     scale = get_codec(match[3])
     return Format(name.lower(), element, (1, block), scale, has_global=match[4] is not None)

@@ -20,6 +20,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 
 PIECE = 1 << 18  # characters that are tokenized at once
 MAX_TOKEN = 1 << 31
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 HELD_SHARE = 8  # one window is held out for so many samples, unless the caller says how many
 
 
@@ -109,7 +110,11 @@ def _load_tokenizer(model: Path) -> Any:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{model} has no tokenizer that transformers reads: {first}") from None
+        if not any((Path(model) / name).is_file() for name in TOKENIZER_FILES):
+            first = f"it has none of {', '.join(TOKENIZER_FILES)}"
+        raise CheckpointError(
+            f"{model} has no tokenizer that transformers reads: {first}; copy the model's tokenizer files there"
+        ) from None
 
 
 def _tokens(tokenizer: Callable[[], Any], value: Any, where: str) -> Iterator[Sequence[int]]:

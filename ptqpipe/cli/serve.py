@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ptqpipe.cli.common import Size, one_line_errors
+from ptqpipe.cli.common import Dtype, Size, one_line_errors
 from ptqpipe.cli.serve_vllm import handed_to_vllm, vllm_options
 from ptqpipe.errors import UsageError
 
@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 @click.option("--port", type=int, default=8000, show_default=True, help="0: any free one.")
 @click.option("--api-key", envvar="PTQPIPE_API_KEY", help="What clients must send as Bearer [$PTQPIPE_API_KEY].")
 @click.option("--served-model-name", "name", help="The model's name in the API [the folder's].")
-@click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16, float32, float16 or auto.")
+@click.option(
+    "--dtype",
+    type=Dtype("bf16", "fp32", "fp16", "auto"),
+    default="bf16",
+    show_default=True,
+    help="What it computes in; auto: the checkpoint's own.",
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda (a GPU a rank) or cuda:N.")
 @click.option("--decoded", is_flag=True, help="Decode the weights to --dtype instead of computing with packed ones.")
 @click.option(

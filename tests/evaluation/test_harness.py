@@ -237,3 +237,12 @@ def test_any_aggregate_is_resampled() -> None:
     assert found.interval is not None
     assert found.interval[0] < found.difference < found.interval[1]
     assert found.difference == pytest.approx(math.exp(2.1) - math.exp(2.0))
+
+
+def test_lm_eval_asks_no_git_where_the_folder_is_none(
+    model: Any, tokenizer: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    run_tasks(model, tokenizer, TaskRequest(("local_copa",), task_data=data, limit=1))
+    assert "git" not in capfd.readouterr().err

@@ -109,7 +109,7 @@ def _weights_table(weights: Iterable[WeightReport]) -> str:
                 _proof_text(proofs),
             ]
         )
-    header = ["role", "format", "weights", "SQNR dB", "rel. MSE", "largest", "vs amax/max", "optimal blocks"]
+    header = ["role", "format", "weights", "SQNR dB", "rel. MSE", "largest", "vs abs-max", "optimal blocks"]
     return table(header, rows, left=2)
 
 
