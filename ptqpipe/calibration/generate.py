@@ -17,7 +17,7 @@ from ptqpipe.errors import NumericsError, UsageError
 
 BATCH_TOKENS = 32_768  # of windows that are written side by side, whatever their keys and values need
 CACHE_BYTES = 4 << 30  # of keys and values, up to which more windows are
-THREAD_WORK = 1 << 26  # multiply-adds of a step that are worth a thread: with less, threads mostly wait for each other
+THREAD_WORK = 1 << 29  # multiply-adds of a step that are worth a thread: with less, threads mostly wait for each other
 
 
 @torch.inference_mode()

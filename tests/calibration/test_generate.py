@@ -121,7 +121,7 @@ def test_a_small_model_is_not_slowed_by_threads(model: Any) -> None:
     params = sum(p.numel() for p in model.parameters())
     assert threads_for(model, samples=2, seqlen=16, most=8) == 1
     assert threads_for(model, samples=1 << 30, seqlen=1, most=8) == 8
-    assert 1 < threads_for(model, samples=3 * (1 << 26) // params + 1, seqlen=1, most=8) <= 3
+    assert 1 < threads_for(model, samples=3 * (1 << 29) // params + 1, seqlen=1, most=8) <= 3
 
 
 def test_statistics_of_the_defaults_are_what_convert_takes_by_default(folder: Path, tmp_path: Path) -> None:
