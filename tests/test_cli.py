@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -386,3 +388,17 @@ def test_a_broken_config_is_named_as_such(here: Path, command: tuple[str, ...]) 
     (here / "model" / "config.json").write_text("{")
     name, *arguments = command
     assert "config.json" in refused(name, "model", *arguments)
+
+
+def test_the_defaults_that_the_help_of_convert_tells_are_those_of_a_recipe() -> None:
+    from ptqpipe.recipe.model import Recipe, Rule
+
+    known = {field.name: field.default for kind in (Rule, Recipe) for field in fields(kind)}
+    told = {}
+    for option in main.commands["convert"].params:
+        found = re.search(r"\[default: ([^\]]+)\]", getattr(option, "help", None) or "")
+        if found is not None and option.name in known and option.name not in ("scheme", "algorithm", "weighting"):
+            told[option.name] = found[1]
+    assert {"damping", "refine", "headroom", "search", "kv_cache"} <= told.keys()
+    for name, text in told.items():
+        assert text in (str(known[name]), f"{known[name]:g}" if isinstance(known[name], float) else ""), name

@@ -16,31 +16,51 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
     "--format",
     "scheme",
     metavar="NAME",
-    help="nvfp4 (default), nvfp4_w4a4, mxfp4, mxfp8, fp8, fp8_block, ...; see `ptqpipe formats`.",
+    help="nvfp4, nvfp4_w4a4, mxfp4, mxfp8, fp8, fp8_block, ...; see `ptqpipe formats`.  [default: nvfp4]",
 )
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder [default: <model>-<FORMAT>].")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder.  [default: <model>-<FORMAT>]")
 @click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="A YAML recipe instead of --format.")
 @click.option(
     "--container", metavar="NAME", help="compressed_tensors, modelopt, deepseek_fp8, gptoss_mxfp4, mxfp8_hf, ptqpipe."
 )
-@click.option("--search", metavar="NAME", help="exact (default), absmax, four_over_six, ...; see `ptqpipe formats`.")
 @click.option(
-    "--global-scale", type=click.Choice(["search", "absmax"]), help="Search the global scale (default) or take amax."
+    "--search",
+    metavar="NAME",
+    help="exact, absmax, four_over_six, ...; see `ptqpipe formats`.  [default: exact]",
+)
+@click.option(
+    "--global-scale",
+    type=click.Choice(["search", "absmax"]),
+    help="Search the global scale or take amax.  [default: search]",
 )
 @click.option("--rounding", type=click.Path(path_type=Path), help="Learned codes of `ptqpipe tune`.")
 @click.option("--stats", type=click.Path(path_type=Path), help="Statistics of `ptqpipe calibrate`.")
-@click.option("--algorithm", type=click.Choice(["rtn", "gptq"]), help="With --stats: how codes are chosen [gptq].")
+@click.option(
+    "--algorithm",
+    type=click.Choice(["rtn", "gptq"]),
+    help="With --stats: how codes are chosen.  [default: gptq]",
+)
 @click.option(
     "--weighting",
     type=click.Choice(["none", "diagonal", "block"]),
-    help="With --stats: what the block scales minimize [diagonal].",
+    help="With --stats: what the block scales minimize.  [default: diagonal]",
 )
-@click.option("--damping", type=float, metavar="D", help="gptq: share of the mean second moment that is added [0.01].")
-@click.option("--refine", type=int, metavar="N", help="gptq: sweeps of coordinate descent over the codes afterwards.")
+@click.option(
+    "--damping",
+    type=float,
+    metavar="D",
+    help="gptq: share of the mean second moment that is added.  [default: 0.01]",
+)
+@click.option(
+    "--refine",
+    type=int,
+    metavar="N",
+    help="gptq: sweeps of coordinate descent over scales and codes afterwards.  [default: 3]",
+)
 @click.option(
     "--low-rank", type=int, metavar="R", help="Rank of a correction added to each weight (container ptqpipe)."
 )
-@click.option("--low-rank-dtype", type=click.Choice(["bf16", "fp8"]), help="What it is stored in [bf16].")
+@click.option("--low-rank-dtype", type=click.Choice(["bf16", "fp8"]), help="What it is stored in.  [default: bf16]")
 @click.option(
     "--ignore", multiple=True, metavar="PATTERN", help="Keep these modules: a name, a glob, or re:<regex>. Repeatable."
 )
@@ -48,24 +68,27 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
     "--input-amax",
     type=float,
     metavar="A",
-    help="W4A4 without calibration: the largest activation that must not clip [336].",
+    help="W4A4 without calibration: the largest activation that must not clip.  [default: 336]",
 )
 @click.option(
     "--input-scale",
     type=click.Choice(["absmax", "percentile", "mse"]),
-    help="Static activation scales with --stats: by which activation [absmax].",
+    help="Static activation scales with --stats: by which activation.  [default: absmax]",
 )
-@click.option("--headroom", type=float, metavar="F", help="That activation is multiplied by F [1].")
+@click.option("--headroom", type=float, metavar="F", help="That activation is multiplied by F.  [default: 1]")
 @click.option("--bias-correction", is_flag=True, help="With --stats: biases make up for the mean error.")
 @click.option(
     "--kv-cache",
     type=click.Choice(["none", "fp8", "fp8_per_head"]),
-    help="With --stats: scales of an FP8 key-value cache [none].",
+    help="With --stats: scales of an FP8 key-value cache.  [default: none]",
 )
 @click.option(
-    "--shard-size", type=Size(), metavar="SIZE", help="Largest weight file [about 1/32 of all, 256MiB to 4GiB]."
+    "--shard-size",
+    type=Size(),
+    metavar="SIZE",
+    help="Largest weight file.  [default: about 1/32 of all, 256MiB to 4GiB]",
 )
-@click.option("--workers", type=int, metavar="N", help="Units in flight [processors, at most 16].")
+@click.option("--workers", type=int, metavar="N", help="Units in flight.  [default: processors, at most 16]")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 @click.command(epilog="Example: ptqpipe serve CKPT --port 8000")
 @click.argument("ckpt")
-@click.option("--tp", type=int, metavar="N", help="Ranks that share the model [1; under torchrun: all of them].")
+@click.option(
+    "--tp",
+    type=int,
+    metavar="N",
+    help="Ranks that share the model.  [default: 1; under torchrun: all of them]",
+)
 @click.option(
     "--allreduce",
     default="off",
@@ -29,8 +34,12 @@ if TYPE_CHECKING:
 @click.option("--batch-invariant", is_flag=True, help="An answer does not depend on what else is served, to the bit.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="0: any free one.")
-@click.option("--api-key", envvar="PTQPIPE_API_KEY", help="What clients must send as Bearer [$PTQPIPE_API_KEY].")
-@click.option("--served-model-name", "name", help="The model's name in the API [the folder's].")
+@click.option(
+    "--api-key",
+    envvar="PTQPIPE_API_KEY",
+    help="What clients must send as Bearer.  [default: $PTQPIPE_API_KEY]",
+)
+@click.option("--served-model-name", "name", help="The model's name in the API.  [default: the folder's]")
 @click.option(
     "--dtype",
     type=Dtype("bf16", "fp32", "fp16", "auto"),
@@ -47,13 +56,22 @@ if TYPE_CHECKING:
     show_default=True,
     help="Quantize activations as the format says, or not.",
 )
-@click.option("--max-model-len", type=int, metavar="N", help="Longest sequence in tokens [the model's].")
+@click.option("--max-model-len", type=int, metavar="N", help="Longest sequence in tokens.  [default: the model's]")
 @click.option("--max-num-seqs", type=int, default=32, show_default=True, help="Most sequences in a step.")
 @click.option("--max-batch-tokens", type=int, default=1024, show_default=True, help="Most tokens in a step.")
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Most sequences that wait; then 429.")
-@click.option("--kv-cache-size", type=Size(), help="Keys and values of a rank [a quarter of the free memory].")
+@click.option(
+    "--kv-cache-size",
+    type=Size(),
+    help="Keys and values of a rank.  [default: a quarter of the free memory]",
+)
 @click.option("--no-prefix-caching", is_flag=True, help="Compute common beginnings of prompts again.")
-@click.option("--threads", type=int, metavar="N", help="Of a rank [physical cores less one, divided by ranks].")
+@click.option(
+    "--threads",
+    type=int,
+    metavar="N",
+    help="Of a rank.  [default: physical cores less one, divided by ranks]",
+)
 @click.option("--max-body", type=Size(), default="4MiB", show_default=True, help="Largest body of a request.")
 @click.option("--chat-template", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A Jinja file.")
 @click.option("--drain", "drain_s", type=float, default=30.0, show_default=True, help="Seconds after SIGTERM.")

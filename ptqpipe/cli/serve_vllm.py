@@ -43,7 +43,7 @@ def vllm_options(command: F) -> F:
     """Adds the options."""
     options = (
         click.option("--engine", type=click.Choice(["own", "vllm"]), default="own", show_default=True),
-        click.option("--vllm-python", metavar="PYTHON", help="vllm: the interpreter that has it [this one]."),
+        click.option("--vllm-python", metavar="PYTHON", help="vllm: the interpreter that has it.  [default: this one]"),
         click.option(
             "--nnodes", type=int, default=1, show_default=True, help="vllm: machines; each runs this command."
         ),

@@ -10,9 +10,14 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resum
 
 @click.command(epilog="Example: ptqpipe tune MODEL --data text.jsonl -o codes")
 @click.argument("model")
-@click.option("--data", multiple=True, metavar="FILE", help="Text like what the model will serve. Repeatable.")
-@click.option("--field", metavar="NAME", help="Field of a row [messages, text, content, prompt, ...].")
-@click.option("--format", "scheme", metavar="NAME", help="nvfp4 (default), nvfp4_w4a4, mxfp4, ...")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="FILE",
+    help="Text like what the model will serve. Repeatable.  [required]",
+)
+@click.option("--field", metavar="NAME", help="Field of a row.  [default: messages, text, content, prompt, ...]")
+@click.option("--format", "scheme", metavar="NAME", help="nvfp4, nvfp4_w4a4, mxfp4, ...  [default: nvfp4]")
 @click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="A YAML recipe instead of --format.")
 @click.option(
     "--container", metavar="NAME", help="The container of the conversion, where --format's default does not fit."
@@ -21,7 +26,12 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resum
 @click.option("--stats", type=click.Path(path_type=Path), help="Statistics of `ptqpipe calibrate`, for the start.")
 @click.option("--algorithm", type=click.Choice(["rtn", "gptq"]), help="With --stats: the codes to start from.")
 @click.option("--samples", type=int, default=128, show_default=True, metavar="N", help="Windows to learn from.")
-@click.option("--seqlen", type=int, metavar="N", help="Tokens of a window [2048, at most the model's positions].")
+@click.option(
+    "--seqlen",
+    type=int,
+    metavar="N",
+    help="Tokens of a window.  [default: the model's positions, at most 2048]",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the windows and their order.")
 @click.option(
     "--method",
@@ -30,13 +40,13 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resum
     show_default=True,
     help="gptq: error feedback, layer by layer, each making up for what those before it have lost.",
 )
-@click.option("--share", type=float, metavar="F", help="How much of that a layer makes up for, 0 to 1 [0.5].")
+@click.option("--share", type=float, metavar="F", help="How much of that a layer makes up for, 0 to 1.  [default: 0.5]")
 @click.option("--steps", type=int, default=200, show_default=True, metavar="N", help="Steps of descent in each block.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder of codes to write.")
 @click.option(
     "--max-memory", type=Size(), default="8GiB", show_default=True, help="Samples that do not fit go to disk."
 )
-@click.option("--workers", type=int, metavar="N", help="Threads [physical cores].")
+@click.option("--workers", type=int, metavar="N", help="Threads.  [default: physical cores]")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
