@@ -7,6 +7,7 @@ from ptqpipe.api import quantize
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import WHOLE
 from ptqpipe.kernels import cpu, cpu_linear
+from ptqpipe.runtime import packed as packed_module
 from ptqpipe.runtime.packed import PackedWeight, packed_linear, packed_linears
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "mxfp6_e2m3", "fp8_channel", "fp8_tensor", "fp8_block")
@@ -214,6 +215,37 @@ def test_nan_and_inf_reach_the_rows_that_hold_them_alone() -> None:
     assert torch.equal(y[[0, 3]], clean[[0, 3]])
     assert bool(y[1].isnan().all())
     assert not bool(torch.isfinite(y[2]).any())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [(0,), (2, 0), (0, 3)])
+def test_no_rows_are_no_rows(fmt: str, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+    packed, _ = weight(fmt, 128, 128)
+    packed = packed.arranged()
+    x = torch.zeros(*rows, 128, dtype=dtype)
+    for y in (packed_linear(x, packed), *packed_linears(x, [(packed, None), (packed, None)])):
+        assert (y.shape, y.dtype) == ((*rows, 128), dtype)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_channel"])
+def test_torchs_bfloat16_products_have_few_numbers_of_rows(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps what it compiles for each; the rows that are added do not show."""
+    monkeypatch.setattr(cpu_linear, "limit", lambda *, panels: 0)
+    product, seen = torch.nn.functional.linear, set()
+
+    def counted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        seen.add(x.shape[0])
+        return product(x, w)
+
+    monkeypatch.setattr(packed_module, "linear", counted)
+    packed, w = weight(fmt, 48, 256)
+    x = torch.randn(100, 256, generator=torch.Generator().manual_seed(9)).bfloat16()
+    for rows in range(1, 101):
+        y, exact = packed_linear(x[:rows], packed), x[:rows].double() @ w.t()
+        assert y.shape == (rows, 48)
+        assert bool(((y - exact).abs() <= bound(x[:rows], w, exact, decoded_bf16=False)).all())
+    assert seen == {32, 64, 96, 128}
 
 
 def test_an_input_of_another_width_is_refused() -> None:
