@@ -167,7 +167,6 @@ def test_the_default_name_lies_beside_the_checkpoint(checkpoints: dict[str, Path
         (["--tasks", "local_piqa"], "--task-data DIR"),
         (["--data", "TEXT", "--window", "100000"], "positions; choose a smaller one"),
         (["--data", "TEXT", "--window", "8", "--stride", "9"], "--stride 9"),
-        (["--data", "TEXT", "--dtype", "int3"], "dtype 'int3' is unknown"),
         (["--data", "TEXT", "--device", "tpu"], "device 'tpu' is unknown"),
         (["--data", "TEXT", "--device", "cuda:99"], "device cuda:99 needs a GPU"),
         (["--data", "TEXT", "--max-tokens", "0"], "--max-tokens 0"),
