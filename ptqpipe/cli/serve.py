@@ -143,7 +143,7 @@ def serve(
     stage.serve(options, _place(tp, rank_of, parent), worker=worker, say=lambda line: click.echo(line, err=True))
 
 
-def _place(tp: int | None, rank_of: str | None, parent: int | None) -> "Place":
+def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "Place":
     """Which rank this is: of a service that starts its own, or of a torchrun."""
     from ptqpipe.stages.serve.ranks import Place, parse_place
 

@@ -196,7 +196,7 @@ def _follow(options: ServeOptions, place: Place) -> None:
     place.ignore_signals()
     torch.set_num_threads(options.threads or default_threads(place.local))
     place.join()
-    follow(_runner(options, place, context_of(options.ckpt, options.max_len), _all_reduce(options, place), None))
+    follow(_runner(options, place, context_of(options.ckpt, options.max_len), _all_reduce(options, place)))
 
 
 def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
@@ -248,7 +248,7 @@ def _runner(
     place: Place,
     context: int,
     sums: "Sequence[QuantAllReduce]",
-    watchdog: Watchdog | None,
+    watchdog: Watchdog | None = None,
 ) -> "Runner":
     """This rank's part of the model, with a cache as large as all ranks can have."""
     import torch
