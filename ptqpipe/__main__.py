@@ -1,6 +1,16 @@
-"""``python -m ptqpipe``: the same as the ``ptqpipe`` command."""
+"""``python -m ptqpipe``, and the ``ptqpipe`` command: as little as possible before Ctrl-C has its exit code."""
 
-from ptqpipe.cli import main
+import sys
+
+
+def run() -> None:
+    """Runs the command line; an interrupt while it is still imported ends like any other, without a trace."""
+    try:
+        from ptqpipe.cli import main
+    except KeyboardInterrupt:
+        sys.exit(130)
+    main()
+
 
 if __name__ == "__main__":
-    main()
+    run()

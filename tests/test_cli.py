@@ -402,3 +402,16 @@ def test_the_defaults_that_the_help_of_convert_tells_are_those_of_a_recipe() -> 
     assert {"damping", "refine", "headroom", "search", "kv_cache"} <= told.keys()
     for name, text in told.items():
         assert text in (str(known[name]), f"{known[name]:g}" if isinstance(known[name], float) else ""), name
+
+
+def test_ctrl_c_while_the_command_line_is_imported_leaves_no_trace() -> None:
+    script = (
+        "import sys; from importlib.abc import MetaPathFinder\n"
+        "class Interrupts(MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "from ptqpipe.__main__ import run; run()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
