@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.collectives import measured
+from tests.collectives.simulator import measured
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "allreduce_table.py"
 
