@@ -6,6 +6,7 @@ not know how ranks are started.
 """
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,13 +16,19 @@ from ptqpipe.engine.runner import Runner
 from ptqpipe.errors import PtqError, one_line
 
 _BEAT, _CLOSE = 0, -1
+RunCollective = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
 class Leader:
-    """Rank 0's runner: the same as a `Runner`, on all ranks of ``group`` at once."""
+    """Rank 0's runner: the same as a `Runner`, on all ranks of ``group`` at once.
 
-    def __init__(self, runner: Runner, group: dist.ProcessGroup | None = None) -> None:
-        self._runner, self._group = runner, group
+    watch  what runs each message to the others, which waits until they take it
+    """
+
+    def __init__(
+        self, runner: Runner, group: dist.ProcessGroup | None = None, *, watch: RunCollective | None = None
+    ) -> None:
+        self._runner, self._group, self._watch = runner, group, watch
         self.blocks, self.block_size = runner.blocks, runner.block_size
 
     def run(self, batch: Batch) -> torch.Tensor:
@@ -29,7 +36,7 @@ class Leader:
         packed = batch.pack()
         try:
             self._say(len(packed))
-            dist.broadcast(packed, src=0, group=self._group)
+            self._send(packed)
             return self._runner.run(batch)
         except RuntimeError as error:
             raise PtqError(f"a rank does not answer: {one_line(str(error), limit=300)}") from error
@@ -47,7 +54,14 @@ class Leader:
             self._say(_CLOSE)
 
     def _say(self, word: int) -> None:
-        dist.broadcast(torch.tensor([word], dtype=torch.int64), src=0, group=self._group)
+        self._send(torch.tensor([word], dtype=torch.int64))
+
+    def _send(self, message: torch.Tensor) -> None:
+        def send() -> torch.Tensor:
+            dist.broadcast(message, src=0, group=self._group)
+            return message
+
+        send() if self._watch is None else self._watch(send)
 
 
 def follow(runner: Runner, group: dist.ProcessGroup | None = None) -> None:

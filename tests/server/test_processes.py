@@ -213,6 +213,26 @@ def test_a_rank_that_is_stopped_ends_the_service_with_its_name(tmp_path: Path, b
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--no-overlap",)])
+def test_a_rank_that_does_not_answer_ends_the_service_with_its_name(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """With 3 s in the place of 60; that the rank is stopped must not be seen first."""
+    code = "import runpy, ptqpipe.stages.serve.watchdog as w; w.STOPPED_S = 1e9; "
+    code += "w.Watchdog.__init__.__kwdefaults__['wait_s'] = 3.0; "
+    code += "runpy.run_module('ptqpipe', run_name='__main__', alter_sys=True)"
+    with started(tmp_path, "--tp", "2", *options, command=("-c", code)) as service:
+        (rank,) = service.ranks()
+        assert service.ask().status_code == 200
+        os.kill(rank, signal.SIGSTOP)
+        assert service.ask(prompt=PROMPTS[0]).status_code == 503
+        assert service.ended() == 1
+        assert f"rank 1 (process {rank}) has not answered for 3 s;" in service.log.read_text()
+        assert "Traceback" not in service.log.read_text()
+        assert gone([rank])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.0, 0.5, 2.0])
 def test_ranks_end_when_the_first_one_is_killed_while_they_start(tmp_path: Path, after_s: float) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DEMO.parents[1])}

@@ -154,7 +154,7 @@ def _lead(
         sums.extend(_all_reduce(options, ranks.place))
         runner = _runner(options, ranks.place, context, sums, watchdog)
         if ranks.place.size > 1:
-            leaders.append(Leader(runner))
+            leaders.append(Leader(runner, watch=watchdog))
         engine = _engine(options, runner, leaders[0] if leaders else runner, tokenizer, context)
         say(_summary(runner, ranks.place.size, threads, context))
         watchdog.watch(ranks.failing(service.fail), ranks.others)

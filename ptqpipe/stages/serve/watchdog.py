@@ -53,10 +53,7 @@ class Watchdog:
         def main() -> None:
             while not self.look():
                 time.sleep(LOOK_S)
-            failed(
-                f"{who()} has not answered for {self.wait_s:g} s in a sum over the ranks; the service cannot go on "
-                "without it"
-            )
+            failed(f"{who()} has not answered for {self.wait_s:g} s; the service cannot go on without it")
 
         threading.Thread(target=main, name="ptqpipe-watchdog", daemon=True).start()
 
