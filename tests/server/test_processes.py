@@ -214,9 +214,7 @@ def test_a_rank_that_is_stopped_ends_the_service_with_its_name(tmp_path: Path, b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--no-overlap",)])
-def test_a_rank_that_does_not_answer_ends_the_service_with_its_name(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_a_rank_that_does_not_answer_ends_the_service_with_its_name(tmp_path: Path, options: tuple[str, ...]) -> None:
     """With 3 s in the place of 60; that the rank is stopped must not be seen first."""
     code = "import runpy, ptqpipe.stages.serve.watchdog as w; w.STOPPED_S = 1e9; "
     code += "w.Watchdog.__init__.__kwdefaults__['wait_s'] = 3.0; "
