@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 ARRIVE_S = 60.0
 MOST = 4096  # connections, however many files may be open
 _BACKLOG = 128  # connections that the kernel holds, and that asyncio accepts at once
+_ON_THE_WAY = 4  # backlogs: what is accepted in a turn of asyncio's loop is seen, or closed, some turns later
 _RESERVED = 32  # open files of everything else, beside those that are open at the start
 _LEAST_S = 1.0  # a request may take to arrive even at the limit
 
@@ -33,12 +34,13 @@ def limits() -> tuple[int, int]:
 def limits_of(files: int, used: int) -> tuple[int, int]:
     """(connections, backlog) where ``files`` may be open and ``used`` are.
 
-    asyncio accepts a whole backlog before the first of its connections is seen, so that has to fit beside the limit.
+    asyncio accepts a whole backlog before the first of its connections is seen, and the next one before the connections
+    that had to make room are closed, so these have to fit beside the limit.
     """
     if files == resource.RLIM_INFINITY:
         return MOST, _BACKLOG
-    backlog = max(1, min(_BACKLOG, files // 8))
-    return max(1, min(MOST, files - used - _RESERVED - backlog)), backlog
+    backlog = max(1, min(_BACKLOG, files // 16))
+    return max(1, min(MOST, files - used - _RESERVED - _ON_THE_WAY * backlog)), backlog
 
 
 class Connection(H11Protocol):
