@@ -6,7 +6,8 @@ Usage: python scripts/bench_linear.py [--formats nvfp4 ...] [--shapes 4096x4096 
 Every measurement works through enough copies of the weight that none is in a cache when its turn comes (COPIES_BYTES),
 as in a model whose layers follow each other; the two sides alternate; medians of ``--repeat``. One JSON line a format,
 shape, number of rows and of threads: microseconds a call, the ratio (bfloat16 time / packed time: above 1 is faster),
-GB/s of packed bytes.
+GB/s of packed bytes; ``one_order``: the time with sums in one order for any number of rows (``serve
+--batch-invariant``) over the time without, where a kernel knows both.
 """
 
 import argparse
@@ -48,9 +49,16 @@ def measure(fmt: str, shape: tuple[int, int], rows: int, *, repeat: int) -> dict
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).bfloat16()
     ours = [lambda p=p: packed_linear(x, p) for p in packed]
     theirs = [lambda f=f: torch.nn.functional.linear(x, f) for f in floats]
-    seconds_of(ours), seconds_of(theirs)
-    runs = [(seconds_of(ours), seconds_of(theirs)) for _ in range(repeat)]
-    packed_s, bf16_s = (statistics.median(run[side] for run in runs) for side in (0, 1))
+    kept = [PackedWeight.from_qtensor(quantize(w, fmt)).arranged() for _ in range(copies)]
+    for each in kept:
+        if each.operand is not None:
+            each.operand.keep_order()
+    in_order = [lambda p=p: packed_linear(x, p) for p in kept]
+    sides = (ours, theirs, in_order)
+    for side in sides:
+        seconds_of(side)
+    runs = [tuple(seconds_of(side) for side in sides) for _ in range(repeat)]
+    packed_s, bf16_s, order_s = (statistics.median(run[side] for run in runs) for side in range(3))
     return {
         "format": fmt,
         "shape": f"{n}x{k}",
@@ -60,6 +68,7 @@ def measure(fmt: str, shape: tuple[int, int], rows: int, *, repeat: int) -> dict
         "packed_us": round(packed_s * 1e6, 1),
         "bf16_us": round(bf16_s * 1e6, 1),
         "ratio": round(bf16_s / packed_s, 3),
+        "one_order": round(order_s / packed_s, 3) if first.operand is not None else None,
         "packed_gb_per_s": round(first.nbytes / packed_s / 1e9, 2),
         "load_average": round(os.getloadavg()[0], 1),
     }
