@@ -18,7 +18,8 @@ _ANY_ROWS = 1 << 40
 def make_batch_invariant(model: torch.nn.Module) -> None:
     """Gives a model the kernels whose sums have one order, in place. UsageError that names what has none.
 
-    All linear layers that stayed float go to panels, if need be as a copy. NVFP4 takes 3 to 11 % longer from 32 rows on.
+    All linear layers that stayed float go to panels, if need be as a copy. NVFP4 takes 3 to 11 % longer from 32 rows
+    on.
     """
     if cpu_linear.limit(panels=True) < _ANY_ROWS:
         raise UsageError(
