@@ -1,6 +1,8 @@
 """What all tests share: the assets outside the repository, and no network."""
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,11 @@ def shared_dir() -> Path:
     if not path.is_dir():
         pytest.skip(f"no shared assets at {path} (PTQPIPE_SHARED names another place)")
     return path
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers_stay() -> Iterator[None]:
+    """What a test leaves behind for a signal reaches every later test of its process, and their children."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    assert {number: signal.getsignal(number) for number in before} == before

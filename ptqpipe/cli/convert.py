@@ -3,6 +3,8 @@
 import json
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -167,14 +169,24 @@ def convert(
                 json.dumps(tables.plan_json(prepared, machine)) if as_json else tables.plan_text(prepared, machine)
             )
             return
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's stop ends as cleanly as Ctrl-C
         ranks = ranks_of()
-        if ranks.rank == 0 and not as_json:
-            click.echo(tables.header_text(prepared, machine))
         try:
-            done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
+            with _stop_is_interrupt():
+                if ranks.rank == 0 and not as_json:
+                    click.echo(tables.header_text(prepared, machine))
+                done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
         except KeyboardInterrupt:
             click.echo(f"\nInterrupted. What is finished is kept; continue with: {resume_command()}", err=True)
             sys.exit(130)
     if done is not None:
         click.echo(json.dumps(tables.converted_json(done)) if as_json else tables.converted_text(done))
+
+
+@contextmanager
+def _stop_is_interrupt() -> Iterator[None]:
+    """SIGTERM, a batch system's stop, ends meanwhile as cleanly as Ctrl-C. To be called in the main thread."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -9,6 +9,7 @@ import difflib
 import io
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
                 f"the tasks {', '.join(request.names)} cannot be loaded: {one_line(first)}; local_ tasks need no hub"
             ) from None
         lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
-        with _without_git():
+        with _without_git(), _in_one_process():
             found = simple_evaluate(
                 model=lm,
                 tasks=list(tasks.values()),
@@ -200,6 +201,23 @@ def _without_git() -> Iterator[None]:
         yield
     finally:
         evaluator.get_git_commit_hash = asks
+
+
+@contextmanager
+def _in_one_process() -> Iterator[None]:
+    """lm-eval forks a pool to resample a metric, which this process must not do: it has threads, and children that
+    inherit a handler of SIGTERM do not always end with their pool (the evaluation then waits for them for ever).
+    The draws are the same without."""
+    switch = "DISABLE_MULTIPROC"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
 
 
 def _local_names() -> list[str]:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,6 +78,17 @@ def test_every_local_task_runs_offline(metrics: dict[tuple[str, str], Metric]) -
     assert metrics["local_piqa", "acc"].samples == 3
     assert not metrics["local_lambada", "perplexity"].higher_is_better
     assert metrics["local_lambada", "acc"].higher_is_better
+
+
+def test_no_process_is_forked(model: Any, tokenizer: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a pool was forked from a process with threads")
+
+    monkeypatch.setattr(multiprocessing, "Pool", refuse)
+    monkeypatch.delenv("DISABLE_MULTIPROC", raising=False)
+    found = run_tasks(model, tokenizer, TaskRequest(("local_lambada",), task_data=data))
+    assert next(metric.stderr for metric in found if metric.name == "perplexity") is not None  # resampled all the same
+    assert "DISABLE_MULTIPROC" not in os.environ
 
 
 def test_multiple_choice_picks_the_likeliest_answer(

@@ -1,6 +1,7 @@
 """Claims about convert: the same bytes on every machine, every tensor accounted for, nothing lost or half-written."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -228,8 +229,6 @@ def test_unknown_formats_containers_and_searches_are_named(model: Path, tmp_path
 
 
 def run_cli(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
-    import os
-
     return subprocess.run(
         [sys.executable, "-m", "ptqpipe", *map(str, args)],
         capture_output=True,
@@ -281,7 +280,12 @@ def killed(model: Path, runs: list[tuple[Path, int]]) -> list[list[str]]:
     """Converts into each folder in a process that is killed at the given one of its writes. The words of each line."""
     arguments = [str(model), json.dumps([(str(out), at) for out, at in runs])]
     done = subprocess.run(
-        [sys.executable, "-c", KILLER, *arguments], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", KILLER, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # numpy's library starts its threads when it is imported
     )
     assert done.returncode == 0, done.stderr
     return [line.split() for line in done.stdout.splitlines()]
@@ -317,7 +321,6 @@ def test_a_resume_with_another_recipe_or_a_changed_source_is_refused(model: Path
 
 
 def torchrun(*args: object, world: int, **env: str) -> subprocess.CompletedProcess[str]:
-    import os
 
     launcher = [
         sys.executable,
