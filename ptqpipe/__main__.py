@@ -1,6 +1,12 @@
-"""``python -m ptqpipe``, and the ``ptqpipe`` command: as little as possible before Ctrl-C has its exit code."""
+"""``python -m ptqpipe``, and the ``ptqpipe`` command: as little as possible before Ctrl-C has its exit code, and an end
+that no thread can spoil."""
 
+import contextlib
+import os
 import sys
+import threading
+
+_MAY_HANG = {"ptqpipe-engine", "ptqpipe-overlap"}
 
 
 def run() -> None:
@@ -9,7 +15,24 @@ def run() -> None:
         from ptqpipe.cli import main
     except KeyboardInterrupt:
         sys.exit(130)
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        if any(thread.name in _MAY_HANG for thread in threading.enumerate()):
+            _leave(end)
+        raise
+
+
+def _leave(end: SystemExit) -> None:
+    """Ends the process with ``end``'s code and without the interpreter's finalization.
+
+    A thread may wait in C++ for a rank that is dead. When it wakes while the interpreter ends, Python unwinds it
+    through frames that allow no exception, and the process is aborted, whatever its exit code was to be.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads any more
+            stream.flush()
+    os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 if __name__ == "__main__":

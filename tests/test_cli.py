@@ -415,3 +415,42 @@ def test_ctrl_c_while_the_command_line_is_imported_leaves_no_trace() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+STUCK = """
+import sys, threading, time
+from datetime import timedelta
+import click
+import ptqpipe.__main__, ptqpipe.cli
+from torch.distributed import TCPStore
+
+store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+store.set_timeout(timedelta(seconds=1))
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)
+
+def wait():
+    try:
+        store.get("what nobody sets")  # in C++; over while the interpreter's own end would still sleep
+    except Exception:
+        pass
+
+@click.command()
+def main():
+    global slow
+    slow = Slow()
+    threading.Thread(target=wait, name="ptqpipe-engine", daemon=True).start()
+    time.sleep(0.3)
+    click.echo("said")
+    sys.exit(7)
+
+ptqpipe.cli.main = lambda: main(args=[])
+ptqpipe.__main__.run()
+"""
+
+
+def test_a_thread_that_waits_for_a_dead_rank_does_not_spoil_the_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (7, "said\n"), done.stderr

@@ -96,7 +96,7 @@ def test_sigterm_finishes_what_is_under_way_and_exits_with_0(tmp_path: Path) -> 
         while "ptqpipe_sequences_running 1.0" not in httpx.get(f"{service.url}/metrics").text and not answers:
             time.sleep(0.002)
         service.process.send_signal(signal.SIGTERM)
-        assert service.ended() == 0
+        assert service.ended() == 0, service.log.read_text()
         thread.join(10)
         assert answers[0].json()["usage"]["completion_tokens"] == 240
         assert "SIGTERM: no new requests" in service.log.read_text()
@@ -114,7 +114,7 @@ def test_two_ranks_say_what_one_says_and_end_together(tmp_path: Path) -> None:
         assert plain is not None
         assert int(plain[1]) == 6 * (24 + 1)  # two sums in each of three layers; 24 steps and the probe
         service.process.send_signal(signal.SIGTERM)
-        assert service.ended() == 0
+        assert service.ended() == 0, service.log.read_text()
         assert gone(ranks)
 
 
@@ -161,7 +161,7 @@ def test_a_rank_that_dies_ends_the_service_with_its_name(tmp_path: Path) -> None
         metrics = httpx.get(f"{service.url}/metrics").text
         assert 'ptqpipe_allreduce_calls_total{kind="quantized"} 6.0' in metrics  # the prompt's; decode stays plain
         os.kill(rank, signal.SIGKILL)
-        assert service.ended() == 1
+        assert service.ended() == 1, service.log.read_text()
         assert f"rank 1 (process {rank}) was killed by signal 9" in service.log.read_text()
 
 
@@ -189,7 +189,7 @@ def test_half_requests_neither_use_up_the_files_nor_keep_the_service_from_ending
         for _ in range(3):
             assert service.ask().json()["choices"][0]["text"] == wanted()
         service.process.send_signal(signal.SIGTERM)
-        assert service.ended() == 0
+        assert service.ended() == 0, service.log.read_text()
         log = service.log.read_text()
         assert "Traceback" not in log
         assert "CancelledError" not in log
@@ -206,7 +206,7 @@ def test_a_rank_that_is_stopped_ends_the_service_with_its_name(tmp_path: Path, b
         os.kill(rank, signal.SIGSTOP)
         if busy:
             assert service.ask().status_code == 503
-        assert service.ended() == 1
+        assert service.ended() == 1, service.log.read_text()
         assert f"rank 1 (process {rank}) has been stopped for 10 s" in service.log.read_text()
         assert "Traceback" not in service.log.read_text()
         assert gone([rank])
@@ -224,7 +224,7 @@ def test_a_rank_that_does_not_answer_ends_the_service_with_its_name(tmp_path: Pa
         assert service.ask().status_code == 200
         os.kill(rank, signal.SIGSTOP)
         assert service.ask(prompt=PROMPTS[0]).status_code == 503
-        assert service.ended() == 1
+        assert service.ended() == 1, service.log.read_text()
         assert f"rank 1 (process {rank}) has not answered for 3 s;" in service.log.read_text()
         assert "Traceback" not in service.log.read_text()
         assert gone([rank])
