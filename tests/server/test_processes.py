@@ -49,12 +49,17 @@ class Process:
 
 @contextmanager
 def started(
-    folder: Path, *options: str, model: Path = DEMO, command: tuple[str, ...] = ("-m", "ptqpipe")
+    folder: Path,
+    *options: str,
+    model: Path = DEMO,
+    command: tuple[str, ...] = ("-m", "ptqpipe"),
+    path: tuple[Path, ...] = (),
 ) -> Iterator[Process]:
-    """``ptqpipe serve`` of a model in float32, ready."""
+    """``ptqpipe serve`` of a model in float32, ready. ``path``: where Python looks for modules first."""
     log = folder / "log"
     arguments = ["serve", str(model), "--port", "0", "--dtype", "float32", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DEMO.parents[1])}
+    python_path = os.pathsep.join(map(str, (*path, DEMO.parents[1])))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
     with log.open("wb") as out:
         process = subprocess.Popen([sys.executable, *command, *arguments], stderr=out, stdout=out, env=environment)
     try:
@@ -85,6 +90,20 @@ def gone(pids: list[int], seconds: float = 15) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sums", ["off", "int8"])
+def test_sums_may_have_a_group_of_their_own(tmp_path: Path, sums: str) -> None:
+    """As on GPUs, with gloo in NCCL's place, in both processes."""
+    code = "import torch.distributed as dist\nfrom ptqpipe.stages.serve.ranks import Place\n"
+    code += "Place.group_of_sums = lambda self, device: dist.new_group(backend='gloo')\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    options = ("--tp", "2", "--allreduce", sums, "--no-overlap")
+    with started(tmp_path, *options, path=(tmp_path,)) as service:
+        assert service.ask().json()["choices"][0]["text"] == wanted()
+        service.process.send_signal(signal.SIGTERM)
+        assert service.ended() == 0, service.log.read_text()
 
 
 @pytest.mark.slow

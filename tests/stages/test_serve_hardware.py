@@ -102,6 +102,17 @@ def test_the_runner_computes_on_its_own_gpu_with_a_part_of_that_gpu_s_memory(mon
     assert (asked["device"], asked["current"], asked["cache"]) == ("cuda:1", "cuda:1", 20 * GIB)
 
 
+def test_ranks_on_gpus_sum_in_a_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **options: asked.append(options["backend"]) or "group")
+    assert Place(1, 2, 2, 1).group_of_sums("cuda:1") == "group"
+    assert asked == ["cuda:1", "nccl"]  # the device first: a group belongs to the current one
+    assert Place(0, 1).group_of_sums("cuda:0") is None
+    assert Place(1, 2, 2, 1).group_of_sums("cpu") is None
+    assert len(asked) == 2
+
+
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "available_bytes", lambda: 16 * GIB)
     assert cache_bytes("cpu", local_ranks=1) == 4 * GIB

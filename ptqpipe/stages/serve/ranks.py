@@ -1,8 +1,8 @@
 """The processes of a tensor-parallel service: started and watched here, or joined where torchrun started them.
 
-Ranks that are started here reach each other by gloo on this machine's loopback. When one ends, the service is told at
-once, for the others may wait in a collective for it; when the first one goes, however it goes, the others end. One that
-is stopped, or does not answer in a sum, counts as ended (``watchdog.py``).
+Ranks that are started here reach each other by gloo on this machine's loopback; on GPUs they sum by NCCL. When one
+ends, the service is told at once, for the others may wait in a collective for it; when the first one goes, however it
+goes, the others end. One that is stopped, or does not answer in a sum, counts as ended (``watchdog.py``).
 """
 
 import contextlib
@@ -67,6 +67,19 @@ class Place:
         except (RuntimeError, ValueError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UsageError(f"rank {self.rank} of {self.size} does not reach the others: {first}") from None
+
+    def group_of_sums(self, device: str) -> Any:
+        """The process group in which tensors on ``device`` are summed and gathered; None is the one that was joined.
+
+        GPUs get one of NCCL's, made by all ranks together. What the ranks tell each other stays with gloo, on the host.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self.size == 1 or device == "cpu":
+            return None
+        torch.cuda.set_device(device)  # of this thread: NCCL's rank is on the current one
+        return dist.new_group(backend="nccl", timeout=TIMEOUT)
 
     def ignore_signals(self) -> None:
         """A rank above 0 ends when the first one says so, which drains first."""

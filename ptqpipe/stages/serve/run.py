@@ -209,8 +209,9 @@ def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
     from ptqpipe.collectives import NEVER, QuantAllReduce, Thresholds
     from ptqpipe.runtime.loading import dtype_of, read_config
 
+    group = place.group_of_sums(device_of(options.device, local_rank=place.local_rank, local_ranks=place.local))
     if options.allreduce == "off":
-        plain = QuantAllReduce(min_bytes=NEVER)
+        plain = QuantAllReduce(group, min_bytes=NEVER)
         if options.invariant and place.size > 2:  # in the order of ranks; of two numbers there is but one sum
             plain.thresholds = Thresholds(NEVER, ((NEVER, "two_shot"),))
         return [plain]
@@ -218,10 +219,10 @@ def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
     config = read_config(Path(options.ckpt)).get_text_config()
     decode_bytes = options.max_seqs * config.hidden_size * dtype_of(options.dtype, config).itemsize
     if options.allreduce == "auto":
-        made = QuantAllReduce(min_bytes="auto", one_shot=one_shot)
+        made = QuantAllReduce(group, min_bytes="auto", one_shot=one_shot)
         made.thresholds = replace(made.thresholds, quantized=max(made.thresholds.quantized, decode_bytes + 1))
         return [made]
-    return [QuantAllReduce(codec=options.allreduce, min_bytes=decode_bytes + 1, one_shot=one_shot)]
+    return [QuantAllReduce(group, options.allreduce, min_bytes=decode_bytes + 1, one_shot=one_shot)]
 
 
 def _overlap(options: ServeOptions, place: Place) -> "Overlap | None":
@@ -269,6 +270,7 @@ def _runner(
         options.ckpt,
         tp=place.size,
         rank=place.rank,
+        group=sums[0].group if sums else None,
         all_reduce=(lambda x: sums[0](x, x)) if sums else None,
         run_collective=_run_collective(overlap, watchdog),
         dtype=options.dtype,
