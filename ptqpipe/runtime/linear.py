@@ -22,16 +22,24 @@ from ptqpipe.schemes import Activation
 class PackedLinear(torch.nn.Module):
     """``y = quantize(x) @ W.T + bias`` with W packed; x ``[..., in_features]`` in any float dtype, y in the same.
 
-    The weight is no parameter: it is not in the ``state_dict``, does not follow ``to(dtype)``, and does follow
+    The weight is no parameter: it is not in the ``state_dict``, its codes do not follow ``to(dtype)``, and do follow
     ``to(device)``. A low-rank part of it is multiplied on its own, two thin products in the dtype of x.
+
+    dtype  what a model that asks for ``weight`` itself is given
     """
 
     bias: torch.nn.Parameter | None
 
     def __init__(
-        self, q: QTensor, *, bias: torch.nn.Parameter | None = None, quantizer: InputQuantizer | None = None
+        self,
+        q: QTensor,
+        *,
+        bias: torch.nn.Parameter | None = None,
+        quantizer: InputQuantizer | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
+        self.dtype = dtype
         self.out_features, self.in_features = q.shape
         self.packed = PackedWeight.from_qtensor(replace(q, low_rank=None)).arranged()
         self.low_rank = q.low_rank
@@ -48,6 +56,14 @@ class PackedLinear(torch.nn.Module):
         x = x if self.quantizer is None else self.quantizer(x)
         return packed_linear(x, self.packed, self.bias) + _thin(x, self.low_rank)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """``[N, K]``: decoded at every access, for models that multiply with it in their own way (Mamba's dt_proj)."""
+        w = self.packed.dequantize()
+        w = (w if self.low_rank is None else w + self.low_rank.product()).to(self.dtype)
+        w._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it alone, as a loaded one
+        return w
+
     def extra_repr(self) -> str:
         """As torch prints it."""
         activation = "" if self.quantizer is None else f", input {self.quantizer.activation}"
@@ -57,6 +73,7 @@ class PackedLinear(torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """The codes move to where ``fn`` puts a tensor of bytes."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device)).dtype
         device = fn(torch.empty(0, dtype=torch.uint8, device=self.packed.device)).device
         self.packed = self.packed.to(device)
         if self.low_rank is not None:

@@ -38,7 +38,7 @@ class PackedLinearPlace:
     def install(self, model: Any, source: Source, regions: Mapping[str, Region], quantizers: Quantizers) -> None:
         old = model.get_submodule(self.module)
         q = _read(source, self.weight, regions, None)
-        new = PackedLinear(q, bias=old.bias, quantizer=quantizers[self.weight][0])
+        new = PackedLinear(q, bias=old.bias, quantizer=quantizers[self.weight][0], dtype=old.weight.dtype)
         new.train(old.training)
         model.set_submodule(self.module, new)
 
