@@ -145,12 +145,12 @@ def test_an_environment_that_is_not_torchruns_is_one_line(here: Path, env: dict[
 def bad_checkpoints(here: Path) -> dict[str, Path]:
     """Folders that are no checkpoint of ours, by what is wrong with them."""
     good = (here / "good" / "model.safetensors").read_bytes()
-    made = {name: here / name for name in ("garbage", "cut", "listed", "nothing")}
+    made = {name: here / name for name in ("garbage", "cut", "listed")}
     for name, weights in (("garbage", os.urandom(999)), ("cut", good[: len(good) // 2]), ("listed", good)):
         made[name].mkdir()
         (made[name] / "model.safetensors").write_bytes(weights)
         (made[name] / "config.json").write_text("[]" if name == "listed" else "{}")
-    return {**made, "empty": here / "empty", "file": here / "file", "long": here / ("x" * 300)}
+    return {**made, "empty": here / "empty"}
 
 
 def test_commands_on_what_is_no_checkpoint_are_one_line_each(here: Path) -> None:
@@ -169,6 +169,29 @@ def test_commands_on_what_is_no_checkpoint_are_one_line_each(here: Path) -> None
             assert result.output.count("[open]") == 1
             assert json.loads(run("verify", *args, "--json").stdout)["faults"]
         assert {entry.name for entry in here.iterdir()} == before
+
+
+@pytest.mark.parametrize("kind", ["nothing", "file", "x" * 300, "no\nline"])
+def test_a_checkpoint_that_is_no_folder_ends_every_command_with_exit_code_2(here: Path, kind: str) -> None:
+    assert run("convert", "model", "-o", "good", "-q").exit_code == 0
+    before = tiny.bytes_of(here)
+    for command in (
+        ("inspect", kind),
+        ("diff", kind, "good"),
+        ("diff", "good", kind),
+        ("relayout", kind, "--container", "modelopt"),
+        ("dequantize", kind),
+        ("verify", kind),
+        ("verify", "good", "--source", kind),
+        ("report", kind),
+        ("report", "good", "--source", kind),
+        ("report", "good", "--eval", kind if kind != "file" else "empty"),
+        ("simulate", "allreduce", "--partials", kind if kind != "file" else "empty"),
+        ("convert", kind, "-o", "out"),
+    ):
+        refused(*command)
+        assert run(*command).exit_code == 2, command
+    assert tiny.bytes_of(here) == before
 
 
 def test_a_plain_checkpoint_is_told_from_a_converted_one(here: Path) -> None:
@@ -317,7 +340,11 @@ def test_a_disk_that_fills_up_is_one_line_and_the_run_resumes(here: Path) -> Non
     assert run("verify", "out", "--source", "model").exit_code == 0
 
 
-def test_every_example_of_the_help_is_a_call_that_parses() -> None:
+def test_every_example_of_the_help_is_a_call_that_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("CKPT", "OTHER", "MODEL"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "CKPT.eval.json").touch()
     for name, command in main.commands.items():
         for one in command.commands.values() if isinstance(command, click.Group) else [command]:
             words = shlex.split((one.epilog or "").removeprefix("Example: "))
@@ -351,7 +378,7 @@ BAD_USAGE: list[tuple[tuple[str, ...], str]] = [
     (("plan", "model", "--budget", "4.75", "-o", "out.yaml"), "write 4.75bits"),
     (("plan", "model", "--budget", "5bits", "-o", "file"), "not a recipe of ptqpipe plan"),
     (("report", "model", "-o", "q.pdf"), "ends in neither .html nor .md"),
-    (("verify", "model", "--stats", "empty", "--source", "nope"), "holds no stats.json"),
+    (("verify", "model", "--stats", "empty", "--source", "model"), "holds no stats.json"),
     (("generate", "model", "--seqlen", "8", "-o", "file"), "--overwrite"),
 ]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import click
@@ -57,6 +58,31 @@ class Size(click.ParamType[int]):
         if size > MAX_SIZE:
             self.fail(f"{value!r} is more than any machine has; write 2GiB, 800MB or a number of bytes", param, ctx)
         return int(size)
+
+
+class Existing(click.ParamType[Path]):
+    """A folder or a file that the call names and that must be there: exit code 2 if not, in every command.
+
+    What a file that is there holds is for the stages to judge.
+    """
+
+    def __init__(self, kind: Literal["folder", "file"]) -> None:
+        """``kind``: which of the two."""
+        self.name = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path; click's error where there is no such thing."""
+        path = Path(value)
+        try:
+            there, folder = path.exists(), path.is_dir()
+        except (OSError, ValueError):  # a name too long, a zero byte
+            there = folder = False
+        if not there:
+            self.fail(one_line(f"{str(path)!r} does not exist, expected a {self.name}"), param, ctx)
+        if folder != (self.name == "folder"):
+            found = "folder" if folder else "file"
+            self.fail(one_line(f"{str(path)!r} is a {found}, expected a {self.name}"), param, ctx)
+        return path
 
 
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import one_line_errors
+from ptqpipe.cli.common import Existing, one_line_errors
 from ptqpipe.errors import UsageError
 
 
 @click.command(epilog="Example: ptqpipe verify CKPT --source MODEL --optimal")
-@click.argument("ckpt", type=click.Path(path_type=Path))
-@click.option("--source", type=click.Path(path_type=Path), help="The checkpoint that it was made from.")
+@click.argument("ckpt", type=Existing("folder"))
+@click.option("--source", type=Existing("folder"), help="The checkpoint that it was made from.")
 @click.option("--stats", type=click.Path(path_type=Path), help="The statistics that it was made with, if any.")
 @click.option(
     "--optimal", is_flag=True, help="Prove the block scales optimal again by brute force (a sample of blocks)."
@@ -34,7 +34,7 @@ def verify(ckpt: Path, source: Path | None, stats: Path | None, optimal: bool, a
 
 
 @click.command(epilog="Example: ptqpipe inspect CKPT")
-@click.argument("ckpt", type=click.Path(path_type=Path))
+@click.argument("ckpt", type=Existing("folder"))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @one_line_errors
 def inspect(ckpt: Path, as_json: bool) -> None:
@@ -46,8 +46,8 @@ def inspect(ckpt: Path, as_json: bool) -> None:
 
 
 @click.command(epilog="Example: ptqpipe diff CKPT OTHER")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=Existing("folder"))
+@click.argument("b", type=Existing("folder"))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @one_line_errors
 def diff(a: Path, b: Path, as_json: bool) -> None:

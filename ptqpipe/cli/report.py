@@ -4,15 +4,13 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import one_line_errors
+from ptqpipe.cli.common import Existing, one_line_errors
 
 
 @click.command(epilog="Example: ptqpipe report CKPT --source MODEL --eval CKPT.eval.json -o report.html")
-@click.argument("ckpt", type=click.Path(path_type=Path))
-@click.option(
-    "--source", type=click.Path(path_type=Path), help="The checkpoint that it was made from: errors are recomputed."
-)
-@click.option("--eval", "evaluation", type=click.Path(path_type=Path), help="What `ptqpipe eval` wrote for CKPT.")
+@click.argument("ckpt", type=Existing("folder"))
+@click.option("--source", type=Existing("folder"), help="The checkpoint that it was made from: errors are recomputed.")
+@click.option("--eval", "evaluation", type=Existing("file"), help="What `ptqpipe eval` wrote for CKPT.")
 @click.option(
     "-o",
     "--out",

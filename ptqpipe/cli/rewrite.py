@@ -5,11 +5,11 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Dtype, RunOptions, one_line_errors, ranks_of, run_options, says_how_to_resume
+from ptqpipe.cli.common import Dtype, Existing, RunOptions, one_line_errors, ranks_of, run_options, says_how_to_resume
 
 
 @click.command(epilog="Example: ptqpipe relayout CKPT --container modelopt")
-@click.argument("ckpt", type=click.Path(path_type=Path))
+@click.argument("ckpt", type=Existing("folder"))
 @click.option("--container", required=True, metavar="NAME", help="The layout to write; see `ptqpipe formats`.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder.  [default: <ckpt>-<container>]")
 @one_line_errors
@@ -26,7 +26,7 @@ def relayout(ckpt: Path, container: str, out: Path | None, run: RunOptions) -> N
 
 
 @click.command(epilog="Example: ptqpipe dequantize CKPT --dtype bf16")
-@click.argument("ckpt", type=click.Path(path_type=Path))
+@click.argument("ckpt", type=Existing("folder"))
 @click.option(
     "--dtype",
     type=Dtype("bf16", "fp16", "fp32", long=False),

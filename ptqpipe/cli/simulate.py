@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Size, one_line_errors
+from ptqpipe.cli.common import Existing, Size, one_line_errors
 from ptqpipe.errors import UsageError
 
 
@@ -31,7 +31,7 @@ def simulate() -> None:
 )
 @click.option("--elements", type=int, default=1 << 16, show_default=True, help="Of one rank's drawn message.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--partials", type=click.Path(path_type=Path), metavar="FILE", help="Partials of a .safetensors file.")
+@click.option("--partials", type=Existing("file"), metavar="FILE", help="Partials of a .safetensors file.")
 @click.option("--tensor", metavar="NAME", help="With --partials: [ranks, ...], or inputs of a linear layer.")
 @click.option("--weight", metavar="NAME", help="With --partials: the layer's weight [outer, inner].")
 @click.option("--node", type=int, default=8, show_default=True, help="Ranks of a machine, in hierarchical schemes.")
