@@ -74,6 +74,11 @@ class Comparison:
 def check_tasks(request: TaskRequest) -> None:
     """UsageError without lm-eval, for an unknown task (with names near it), or local data that is not there."""
     manager = _manager(request)
+    if request.task_data is not None and not any(name.startswith("local_") for name in request.names):
+        raise UsageError(
+            f"--task-data is for local_ tasks, and {', '.join(request.names)} is none; leave it out, or ask for "
+            f"{', '.join(_local_names())}"
+        )
     for name in request.names:
         if name in _local_names():
             _local_config(name, request.task_data)

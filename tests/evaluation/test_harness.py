@@ -191,6 +191,8 @@ def test_local_data_must_be_there(tmp_path: Path) -> None:
         check_tasks(TaskRequest(("local_piqa",)))
     with pytest.raises(UsageError, match=r"needs piqa\.jsonl"):
         check_tasks(TaskRequest(("local_piqa",), task_data=tmp_path))
+    with pytest.raises(UsageError, match="is for local_ tasks, and piqa is none"):
+        check_tasks(TaskRequest(("piqa",), task_data=tmp_path))
     with pytest.raises(UsageError, match="is no folder"):
         check_tasks(TaskRequest(("piqa",), include_path=tmp_path / "none"))
 
