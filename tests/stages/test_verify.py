@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ptqpipe
+from ptqpipe.stages.convert.text import by_role
 from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import VerifyReport, render, to_json, verify
 from tests import tiny
@@ -526,3 +527,18 @@ def test_modelopts_two_configs_must_agree(model: Path, tmp_path: Path) -> None:
             damage.edit_json(folder / "hf_quant_config.json", lambda c, edit=edit: edit(c["quantization"]))
             report = check(folder, model)
             assert any(path in fault.message for fault in report.faults), found(report)
+
+
+def test_errors_by_role_are_those_that_convert_prints(tmp_path: Path) -> None:
+    tensors = tiny.llama()
+    loud = next(name for name in tensors if name.endswith("1.mlp.down_proj.weight"))
+    tensors[loud] = torch.full_like(tensors[loud], 1.5)  # much energy and no error, beside a layer with little and some
+    source, out = tiny.save(tmp_path / "model", tensors), tmp_path / "out"
+    done = ptqpipe.convert(source, format="nvfp4", out=out, workers=1)
+    told = {row["role"]: row for row in by_role(done.record["weights"])}
+    rows = [line.split() for line in render(check(out, source)).splitlines()]
+    found = {row[0]: row for row in rows if row and row[0] in told}
+    assert found.keys() == told.keys()
+    for role, row in found.items():
+        assert row[3:5] == [f"{told[role]['sqnr_db']:.2f}", f"{told[role]['relative_mse']:.3e}"]
+        assert float(row[6]) == pytest.approx(told[role]["versus_absmax"], abs=2e-3)

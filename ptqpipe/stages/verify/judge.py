@@ -68,7 +68,7 @@ def check_weight(
         judge_proof(name, proof, claim, found)
     absmax = measured.absmax_relative_mse
     versus = measured.relative_mse / absmax if absmax else None
-    return WeightReport(name, fmt.name, stored.shape, measured.relative_mse, versus, proof)
+    return WeightReport(name, fmt.name, stored.shape, measured.relative_mse, measured.energy, versus, proof)
 
 
 def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings) -> None:

@@ -18,6 +18,7 @@ SHOWN = 6  # findings of one kind that the text lists
 class WeightReport:
     """One quantized weight. The errors are None without a source, and where the stored numbers are illegal.
 
+    energy         squares of the source's weights, summed
     versus_absmax  squared error beside that of scales amax/max (powers of two rounded up), on a sample of rows
     """
 
@@ -25,6 +26,7 @@ class WeightReport:
     format: str
     shape: tuple[int, int]
     relative_mse: float | None = None
+    energy: float = 0.0
     versus_absmax: float | None = None
     optimality: Optimality | None = None
 
@@ -94,9 +96,8 @@ def _weights_table(weights: Iterable[WeightReport]) -> str:
     rows = []
     for (role, fmt), members in groups.items():
         errors = [w.relative_mse for w in members if w.relative_mse is not None]
-        versus = [w.versus_absmax for w in members if w.versus_absmax is not None]
         proofs = [w.optimality for w in members if w.optimality is not None]
-        mean = sum(errors) / len(errors) if errors else None
+        mean, versus = _together(members) if errors else (None, None)
         rows.append(
             [
                 role,
@@ -105,12 +106,23 @@ def _weights_table(weights: Iterable[WeightReport]) -> str:
                 "-" if mean is None else f"{decibels(mean):.2f}",
                 "-" if mean is None else f"{mean:.3e}",
                 f"{max(errors):.3e}" if errors else "-",
-                f"{sum(versus) / len(versus):.3f}" if versus else "-",
+                "-" if versus is None else f"{versus:.3f}",
                 _proof_text(proofs),
             ]
         )
     header = ["role", "format", "weights", "SQNR dB", "rel. MSE", "largest", "vs abs-max", "optimal blocks"]
     return table(header, rows, left=2)
+
+
+def _together(members: Iterable[WeightReport]) -> tuple[float, float | None]:
+    """Relative MSE of several weights and their squared error beside abs-max's, as convert sums them: by energy."""
+    known = [(w.relative_mse, w.energy, w.versus_absmax) for w in members if w.relative_mse is not None]
+    # a weight of zeros that is not stored as one has no energy and an infinite error
+    squared = sum(error * energy if energy else error for error, energy, _ in known)
+    total = sum(energy for _, energy, _ in known)
+    absmax = sum(error * energy / versus for error, energy, versus in known if versus)
+    compared = sum(error * energy for error, energy, versus in known if versus)
+    return squared / total if total else squared, compared / absmax if absmax else None
 
 
 def _proof_text(proofs: list[Optimality]) -> str:
