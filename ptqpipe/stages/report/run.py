@@ -271,5 +271,5 @@ def make_report(
     error = decibels(pooled_mse(report.weights))
     parts = [f"{len(report.weights)} weights at {report.bits_per_weight:.3f} bits", f"{len(report.kept)} tensors kept"]
     parts += [f"{error:.2f} dB"] if error is not None else ["errors unknown (give --source)"]
-    parts += [f"{len(report.notes)} notes"] if report.notes else []
+    parts += [f"{len(report.notes)} note{'s' * (len(report.notes) != 1)}"] if report.notes else []
     return Written(target, ", ".join(parts))
