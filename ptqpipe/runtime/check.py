@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError
-from ptqpipe.runtime.fill import decide
+from ptqpipe.runtime.fill import completed, decide
 from ptqpipe.runtime.loading import model_class_of, no_model, quiet, read_config, read_generation_config
 from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.source import Source
@@ -28,7 +28,8 @@ def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> Any:
         model = empty_model(config, path)
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        decide(model, source, list(get_model_conversion_mapping(model)), TensorParallel(tp), packed=packed)
+        conversions = completed(model, source, get_model_conversion_mapping(model))
+        decide(model, source, conversions, TensorParallel(tp), packed=packed)
     return model
 
 

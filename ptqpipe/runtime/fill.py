@@ -16,12 +16,13 @@ from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.activations import GROUP, InputQuantizer
 from ptqpipe.runtime.kv_cache import simulate_kv_cache
-from ptqpipe.runtime.names import Home, Homes
+from ptqpipe.runtime.linear import PackedLinear
+from ptqpipe.runtime.names import Home, Homes, with_expert_names
 from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.runtime.replace import Place, other_shape, packed_places
 from ptqpipe.runtime.shard import ShardPlan, axis_of, connect, is_transposed, make_plan, shrink
 from ptqpipe.runtime.simulate import input_quantizer, simulate_activations
-from ptqpipe.runtime.state import LazyTensor, Region, checkpoint_name, lazy_state, parameter_names
+from ptqpipe.runtime.state import LazyTensor, Region, lazy_state, parameter_names
 from ptqpipe.source import Source
 
 
@@ -29,14 +30,16 @@ from ptqpipe.source import Source
 class Filling:
     """What a model is filled with. Names of ``homes``, ``state`` and ``packed`` are the checkpoint's.
 
-    state   from what transformers fills the parameters
-    packed  the weights that are in the model already, packed
+    state        from what transformers fills the parameters
+    conversions  by what it makes parameters of the state
+    packed       the weights that are in the model already, packed
     """
 
     source: Source
     homes: Mapping[str, list[Home]]
     plan: ShardPlan
     state: Mapping[str, LazyTensor]
+    conversions: Sequence[Any]
     packed: frozenset[str]
     activations: bool
 
@@ -46,6 +49,9 @@ class Filling:
             simulate_kv_cache(model, self.source, homes=self.homes, cuts=self.plan.cuts)
             simulate_activations(model, self.source, homes=self.homes, packed=self.packed)
         connect(model, self.plan)
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                module.loaded = True
 
 
 def prepare(
@@ -65,6 +71,7 @@ def prepare(
     UsageError for ranks that do not divide the model or activations that cannot be simulated, before any weight is
     read; CheckpointError for a damaged checkpoint.
     """
+    conversions = completed(model, source, conversions)
     homes, plan, regions, places = decide(model, source, conversions, ranks or TensorParallel(), packed=packed)
     quantizers = {name: _quantizers(source, source.stored[name], activations) for x in places for name in x.weights}
     shrink(model, plan)
@@ -72,7 +79,12 @@ def prepare(
         place.install(model, source, regions, quantizers)
     gone = frozenset(quantizers)
     state = lazy_state(source, {name: region for name, region in regions.items() if name not in gone})
-    return Filling(source, homes, plan, state, gone, activations)
+    return Filling(source, homes, plan, state, conversions, gone, activations)
+
+
+def completed(model: Any, source: Source, conversions: Sequence[Any]) -> list[Any]:
+    """transformers' conversions with those that it lacks for this checkpoint."""
+    return with_expert_names(model, conversions, {name: source.tensors[name][1] for name in parameter_names(source)})
 
 
 def decide(
@@ -84,7 +96,7 @@ def decide(
     """
     names = parameter_names(source)
     find = Homes(model, conversions)
-    homes = {name: find.of(checkpoint_name(name)) for name in names}
+    homes = {name: find.of(name) for name in names}
     for name in names:
         _check_shape(model, source, name, homes[name])
     blocks = _blocks(source, homes)
@@ -139,13 +151,13 @@ def _quantizers(source: Source, stored: StoredWeight, activations: bool) -> tupl
     return tuple(input_quantizer(source, stored, expert) if activations else None for expert in experts)
 
 
-Prepare = Callable[[Any, Sequence[Any]], Mapping[str, Any]]
-"""(empty model, conversions) -> the state that fills it."""
+Prepare = Callable[[Any, Sequence[Any]], Filling]
+"""(empty model, conversions) -> what fills it."""
 
 
 @contextmanager
 def instead_of_files(model_class: Any, prepare_state: Prepare) -> Iterator[None]:
-    """Makes ``from_pretrained`` of this class fill its model with the state that ``prepare_state`` gives.
+    """Makes ``from_pretrained`` of this class fill its model with what ``prepare_state`` gives.
 
     transformers calls ``_load_pretrained_model(model, state_dict, files, load_config)`` of the class once, when the
     model stands empty. The override is on that class alone and goes when the block ends.
@@ -177,8 +189,9 @@ def override_loading(model_class: Any, wanted: Callable[[Any], bool], prepare_st
     def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any, **named: Any) -> Any:
         undo()
         if wanted(load_config):  # the state is a float model's: nothing is left for a quantizer
-            state_dict = prepare_state(model, load_config.weight_mapping or [])
-            load_config = replace(load_config, hf_quantizer=None)
+            filling = prepare_state(model, load_config.weight_mapping or [])
+            state_dict = filling.state
+            load_config = replace(load_config, hf_quantizer=None, weight_mapping=filling.conversions)
         with torch.no_grad():
             return original(model, state_dict, checkpoint_files, load_config, *rest, **named)
 

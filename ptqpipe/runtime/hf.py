@@ -123,13 +123,14 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
             model._tp_plan = {_last_module(model): "replicate"}
         source = Source.open(Path(files[0]).parent)
 
-        def state(model: Any, conversions: Sequence[Any]) -> Mapping[str, Any]:
+        def state(model: Any, conversions: Sequence[Any]) -> Filling:
             model._tp_plan = rules
             simulated = config.activations == "simulated"
             self._filling = prepare(
                 model, source, conversions, ranks=ranks, packed=config.packed, activations=simulated
             )
-            return self._filling.state
+            _check_places(model, self._filling)
+            return self._filling
 
         # Should this loading fail before it comes to the files, the next one of the class takes the override off.
         override_loading(type(model), lambda load_config: load_config.hf_quantizer is self, state)
@@ -159,6 +160,19 @@ def _ranks(model: Any, all_reduce: AllReduce | None) -> TensorParallel:
     ranks = TensorParallel(asked.tp_size, dist.get_rank(), None, all_reduce)
     ranks.check()
     return ranks
+
+
+def _check_places(model: Any, filling: Filling) -> None:
+    """CheckpointError for a quantized weight that no parameter of the model takes.
+
+    transformers would initialize that parameter anew and say so in a log. What a model's class leaves out on purpose
+    (the layers of a multi-token-prediction head) is no such weight.
+    """
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    for name in filling.source.stored:
+        if not filling.homes.get(name) and not any(pattern.search(name) for pattern in ignored):
+            path = filling.source.reader.path
+            raise CheckpointError(f"{path} has a quantized {name!r} that {type(model).__name__} has no place for")
 
 
 def _last_module(model: Any) -> str:

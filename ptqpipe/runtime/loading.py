@@ -104,11 +104,11 @@ def _load(
         config, generation = read_config(source.reader.path), read_generation_config(source.reader.path)
         fillings: list[Filling] = []
 
-        def state(model: Any, conversions: Any) -> Any:
+        def state(model: Any, conversions: Any) -> Filling:
             simulated = activations == "simulated"
             found = prepare(model, source, conversions, ranks=ranks, packed=packed, activations=simulated)
             fillings.append(found)
-            return found.state
+            return found
 
         model = _fill(source, config, dtype_of(dtype, config), state)
         fillings[0].finish(model)
@@ -219,7 +219,7 @@ def _fill(source: Source, config: Any, dtype: torch.dtype, state: Prepare) -> An
     path, made = source.reader.path, False
     model_class = model_class_of(config, path)
 
-    def noted(model: Any, conversions: Any) -> Any:
+    def noted(model: Any, conversions: Any) -> Filling:
         nonlocal made
         made = True
         return state(model, conversions)

@@ -5,10 +5,11 @@ A tensor mostly becomes one parameter. The experts' matrices of a checkpoint are
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_FIRST_EXPERT = re.compile(r"\.experts\.0\.(gate|up|down)_proj\.weight$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MERGING = {"MergeModulelist", "Concatenate"}
 """Operations of transformers that put whole tensors side by side, so that a slice of a part is a part of a slice."""
@@ -83,3 +84,46 @@ class Homes:
             for target in names
             if target in self._state
         ]
+
+
+def with_expert_names(model: Any, conversions: Sequence[Any], shapes: Mapping[str, Sequence[int]]) -> list[Any]:
+    """The conversions, and ours for experts that transformers knows by their stacks alone (Llama 4), or by other names.
+
+    Quantized, such experts have a matrix each, by the names that vLLM reads; llm-compressor 0.14 writes Mixtral's so
+    (its issue 3069). The stacks are [E, out, in] or [E, in, out]; the shapes say which.
+
+    shapes  of the checkpoint's tensors
+    """
+    names = [name for name in shapes if _FIRST_EXPERT.search(name)]
+    find = Homes(model, conversions) if names else None
+    homeless = [name for name in names if find is not None and not find.of(name)]
+    for turned in (False, True):
+        extended = [*conversions, *_expert_converters(turned=turned)]
+        if homeless and _fits(Homes(model, extended), model, {name: shapes[name] for name in homeless}, turned=turned):
+            return extended
+    return list(conversions)
+
+
+def _expert_converters(*, turned: bool) -> list[Any]:
+    """From ``experts.N.gate_proj.weight`` and its siblings to stacks of a gate's and an up part's rows."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
+
+    last = [Transpose(1, 2)] if turned else []
+    first = [f"experts.*.{name}_proj.weight" for name in ("gate", "up")]
+    return [
+        WeightConverter(first, "experts.gate_up_proj", [MergeModulelist(dim=0), Concatenate(dim=1), *last]),
+        WeightConverter("experts.*.down_proj.weight", "experts.down_proj", [MergeModulelist(dim=0), *last]),
+    ]
+
+
+def _fits(find: Homes, model: Any, shapes: Mapping[str, Sequence[int]], *, turned: bool) -> bool:
+    """Whether these first experts' matrices are slices of the stacks that they go to."""
+    for name, shape in shapes.items():
+        homes = find.of(name)
+        if not homes:
+            return False
+        rows, columns = shape[0] * homes[0].pieces, shape[1]
+        stack = tuple(model.get_parameter(homes[0].parameter).shape[1:])
+        if stack != ((columns, rows) if turned else (rows, columns)):
+            return False
+    return True

@@ -6,7 +6,6 @@ gets parts of them, and only those are read. This file must not know models. The
 float32, the one definition of decode.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import EllipsisType
@@ -16,11 +15,6 @@ import torch
 from ptqpipe.containers import kv_scale
 from ptqpipe.runtime.shard_read import Range, read_box, read_part
 from ptqpipe.source import Source
-
-# llm-compressor 0.14 writes Mixtral's experts by the names of transformers' modules, not of the checkpoint (its issue
-# 3069); transformers finds none of them. This goes when such checkpoints are forgotten.
-_MIXTRAL = re.compile(r"(\.block_sparse_moe\.experts\.\d+\.)(gate|up|down)_proj(\.weight)$")
-_MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 Index = EllipsisType | slice | int | tuple[EllipsisType | slice | int, ...]
 
@@ -95,11 +89,6 @@ class LazyTensor:
         return w.t().contiguous() if stored.transposed else w
 
 
-def checkpoint_name(name: str) -> str:
-    """The name that a model's own checkpoint has for a tensor of this name."""
-    return _MIXTRAL.sub(lambda match: f"{match[1]}{_MIXTRAL_NAMES[match[2]]}{match[3]}", name)
-
-
 def parameter_names(source: Source) -> list[str]:
     """Every logical tensor of a checkpoint but the scales of its kv cache, which belong to no parameter."""
     return [
@@ -110,10 +99,10 @@ def parameter_names(source: Source) -> list[str]:
 
 
 def lazy_state(source: Source, regions: Mapping[str, Region] | None = None) -> dict[str, LazyTensor]:
-    """The state by the names of the model's own checkpoint.
+    """The state by the checkpoint's names.
 
-    regions  of the tensors to take, by the checkpoint's names; None for all, whole
+    regions  of the tensors to take; None for all, whole
     """
     if regions is None:
         regions = dict.fromkeys(parameter_names(source), WHOLE)
-    return {checkpoint_name(name): LazyTensor(source, name, region) for name, region in regions.items()}
+    return {name: LazyTensor(source, name, region) for name, region in regions.items()}

@@ -19,11 +19,13 @@ from transformers.distributed import DistributedConfig
 from transformers.quantizers import auto
 
 from ptqpipe.containers import get_container
-from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from ptqpipe.runtime import load, load_model
+from ptqpipe.runtime.check import check_load
 from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, _ranks, register, takes, unregister
-from tests.containers.builders import Checkpoint
-from tests.runtime.models import float_twin, logits, packed_bytes, quantized
+from tests.containers.builders import Checkpoint, read_checkpoint
+from tests.runtime.models import SIZES, float_twin, logits, packed_bytes, quantized
+from tests.stages.test_low_rank import run as convert
 
 
 def from_pretrained(path: Path, **options: Any) -> Any:
@@ -34,6 +36,26 @@ def from_pretrained(path: Path, **options: Any) -> Any:
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[key], (key, sorted(info[key])[:4])
     return model.eval()
+
+
+def save_stacked(kind: str, folder: Path) -> Any:
+    """A model whose own checkpoint has a layer's experts in one tensor; [E, in, out] in Llama 4."""
+    sizes = {**SIZES, "intermediate_size": 192}
+    configs = {
+        "llama4": lambda: transformers.Llama4TextConfig(**sizes, intermediate_size_mlp=192, num_local_experts=4),
+        "minimax_m3": lambda: transformers.MiniMaxM3VLTextConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
+        "zaya": lambda: transformers.ZayaConfig(
+            **{key: value for key, value in sizes.items() if key != "intermediate_size"},
+            num_experts=4, num_experts_per_tok=1, moe_intermediate_size=192, router_hidden_size=32,
+        ),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(configs[kind](), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0 if parameter.dim() > 1 else 1, 0.05)
+    model.save_pretrained(folder)
+    return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,6 +97,31 @@ def test_nvfp4_experts_are_those_of_the_decode(sources: Mapping[str, Path], tmp_
     finally:
         register()
     assert float((logits(alone) - logits(twin)).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["llama4", "minimax_m3", "zaya"])
+def test_experts_with_a_matrix_each_find_stacks_that_transformers_knows_whole(kind: str, tmp_path: Path) -> None:
+    """The oracle is the source itself: FP8 moves no weight by more than 2^-4 of it."""
+    original, path = save_stacked(kind, tmp_path / "source"), tmp_path / "q"
+    convert(tmp_path / "source", path, scheme="fp8_dynamic", container=None, low_rank=0)
+    assert any(".experts.1.gate_proj." in name for name in read_checkpoint(path).tensors)
+    config = PackedConfig(packed=False, activations="none")
+    for model in (from_pretrained(path, quantization_config=config), load_model(path, activations="none")):
+        for name, w in original.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name].float(), w.float(), rtol=2**-4, atol=1e-3)
+    check_load(path)
+    found = load(path, dtype="float32", activations="none")
+    torch.testing.assert_close(logits(found), logits(load_model(path, activations="none")), rtol=1e-3, atol=1e-3)
+
+
+def test_a_quantized_weight_without_a_place_is_named(sources: Mapping[str, Path], tmp_path: Path) -> None:
+    original = read_checkpoint(sources["llama"])
+    more = Checkpoint(original.configs, {**original.tensors, "extra.o_proj.weight": torch.ones(32, 32).bfloat16()})
+    source = more.save(tmp_path / "more")
+    stray = quantized(source, "compressed_tensors", lambda name: "nvfp4" if name == "extra.o_proj" else None)
+    path = stray.save(tmp_path / "q")
+    with pytest.raises(CheckpointError, match=r"quantized 'extra\.o_proj\.weight' that LlamaForCausalLM has no place"):
+        AutoModelForCausalLM.from_pretrained(path)
 
 
 def test_mixed_modelopt(sources: Mapping[str, Path], tmp_path: Path) -> None:
