@@ -25,10 +25,12 @@ class PackedLinear(torch.nn.Module):
     The weight is no parameter: it is not in the ``state_dict``, its codes do not follow ``to(dtype)``, and do follow
     ``to(device)``. A low-rank part of it is multiplied on its own, two thin products in the dtype of x.
 
-    dtype  what a model that asks for ``weight`` itself is given
+    dtype   of the ``weight`` that a model which asks for it is given
+    loaded  whether the model is complete; before that it asks in order to initialize
     """
 
     bias: torch.nn.Parameter | None
+    unpacked: torch.Tensor | None
 
     def __init__(
         self,
@@ -39,7 +41,8 @@ class PackedLinear(torch.nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.loaded = dtype, False
+        self.register_buffer("unpacked", None, persistent=False)
         self.out_features, self.in_features = q.shape
         self.packed = PackedWeight.from_qtensor(replace(q, low_rank=None)).arranged()
         self.low_rank = q.low_rank
@@ -49,6 +52,9 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
+        if self.unpacked is not None:
+            x = x if self.quantizer is None else self.quantizer(x)
+            return linear(x, self.unpacked.to(x.dtype), self.bias)
         if self.siblings is not None:
             return self.siblings.output(self, x)
         if self.low_rank is None:
@@ -58,10 +64,17 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """``[N, K]``: decoded at every access, for models that multiply with it in their own way (Mamba's dt_proj)."""
+        """``[N, K]``, decoded; kept, and from then on multiplied with, since the model may write to it (RWKV does).
+
+        For models that multiply in their own way, as Mamba with its dt_proj.
+        """
+        if self.unpacked is not None:
+            return self.unpacked
         w = self.packed.dequantize()
         w = (w if self.low_rank is None else w + self.low_rank.product()).to(self.dtype)
         w._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it alone, as a loaded one
+        if self.loaded:
+            self.unpacked = w
         return w
 
     def extra_repr(self) -> str:

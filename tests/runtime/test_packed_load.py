@@ -192,10 +192,11 @@ def test_every_golden_checkpoint_stays_packed(shared_dir: Path) -> None:
 
 
 def test_a_model_that_asks_for_a_weight_itself_gets_its_decode(tmp_path: Path) -> None:
-    """Mamba multiplies with dt_proj.weight, StarCoder's initialization looks at c_proj.weight."""
+    """Mamba multiplies with dt_proj.weight, StarCoder initializes c_proj.weight, RWKV writes to what it has loaded."""
     configs = (
         transformers.MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2, state_size=16, time_step_rank=16),
         transformers.GPTBigCodeConfig(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64),
+        transformers.RwkvConfig(vocab_size=96, hidden_size=64, num_hidden_layers=4, rescale_every=2, context_length=64),
     )
     for number, config in enumerate(configs):
         source, path = tmp_path / f"{number}", tmp_path / f"{number}q"
@@ -203,7 +204,9 @@ def test_a_model_that_asks_for_a_weight_itself_gets_its_decode(tmp_path: Path) -
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(source)
         convert(source, path, scheme="nvfp4", low_rank=4 * number)
         model, exact = load(path, dtype="float32"), load_model(path)
+        assert all(layer.unpacked is None for layer in layers(model).values())
+        for _ in range(2):
+            assert distance(logits(model), logits(exact)) < 1e-5
         for name, layer in layers(model).items():
             assert torch.equal(layer.weight, exact.get_submodule(name).weight)
-        assert distance(logits(model), logits(exact)) < 1e-5
         assert {layer.weight.dtype for layer in layers(model.to(torch.bfloat16)).values()} == {torch.bfloat16}
