@@ -16,6 +16,7 @@ from ptqpipe.plan.types import FLOAT_DTYPES, Abilities, Member, Shapes, Slice
 # Architectures whose fused gate_up_proj alternates gate and up rows instead of stacking them: a fact of the published
 # files that no shape shows.
 INTERLEAVED_GATE_UP = frozenset({"gpt_oss"})
+_PROJECTIONS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], *, st
     dtype, shape = tensors[name]
     base = name.removesuffix(".weight")
     parent, _, leaf = base.rpartition(".")
-    if dtype not in FLOAT_DTYPES or leaf not in ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"):
+    if dtype not in FLOAT_DTYPES or leaf not in _PROJECTIONS:
         return [], "a 3-D tensor that is no stack of expert projections"
     transposed = _stack_transposed(parent, leaf, tensors, config)
     if transposed is None:
@@ -89,13 +90,13 @@ def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], *, st
     if stacks:
         slices = [Slice(name, expert=e, transposed=transposed) for e in experts]
         return [Member(name, (rows, cols), part, stack=shape[0]) for part in slices], ""
+    if any(f"{parent}.{projection}_bias" in tensors for projection in _PROJECTIONS):  # of either: they have one reader
+        return [], "experts with biases have no per-expert spelling that readers know; use --container gptoss_mxfp4 or ptqpipe"
     if leaf != "gate_up_proj":
         return [
             Member(f"{parent}.{e}.{leaf}.weight", (rows, cols), Slice(name, expert=e, transposed=transposed))
             for e in experts
         ], ""
-    if base + "_bias" in tensors:
-        return [], "experts with biases have no per-expert spelling that readers know; use --container gptoss_mxfp4"
     if rows % 2:
         return [], "an odd number of rows cannot be gate and up"
     interleaved = str(config.get("model_type")) in INTERLEAVED_GATE_UP
