@@ -41,8 +41,8 @@ def block_quantize(
     importance   ``[K]`` non-negative weights of the columns, or None
 
     E2M1, E2M3, E3M2 or E4M3 elements with E4M3 or UE5M3 scales (with or without a global one) or E8M0 scales, in
-    blocks of 2 to 256 columns that fill whole bytes; E4M3 rows, tiles and tensors with bfloat16 scales (from bfloat16
-    weights); None for the rest. NumericsError for NaN and inf.
+    blocks of 2 to 256 columns that fill whole bytes; E4M3 rows, tiles and tensors with bfloat16 scales; None for the
+    rest. NumericsError for NaN and inf.
     """
     if fmt.scale.dtype is not None:
         return _fp8_quantize(w, fmt, rule=rule, importance=importance)
@@ -100,8 +100,6 @@ def _fp8_quantize(
     """:func:`block_quantize` for E4M3 elements and bfloat16 scales."""
     known = fmt.element.name == "e4m3" and fmt.scale.dtype == torch.bfloat16 and not fmt.has_global
     if not known or rule not in ("exact", "absmax", "absmax_pz") or not readable(w) or not lib.available():
-        return None
-    if w.dtype != torch.bfloat16:
         return None
     shape = (w.shape[0], w.shape[1])
     scales = torch.empty(fmt.scale_shape(shape), dtype=torch.bfloat16)

@@ -257,7 +257,6 @@ def test_calls_that_make_no_sense_raise_and_missing_kernels_decline():
             cpu.block_quantize(w, nvfp4, global_scale=g, importance=weights)
     assert cpu.block_quantize(w, nvfp4, rule="no such rule", global_scale=g) is None
     assert cpu.block_quantize(w.double(), nvfp4, global_scale=g) is None
-    assert cpu.block_quantize(w, get_format("fp8_channel")) is None
     assert cpu.block_quantize(w, get_format("e2m1/16/fp32")) is None
     assert cpu.block_quantize(w, nvfp4, global_scale=torch.tensor(2.0**-101)) is None
     with pytest.raises(FormatError, match="no kernels for 'sse9'"):

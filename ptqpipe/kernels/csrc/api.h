@@ -67,7 +67,7 @@ struct ptq_encode {
     uint8_t *data;                // [rows, cols]
 };
 
-// Scales of long blocks: E4M3 elements, bfloat16 weights and scales; rule EXACT or ABSMAX.
+// Scales of long blocks: E4M3 elements, bfloat16 scales; rule EXACT or ABSMAX.
 struct ptq_long {
     const void *w;
     int64_t rows, cols, row_stride, block_rows, block_cols;

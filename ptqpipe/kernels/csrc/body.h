@@ -12,6 +12,7 @@ namespace {
 #include "rules.h"
 #include "blocks.h"
 #include "stream.h"
+#include "long_floor.h"
 #include "long.h"
 #include "columns.h"
 #include "linear.h"
