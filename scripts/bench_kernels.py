@@ -2,8 +2,9 @@
 
 Prints one JSON line a kernel, instruction set and size: millions of weights per second of CPU time (of this process,
 all threads), the median over the rounds and the best of them. One thread. "cache" is a matrix of a megaweight (2 MB of
-bfloat16), "memory" one beyond the cache, taken in runs of rows as the converter takes it. The first lines are a copy
-of the same bytes. Before anything is timed the bytes of the kernels are compared with the torch reference.
+bfloat16), "memory" one beyond the cache, taken in runs of rows as the converter takes it. Sources are bfloat16 unless
+the kernel's name says otherwise. The first lines are a copy of the same bytes. Before anything is timed the bytes of
+the kernels are compared with the torch reference.
 
     python scripts/bench_kernels.py [--rounds 7] [--weights 33554432] [--only nvfp4] [--no-torch]
 """
@@ -27,8 +28,11 @@ COLUMNS = 4096
 SEARCHES = [
     ("nvfp4", "exact"), ("nvfp4", "absmax"), ("nvfp4", "four_over_six"), ("mxfp4", "exact"), ("mxfp4", "ocp_floor"),
     ("mxfp8", "exact"), ("mxfp6_e2m3", "exact"), ("fp8_channel", "exact"), ("fp8_channel", "absmax"),
-    ("fp8_block", "exact"), ("e2m1/8/e4m3/global", "exact"), ("e2m1/32/ue5m3", "exact"),
+    ("fp8_block", "exact"), ("fp8_tensor", "exact"), ("e2m1/8/e4m3/global", "exact"), ("e2m1/32/ue5m3", "exact"),
 ]  # fmt: skip
+WIDE = [
+    (name, dtype) for dtype in (torch.float32, torch.float16) for name in ("fp8_channel", "fp8_block", "fp8_tensor")
+]
 
 Call = Callable[[torch.Tensor], object]
 
@@ -96,6 +100,16 @@ def torch_cases(w: torch.Tensor) -> Iterator[tuple[str, Call]]:
         yield f"{name} {rule}", lambda x, f=fmt, r=rule, s=g: searched(x, f, r, s)
 
 
+def wide_cases(*, kernels: bool) -> Iterator[tuple[str, Call, torch.dtype]]:
+    """(name, call, dtype of the source) of the exact searches that depend on it, by the kernels or in torch."""
+    for name, dtype in WIDE:
+        fmt, label = get_format(name), f"{name} exact {str(dtype).removeprefix('torch.')}"
+        if kernels:
+            yield label, lambda x, f=fmt: cpu.block_quantize(x, f), dtype
+        else:
+            yield label, lambda x, f=fmt: searched(x, f, "exact", None), dtype
+
+
 def searched(x: torch.Tensor, fmt: Format, rule: str, g: torch.Tensor | None) -> QTensor:
     """Search and encode in torch."""
     return encode(x, get_search(rule).search(x, fmt, global_scale=g), fmt=fmt, global_scale=g)
@@ -109,10 +123,10 @@ def quantized(w: torch.Tensor, fmt: Format, g: torch.Tensor | None) -> QTensor:
 
 
 def require_equal(w: torch.Tensor) -> None:
-    """Ends the run unless every kernel gives the bytes of its reference on the first rows of ``w``."""
-    part = w[:128]
-    for name, rule in SEARCHES:
-        fmt = get_format(name)
+    """Ends the run unless every kernel gives the bytes of its reference on the first rows of float32 ``w``."""
+    bfloat16 = [(name, rule, torch.bfloat16) for name, rule in SEARCHES]
+    for name, rule, dtype in [*bfloat16, *((name, "exact", dtype) for name, dtype in WIDE)]:
+        fmt, part = get_format(name), w[:128].to(dtype)
         g = global_scale(part, fmt)
         want = searched(part, fmt, rule, g)
         for isa in cpu.isas():
@@ -140,13 +154,19 @@ def main() -> None:
         sys.exit("the CPU kernels are not built: pip install -e . with a C++ compiler")
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
-    w = (torch.randn(args.weights // COLUMNS, COLUMNS, generator=generator) * 0.02).bfloat16()
-    require_equal(w)
+    exact = torch.randn(args.weights // COLUMNS, COLUMNS, generator=generator) * 0.02
+    require_equal(exact)
+    w = exact.bfloat16()
     small = w[:256].clone()
-    sizes = {"cache": [small], "memory": [w[start:stop] for start, stop in runs(w)]}
 
-    def show(kernel: str, isa: str, call: Call, size: str) -> None:
-        found = speeds(call, sizes[size], args.rounds)
+    def parts_of(x: torch.Tensor, size: str) -> list[torch.Tensor]:
+        return [x[:256].clone()] if size == "cache" else [x[start:stop] for start, stop in runs(x)]
+
+    sizes = {size: parts_of(w, size) for size in ("cache", "memory")}
+
+    def show(kernel: str, isa: str, call: Call, size: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        parts = sizes[size] if dtype == torch.bfloat16 else parts_of(exact.to(dtype), size)
+        found = speeds(call, parts, args.rounds)
         median, best = round(statistics.median(found), 1), round(max(found), 1)
         print(json.dumps({"kernel": kernel, "isa": isa, "size": size, "mweights_per_cpu_s": median, "best": best}))
         sys.stdout.flush()
@@ -160,10 +180,16 @@ def main() -> None:
             for kernel, call in kernel_cases(w if size == "memory" else small):
                 if args.only in kernel:
                     show(kernel, isa, call, size)
+            for kernel, call, dtype in wide_cases(kernels=True):
+                if args.only in kernel:
+                    show(kernel, isa, call, size, dtype)
     if not args.no_torch:
         for kernel, call in torch_cases(small):
             if args.only in kernel:
                 show(kernel, "torch", call, "cache")
+        for kernel, call, dtype in wide_cases(kernels=False):
+            if args.only in kernel:
+                show(kernel, "torch", call, "cache", dtype)
 
 
 if __name__ == "__main__":
