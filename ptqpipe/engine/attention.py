@@ -8,7 +8,7 @@ sliding windows, sinks and soft caps are a model's arguments to it. An FP8 cache
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -75,10 +75,26 @@ class _Step:
 
 
 class PagedAttention:
-    """The pages of every layer, and the attention over them."""
+    """The pages of every layer, and the attention over them.
 
-    def __init__(self, pages: dict[int, Pages], block_size: int, *, device: torch.device | str = "cpu") -> None:
+    windows  of layers whose masks say them (None: everything), whatever their attention is told
+    """
+
+    def __init__(
+        self,
+        pages: dict[int, Pages],
+        block_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        windows: Mapping[int, int | None] | None = None,
+    ) -> None:
         self.pages, self.block_size, self.device = pages, block_size, device
+        self.windows = windows or {}
+
+    @staticmethod
+    def active() -> "PagedAttention":
+        """The one that a forward is within."""
+        return _ACTIVE.get()
 
     @contextmanager
     def during(self, batch: Batch) -> Iterator[None]:
@@ -276,7 +292,8 @@ def paged_attention_forward(
     """transformers' signature: [1, heads, T, dim] in, [1, T, heads, dim] out. UsageError for what it cannot do."""
     if attention_mask is not None or ignored.get("position_bias") is not None:
         raise UsageError(f"{type(module).__name__} brings its own attention mask or bias; the engine cannot serve it")
-    terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    active = _ACTIVE.get()
+    active, layer = _ACTIVE.get(), int(module.layer_idx)
+    window = active.windows.get(layer, sliding_window)
+    terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return active.attend(int(module.layer_idx), q, k, v, terms)[None], None
+    return active.attend(layer, q, k, v, terms)[None], None

@@ -2,8 +2,8 @@
 
 A model is transformers' own module. It gets the tokens of all sequences in one row with their positions; attention is
 ours (``attention.py``), everything else in a decoder works token by token. Models with other ways to see other tokens
-(convolutions, recurrences, shared caches) are refused by what their config says and by what the probe, a forward of
-one token, shows.
+(convolutions, recurrences, shared caches) are refused by what their config says and by what the probe (``probe.py``)
+shows.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ptqpipe.engine.attention import (
-    IMPLEMENTATION,
-    KV_SCALES,
-    LayerShape,
-    PagedAttention,
-    Pages,
-    Terms,
-    numbers_of,
-    register,
-)
-from ptqpipe.engine.batch import Batch, Span
+from ptqpipe.engine.attention import IMPLEMENTATION, PagedAttention, Pages, numbers_of
+from ptqpipe.engine.batch import Batch
+from ptqpipe.engine.probe import probe
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,19 +52,18 @@ class Runner:
         self.model, self.block_size, self.overlap = model, options.block_size, overlap
         self.config = model.config.get_text_config()
         check_model(model)
-        register()
+        found = probe(model, context_length(self.config))
         self.config._attn_implementation = IMPLEMENTATION
         self.dtype: torch.dtype = model.dtype
-        self.shapes, scales = probe(model)
-        self.scales = scales
+        self.shapes, self.scales = found.shapes, found.scales
         self.bytes_per_block = options.block_size * sum(
-            shape.heads * (shape.key_dim + shape.value_dim) * (1 if layer in scales else self.dtype.itemsize)
+            shape.heads * (shape.key_dim + shape.value_dim) * (1 if layer in self.scales else self.dtype.itemsize)
             for layer, shape in self.shapes.items()
         )
         count = self._block_count(options)
         self.blocks = count if agree is None else agree(count)
         pages = {layer: self._pages(layer) for layer in self.shapes}
-        self.attention = PagedAttention(pages, options.block_size, device=model.device)
+        self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=found.windows)
 
     def _block_count(self, options: CacheOptions) -> int:
         """As many as the sequences can use, within ``max_bytes``. UsageError if one sequence does not fit."""
@@ -143,47 +134,3 @@ def context_length(config: Any) -> int:
             original = original or getattr(config, "original_max_position_embeddings", None) or longest
             longest = min(longest, int(original))
     return longest
-
-
-class _Probe(PagedAttention):
-    """Records what each layer's attention is given instead of computing it."""
-
-    def __init__(self) -> None:
-        super().__init__({}, 1)
-        self.shapes: dict[int, LayerShape] = {}
-        self.windows: dict[int, int | None] = {}
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
-    ) -> torch.Tensor:
-        """Zeros of the right shape."""
-        if layer in self.shapes:
-            raise UsageError(f"layer {layer} attends twice in one forward; the engine cannot serve this model")
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
-        self.windows[layer] = terms.window
-        return query.new_zeros(*query.shape[:2], value.shape[2])
-
-
-@torch.inference_mode()
-def probe(model: Any) -> tuple[dict[int, LayerShape], dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-    """(shapes, kv scales [heads or 1, 1] where there are any) by layer, from a forward of one token."""
-    recorder = _Probe()
-    one = torch.zeros(1, 1, dtype=torch.int64)
-    with recorder.during(Batch(one[0], one[0], (Span(1, 1, (0,)),))):
-        model(input_ids=one.to(model.device), position_ids=one.to(model.device), use_cache=False)
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    if sorted(recorder.shapes) != list(range(len(kinds))):
-        raise UsageError(
-            f"{len(recorder.shapes)} of {len(kinds)} layers of {type(model).__name__} attend through transformers' "
-            "interface; the engine cannot serve it"
-        )
-    for layer, kind in enumerate(kinds):
-        if kind == "sliding_attention" and recorder.windows[layer] is None:
-            raise UsageError(f"layer {layer} slides over its context in a way that the engine does not know")
-    scales = {}
-    for module in model.modules():
-        if (found := getattr(module, KV_SCALES, None)) is not None:
-            key, value = (x.reshape(-1, 1).to(model.device) for x in found)
-            scales[int(module.layer_idx)] = (key, value)
-    return recorder.shapes, scales

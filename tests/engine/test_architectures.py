@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
 from ptqpipe.engine.attention import Terms, causal_mask, explicit_attention, fused_attention
 from ptqpipe.engine.engine import generate
+from ptqpipe.engine.probe import check_empty, rule_of
 from ptqpipe.engine.runner import CacheOptions, Runner, context_length
 from ptqpipe.errors import UsageError
 from tests.engine.models import ask, engine, greedy_of, tokenizer
@@ -43,6 +45,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **SIZES, sliding_window=12, num_local_experts=4, num_experts_per_tok=2
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "phimoe, a window that masks alone say": lambda: transformers.PhimoeConfig(
+        **SIZES, sliding_window=12, num_local_experts=4, num_experts_per_tok=2
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
     ),
@@ -122,6 +127,48 @@ def test_models_that_see_other_tokens_otherwise_are_refused(config: Callable[[],
     model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
     with pytest.raises(UsageError, match=says):
         Runner(model.eval(), CacheOptions(1 << 24, 64, 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (lambda: transformers.DiffLlamaConfig(**SIZES), "attends twice"),
+        (lambda: transformers.DogeConfig(**SIZES), "its own attention mask"),
+        (lambda: transformers.BertConfig(**SIZES, is_decoder=False), "masks tokens"),
+    ],
+    ids=["diffllama", "doge", "bert"],
+)
+def test_an_empty_model_shows_what_its_config_does_not(config: Callable[[], Any], says: str) -> None:
+    """So a service refuses before it loads."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match=says):
+        check_empty(model.eval(), 128)
+
+
+def test_models_that_are_served_pass_as_empty_ones() -> None:
+    for config in CONFIGS.values():
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config())
+        check_empty(model, 128)
+
+
+def test_the_rule_of_a_mask_is_read_off_its_rows() -> None:
+    causal, longest = masking_utils.causal_mask_function, 64
+    none = torch.zeros(1, dtype=torch.int64)
+    window = masking_utils.sliding_window_causal_mask_function
+    assert (rule_of(causal, longest).known, rule_of(causal, longest).window) == (True, None)
+    for length in (1, 12, 40, 63):
+        assert (rule_of(window(length), longest).known, rule_of(window(length), longest).window) == (True, length)
+    assert rule_of(window(64), longest).window is None
+    for other in (
+        masking_utils.chunked_causal_mask_function(12, none),
+        masking_utils.chunked_causal_mask_function(63, none),
+        masking_utils.bidirectional_mask_function,
+        masking_utils.sliding_window_bidirectional_mask_function(12),
+        lambda batch, head, query, key: causal(batch, head, query, key) & (key % 2 == 0),
+    ):
+        assert not rule_of(other, longest).known
 
 
 def test_rotary_embeddings_that_depend_on_the_batch_end_at_the_original_context() -> None:

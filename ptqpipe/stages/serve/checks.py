@@ -98,7 +98,10 @@ def context_of(ckpt: str, max_len: int | None) -> int:
 
 def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
     """UsageError or CheckpointError where the model cannot be loaded, be cut for so many ranks, or be served."""
-    from ptqpipe.engine.runner import check_model
+    from ptqpipe.engine.probe import check_empty
+    from ptqpipe.engine.runner import check_model, context_length
     from ptqpipe.runtime.check import check_load
 
-    check_model(check_load(ckpt, tp=tp, packed=packed))
+    model = check_load(ckpt, tp=tp, packed=packed)
+    check_model(model)
+    check_empty(model, context_length(model.config.get_text_config()))

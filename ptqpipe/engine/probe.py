@@ -1,0 +1,174 @@
+"""What a model's layers do, found by a forward of one token: shapes of keys and values, and which tokens a query sees.
+
+Whether a layer slides is not always said to its attention function: some models (PhiMoE) say it by their masks alone,
+which our attention does without. So the probe lets transformers make its masks, and reads the rule of each off its
+last rows. Models that see other tokens in another way are refused. Works on an empty model on the meta device as far
+as its own code does. Must not know the cache.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptqpipe.engine.attention import (
+    IMPLEMENTATION,
+    KV_SCALES,
+    LayerShape,
+    PagedAttention,
+    Terms,
+    paged_attention_forward,
+    register,
+)
+from ptqpipe.engine.batch import Batch, Span
+from ptqpipe.errors import UsageError
+
+PROBE = "ptqpipe_probe"
+_RULE = "_ptqpipe_rule"
+_MOST_TOKENS = 1 << 18  # a mask is looked at so far: longer windows are none
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """By layer: shapes; windows of those whose mask is known (None: everything); kv scales [heads or 1, 1] if any."""
+
+    shapes: dict[int, LayerShape]
+    windows: dict[int, int | None]
+    scales: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Which tokens a mask lets a query see: the last ``window`` (None: all before it), unless it is not ``known``."""
+
+    known: bool
+    window: int | None = None
+
+
+class _Recorder(PagedAttention):
+    """Records what each layer's attention is given instead of computing it."""
+
+    def __init__(self) -> None:
+        super().__init__({}, 1)
+        self.shapes: dict[int, LayerShape] = {}
+        self.said: dict[int, int | None] = {}
+        self.masked: dict[int, int | None] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
+    ) -> torch.Tensor:
+        """Zeros of the right shape."""
+        if layer in self.shapes:
+            raise UsageError(f"layer {layer} attends twice in one forward; the engine cannot serve this model")
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        self.said[layer] = terms.window
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def probe(model: Any, longest: int) -> Probed:
+    """What a model of sequences of ``longest`` tokens does. UsageError for what the engine cannot do."""
+    register()
+    try:
+        found = _record(model, longest, masks=True)
+    except UsageError:
+        raise
+    except Exception:  # a model's own code that makes something else of the mask: no mask is told then
+        found = _record(model, longest, masks=False)
+    config, name = model.config.get_text_config(), type(model).__name__
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    if sorted(found.shapes) != list(range(len(kinds))):
+        raise UsageError(
+            f"{len(found.shapes)} of {len(kinds)} layers of {name} attend through transformers' interface; the engine "
+            "cannot serve it"
+        )
+    for layer, kind in enumerate(kinds):
+        if kind == "sliding_attention" and layer not in found.masked and found.said[layer] is None:
+            raise UsageError(f"layer {layer} slides over its context in a way that the engine does not know")
+    return Probed(found.shapes, found.masked, _kv_scales(model))
+
+
+def check_empty(model: Any, longest: int) -> None:
+    """What `probe` raises, of a model on the meta device: as far as its code runs without numbers."""
+    try:
+        probe(model.to(torch.bfloat16), longest)  # in which experts have kernels
+    except UsageError:
+        raise
+    except Exception:  # code that asks for numbers, such as how many tokens an expert has: known when it is loaded
+        return
+
+
+def _kv_scales(model: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    scales = {}
+    for module in model.modules():
+        if (found := getattr(module, KV_SCALES, None)) is not None:
+            key, value = (x.reshape(-1, 1).to(model.device) for x in found)
+            scales[int(module.layer_idx)] = (key, value)
+    return scales
+
+
+@torch.inference_mode()
+def _record(model: Any, longest: int, *, masks: bool) -> _Recorder:
+    recorder = _Recorder()
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    with _implementation(model, longest, masks=masks), recorder.during(Batch(one[0], one[0], (Span(1, 1, (0,)),))):
+        model(input_ids=one.to(model.device), position_ids=one.to(model.device), use_cache=False)
+    return recorder
+
+
+@contextmanager
+def _implementation(model: Any, longest: int, *, masks: bool) -> Iterator[None]:
+    """Within it the model attends through us, with masks that tell their rule, or without masks."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def mask(batch_size: int, q_length: int, kv_length: int, *, mask_function: Any, **ignored: Any) -> torch.Tensor:
+        made = torch.ones(batch_size, 1, int(q_length), int(kv_length), dtype=torch.bool)
+        setattr(made, _RULE, rule_of(mask_function, min(longest, _MOST_TOKENS)))
+        return made
+
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS.register(PROBE, _probe_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, mask)
+    config._attn_implementation = PROBE if masks else IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _probe_forward(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **terms: Any
+) -> tuple[torch.Tensor, None]:
+    """transformers' signature. UsageError for a mask of another rule."""
+    rule = getattr(attention_mask, _RULE, None)
+    if rule is None:
+        return paged_attention_forward(module, query, key, value, attention_mask, **terms)
+    if not rule.known:
+        raise UsageError(f"{type(module).__name__} masks tokens in a way that the engine does not know")
+    recorder = PagedAttention.active()
+    assert isinstance(recorder, _Recorder)
+    recorder.masked[int(module.layer_idx)] = rule.window
+    return paged_attention_forward(module, query, key, value, None, **terms)
+
+
+def rule_of(sees: Callable[..., Any], longest: int) -> _Rule:
+    """The rule of a mask function of transformers: (batch, head, query, key) -> whether the query sees the key.
+
+    A window's last rows all have its length; chunks and everything that looks ahead show in other rows.
+    """
+    keys, zero = torch.arange(longest), torch.zeros((), dtype=torch.int64)
+
+    def row(query: int) -> torch.Tensor:
+        seen = torch.as_tensor(sees(zero, zero, torch.tensor(query), keys)).to(torch.bool)
+        return seen.broadcast_to(keys.shape)
+
+    count = int(row(longest - 1).sum())
+    window = None if count == longest else count
+    for query in {longest - 1, max(longest - 2, 0), longest // 2}:
+        expected = (keys <= query) & (keys > query - (window or longest))
+        if not torch.equal(row(query), expected):
+            return _Rule(known=False)
+    return _Rule(known=True, window=window)
