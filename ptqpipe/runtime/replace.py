@@ -5,6 +5,7 @@ matrices of all experts of a stack. What a model keeps in another shape (transpo
 rearranged) is decoded to floats instead, like everything that is not quantized.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +104,7 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
         owner = model.get_submodule(module)
         if is_experts(owner) and leaf in (first_stack(owner), "down_proj"):
             stacks.setdefault(module, {})[leaf] = parts
-        elif type(owner) is torch.nn.Linear and leaf == "weight" and _is_matrix(source, parts):
+        elif leaf == "weight" and _is_matrix(source, parts) and multiplies_only(owner):
             places.append(PackedLinearPlace(module, parts[0][0]))
     for module, fed_by in stacks.items():
         by_stack = {leaf: _by_expert(model.get_submodule(module), source, parts) for leaf, parts in fed_by.items()}
@@ -133,6 +134,26 @@ def other_shape(source: Source, name: str, stored: Sequence[int], expected: Sequ
         f"{source.reader.path}: {name!r} is {found}, its config.json makes it {wanted}; one of the two is of another "
         "model or damaged"
     )
+
+
+def multiplies_only(module: torch.nn.Module) -> bool:
+    """Whether a module does what torch's linear layer does: one itself, or a kind of its own (Falcon's) that agrees.
+
+    A kind of its own is asked with a small weight of random numbers; a router, or a layer in groups, says otherwise.
+    """
+    if type(module) is torch.nn.Linear or not isinstance(module, torch.nn.Linear):
+        return isinstance(module, torch.nn.Linear)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((1, 3, 8), (6, 8), (6,)))
+    small = copy.copy(module)
+    small.in_features, small.out_features = 8, 6
+    small._parameters = {"weight": weight, "bias": None if module.bias is None else bias}  # type: ignore[dict-item]
+    expected = torch.nn.functional.linear(x, weight, small._parameters["bias"])
+    try:
+        found = small(x)
+    except Exception:  # of what kind depends on the layer's code
+        return False
+    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
 
 
 def _is_matrix(source: Source, parts: Sequence[tuple[str, Home]]) -> bool:

@@ -15,6 +15,7 @@ import transformers
 from ptqpipe.runtime import load, load_model, loading
 from ptqpipe.runtime.linear import PackedLinear, Stacked
 from ptqpipe.runtime.parallel import TensorParallel
+from ptqpipe.runtime.replace import multiplies_only
 from tests.containers.builders import Checkpoint
 from tests.runtime.models import TOKENS, local_kv_heads, logits, packed_bytes, quantized
 from tests.stages.test_low_rank import run as convert
@@ -189,6 +190,29 @@ def test_every_golden_checkpoint_stays_packed(shared_dir: Path) -> None:
             packed = load(folder, dtype="float32", activations="none")
             assert bool(layers(packed)) is not folder.name.startswith("bf16"), folder.name
             assert distance(packed(tokens).logits, exact) <= 2 * floats, folder.name
+
+
+def test_a_linear_layer_of_another_name_stays_packed(tmp_path: Path) -> None:
+    config = transformers.FalconConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "q", scheme="nvfp4", low_rank=0)
+    model = load(tmp_path / "q", dtype="float32")
+    assert len(layers(model)) == 8
+    assert distance(logits(model), logits(load_model(tmp_path / "q"))) < 1e-5
+
+
+def test_a_linear_layer_that_does_more_is_left_alone() -> None:
+    class Router(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).softmax(-1)
+
+    class Grouped(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("...k,nk->...n", input.flatten(1), self.weight)
+
+    assert multiplies_only(torch.nn.Linear(32, 16))
+    for layer in (Router(32, 16), Grouped(32, 16), torch.nn.Conv1d(32, 16, 1)):
+        assert not multiplies_only(layer)
 
 
 def test_a_model_that_asks_for_a_weight_itself_gets_its_decode(tmp_path: Path) -> None:
