@@ -3,13 +3,15 @@
 Knows rules, schemes and what is known of inputs; must not know where weights come from or rows go.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from ptqpipe.algorithms import calibrated, rtn, stored
+from ptqpipe.errors import NumericsError, one_line
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.rounding import Rounding
@@ -42,6 +44,31 @@ def quantize_unit(
 
     Raises NumericsError for unusable weights and moments, naming the weight.
     """
+    with _naming(unit):
+        return _quantize(unit, weights, statistics=statistics, learned=learned, sink=sink, device=device)
+
+
+@contextmanager
+def _naming(unit: Unit) -> Iterator[None]:
+    """A NumericsError that names none of the unit's weights, since one below knows no names, gets all of them."""
+    try:
+        yield
+    except NumericsError as error:
+        names = [member.weight for member in unit.members]
+        if any(one_line(name) in str(error) for name in names):
+            raise
+        raise NumericsError(f"{' and '.join(names)}: {error}") from None
+
+
+def _quantize(
+    unit: Unit,
+    weights: Sequence[rtn.Weight],
+    *,
+    statistics: KnownInputs | None,
+    learned: Sequence[QTensor] | None,
+    sink: rtn.Sink,
+    device: torch.device | None,
+) -> Quantized:
     if unit.scheme.low_rank is None:
         return choose_codes(unit, weights, statistics=statistics, learned=learned, sink=sink, device=device)
     held: low_rank.Held = {}
