@@ -23,6 +23,9 @@ from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.stages.convert.memory import least_memory
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
+from ptqpipe.stages.convert.text import converted_text
+from ptqpipe.stages.diff.run import diff
+from ptqpipe.stages.verify.run import verify
 from tests import tiny
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -178,6 +181,36 @@ def test_nan_is_one_error_that_names_the_weight_and_leaves_no_output(tmp_path: P
     ):
         ptqpipe.convert(model, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_nan_in_a_kept_tensor_is_told_recorded_and_found_by_verify(tmp_path: Path) -> None:
+    tensors = tiny.llama()
+    tensors["model.norm.weight"][[3, 5, 8]] = torch.tensor([float("nan"), float("-inf"), float("inf")]).bfloat16()
+    model, out = tiny.save(tmp_path / "m", tensors), tmp_path / "out"
+    with prepare(str(model), out=out) as prepared:
+        done = convert(prepared)
+    assert done is not None
+    assert {name for name, entry in done.record["kept"].items() if "not_finite" in entry} == {"model.norm.weight"}
+    assert "warning: model.norm.weight is kept and has 1 NaN and 2 inf" in converted_text(done)
+    report = verify(out, source=model)
+    assert report.ok  # it is the source's
+    (told,) = (note for note in report.notes if note.check == "values")
+    assert (told.where, "1 NaN and 2 inf" in told.message) == ("model.norm.weight", True)
+
+
+def test_magnitudes_that_no_format_holds_are_an_error_that_names_the_weights(tmp_path: Path) -> None:
+    tensors = tiny.llama(dtype=torch.float32)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1e36
+    model = tiny.save(tmp_path / "m", tensors)
+    with pytest.raises(NumericsError, match=r"layers\.1\.mlp\.gate_proj.*layers\.1\.mlp\.up_proj.*global scale"):
+        ptqpipe.convert(model, out=tmp_path / "out")
+
+
+def test_nan_in_the_config_is_the_same_config(tmp_path: Path) -> None:
+    model = tiny.save(tmp_path / "m", tiny.llama(), config={**tiny.LLAMA_CONFIG, "rope_theta": float("nan")})
+    out = ptqpipe.convert(model, out=tmp_path / "out").out
+    assert verify(out, source=model).ok
+    assert not any("rope_theta" in str(found) for found in diff(model, out).config)
 
 
 def test_an_existing_output_is_refused_and_kept(model: Path, tmp_path: Path) -> None:

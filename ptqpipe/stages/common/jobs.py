@@ -6,6 +6,7 @@ not know what a job computes.
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ptqpipe.checkpoint.direct import bytes_of, margin
+from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.checkpoint.layout import ShardLayout
 from ptqpipe.checkpoint.partial import check_unfinished
 from ptqpipe.checkpoint.reader import CheckpointReader
@@ -178,8 +180,44 @@ def carried_names(reader: CheckpointReader) -> list[str]:
     return sorted(name for _, name in carried_files(reader))
 
 
-def copy_tensor(reader: CheckpointReader, source: str, writer: CheckpointWriter, name: str) -> tuple[str, int]:
-    """Copies a tensor byte for byte to ``name``; (sha256, bytes) of what was copied."""
+class NotFinite:
+    """Counts NaN and infinities in the bytes of a tensor, a chunk at a time; none in types that are not weights'."""
+
+    def __init__(self, dtype: str) -> None:
+        """``dtype`` as safetensors spells it."""
+        self._dtype = DTYPES[dtype][0] if dtype in ("F16", "BF16", "F32", "F64") else None
+        self.nan = self.inf = 0
+
+    def look(self, raw: torch.Tensor) -> None:
+        """Counts in a chunk of uint8 that holds whole numbers."""
+        if self._dtype is None or not len(raw):
+            return
+        numbers = raw.view(self._dtype)
+        if all(math.isfinite(float(edge)) for edge in torch.aminmax(numbers)):  # they propagate NaN
+            return
+        nan = int(torch.isnan(numbers).sum())
+        self.nan, self.inf = self.nan + nan, self.inf + int((~torch.isfinite(numbers)).sum()) - nan
+
+    @property
+    def count(self) -> int:
+        """Both together."""
+        return self.nan + self.inf
+
+    @property
+    def text(self) -> str:
+        """Both in words."""
+        return f"{self.nan} NaN and {self.inf} inf"
+
+
+def copy_tensor(
+    reader: CheckpointReader,
+    source: str,
+    writer: CheckpointWriter,
+    name: str,
+    *,
+    look: Callable[[torch.Tensor], None] | None = None,
+) -> tuple[str, int]:
+    """Copies a tensor byte for byte to ``name``; (sha256, bytes) of what was copied. ``look`` sees every chunk."""
     total = reader.entries[source].nbytes
     digest = hashlib.sha256()
     if total == 0:
@@ -189,6 +227,8 @@ def copy_tensor(reader: CheckpointReader, source: str, writer: CheckpointWriter,
         stop = min(start + COPY_BYTES, total)
         chunk = reader.read_raw(source, start_byte=start, stop_byte=stop, memory=lambda nbytes: buffer[:nbytes])
         writer.write(name, chunk, byte_offset=start)
+        if look is not None:
+            look(chunk)
         digest.update(bytes_of(chunk))
     return digest.hexdigest(), total
 

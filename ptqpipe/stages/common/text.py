@@ -1,8 +1,10 @@
 """Words and tables of all commands: aligned columns, sizes, names of weights with their numbers as ``*``."""
 
+import json
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ptqpipe.errors import one_line
 from ptqpipe.report import content
@@ -36,6 +38,11 @@ def size_text(count: float) -> str:
 def mebibytes(count: int) -> str:
     """Bytes as an option takes them, rounded up: 548MiB."""
     return f"{-(-count >> 20)}MiB"
+
+
+def same_json(a: Any, b: Any) -> bool:
+    """Whether two values of JSON files are equal; NaN, which Python's writer knows, is equal to itself."""
+    return bool(a == b) or json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
 def decibels(relative_mse: float) -> float:

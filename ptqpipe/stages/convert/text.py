@@ -205,6 +205,7 @@ def converted_json(done: Converted) -> dict[str, Any]:
         "out": str(done.out),
         "roles": by_role(done.record["weights"]),
         "kept": len(done.record["kept"]),
+        "not_finite": _not_finite(done.record["kept"]),
         "source_bytes": done.source_bytes,
         "written_bytes": done.written_bytes,
         "seconds": done.seconds,
@@ -233,12 +234,21 @@ def converted_text(done: Converted) -> str:
         [
             table(head, rows, left=3),
             *_gate(done.record["weights"]),
+            *(
+                f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
+                for name, found in _not_finite(done.record["kept"]).items()
+            ),
             f"{done.out}: {size_text(done.source_bytes)} -> {size_text(done.written_bytes)} "
             f"({done.written_bytes / done.source_bytes:.3f}x) in {done.seconds:.1f} s ({size_text(speed)}/s), "
             f"peak memory {done.peak_rss_bytes >> 20} MiB; {len(done.record['kept'])} tensors kept; "
             f"every tensor's record is in {done.out}/ptqpipe.json",
         ]
     )
+
+
+def _not_finite(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Kept tensors with NaN or infinities, and how many."""
+    return {name: entry["not_finite"] for name, entry in kept.items() if "not_finite" in entry}
 
 
 def _gate(weights: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -13,7 +13,7 @@ from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.containers import WHOLE_ROLES, Part, Role, encode_part, part_offset
 from ptqpipe.qtensor import QTensor
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import copy_tensor
+from ptqpipe.stages.common.jobs import NotFinite, copy_tensor
 from ptqpipe.stages.common.outputs import Job
 
 
@@ -63,14 +63,20 @@ class PartWriter:
 
 
 def keep_tensor(job: Job, source: Source, writer: CheckpointWriter) -> dict[str, Any]:
-    """Copies a kept tensor byte for byte; one that the source stores quantized is written decoded, as bfloat16."""
+    """Copies a kept tensor byte for byte; one that the source stores quantized is written decoded, as bfloat16.
+
+    NaN and infinities, which make a model useless wherever they are, are copied, too, and the record counts them.
+    """
     assert job.kept is not None
     name = job.kept.name
+    bad: dict[str, str] = {}
     if name in source.stored:
         sha256, nbytes = _write_decoded(source, name, writer)
     else:
-        sha256, nbytes = copy_tensor(source.reader, name, writer, name)
-    return {"kept": {name: {"reason": job.kept.reason, "sha256": sha256, "bytes": nbytes}}}
+        found = NotFinite(source.reader.entries[name].dtype)
+        sha256, nbytes = copy_tensor(source.reader, name, writer, name, look=found.look)
+        bad = {"not_finite": found.text} if found.count else {}
+    return {"kept": {name: {"reason": job.kept.reason, "sha256": sha256, "bytes": nbytes, **bad}}}
 
 
 def _write_decoded(source: Source, name: str, writer: CheckpointWriter) -> tuple[str, int]:

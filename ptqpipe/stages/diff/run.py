@@ -18,6 +18,7 @@ from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.containers import Role, StoredWeight, decode_input_global
 from ptqpipe.plan import Member, Slice
 from ptqpipe.source import Source, SourceRows
+from ptqpipe.stages.common.text import same_json
 from ptqpipe.stages.diff.text import DiffReport, Same, TensorDiff, ValueDiff, render, to_json
 from ptqpipe.stages.verify.origin import Origins
 from ptqpipe.stages.verify.structure import READ_BYTES
@@ -262,9 +263,9 @@ def _differences(a: Any, b: Any, path: str = "") -> Iterable[tuple[str, str, str
                 yield path + key, "missing", _short(b[key])
             elif key not in b:
                 yield path + key, _short(a[key]), "missing"
-            elif a[key] != b[key]:
+            elif not same_json(a[key], b[key]):
                 yield from _differences(a[key], b[key], f"{path}{key}.")
-    elif a != b:
+    elif not same_json(a, b):
         yield path.removesuffix("."), _short(a), _short(b)
 
 

@@ -32,6 +32,7 @@ from ptqpipe.stages.verify.structure import (
     check_fates,
     check_files,
     check_kept,
+    check_kept_finite,
     check_kv_scales,
     check_model_config,
     check_sizes,
@@ -255,6 +256,7 @@ def _kept_job(run: _Run, name: str) -> _Job:
         record, source = run.record, run.source
         if record is not None:
             found.guard("record", name, lambda: check_kept_hash(run.ckpt, name, record, found))
+        found.guard("values", name, lambda: check_kept_finite(run.ckpt, name, found))
         entry = {} if record is None else record.raw["kept"].get(name, {})
         corrected = entry.get("reason") == CORRECTED  # by an error of the weight; its bytes have a hash
         known = run.origins is not None and name in run.origins.tensors

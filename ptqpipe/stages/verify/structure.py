@@ -15,6 +15,8 @@ import torch
 
 from ptqpipe.containers import StoredWeight
 from ptqpipe.source import Source
+from ptqpipe.stages.common.jobs import NotFinite
+from ptqpipe.stages.common.text import same_json
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.origin import Origins
 
@@ -114,6 +116,16 @@ def check_kept(ckpt: Source, source: Source, name: str, findings: Findings) -> N
         findings.fault("kept", name, f"is {entry.dtype}, but the source has {dtype}")
     else:
         _compare_rounded(ckpt, source, name, findings)
+
+
+def check_kept_finite(ckpt: Source, name: str, findings: Findings) -> None:
+    """A note on NaN and infinities in a kept tensor: they are the source's, and what the model computes is lost."""
+    bad = NotFinite(ckpt.reader.entries[name].dtype)
+    for start in range(0, ckpt.reader.entries[name].nbytes, READ_BYTES):
+        stop = min(start + READ_BYTES, ckpt.reader.entries[name].nbytes)
+        bad.look(torch.frombuffer(ckpt.reader.read_bytes(name, start_byte=start, stop_byte=stop), dtype=torch.uint8))
+    if bad.count:
+        findings.note("values", name, f"is kept and has {bad.text}; they are the source's")
 
 
 def _compare_bytes(ckpt: Source, source: Source, name: str, findings: Findings) -> None:
@@ -252,7 +264,9 @@ def _json(path: Path) -> Any:
 def _changed(a: Any, b: Any) -> list[str]:
     if not isinstance(a, dict) or not isinstance(b, dict):
         return []
-    return sorted(str(key) for key in a.keys() | b.keys() if a.get(key) != b.get(key) or (key in a) != (key in b))
+    return sorted(
+        str(key) for key in a.keys() | b.keys() if not same_json(a.get(key), b.get(key)) or (key in a) != (key in b)
+    )
 
 
 def check_model_config(ckpt: Source, source: Source, findings: Findings) -> None:
