@@ -7,8 +7,12 @@ import torch
 
 from ptqpipe.errors import NumericsError
 from ptqpipe.formats import CODECS, Format, get_format
+from ptqpipe.kernels.importance import column_weights
 from ptqpipe.qtensor import encode, relative_mse
-from ptqpipe.search import _long, absmax, exact
+from ptqpipe.search import _long, _long_floor, _long_strip, absmax, exact
+from ptqpipe.search._grid import element_grid, ladder
+from ptqpipe.search._long_strip import strips
+from ptqpipe.search.objective import magnitude_blocks, scores
 from tests.search import cases
 
 CHANNEL, TENSOR = get_format("fp8_channel"), get_format("fp8_tensor")
@@ -87,7 +91,7 @@ def test_runs_and_strips_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.undo()
         whole = exact.search(w, fmt), exact.search(w, fmt, importance=h)
         monkeypatch.setattr(_long, "STRIP", 7000)
-        monkeypatch.setattr(_long, "SEGMENT", 5000)
+        monkeypatch.setattr(_long_strip, "SEGMENT", 5000)
         assert torch.equal(exact.search(w, fmt), whole[0]), fmt.name
         assert torch.equal(exact.search(w, fmt, importance=h), whole[1]), fmt.name
 
@@ -105,8 +109,9 @@ def test_the_threshold_between_the_two_ways_changes_nothing(monkeypatch: pytest.
     assert torch.equal(exact.search(w, CHANNEL), scanned)
 
 
-def test_the_bound_of_bfloat16_weights_is_tight() -> None:
-    """Fewer than two scales a row are scored, so that the search reads the weights three times, not 128."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fewer_than_two_scales_a_row_are_scored(dtype: torch.dtype) -> None:
+    """So that the search reads the weights three times, not 128."""
     scored: list[int] = []
 
     class Counting(_long._BestFirst):
@@ -116,11 +121,39 @@ def test_the_bound_of_bfloat16_weights_is_tight() -> None:
             scored.append(len(rows))
             return super()._scores(rows, index)
 
-    w = torch.randn(64, 2048, generator=cases.generator(31)).bfloat16() * 0.02
+    w = torch.randn(64, 2048, generator=cases.generator(31)).to(dtype) * 0.02
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_long, "_BestFirst", Counting)
         exact.search(w, CHANNEL)
-    assert 64 <= sum(scored) < 2 * 64
+        assert 64 <= sum(scored) < 2 * 64
+        scored.clear()
+        exact.search(w, TENSOR)
+    assert 1 <= sum(scored) <= 3
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("bins", [5, 8, 10])
+def test_no_score_is_below_its_bound(bins: int, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At all significands of float32 rows, in the five octaves below the largest element."""
+    monkeypatch.setattr(_long_floor, "FEW_BINS", bins)
+    for fmt in (CHANNEL, NARROW, HALF):
+        steps = ladder(fmt, global_scale=None, grid=element_grid(fmt.element), device=torch.device("cpu"))
+        scales = _long_floor.Scales.make(
+            fmt, global_scale=None, grid=element_grid(fmt.element), device=torch.device("cpu")
+        )
+        count = len(scales.inv)
+        for kind, w in long_weights(33).items():
+            h = column_weights(torch.rand(COLUMNS, generator=cases.generator(34)), w) if weighted else None
+            (strip,) = strips(w, fmt, h=h, largest=1)
+            floor = _long_floor.floor_of(strip, w.abs().amax(dim=1), scales=scales)
+            spread = None if h is None else h.expand(count, COLUMNS)
+            for octave in range(5):
+                index = (int(steps.start(floor.amax)) // count - octave) * count + torch.arange(count)
+                if int(index[0]) < 0 or int(index[-1]) >= len(steps.codes):
+                    continue
+                x = magnitude_blocks(w, fmt).expand(count, -1)
+                found = scores(x, steps.codes[index], fmt=fmt, h=spread)
+                assert bool((floor.floor[0] * (1 - 2.0**-20) <= found).all()), (fmt.name, kind, octave)
 
 
 def test_searched_rows_beat_abs_max_by_what_was_measured() -> None:
