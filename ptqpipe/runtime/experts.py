@@ -67,7 +67,9 @@ def use_layers(module: Any, first: Sequence[torch.nn.Module], down: Sequence[tor
     """Puts one layer an expert in the place of the stacks of ``module``. The layers add no bias."""
     layers = {first_stack(module): torch.nn.ModuleList(first), "down_proj": torch.nn.ModuleList(down)}
     for name, found in layers.items():
-        del module._parameters[name]
+        stack = module._parameters.pop(name)  # on the meta device: models initialize it, and cannot compute with it
+        stack._is_hf_initialized = True
+        module.__dict__[name] = stack
         module.add_module(f"{name}_layers", found)
 
     def project(name: str, expert: int, x: torch.Tensor) -> torch.Tensor:

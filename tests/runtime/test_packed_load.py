@@ -192,6 +192,16 @@ def test_every_golden_checkpoint_stays_packed(shared_dir: Path) -> None:
             assert distance(packed(tokens).logits, exact) <= 2 * floats, folder.name
 
 
+def test_models_may_initialize_stacks_that_are_packed(sources: Mapping[str, Path], tmp_path: Path) -> None:
+    """Qwen3-Omni's blocks do, whose experts are in a module below them. Nothing can be computed with what is left."""
+    model = load(quantized(sources["qwen3_moe"], "compressed_tensors", "nvfp4").save(tmp_path / "q"), dtype="float32")
+    experts = model.model.layers[0].mlp.experts
+    for stack in (experts.gate_up_proj, experts.down_proj):
+        transformers.initialization.normal_(stack, std=1.0)
+        assert stack.device.type == "meta"
+    assert not any(name.endswith("experts.gate_up_proj") for name in model.state_dict())
+
+
 def test_a_linear_layer_of_another_name_stays_packed(tmp_path: Path) -> None:
     config = transformers.FalconConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
