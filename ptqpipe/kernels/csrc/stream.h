@@ -24,9 +24,12 @@ template <int DTYPE> INLINE vf load_lanes(const void *w, int64_t i) {
 #elif defined(PTQ_AVX2)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #else
-    vf x;
-    for (int lane = 0; lane < W; ++lane) x[lane] = half_to_float(p[lane]);
-    return x;
+    vshorts s;  // as half_to_float
+    memcpy(&s, p, sizeof s);
+    const vi half = __builtin_convertvector(s, vi), rest = (half & 0x7FFF) << 13;
+    const vf finite = from_bits(rest) * from_bits(splat((254 - 15) << 23));
+    const vf x = select(less(splat(0x0F7FFFFF), rest), from_bits(0x7F800000 | (rest & 0x007FFFFF)), finite);
+    return from_bits(bits(x) | ((half & 0x8000) << 16));
 #endif
 }
 
