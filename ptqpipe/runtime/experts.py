@@ -2,7 +2,8 @@
 
 transformers 5 keeps the experts of a layer as 3-D parameters ``gate_up_proj`` (or ``up_proj``) and ``down_proj``. Its
 module stays, with its gate, its activation and its biases; here each expert's two matrices become layers of their own,
-each with its own input quantizer, and the stacks go. Must not know files or ranks.
+each with its own input quantizer, and the stacks go. Llama 4's experts are another module: they get a run of rows each,
+one a token, zeros for those that are not theirs. Must not know files or ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +19,53 @@ Project = Callable[[str, int, torch.Tensor], torch.Tensor]
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+# Modules of experts that get a run of rows each, with stacks [E, in, out], a gate's columns before the up part's.
+_IN_RUNS = frozenset({"Llama4TextExperts"})
+
+
 def first_stack(module: Any) -> str:
     """The name of the stack that the experts' inputs meet."""
-    return "gate_up_proj" if module.has_gate else "up_proj"
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+
+
+def in_runs(module: Any) -> bool:
+    """Whether each expert of a module gets a run of rows, instead of the numbers of its tokens."""
+    return type(module).__name__ in _IN_RUNS
 
 
 def is_experts(module: Any) -> bool:
     """Whether a module is one of transformers' stacked experts, whose parts this file knows."""
-    return hasattr(module, "has_gate") and hasattr(module, "num_experts")
+    return in_runs(module) or (hasattr(module, "has_gate") and hasattr(module, "num_experts"))
 
 
-def experts_forward(module: Any, project: Project) -> Forward:
+def is_turned(module: Any) -> bool:
+    """Whether a module of experts has its stacks as [E, in, out]."""
+    return in_runs(module) or bool(module.is_transposed)
+
+
+def experts_forward(module: Any, project: Project) -> Forward | Callable[[torch.Tensor], torch.Tensor]:
     """The forward of a module of stacked experts: expert by expert, each for its own tokens."""
+    return _runs_forward(module, project) if in_runs(module) else _tokens_forward(module, project)
+
+
+def _runs_forward(module: Any, project: Project) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``[E * tokens, hidden]`` to the same. A row of zeros, a token of another expert, stays one."""
+    first = first_stack(module)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        rows = len(x) // module.num_experts
+        for start in range(0, len(x), max(rows, 1)):
+            own = start + x[start : start + rows].any(dim=-1).nonzero().squeeze(-1)
+            if len(own):
+                gate, up = project(first, start // rows, x[own]).chunk(2, dim=-1)
+                out[own] = project("down_proj", start // rows, up * module.act_fn(gate))
+        return out
+
+    return forward
+
+
+def _tokens_forward(module: Any, project: Project) -> Forward:
     first = first_stack(module)
 
     def forward(x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -58,7 +94,7 @@ def float_project(module: Any, inner: Sequence[InputQuantizer], outer: Sequence[
     def project(name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
         w = getattr(module, name)[expert]
         x = (outer if name == "down_proj" else inner)[expert](x)
-        return linear(x, w.t() if module.is_transposed else w, _bias(module, name, expert))
+        return linear(x, w.t() if is_turned(module) else w, _bias(module, name, expert))
 
     return project
 
@@ -82,4 +118,4 @@ def use_layers(module: Any, first: Sequence[torch.nn.Module], down: Sequence[tor
 
 
 def _bias(module: Any, name: str, expert: int) -> torch.Tensor | None:
-    return getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+    return getattr(module, f"{name}_bias")[expert] if getattr(module, "has_bias", False) else None

@@ -23,6 +23,7 @@ class Home:
     merged         whether other tensors go there, too
     expert, piece  its place in a stack that it is merged into: stack[expert], the piece-th of ``pieces`` runs of rows
     plain          False where transformers changes the numbers' places on the way (transposes, splits, interleaves)
+    turned         whether a matrix is merged into a stack that holds its transpose, and nothing else is done to it
     """
 
     parameter: str
@@ -31,6 +32,7 @@ class Home:
     piece: int = 0
     pieces: int = 1
     plain: bool = True
+    turned: bool = False
 
     @property
     def module(self) -> str:
@@ -71,15 +73,17 @@ class Homes:
         operations = {type(operation).__name__ for operation in converter.operations}
         expert = _EXPERT.search(name)
         names = (found.replace(converter.target_patterns[0], part) for part in converter.target_patterns)
-        plain = operations <= _MERGING and len(converter.target_patterns) == 1
+        one = len(converter.target_patterns) == 1
+        merged = "MergeModulelist" in operations
         return [
             Home(
                 target,
-                merged="MergeModulelist" in operations or len(converter.source_patterns) > 1,
+                merged=merged or len(converter.source_patterns) > 1,
                 expert=None if expert is None else int(expert[1]),
                 piece=converter.source_patterns.index(pattern),
                 pieces=len(converter.source_patterns),
-                plain=plain,
+                plain=one and operations <= _MERGING,
+                turned=one and merged and "Transpose" in operations and operations <= _MERGING | {"Transpose"},
             )
             for target in names
             if target in self._state

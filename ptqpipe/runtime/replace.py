@@ -15,7 +15,7 @@ import torch
 from ptqpipe.errors import CheckpointError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.runtime.experts import first_stack, is_experts, use_layers
+from ptqpipe.runtime.experts import first_stack, is_experts, is_turned, use_layers
 from ptqpipe.runtime.linear import PackedLinear, Stacked, side_by_side
 from ptqpipe.runtime.names import Home
 from ptqpipe.runtime.shard_read import read_part
@@ -98,7 +98,7 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
     places: list[Place] = []
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for parameter, parts in fed.items():
-        if parameter in tied or not all(name in source.stored and home.plain for name, home in parts):
+        if parameter in tied or not all(name in source.stored and (home.plain or home.turned) for name, home in parts):
             continue
         module, leaf = parts[0][1].module, parts[0][1].leaf
         owner = model.get_submodule(module)
@@ -119,7 +119,7 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
 def _check_experts(module: Any, leaf: str, source: Source, by_expert: Sequence[Sequence[str]]) -> None:
     """CheckpointError where the matrices of a stack's experts are not the slices of its parameter."""
     shape = tuple(getattr(module, leaf).shape[1:])
-    rows, columns = reversed(shape) if module.is_transposed else shape
+    rows, columns = reversed(shape) if is_turned(module) else shape
     for parts in by_expert:
         expected = (rows // len(parts), columns)  # a gate's and an up part's have equal shares of the rows
         for name in parts:
@@ -158,7 +158,13 @@ def multiplies_only(module: torch.nn.Module) -> bool:
 
 def _is_matrix(source: Source, parts: Sequence[tuple[str, Home]]) -> bool:
     stored = source.stored[parts[0][0]]
-    return len(parts) == 1 and not parts[0][1].merged and stored.experts is None and not stored.transposed
+    return (
+        len(parts) == 1
+        and parts[0][1].plain
+        and not parts[0][1].merged
+        and stored.experts is None
+        and not stored.transposed
+    )
 
 
 def _by_expert(module: Any, source: Source, parts: Sequence[tuple[str, Home]]) -> tuple[tuple[str, ...], ...] | None:
@@ -166,11 +172,13 @@ def _by_expert(module: Any, source: Source, parts: Sequence[tuple[str, Home]]) -
     count = int(module.num_experts)
     if len(parts) == 1 and not parts[0][1].merged:
         name, _ = parts[0]
-        fits = source.stored[name].experts == count and source.stored[name].transposed == bool(module.is_transposed)
+        fits = source.stored[name].experts == count and source.stored[name].transposed == is_turned(module)
         return ((name,),) * count if fits else None
     found = {(home.expert, home.piece): name for name, home in parts if source.stored[name].experts is None}
     pieces = parts[0][1].pieces
     wanted = [[(expert, piece) for piece in range(pieces)] for expert in range(count)]
-    if module.is_transposed or len(found) != len(parts) or any(key not in found for keys in wanted for key in keys):
+    if any(home.turned != is_turned(module) for _, home in parts):
+        return None
+    if len(found) != len(parts) or any(key not in found for keys in wanted for key in keys):
         return None
     return tuple(tuple(found[key] for key in keys) for keys in wanted)

@@ -23,6 +23,7 @@ from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.check import check_load
 from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, _ranks, register, takes, unregister
+from ptqpipe.source import Source
 from tests.containers.builders import Checkpoint, read_checkpoint
 from tests.runtime.models import SIZES, float_twin, logits, packed_bytes, quantized
 from tests.stages.test_low_rank import run as convert
@@ -99,6 +100,12 @@ def test_nvfp4_experts_are_those_of_the_decode(sources: Mapping[str, Path], tmp_
     assert float((logits(alone) - logits(twin)).abs().max()) > 0.1
 
 
+def stored_of(path: Path) -> dict[str, Any]:
+    """The quantized weights of a checkpoint by name."""
+    with Source.open(path) as source:
+        return dict(source.stored)
+
+
 @pytest.mark.parametrize("kind", ["llama4", "minimax_m3", "zaya"])
 def test_experts_with_a_matrix_each_find_stacks_that_transformers_knows_whole(kind: str, tmp_path: Path) -> None:
     """The oracle is the source itself: FP8 moves no weight by more than 2^-4 of it."""
@@ -112,6 +119,11 @@ def test_experts_with_a_matrix_each_find_stacks_that_transformers_knows_whole(ki
     check_load(path)
     found = load(path, dtype="float32", activations="none")
     torch.testing.assert_close(logits(found), logits(load_model(path, activations="none")), rtol=1e-3, atol=1e-3)
+    # Everything that is quantized stays packed, and its inputs are quantized as those of the decoded weights.
+    bits8, bits16 = packed_bytes(found)
+    quantized_numbers = sum(weight.shape[0] * weight.shape[1] for weight in stored_of(path).values())
+    assert bits16 == 2 * quantized_numbers > bits8
+    torch.testing.assert_close(logits(load(path, dtype="float32")), logits(load_model(path)), rtol=1e-3, atol=1e-3)
 
 
 def test_a_quantized_weight_without_a_place_is_named(sources: Mapping[str, Path], tmp_path: Path) -> None:
