@@ -2,11 +2,11 @@
 
 Whether a layer slides is not always said to its attention function: some models (PhiMoE) say it by their masks alone,
 which our attention does without. So the probe lets transformers make its masks, and reads the rule of each off its
-last rows. Models that see other tokens in another way are refused. Works on an empty model on the meta device as far
+last rows. Models that see other tokens in another way are refused (`check_tokens`: with their weights). Works on an empty model on the meta device as far
 as its own code does. Must not know the cache.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +67,20 @@ class _Recorder(PagedAttention):
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
+class _Alone(PagedAttention):
+    """Attention of each token to itself alone, that still depends on its query and key."""
+
+    def __init__(self) -> None:
+        super().__init__({}, 16)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
+    ) -> torch.Tensor:
+        """The values, by a factor between 0 and 2 of how a query fits its own key."""
+        k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        return v * (1 + torch.tanh((query * k).sum(dim=-1, keepdim=True) * terms.scaling))
+
+
 def probe(model: Any, longest: int) -> Probed:
     """What a model of sequences of ``longest`` tokens does. UsageError for what the engine cannot do."""
     register()
@@ -97,6 +111,36 @@ def check_empty(model: Any, longest: int) -> None:
         raise
     except Exception:  # code that asks for numbers, such as how many tokens an expert has: known when it is loaded
         return
+
+
+@torch.inference_mode()
+def check_tokens(model: Any) -> None:
+    """UsageError where a token sees others, or its place, by more than attention and positions that it is given.
+
+    With attention of each token to itself, a convolution over tokens shows, and so do positions that a model counts
+    itself, other than from 0 (RoBERTa). Several tries: a router at the edge of two experts may answer by the last bit.
+    """
+    name, vocabulary = type(model).__name__, int(model.config.get_text_config().vocab_size)
+
+    def logits(tokens: Sequence[int], *, places: bool = True) -> torch.Tensor:
+        ids = torch.tensor([[token % vocabulary for token in tokens]])
+        at = torch.arange(len(tokens))[None]
+        span = Span(len(tokens), len(tokens), (0,))
+        with _implementation(model, 1, masks=False), _Alone().during(Batch(ids[0], at[0], (span,))):
+            given = {"position_ids": at.to(model.device)} if places else {}
+            found: torch.Tensor = model(input_ids=ids.to(model.device), use_cache=False, **given).logits[0, -1].float()
+        return found
+
+    tries = [[(17 * step + 5 * place) for place in range(1, 5)] for step in range(1, 4)]
+    if all(_differ(logits(tokens), logits([token + 7 for token in tokens[:-1]] + tokens[-1:])) for tokens in tries):
+        raise UsageError(f"in {name} tokens see others without attention; the engine cannot serve it")
+    if all(_differ(logits(tokens), logits(tokens, places=False)) for tokens in tries):
+        raise UsageError(f"{name} counts positions in a way of its own; the engine cannot serve it")
+
+
+def _differ(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """By more than a tenth of their spread: rounding is far below it, another input far above."""
+    return float((x - y).abs().max()) > 0.1 * float(x.std())
 
 
 def _kv_scales(model: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

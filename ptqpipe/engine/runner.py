@@ -14,7 +14,7 @@ import torch
 
 from ptqpipe.engine.attention import IMPLEMENTATION, PagedAttention, Pages, numbers_of
 from ptqpipe.engine.batch import Batch
-from ptqpipe.engine.probe import probe
+from ptqpipe.engine.probe import check_tokens, probe
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Runner:
         self.config = model.config.get_text_config()
         check_model(model)
         found = probe(model, context_length(self.config))
+        check_tokens(model)
         self.config._attn_implementation = IMPLEMENTATION
         self.dtype: torch.dtype = model.dtype
         self.shapes, self.scales = found.shapes, found.scales

@@ -146,6 +146,21 @@ def test_an_empty_model_shows_what_its_config_does_not(config: Callable[[], Any]
         check_empty(model.eval(), 128)
 
 
+def test_positions_that_a_model_counts_itself_are_refused() -> None:
+    """RoBERTa's begin behind its padding token's number."""
+    model = build(transformers.RobertaConfig(**SIZES, is_decoder=True))
+    with pytest.raises(UsageError, match="counts positions"):
+        Runner(model, CacheOptions(1 << 24, 64, 2))
+
+
+def test_tokens_that_see_others_without_attention_are_refused() -> None:
+    model = build(CONFIGS["llama"]())
+    norm = model.model.layers[0].input_layernorm
+    norm.register_forward_hook(lambda module, args, y: y + 0.5 * y.roll(1, dims=1))  # a short convolution
+    with pytest.raises(UsageError, match="see others without attention"):
+        Runner(model, CacheOptions(1 << 24, 64, 2))
+
+
 def test_models_that_are_served_pass_as_empty_ones() -> None:
     for config in CONFIGS.values():
         with torch.device("meta"):

@@ -315,7 +315,7 @@ def test_quantized_sums_of_halves_are_the_same_on_both_ranks_and_near_the_plain_
 def test_halves_alternate_and_decode_steps_stay_whole(found: list[dict[str, Any]], name: str) -> None:
     for rank in found:
         calls = rank[name][1]
-        while calls[0] == (1, False):  # the probes
+        while calls[0] in ((1, False), (4, False)):  # the probes
             calls = calls[1:]
         sums = 2 * LAYERS
         expected: list[tuple[int, bool]] = []
