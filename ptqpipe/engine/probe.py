@@ -2,8 +2,8 @@
 
 Whether a layer slides is not always said to its attention function: some models (PhiMoE) say it by their masks alone,
 which our attention does without. So the probe lets transformers make its masks, and reads the rule of each off its
-last rows. Models that see other tokens in another way are refused (`check_tokens`: with their weights). Works on an empty model on the meta device as far
-as its own code does. Must not know the cache.
+last rows. Models that see other tokens in another way are refused (`check_tokens`: with their weights). Works on an
+empty model on the meta device as far as its own code does. Must not know the cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
