@@ -46,6 +46,12 @@ class UnknownFormat(FormatError):
     exit_code = 2
 
 
+class UnfitFormat(FormatError):
+    """A format and a container that are asked for together and do not fit."""
+
+    exit_code = 2
+
+
 class NumericsError(PtqError):
     """A tensor holds values (NaN, inf, magnitudes out of range) that cannot be quantized faithfully."""
 
@@ -62,6 +68,12 @@ class OutputError(PtqError):
 
 class OutputExists(OutputError):
     """Something lies where the output goes, and the call does not say that it may be replaced."""
+
+    exit_code = 2
+
+
+class WrongOutput(OutputError):
+    """The output that the call names can be none: a root folder, below a file, nothing unfinished to resume."""
 
     exit_code = 2
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -44,6 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     tiny.save(tmp_path / "model", tiny.llama(layers=1, hidden=32, inner=64), shards=2)
     (tmp_path / "file").write_text("x")
+    (tmp_path / "file.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n')
     (tmp_path / "empty").mkdir()
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"x")
@@ -122,7 +124,7 @@ def test_a_bad_call_of_convert_is_one_line_and_leaves_everything_as_it_was(
     before = tiny.bytes_of(here)
     assert words in refused("convert", *args)
     assert tiny.bytes_of(here) == before
-    assert {path.name for path in here.iterdir()} == {"model", "file", "empty", "pickled"}
+    assert {path.name for path in here.iterdir()} == {"model", "file", "file.jsonl", "empty", "pickled"}
 
 
 @pytest.mark.parametrize(
@@ -371,6 +373,38 @@ def test_float_types_have_one_spelling_and_take_the_other(here: Path, command: t
     assert run(*command, "--dtype", "int3").exit_code == 2
 
 
+def test_overwrite_replaces_what_is_of_its_kind_alone(here: Path) -> None:
+    assert run("convert", "model", "-o", "packed", "-q").exit_code == 0
+    (here / "stats").mkdir()
+    (here / "stats" / "model.layers.0.safetensors").write_bytes(b"x")
+    shutil.copytree(here / "stats", here / "codes")
+    (here / "stats" / "stats.json").write_text("{}")
+    (here / "codes" / "rounding.json").write_text("{}")
+    text = ("--data", "file.jsonl", "--samples", "1", "--seqlen", "2", "--holdout", "0")
+    before = tiny.bytes_of(here)
+    for command, kinds in (
+        (("convert", "model"), ("stats", "codes", "pickled")),
+        (("relayout", "packed", "--container", "modelopt"), ("stats", "codes")),
+        (("dequantize", "packed"), ("stats", "codes")),
+        (("calibrate", "model", *text), ("packed", "codes", "pickled")),
+        (("tune", "model", *text[:-2]), ("packed", "stats", "pickled")),
+    ):
+        for kind in kinds:
+            assert "that --overwrite may replace" in refused(*command, "-o", kind, "--overwrite"), (command, kind)
+    assert tiny.bytes_of(here) == before
+    assert run("convert", "model", "-o", "packed", "--overwrite", "-q").exit_code == 0
+
+
+def test_the_demo_writes_into_no_folder_of_someone_else(here: Path) -> None:
+    before = tiny.bytes_of(here)
+    assert "which no demo has written" in refused("demo", "-o", "model")
+    (here / "mine").mkdir()
+    assert run("convert", "model", "-o", "mine/nvfp4", "-q").exit_code == 0
+    assert "which no demo has written" in refused("demo", "-o", "mine")
+    shutil.rmtree(here / "mine")
+    assert tiny.bytes_of(here) == before
+
+
 BAD_USAGE: list[tuple[tuple[str, ...], str]] = [
     (("convert", "model", "-o", "pickled"), "exists and is not empty"),
     (("convert", "model", "--format", "nope", "-o", "out"), "unknown format 'nope'"),
@@ -379,7 +413,24 @@ BAD_USAGE: list[tuple[tuple[str, ...], str]] = [
     (("plan", "model", "--budget", "5bits", "-o", "file"), "not a recipe of ptqpipe plan"),
     (("report", "model", "-o", "q.pdf"), "ends in neither .html nor .md"),
     (("verify", "model", "--stats", "empty", "--source", "model"), "holds no stats.json"),
-    (("generate", "model", "--seqlen", "8", "-o", "file"), "--overwrite"),
+    (("generate", "model", "--seqlen", "8", "-o", "file.jsonl"), "--overwrite"),
+    (("generate", "model", "--seqlen", "8", "-o", "own.txt"), "does not end in .jsonl"),
+    (("generate", "model", "--seqlen", "0", "-o", "own.jsonl"), "--seqlen 0"),
+    (("calibrate", "model", "--data", "file.jsonl", "--seqlen", "0", "-o", "out"), "--seqlen 0"),
+    (("tune", "model", "--data", "file.jsonl", "--seqlen", "0", "-o", "out"), "--seqlen 0"),
+    (("tune", "model", "--data", "file.jsonl", "--share", "0.3", "-o", "out"), "--share belongs to --method gptq"),
+    (("tune", "model", "--data", "file.jsonl", "--method", "gptq", "--steps", "9", "-o", "out"), "--steps belongs to"),
+    (("convert", "model", "-o", "out", "--resume"), "no unfinished run"),
+    (("convert", "model", "-o", "file/out"), "cannot lie in it"),
+    (("convert", "model", "-o", "/"), "root folder"),
+    (("convert", "model", "--damping", "0.1", "-o", "out"), "--damping 0.1 would change nothing"),
+    (("convert", "model", "--refine", "1", "-o", "out"), "--refine 1 would change nothing"),
+    (("convert", "model", "--input-scale", "mse", "-o", "out"), "--input-scale mse would change nothing"),
+    (("convert", "model", "--format", "nvfp4_w4a4", "--headroom", "2", "-o", "out"), "--headroom 2.0 would change"),
+    (("convert", "model", "--input-amax", "9", "-o", "out"), "--input-amax 9.0 would change nothing"),
+    (("convert", "model", "--low-rank-dtype", "fp8", "-o", "out"), "--low-rank-dtype fp8 would change nothing"),
+    (("convert", "model", "--low-rank", "4", "-o", "out"), "use --container ptqpipe"),
+    (("convert", "model", "--container", "deepseek_fp8", "-o", "out"), "stores fp8_block only"),
 ]
 
 

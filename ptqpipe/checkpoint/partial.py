@@ -19,17 +19,20 @@ import os
 import shutil
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.journal import JournalContent, RunIdentity, check_same_run, read_journals
-from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists
+from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput
 
 #: The file beside the weights whose "run_id" says which run wrote them; its writer puts it there.
 REPORT_NAME: Final = "ptqpipe.json"
+#: Folders that hold .safetensors and are no models, by the file that each has.
+KINDS: Final = MappingProxyType({"stats.json": "statistics", "rounding.json": "learned codes"})
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
@@ -77,11 +80,11 @@ class Paths:
             file = next((parent for parent in resolved.parents if parent.exists() and not parent.is_dir()), None)
         except (OSError, RuntimeError, ValueError) as error:  # a long name, an unknown user's home, links in a circle
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            raise OutputError(f"{shown(str(out))} cannot be the output: {reason}; choose another -o") from None
+            raise WrongOutput(f"{shown(str(out))} cannot be the output: {reason}; choose another -o") from None
         if file is not None:
-            raise OutputError(f"{shown(str(file))} is a file, {shown(str(out))} cannot lie in it; choose another -o")
+            raise WrongOutput(f"{shown(str(file))} is a file, {shown(str(out))} cannot lie in it; choose another -o")
         if not resolved.name:
-            raise OutputError(f"{shown(str(out))} cannot be the output, it is the root folder; choose another -o")
+            raise WrongOutput(f"{shown(str(out))} cannot be the output, it is the root folder; choose another -o")
         return cls(resolved)
 
     @property
@@ -176,8 +179,12 @@ def check_unfinished(out: Path, run_id: str) -> None:
         raise AlreadyComplete(f"{shown(str(paths.out))} is already complete, by this very run; nothing is left to do")
 
 
-def prepare(paths: Paths, identity: RunIdentity, *, mode: str) -> tuple[RankLock, RunIdentity | None]:
+def prepare(
+    paths: Paths, identity: RunIdentity, *, mode: str, index_file: str | None = None
+) -> tuple[RankLock, RunIdentity | None]:
     """Rank 0's first step: refuse or accept what lies at OUT and beside it, lock, and make the folders.
+
+    index_file  the file that tells a complete output of this kind from other folders; None for a model
 
     Raises OutputError for an output or a leftover that ``mode`` does not allow, and for another run's leftover.
     """
@@ -186,7 +193,7 @@ def prepare(paths: Paths, identity: RunIdentity, *, mode: str) -> tuple[RankLock
     if mode == "new":
         _refuse_existing(paths)
     if mode == "overwrite":
-        _refuse_replacing(paths)
+        _refuse_replacing(paths, index_file)
     with output_errors(paths.partial):
         paths.out.parent.mkdir(parents=True, exist_ok=True)
         paths.partial.mkdir(exist_ok=True)
@@ -249,12 +256,15 @@ def check_space(paths: Paths, needed: int) -> None:
         )
 
 
-def publish(paths: Paths, *, replace: bool) -> None:
+def publish(paths: Paths, *, replace: bool, index_file: str | None = None) -> None:
     """Gives the complete output its name, the former one kept aside until then, and removes the partial folder.
 
     Raises OutputError if there is a former one and it may not be replaced.
     """
-    (_refuse_replacing if replace else _refuse_existing)(paths)
+    if replace:
+        _refuse_replacing(paths, index_file)
+    else:
+        _refuse_existing(paths)
     with output_errors(paths.out):
         if paths.out.exists() and any(paths.out.iterdir()):
             if paths.old.exists():
@@ -286,8 +296,17 @@ def _refuse_existing(paths: Paths) -> None:
         raise OutputExists(f"{shown(str(out))} is a file, expected a folder or nothing; choose another -o")
 
 
-def _refuse_replacing(paths: Paths) -> None:
-    """Raises OutputError unless what lies at OUT is a model: --overwrite deletes it with all that is in it."""
+def _kind(names: Sequence[str]) -> str | None:
+    """What a folder of these names is; None for nothing that ptqpipe writes or reads."""
+    for index_file, kind in KINDS.items():
+        if index_file in names:
+            return kind
+    weights = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+    return "a model" if weights else None
+
+
+def _refuse_replacing(paths: Paths, index_file: str | None) -> None:
+    """Raises OutputError unless what lies at OUT is of the kind that replaces it: --overwrite deletes it whole."""
     out = paths.out
     if not os.path.lexists(out):
         return
@@ -296,9 +315,11 @@ def _refuse_replacing(paths: Paths) -> None:
     with output_errors(out):
         names = os.listdir(out)
     shown_out = shown(str(out))
-    if names and not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+    found, wanted = _kind(names), "a model" if index_file is None else KINDS[index_file]
+    if names and found != wanted:
+        what = f"is {found}" if found else f"has {shown(min(names))}"
         raise OutputExists(
-            f"{shown_out} has {shown(min(names))} and no .safetensors, so it is no model that --overwrite may replace; "
+            f"{shown_out} {what}, so it is no {wanted.removeprefix('a ')} that --overwrite may replace; "
             "choose another -o, or move that folder away yourself"
         )
     for name, path in (("your home folder", Path.home()), ("the working folder", Path.cwd())):
@@ -310,4 +331,4 @@ def _refuse_resume(paths: Paths, identity: RunIdentity) -> None:
     out = shown(str(paths.out))
     if is_complete(paths.out, identity.run_id):
         raise AlreadyComplete(f"{out} is already complete, by this very run; nothing is left to do")
-    raise OutputError(f"{out} has no unfinished run beside it; start without --resume")
+    raise WrongOutput(f"{out} has no unfinished run beside it; start without --resume")

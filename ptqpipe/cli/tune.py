@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resume_command, says_how_to_resume
+from ptqpipe.errors import UsageError
 
 
 @click.command(epilog="Example: ptqpipe tune MODEL --data text.jsonl -o codes")
@@ -41,7 +42,7 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resum
     help="gptq: error feedback, layer by layer, each making up for what those before it have lost.",
 )
 @click.option("--share", type=float, metavar="F", help="How much of that a layer makes up for, 0 to 1.  [default: 0.5]")
-@click.option("--steps", type=int, default=200, show_default=True, metavar="N", help="Steps of descent in each block.")
+@click.option("--steps", type=int, metavar="N", help="Steps of descent in each block.  [default: 200]")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder of codes to write.")
 @click.option(
     "--max-memory", type=Size(), default="8GiB", show_default=True, help="Samples that do not fit go to disk."
@@ -68,7 +69,7 @@ def tune(
     seed: int,
     method: str,
     share: float | None,
-    steps: int,
+    steps: int | None,
     out: Path,
     max_memory: int,
     workers: int | None,
@@ -83,6 +84,10 @@ def tune(
     from ptqpipe.stages.tune import run as stage
     from ptqpipe.stages.tune import text
 
+    if share is not None and "gptq" not in method:
+        raise UsageError("--share belongs to --method gptq and gptq+learned; add it, or leave --share out")
+    if steps is not None and "learned" not in method:
+        raise UsageError("--steps belongs to --method learned and gptq+learned; add it, or leave --steps out")
     options = stage.TuneOptions(
         samples,
         seqlen,

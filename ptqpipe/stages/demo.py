@@ -4,6 +4,7 @@ The model is a real one, trained by scripts/make_tiny_model.py on the documentat
 ``heldout.txt`` beside it is text that it has not seen. Only here (and in evaluate) does a stage run a model.
 """
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import UsageError, VerifyError
+from ptqpipe.errors import OutputExists, UsageError, VerifyError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
+from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.machine import Machine, one_thread_each
 from ptqpipe.stages.common.text import decibels, size_text, table
 from ptqpipe.stages.convert.prepare import prepare
@@ -62,6 +64,7 @@ def run_demo(out: Path, *, machine: Machine) -> Demo:
         from transformers.utils import logging
     except ImportError:
         raise UsageError('the demo runs a model, which needs transformers; pip install "ptqpipe[hf]"') from None
+    _check_place(out)
     logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
@@ -85,6 +88,21 @@ def run_demo(out: Path, *, machine: Machine) -> Demo:
         load_decoded(model, done.out)
         rows.append(measured(scheme, done.written_bytes, decibels(noise), verified))
     return Demo(tuple(rows), int(ids.shape[1]), out)
+
+
+def _check_place(out: Path) -> None:
+    """OutputExists for a folder that holds anything but what an earlier demo has left, which is replaced."""
+    if not out.is_dir():
+        return
+    for path in sorted(out.iterdir()):
+        if path.name in {f".{scheme}.partial" for scheme in SCHEMES}:
+            continue
+        try:
+            source = json.loads((path / RECORD_FILE).read_bytes())["source"]["name"]
+        except (OSError, ValueError, KeyError, TypeError):
+            source = None
+        if path.name not in SCHEMES or source != MODEL.name:
+            raise OutputExists(f"{out} holds {path.name!r}, which no demo has written; give another -o")
 
 
 def _convert(scheme: str, out: Path, machine: Machine) -> Converted:

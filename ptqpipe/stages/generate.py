@@ -15,7 +15,7 @@ from ptqpipe.calibration.generate import check_windows, threads_for
 from ptqpipe.calibration.generate import generate as windows_of
 from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.checkpoint.source import resolve_source
-from ptqpipe.errors import OutputExists
+from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.runtime.loading import check_device, dtype_of, load_model, read_config
 from ptqpipe.stages.common.machine import Machine, compute_threads, threads
 
@@ -61,13 +61,16 @@ def generate(
     path = resolve_source(str(model))
     config = read_config(path)
     text = config.get_text_config()
-    seqlen = seqlen or min(DEFAULT_SEQLEN, getattr(text, "max_position_embeddings", DEFAULT_SEQLEN))
+    if seqlen is None:
+        seqlen = min(DEFAULT_SEQLEN, getattr(text, "max_position_embeddings", DEFAULT_SEQLEN))
     held_out = samples // HELD_SHARE
     count = samples + held_out
     check_windows(config, samples=samples, seqlen=seqlen)
     dtype_of(dtype, config)
     check_device(str(machine.device))
     check_file(out, nbytes=count * (seqlen * TOKEN_BYTES + 20))
+    if out.suffix != ".jsonl":  # calibrate goes by the ending, and would take rows of tokens for words
+        raise UsageError(f"-o {out} does not end in .jsonl, which says that it holds rows; give {out.stem}.jsonl")
     if out.exists() and not overwrite:
         raise OutputExists(f"{out} exists; --overwrite replaces it, or give another -o")
     if say is not None:

@@ -36,8 +36,8 @@ def test_processors_of_one_core_count_once() -> None:
 
 def test_threads_are_as_before_afterwards() -> None:
     before = torch.get_num_threads()
-    with machine.threads(before + 3):
-        assert torch.get_num_threads() == before + 3
+    with machine.threads(len(machine.processors())):
+        assert torch.get_num_threads() == len(machine.processors())
         with machine.one_thread_each():
             assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
@@ -64,3 +64,8 @@ def test_a_thread_reads_ahead_where_memory_allows_it(memory_gib: int, threads: i
     assert share.threads == threads
     assert (share.cache_bytes >= unit) == (threads == 3)
     assert Machine(workers=2).divide_memory(unit, 1).threads == 1
+
+
+def test_more_workers_than_processors_are_so_many_threads_as_processors() -> None:
+    with machine.threads(100_000):  # the system may refuse to start them, in the middle of a run
+        assert torch.get_num_threads() <= len(machine.processors())

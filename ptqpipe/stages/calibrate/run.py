@@ -91,9 +91,9 @@ def calibrate(
     check_disjoint(path, out)
     block, full = _which(options.moments)
     config = read_config(path)
-    seqlen = options.seqlen or min(
-        DEFAULT_SEQLEN, getattr(config.get_text_config(), "max_position_embeddings", 1 << 30)
-    )
+    seqlen = options.seqlen
+    if seqlen is None:
+        seqlen = min(DEFAULT_SEQLEN, getattr(config.get_text_config(), "max_position_embeddings", 1 << 30))
     samples = load_samples(
         data,
         path,

@@ -43,7 +43,7 @@ class BlockFolder:
         ranks.barrier_unless_first()
         if ranks.rank == 0:
             identity = RunIdentity(self.run_id, "", dict(parts), replaces=self._replace)
-            self._lock, found = prepare(self.paths, identity, mode=mode)
+            self._lock, found = prepare(self.paths, identity, mode=mode, index_file=index_file)
             self._replace = (found or identity).replaces
             with output_errors(self.paths.partial):
                 self._journal = Journal(self.paths.partial / journal_name(0), found or identity)
@@ -73,7 +73,7 @@ class BlockFolder:
             handle.flush()
             os.fsync(handle.fileno())
         self._let_go_of_journal()
-        publish(self.paths, replace=self._replace)
+        publish(self.paths, replace=self._replace, index_file=self._index_file)
 
     def __enter__(self) -> "BlockFolder":
         return self

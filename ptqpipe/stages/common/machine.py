@@ -120,9 +120,9 @@ class Machine:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many threads of torch's own while this lasts."""
+    """So many threads of torch's own while this lasts; never more than processors, which the system may not give."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(min(count, len(processors())))
     try:
         yield
     finally:

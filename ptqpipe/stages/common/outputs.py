@@ -7,7 +7,7 @@ from typing import Any
 
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.containers import Container, Part, Target, merged_config
-from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.errors import CheckpointError, UnfitFormat
 from ptqpipe.plan import Abilities, Kept, Member, Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.source import Source
@@ -52,7 +52,7 @@ def abilities_of(container_name: str) -> Abilities:
 
 
 def check_supported(container: Container, recipe: Recipe) -> None:
-    """FormatError with the container's own words for the first scheme that it cannot spell."""
+    """UnfitFormat with the container's own words for the first scheme that it cannot spell."""
     for scheme in recipe.schemes():
         reason = container.supports(scheme)
         if scheme.low_rank is not None and container.QUANT_METHOD != "ptqpipe":
@@ -61,7 +61,7 @@ def check_supported(container: Container, recipe: Recipe) -> None:
                 "leave low_rank out"
             )
         if reason is not None:
-            raise FormatError(reason)
+            raise UnfitFormat(reason)
 
 
 def make_outputs(plan: Plan, source: Source, container: Container, *, container_name: str, recipe: Recipe) -> Outputs:

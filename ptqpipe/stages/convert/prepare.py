@@ -18,7 +18,7 @@ from ptqpipe.search import get_search
 from ptqpipe.source import Source
 from ptqpipe.stages.common import kv_cache
 from ptqpipe.stages.common.biases import corrected_biases, with_reasons
-from ptqpipe.stages.common.input_scales import InputScales
+from ptqpipe.stages.common.input_scales import LARGEST, InputScales
 from ptqpipe.stages.common.jobs import (
     run_id_of,
 )
@@ -76,6 +76,24 @@ def best_with(options: RecipeOptions, *, stats: Path | None, recipe_path: Path |
     return replace(options, algorithm="gptq")
 
 
+def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> None:
+    """UsageError for an option that is given and would change no byte, since nothing of the recipe asks for it."""
+    gptq = any(rule.algorithm == "gptq" for rule in recipe.rules if rule.scheme is not None)
+    static = any(scheme.activation in LARGEST for scheme in recipe.schemes())
+    low_rank = any(rule.low_rank for rule in recipe.rules)
+    kinds = "a format with static activation scales, such as nvfp4_w4a4"
+    for option, given, used, needs in (
+        ("--damping", options.damping, gptq, "algorithm gptq; give --stats"),
+        ("--refine", options.refine, gptq, "algorithm gptq; give --stats"),
+        ("--low-rank-dtype", options.low_rank_dtype, low_rank, "a low-rank part; give --low-rank"),
+        ("--input-scale", options.input_scale, static and statistics, f"--stats and {kinds}"),
+        ("--headroom", options.headroom, static and statistics, f"--stats and {kinds}"),
+        ("--input-amax", options.input_amax, static and not statistics, f"{kinds}, without --stats"),
+    ):
+        if given is not None and not used:
+            raise UsageError(f"{option} {given} would change nothing: it is for {needs}; or leave it out")
+
+
 def prepare(
     model: str | Path,
     *,
@@ -90,6 +108,7 @@ def prepare(
     stats     a folder of `ptqpipe calibrate`; rounding  one of `ptqpipe tune`: its codes are written as they are
     """
     recipe = build_recipe(options or RecipeOptions(), path=recipe_path)
+    check_used(options or RecipeOptions(), recipe, statistics=stats is not None)
     for rule in recipe.rules:
         get_search(rule.search)
     container_name = recipe.container_name

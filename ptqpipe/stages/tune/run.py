@@ -65,8 +65,10 @@ class TuneOptions:
     settings: Settings = field(default_factory=Settings)
 
 
-def settings_of(steps: int, *, seed: int) -> Settings:
-    """UsageError for a number of steps that is none."""
+def settings_of(steps: int | None, *, seed: int) -> Settings:
+    """The usual number of steps for None. UsageError for a number of steps that is none."""
+    if steps is None:
+        return Settings(seed=seed)
     if steps < 1:
         raise UsageError(f"--steps {steps} is too few; use 1 or more")
     return Settings(steps=steps, seed=seed)
@@ -117,7 +119,7 @@ def tune(
             data,
             prepared.source_path,
             samples=options.samples,
-            seqlen=options.seqlen or min(DEFAULT_SEQLEN, positions),
+            seqlen=min(DEFAULT_SEQLEN, positions) if options.seqlen is None else options.seqlen,
             seed=options.seed,
             field=options.data_field,
         )
