@@ -96,7 +96,8 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
             fed.setdefault(home.parameter, []).append((name, home))
     stacks: dict[str, dict[str, list[tuple[str, Home]]]] = {}
     places: list[Place] = []
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {*ties, *ties.values()}  # transformers ties parameters: Zamba's shared blocks to each other
     for parameter, parts in fed.items():
         if parameter in tied or not all(name in source.stored and (home.plain or home.turned) for name, home in parts):
             continue

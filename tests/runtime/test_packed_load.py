@@ -202,6 +202,22 @@ def test_models_may_initialize_stacks_that_are_packed(sources: Mapping[str, Path
     assert not any(name.endswith("experts.gate_up_proj") for name in model.state_dict())
 
 
+def test_layers_that_share_their_weights_load(tmp_path: Path) -> None:
+    """Zamba's attention blocks are one, at several places; the rest stays packed."""
+    config = transformers.ZambaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, n_mamba_heads=2, mamba_dt_rank=16, use_mamba_kernels=False, max_position_embeddings=64,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], pad_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "q", scheme="nvfp4", low_rank=0)
+    model = load(tmp_path / "q", dtype="float32")
+    blocks = [model.model.layers[at].shared_transf.self_attn.q_proj for at in (1, 3)]
+    assert blocks[0].weight is blocks[1].weight
+    assert any("mamba" in name for name in layers(model))
+    assert distance(logits(model), logits(load_model(tmp_path / "q"))) < 1e-5
+
+
 def test_a_linear_layer_of_another_name_stays_packed(tmp_path: Path) -> None:
     config = transformers.FalconConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
