@@ -49,5 +49,8 @@ def empty_model(config: Any, path: Path) -> Any:
 
 def _positions(config: Any) -> int:
     """The longest sequence; a model without a number for it has no limit."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    found = getattr(text, "max_position_embeddings", None)
+    if isinstance(getattr(type(text), "max_position_embeddings", None), property):  # XLNet's -1: no number in the file
+        return 1
     return 1 if found is None else int(found)
