@@ -141,8 +141,9 @@ def kv_cache_scheme(base: Mapping[str, Any]) -> dict[str, Any] | None:
 # Model types of transformers 5.23 whose experts are one tensor on disk and have no converter from per-expert names.
 _NO_PER_EXPERT_NAMES = frozenset(
     (
-        *("aria", "dbrx", "gemma4", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
-        *("qwen3_vl_moe", "qwen3_vl_moe_text", "zaya"),
+        *("aria", "aria_text", "dbrx", "diffusion_gemma", "gemma4", "gemma4_text", "gpt_oss", "granitemoe"),
+        *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4", "inkling_mm_model", "inkling_text"),
+        *("minimax_m3_vl_text", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe_text", "zaya"),
     )
 )
 # Compressed-tensors alone gives Llama 4 one module an expert.
@@ -155,18 +156,36 @@ def is_routed_expert(module: str) -> bool:
 
 
 def expert_name_warnings(targets: Sequence[Target], config: Mapping[str, Any], *, container: str) -> list[str]:
-    """A warning where transformers finds no parameter for per-expert names and starts the experts at random."""
+    """A warning where transformers finds no parameter for per-expert names and starts the experts at random.
+
+    So it does with what `ptqpipe dequantize` makes of them; with ptqpipe imported it finds those of quantized experts.
+    """
     if not any(is_routed_expert(target.module) and target.experts is None for target in targets):
         return []
     kind = str(config.get("model_type"))
     if kind not in _NO_PER_EXPERT_NAMES and (kind not in _ONLY_COMPRESSED_TENSORS or container == "compressed_tensors"):
         return []
-    remedy = "serve with vLLM, or keep the experts (--ignore 're:.*experts.*')"
+    remedy = "import ptqpipe before loading, serve with vLLM, or keep the experts (--ignore 're:.*experts.*')"
     if kind == "gpt_oss":
         remedy = "use --container gptoss_mxfp4"
     if kind in _ONLY_COMPRESSED_TENSORS:
         remedy = "use --container compressed_tensors"
     return [f"transformers 5.23 has no per-expert names for {kind} here and leaves its experts random; {remedy}"]
+
+
+# What SGLang 0.5.23 fills by its loader of Llama, which renames ``weight_scale_inv`` to a name that it then drops.
+_SGLANG_LLAMAS = frozenset(
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Ministral3", "Phi3", "InternLM3", "IQuestCoder", "TeleFLM")
+)
+
+
+def sglang_scale_warnings(config: Mapping[str, Any], *, remedy: str) -> list[str]:
+    """A warning where SGLang loads a model without its scales, if it keeps them as ``weight_scale_inv``."""
+    found = _SGLANG_LLAMAS.intersection(config.get("architectures") or ())
+    return [
+        f"SGLang 0.5.23 loads a {name} of this spelling without its scales and serves it all the same; {remedy}"
+        for name in sorted(found)
+    ]
 
 
 def kept_stacks(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:

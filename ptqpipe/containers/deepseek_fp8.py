@@ -9,7 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from ptqpipe.containers import _scale_inv
-from ptqpipe.containers._config import expert_name_warnings, quantization_config, structure
+from ptqpipe.containers._config import (
+    expert_name_warnings,
+    quantization_config,
+    sglang_scale_warnings,
+    structure,
+)
 from ptqpipe.containers._types import Names, Part, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS, Format
@@ -80,7 +85,11 @@ def configs(
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers are known to get wrong about this output: one line each, with the remedy."""
-    return expert_name_warnings(targets, config, container="deepseek_fp8")
+    remedy = "use --container compressed_tensors for SGLang"
+    return [
+        *expert_name_warnings(targets, config, container="deepseek_fp8"),
+        *sglang_scale_warnings(config, remedy=remedy),
+    ]
 
 
 def detect(config: Mapping[str, Any], names: Names) -> bool:

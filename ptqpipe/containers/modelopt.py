@@ -19,6 +19,7 @@ from ptqpipe.containers._config import (
     quantization_config,
     refuse,
     scheme_for,
+    sglang_scale_warnings,
     strings,
     structure,
     without_quantization,
@@ -176,15 +177,27 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
         "transformers does not read ModelOpt's layout: FP8 weights load as garbage without an error; "
         "use --container compressed-tensors for transformers"
     ]
-    experts = {
-        _ALGORITHMS.get((structure(t.scheme.fmt), t.scheme.activation)) for t in targets if is_routed_expert(t.module)
-    }
-    mixed = len({(structure(t.scheme.fmt), t.scheme.activation) for t in targets}) > 1
+    algorithms = {t.module: _ALGORITHMS.get((structure(t.scheme.fmt), t.scheme.activation)) for t in targets}
+    experts = {algorithm for module, algorithm in algorithms.items() if is_routed_expert(module)}
+    used = set(algorithms.values())
+    mixed = len(used) > 1
     if "FP8_PER_CHANNEL_PER_TOKEN" in experts or ("FP8_PB_WO" in experts and not mixed):
         found.append(
             "vLLM 0.32 reads no experts with FP8 per channel (or, as the only scheme, per block) in ModelOpt's layout; "
             "use --container compressed-tensors or deepseek_fp8 for it"
         )
+    if "FP8_PER_CHANNEL_PER_TOKEN" in used or ("FP8_PB_WO" in used and not mixed):
+        found.append(
+            "SGLang 0.5.23 reads no FP8 per channel (or, as the only scheme, per block) in ModelOpt's layout; "
+            "use --container compressed-tensors for it"
+        )
+    if "W4A16_NVFP4" in experts:
+        found.append(
+            "SGLang 0.5.23 may quantize the inputs of these experts, with a scale of 1, where its kernels can; "
+            "use --container compressed-tensors for SGLang"
+        )
+    if "MXFP8" in used:
+        found += sglang_scale_warnings(config, remedy="use --format fp8 or nvfp4 for SGLang")
     return found
 
 

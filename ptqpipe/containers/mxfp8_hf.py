@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ptqpipe.containers import _scale_inv
-from ptqpipe.containers._config import expert_name_warnings, quantization_config, structure
+from ptqpipe.containers._config import (
+    expert_name_warnings,
+    quantization_config,
+    sglang_scale_warnings,
+    structure,
+)
 from ptqpipe.containers._types import Names, Part, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS
@@ -71,7 +76,11 @@ def configs(
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers are known to get wrong about this output."""
     refused = "vLLM 0.32 refuses this spelling of mxfp8; use --container compressed-tensors for vLLM"
-    return [refused, *expert_name_warnings(targets, config, container="mxfp8_hf")]
+    return [
+        refused,
+        *expert_name_warnings(targets, config, container="mxfp8_hf"),
+        *sglang_scale_warnings(config, remedy="use --format fp8 or nvfp4 for SGLang"),
+    ]
 
 
 def detect(config: Mapping[str, Any], names: Names) -> bool:

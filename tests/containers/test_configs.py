@@ -406,6 +406,7 @@ def test_a_scheme_that_a_layout_cannot_spell_stops_its_config() -> None:
 
 
 EXPERT = "model.layers.0.mlp.experts.0.up_proj"
+LLAMA = {"architectures": ["LlamaForCausalLM"]}
 
 
 @pytest.mark.parametrize(
@@ -421,6 +422,12 @@ EXPERT = "model.layers.0.mlp.experts.0.up_proj"
         ("compressed_tensors", [EXPERT], "mxfp4", {"model_type": "gpt_oss"}, "--container gptoss_mxfp4"),
         ("compressed_tensors", [EXPERT], "fp8_dynamic", {"model_type": "qwen3_vl_moe"}, "leaves its experts random"),
         ("deepseek_fp8", [EXPERT], "fp8_block", {"model_type": "llama4"}, "--container compressed_tensors"),
+        ("deepseek_fp8", ["a.b"], "fp8_block", LLAMA, "without its scales"),
+        ("mxfp8_hf", ["a.b"], "mxfp8", LLAMA, "without its scales"),
+        ("modelopt", ["a.b"], "mxfp8", LLAMA, "without its scales"),
+        ("modelopt", ["a.b"], "fp8_dynamic", {}, "SGLang 0.5.23 reads no FP8 per channel"),
+        ("modelopt", ["a.b"], "fp8_block", {}, "SGLang 0.5.23 reads no FP8 per channel"),
+        ("modelopt", [EXPERT], "nvfp4", {}, "quantize the inputs of these experts"),
         ("modelopt", ["a.b"], "nvfp4", {}, "transformers does not read"),
         ("modelopt", [EXPERT], "fp8_dynamic", {}, "no experts with FP8 per channel"),
         ("mxfp8_hf", ["a.b"], "mxfp8", {}, "vLLM 0.32 refuses"),
@@ -434,6 +441,20 @@ def test_known_faults_of_readers_are_warned_of(
     warnings = get_container(container).warnings(targets(names, scheme), config)
     assert any(says in line for line in warnings), warnings
     assert all("\n" not in line and ("; " in line) for line in warnings)
+
+
+def test_what_sglang_reads_is_not_warned_of() -> None:
+    """As found by ``scripts/sglang_loads.py``."""
+    qwen = {"architectures": ["Qwen3ForCausalLM"]}
+    for container, scheme, config in (
+        ("deepseek_fp8", "fp8_block", qwen),
+        ("mxfp8_hf", "mxfp8", qwen),
+        ("modelopt", "mxfp8", qwen),
+        ("modelopt", "nvfp4", LLAMA),
+        ("modelopt", "fp8_static", LLAMA),
+        ("compressed_tensors", "fp8_block", LLAMA),
+    ):
+        assert not [x for x in get_container(container).warnings(targets(["a.b"], scheme), config) if "SGLang" in x]
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_w4a4", "fp8_dynamic", "fp8_tensor", "fp8_block"])
