@@ -4,6 +4,7 @@ Weight-only schemes and every layout that transformers dequantizes give the same
 dequantized weights. Where activations are quantized, too, the weights it computes with are compared.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from ptqpipe.containers import Target, decode, encode_part, get_container
+from ptqpipe.containers._config import _NO_PER_EXPERT_NAMES, _ONLY_COMPRESSED_TENSORS
 from ptqpipe.runtime.hf import register, unregister
 from ptqpipe.schemes import get_scheme
 from tests.containers.builders import Checkpoint, absmax, quantize
@@ -255,3 +257,16 @@ def test_gpt_oss_stacks_load_exactly(sources: Mapping[str, Path], tmp_path: Path
     theirs = logits(load(checkpoint.save(tmp_path / "q")))
     ours = logits(load(Checkpoint(original.configs, {**original.tensors, **values}).save(tmp_path / "f")))
     assert torch.equal(theirs, ours)
+
+
+def test_warnings_of_expert_names_are_true_of_transformers() -> None:
+    """It has a converter from ``experts.N`` names for none of the models that are warned of, and for others it has."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    def merges(kind: str) -> bool:
+        entries = get_checkpoint_conversion_mapping(kind) or []
+        patterns = [pattern for entry in entries for pattern in entry.source_patterns]
+        return any(re.search(r"experts\\?\.\*", pattern) for pattern in patterns)
+
+    assert not [kind for kind in _NO_PER_EXPERT_NAMES | _ONLY_COMPRESSED_TENSORS if merges(kind)]
+    assert all(merges(kind) for kind in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2"))
