@@ -91,7 +91,7 @@ def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], *, st
         slices = [Slice(name, expert=e, transposed=transposed) for e in experts]
         return [Member(name, (rows, cols), part, stack=shape[0]) for part in slices], ""
     if any(f"{parent}.{projection}_bias" in tensors for projection in _PROJECTIONS):  # of either: they have one reader
-        return [], "experts with biases have no names of their own that readers know; --container gptoss_mxfp4 or ptqpipe"
+        return [], "readers know no names of single experts with biases; use --container gptoss_mxfp4 or ptqpipe"
     if leaf != "gate_up_proj":
         return [
             Member(f"{parent}.{e}.{leaf}.weight", (rows, cols), Slice(name, expert=e, transposed=transposed))
