@@ -1,5 +1,6 @@
 """Claims about the command line: whatever is typed, one clear line, the right exit code, no trace, and nothing lost."""
 
+import errno
 import json
 import os
 import re
@@ -302,6 +303,12 @@ def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytes
         (("inspect", "model"), "inspect.run.inspect", "nothing is written"),
         (("diff", "model", "model"), "diff.run.diff", "nothing is written"),
         (("report", "model"), "report.run.make_report", "nothing is written"),
+        (("convert", "model", "-o", "out"), "convert.run.convert", "nothing is written"),
+        (("calibrate", "model", "--data", "file", "-o", "out"), "calibrate.run.calibrate", "nothing is written"),
+        (("tune", "model", "--data", "file", "-o", "out"), "tune.run.tune", "nothing is written"),
+        (("transform", "model", "--apply", "rotate", "-o", "out"), "transform.run.transform", "nothing is written"),
+        (("relayout", "model", "--container", "modelopt", "-o", "out"), "relayout.run.relayout", "nothing is written"),
+        (("dequantize", "model", "-o", "out"), "dequantize.dequantize", "nothing is written"),
     ],
 )
 def test_ctrl_c_says_in_a_sentence_what_is_kept(
@@ -317,6 +324,34 @@ def test_ctrl_c_says_in_a_sentence_what_is_kept(
     assert line.startswith("Interrupted: ")
     assert words in line
     assert not list(here.glob("*out*"))
+
+
+def test_ctrl_c_names_the_command_that_continues_where_there_is_something_to_continue(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        (here / ".out.partial").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ptqpipe.stages.calibrate.run.calibrate", interrupted)
+    command = ["calibrate", "model", "--data", "a file", "-o", "out"]
+    monkeypatch.setattr(sys, "argv", ["ptqpipe", *command])
+    result = run(*command)
+    assert result.exit_code == 130
+    assert result.stderr.strip().endswith("continue with: ptqpipe calibrate model --data 'a file' -o out --resume")
+
+
+def test_what_was_measured_is_written_even_if_nobody_reads_what_is_printed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("ptqpipe.stages.evaluate.run.evaluate", lambda *_, **__: {"version": 1})
+    monkeypatch.setattr(click, "echo", closed)
+    result = run("eval", "model", "--data", "file", "-o", "found.json", "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert json.loads((here / "found.json").read_text()) == {"version": 1}
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root writes where it may not")

@@ -13,7 +13,6 @@ from ptqpipe.cli.common import (
     mode_of,
     one_line_errors,
     ranks_of,
-    resume_command,
     says_how_to_resume,
 )
 
@@ -107,7 +106,7 @@ def calibrate(
     devices = devices_of(device)
     machine = machine_of(workers, devices[0], max_memory, progress=not quiet and not as_json, waits=False)
     mode = mode_of(resume, overwrite)
-    with says_how_to_resume(resume_command()):
+    with says_how_to_resume(out):
         done = stage.calibrate(
             model,
             data,

@@ -125,6 +125,8 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R | None]:
             click.echo(str(done))
         except PtqError as error:
             _fail(str(error), error.exit_code)
+        except BrokenPipeError:  # nobody reads on: click ends in silence
+            raise
         except OSError as error:
             _fail(one_line(": ".join(str(part) for part in (error.strerror or error, error.filename) if part)), 1)
         except MemoryError:
@@ -221,16 +223,20 @@ def mode_of(resume: bool, overwrite: bool) -> Literal["new", "resume", "overwrit
 
 
 @contextmanager
-def says_how_to_resume(command: str) -> Iterator[None]:
-    """Ctrl-C ends with the command that continues."""
+def says_how_to_resume(out: Path) -> Iterator[None]:
+    """Ctrl-C ends with the command that continues, where something is left of this run to continue from."""
     try:
         yield
     except KeyboardInterrupt:
-        click.echo(f"\nInterrupted. What is finished is kept; continue with: {command}", err=True)
+        from ptqpipe.checkpoint.partial import Paths
+
+        if not Paths.of(out).partial.is_dir():
+            raise
+        click.echo(f"\nInterrupted. What is finished is kept; continue with: {_resume_command()}", err=True)
         sys.exit(INTERRUPTED)
 
 
-def resume_command() -> str:
+def _resume_command() -> str:
     """This call again, as one that continues."""
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--overwrite", "--resume")]
     return shlex.join(["ptqpipe", *arguments, "--resume"])

@@ -2,14 +2,13 @@
 
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks_of, resume_command
+from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks_of, says_how_to_resume
 
 
 @click.command(epilog="Example: ptqpipe convert MODEL --format nvfp4 -o OUT")
@@ -170,14 +169,10 @@ def convert(
             )
             return
         ranks = ranks_of()
-        try:
-            with _stop_is_interrupt():
-                if ranks.rank == 0 and not as_json:
-                    click.echo(tables.header_text(prepared, machine))
-                done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
-        except KeyboardInterrupt:
-            click.echo(f"\nInterrupted. What is finished is kept; continue with: {resume_command()}", err=True)
-            sys.exit(130)
+        with says_how_to_resume(prepared.out), _stop_is_interrupt():
+            if ranks.rank == 0 and not as_json:
+                click.echo(tables.header_text(prepared, machine))
+            done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
     if done is not None:
         click.echo(json.dumps(tables.converted_json(done)) if as_json else tables.converted_text(done))
 

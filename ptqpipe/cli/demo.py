@@ -26,6 +26,7 @@ def demo(out: Path) -> None:
 
 
 @click.command(epilog="Example: ptqpipe formats")
+@one_line_errors
 def formats() -> None:
     """List formats, containers and searches."""
     from ptqpipe.stages.convert import text as tables

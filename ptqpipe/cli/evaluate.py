@@ -106,8 +106,10 @@ def evaluate(
     compared = baseline is not None and bool(data)
     report.check_target(target, overwrite=overwrite, compared=compared, tasks=bool(options.tasks))
     result = stage.evaluate(ckpt, baseline=baseline, options=options, progress=not quiet and sys.stderr.isatty())
-    click.echo(json.dumps(result) if as_json else f"{report.render(result)}\n")  # shown even if it cannot be written
-    report.write(result, target)
+    try:
+        click.echo(json.dumps(result) if as_json else f"{report.render(result)}\n")
+    finally:  # shown even if it cannot be written, written even if nobody reads on
+        report.write(result, target)
     if not as_json:
         click.echo(f"written to {target}")
 

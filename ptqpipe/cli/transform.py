@@ -11,7 +11,6 @@ from ptqpipe.cli.common import (
     Size,
     one_line_errors,
     ranks_of,
-    resume_command,
     run_options,
     says_how_to_resume,
 )
@@ -69,7 +68,7 @@ def transform(
         format=fmt,
         shard_bytes=shard_size,
     )
-    with says_how_to_resume(resume_command()):
+    with says_how_to_resume(out):
         done = stage.transform(
             model, out, stats=stats, options=options, mode=run.mode, machine=run.machine(), ranks=ranks_of()
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, resume_command, says_how_to_resume
+from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, says_how_to_resume
 from ptqpipe.errors import UsageError
 
 
@@ -98,7 +98,7 @@ def tune(
         settings=stage.settings_of(steps, seed=seed),
     )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json, waits=False)
-    with says_how_to_resume(resume_command()):
+    with says_how_to_resume(out):
         done = stage.tune(
             model,
             data,
