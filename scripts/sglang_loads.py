@@ -80,12 +80,26 @@ def compare(checkpoint: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.T
         if not parts:
             unfilled.append(name)
             continue
-        orders = [parts, [part for pair in zip(parts[1::2], parts[::2], strict=False) for part in pair]]
-        orders = orders if ".w13_" in name else orders[:1]  # some kernels want an expert's up before its gate
-        same = any(_same(torch.cat([checkpoint[part].reshape(-1) for part in order]), value) for order in orders)
+        same = any(
+            _same(torch.cat([checkpoint[part].reshape(-1) for part in order]), value)
+            for order in _orders(name, parts, checkpoint)
+        )
         (landed if same else differs).extend(parts)
     unused = sorted(set(checkpoint) - {*landed, *differs})
     return {"landed": len(landed), "unused": unused, "differs": differs, "unfilled": _kinds(unfilled)}
+
+
+def _orders(name: str, parts: list[str], checkpoint: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """How the parts of a parameter may follow each other.
+
+    Some kernels want an expert's up before its gate, and one number where both have the same.
+    """
+    gates, ups = parts[::2], parts[1::2]
+    if ".w13_" not in name or len(gates) != len(ups):
+        return [parts]
+    found = [parts, [part for pair in zip(ups, gates, strict=True) for part in pair]]
+    shared = all(torch.equal(checkpoint[gate], checkpoint[up]) for gate, up in zip(gates, ups, strict=True))
+    return [*found, gates] if shared else found
 
 
 def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
@@ -108,7 +122,7 @@ def check(packed: Path, python: str, limit_s: int) -> dict[str, Any]:
         command = [python, str(CHILD), str(packed.resolve()), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False)
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if re.search(r"(Error|Exception): ", line)]
+            lines = [line for line in done.stderr.splitlines() if re.search(r"(Error|Exception)\b", line)]
             return {"problem": re.sub(r"^\[rank0\]: ", "", lines[-1])[:300] if lines else f"exit {done.returncode}"}
         with safe_open(out, "pt") as file:
             methods = json.loads(file.metadata()["methods"])

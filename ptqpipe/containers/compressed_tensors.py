@@ -216,6 +216,8 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
             found.append(
                 f"transformers up to 5.23 refuses {name} experts in this layout; use --container {remedy} for it"
             )
+        if name == "fp8_tensor" and scheme.activation is Activation.FP8_TOKEN:
+            found.append("SGLang 0.5.23 refuses experts with fp8_tensor; use fp8 or fp8_block for it")
     if len(experts) > 1:
         found.append(
             "transformers gives all routed experts the scheme of one group; use one scheme for all experts, or vLLM"

@@ -415,6 +415,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"]}
         ("compressed_tensors", [EXPERT], "nvfp4", {}, "loads NVFP4 experts wrong"),
         ("compressed_tensors", [EXPERT], "fp8_block", {}, "--container deepseek_fp8"),
         ("compressed_tensors", [EXPERT], "mxfp8", {}, "--container mxfp8_hf"),
+        ("compressed_tensors", [EXPERT], "fp8_tensor", {}, "SGLang 0.5.23 refuses experts with fp8_tensor"),
         ("compressed_tensors", ["a.b"], "mxfp6", {}, "have no mxfp6"),
         ("compressed_tensors", ["a.b"], "mxfp4", {}, "SGLang"),
         ("compressed_tensors", ["a.b"], "mxfp8a16", {}, "quantizes the activations"),
