@@ -228,9 +228,9 @@ def says_how_to_resume(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        from ptqpipe.checkpoint.partial import Paths
+        from ptqpipe.stages.common.jobs import is_unfinished
 
-        if not Paths.of(out).partial.is_dir():
+        if not is_unfinished(out):
             raise
         click.echo(f"\nInterrupted. What is finished is kept; continue with: {_resume_command()}", err=True)
         sys.exit(INTERRUPTED)

@@ -19,7 +19,7 @@ import torch
 from ptqpipe.checkpoint.direct import bytes_of, margin
 from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.checkpoint.layout import ShardLayout
-from ptqpipe.checkpoint.partial import check_unfinished
+from ptqpipe.checkpoint.partial import Paths, check_unfinished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import OutputError
@@ -178,6 +178,11 @@ def finish_checkpoint(
 def carried_names(reader: CheckpointReader) -> list[str]:
     """The names of `carried_files`, as a record lists them."""
     return sorted(name for _, name in carried_files(reader))
+
+
+def is_unfinished(out: Path) -> bool:
+    """Whether a run that --resume continues lies beside ``out``."""
+    return Paths.of(out).partial.is_dir()
 
 
 class NotFinite:
