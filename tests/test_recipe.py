@@ -283,3 +283,41 @@ def test_python_and_the_command_line_offer_every_option() -> None:
     command = {"shard_bytes" if p.name == "shard_size" else p.name for p in main.commands["convert"].params}
     assert options - python == set()
     assert options - command == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "version: 1\nrules:\n- {match: a, format: nvfp4}\nrules:\n- {match: b, format: mxfp4}\n",
+            r"'rules' \(line 4\) twice",
+        ),
+        ("version: 1\nrules:\n- match: a\n  match: b\n  format: nvfp4\n", r"'match' \(line 4\) twice"),
+        ("version: true\nrules:\n- {match: a, format: nvfp4}\n", "version is True, expected 1"),
+    ],
+)
+def test_what_yaml_would_settle_silently_is_an_error(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(tmp_path / "r.yaml")
+
+
+def test_merged_keys_are_overridden_as_yaml_says(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(
+        "version: 1\nrules:\n- &r {match: a, format: nvfp4}\n- {<<: *r, match: b}\n"
+        "- {<<: *r, match: '*', format: keep}\n"
+    )
+    assert [(rule.match, rule.scheme is None) for rule in load_recipe(tmp_path / "r.yaml").rules] == [
+        ("a", False),
+        ("b", False),
+        ("*", True),
+    ]
+
+
+def test_a_short_file_that_describes_billions_is_refused_in_a_short_line(tmp_path: Path) -> None:
+    lists = ["l0: &l0 [x, x, x, x, x, x, x, x, x, x]"]
+    lists += [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 10)]
+    (tmp_path / "r.yaml").write_text("version:\n  " + "\n  ".join(lists) + "\nrules: []\n")
+    with pytest.raises(RecipeError, match="version is") as told:
+        load_recipe(tmp_path / "r.yaml")
+    assert len(str(told.value)) < 1000

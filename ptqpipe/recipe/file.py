@@ -4,6 +4,7 @@ A file says a field of `Rule` or `Recipe` by its name, with the field's type: a 
 here. Only what a file spells otherwise has its own lines: the version, ``format``, the keep list and the fuse table.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,11 +15,37 @@ from ptqpipe.errors import PtqError, RecipeError
 from ptqpipe.recipe.model import DEFAULT_KEEP, Recipe, Rule
 from ptqpipe.schemes import SCHEMES, get_scheme
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
+
+
+class _Twice(Exception):
+    """A key that a mapping has twice, and where."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML forbids a key twice in one mapping; PyYAML would take the last one and drop the others silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping, each key once; those that ``<<`` merges are overridden as YAML says."""
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in seen:
+                    raise _Twice(f"{_shown(key.value)} (line {key.start_mark.line + 1})")
+                seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep=deep)
+
+
+def _shown(value: object) -> str:
+    """Any value in a few words: aliases let a short file describe a list of billions."""
+    return _SHORT.repr(value)
+
 
 def load_recipe(path: Path) -> Recipe:
     """Reads and validates a recipe file. RecipeError names the file and the key that is wrong."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
         known = f", or --format {path}" if str(path).lower().replace("-", "_") in SCHEMES else ""
         raise RecipeError(
@@ -26,6 +53,8 @@ def load_recipe(path: Path) -> Recipe:
         ) from None
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
+    except _Twice as error:
+        raise RecipeError(f"recipe {path} has the key {error} twice; give it once") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where is not None else ""
@@ -40,8 +69,8 @@ def parse_recipe(raw: Any) -> Recipe:
     """A recipe from parsed YAML; RecipeError for unknown keys, wrong types and contradictions."""
     own, plain = ("rules", "keep", "fuse", "description"), get_type_hints(Recipe)
     top = _mapping(raw, "the recipe", {"version", *plain})
-    if top.get("version") != 1:
-        raise RecipeError(f"version is {top.get('version')!r}, expected 1")
+    if top.get("version") != 1 or top["version"] is True:
+        raise RecipeError(f"version is {_shown(top.get('version'))}, expected 1")
     rules = tuple(_rule(item, index) for index, item in enumerate(_list(top.get("rules"), "rules")))
     given = {key: _value(top[key], key, kind) for key, kind in plain.items() if key in top and key not in own}
     given["description"] = _optional(top.get("description"), "description", str) or ""
@@ -83,37 +112,37 @@ def _mapping(raw: Any, where: str, known: set[str]) -> Mapping[str, Any]:
 
 def _list(raw: Any, where: str) -> Sequence[Any]:
     if not isinstance(raw, list) or not raw:
-        raise RecipeError(f"{where} must be a non-empty list, got {raw!r}")
+        raise RecipeError(f"{where} must be a non-empty list, got {_shown(raw)}")
     return raw
 
 
 def _text(raw: Any, where: str) -> str:
     if not isinstance(raw, str) or not raw:
-        raise RecipeError(f"{where} must be text, got {raw!r}")
+        raise RecipeError(f"{where} must be text, got {_shown(raw)}")
     return raw
 
 
 def _number(raw: Any, where: str) -> float:
     if isinstance(raw, bool) or not isinstance(raw, int | float):
-        raise RecipeError(f"{where} must be a number, got {raw!r}")
+        raise RecipeError(f"{where} must be a number, got {_shown(raw)}")
     return float(raw)
 
 
 def _whole(raw: Any, where: str) -> int:
     if isinstance(raw, bool) or not isinstance(raw, int):
-        raise RecipeError(f"{where} must be a whole number, got {raw!r}")
+        raise RecipeError(f"{where} must be a whole number, got {_shown(raw)}")
     return raw
 
 
 def _flag(raw: Any, where: str) -> bool:
     if not isinstance(raw, bool):
-        raise RecipeError(f"{where} must be true or false, got {raw!r}")
+        raise RecipeError(f"{where} must be true or false, got {_shown(raw)}")
     return raw
 
 
 def _optional(raw: Any, where: str, kind: type) -> Any:
     if raw is not None and (not isinstance(raw, kind) or isinstance(raw, bool)):
-        raise RecipeError(f"{where} must be of type {kind.__name__}, got {raw!r}")
+        raise RecipeError(f"{where} must be of type {kind.__name__}, got {_shown(raw)}")
     return raw
 
 
