@@ -52,6 +52,8 @@ class Filling:
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module.loaded = True
+            if self.source.stored and hasattr(module, "config"):  # Jamba then calls a layer that it multiplies itself
+                module.config._is_quantized = True
 
 
 def prepare(

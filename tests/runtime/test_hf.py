@@ -126,6 +126,27 @@ def test_experts_with_a_matrix_each_find_stacks_that_transformers_knows_whole(ki
     torch.testing.assert_close(logits(load(path, dtype="float32")), logits(load_model(path)), rtol=1e-3, atol=1e-3)
 
 
+def test_layers_that_a_model_multiplies_itself_quantize_their_inputs(tmp_path: Path) -> None:
+    """Jamba's dt_proj, which it calls where its config says that it is quantized: from_pretrained and load agree."""
+    config = transformers.JambaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=2, mamba_dt_rank=16, use_mamba_kernels=False, pad_token_id=0,
+        attn_layer_period=2, attn_layer_offset=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "q", scheme="fp8_dynamic", container=None, low_rank=0)
+    inputs: list[torch.Tensor] = []
+    for model in (load(tmp_path / "q", dtype="float32"), load_model(tmp_path / "q")):
+        layer = model.model.layers[0].mamba.dt_proj
+        hook = layer.register_forward_hook(lambda module, args, y: inputs.append(args[0]))
+        expected = logits(model)
+        hook.remove()
+        found = from_pretrained(tmp_path / "q", dtype=torch.float32, quantization_config=PackedConfig())
+        torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-5)
+    assert len(inputs) == 2
+
+
 def test_a_quantized_weight_without_a_place_is_named(sources: Mapping[str, Path], tmp_path: Path) -> None:
     original = read_checkpoint(sources["llama"])
     more = Checkpoint(original.configs, {**original.tensors, "extra.o_proj.weight": torch.ones(32, 32).bfloat16()})
