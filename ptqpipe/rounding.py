@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.checkpoint.digests import FileDigests
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.formats import Format
@@ -30,6 +31,9 @@ class Rounding:
         self.path = path
         self._reader = reader
         self.content = content
+        blocks = content.get("blocks")
+        told = [e for e in blocks.values() if isinstance(e, dict)] if isinstance(blocks, dict) else []
+        self._digests = FileDigests({e.get("file"): e.get("sha256") for e in told}, remedy="tune again")
 
     @classmethod
     def open(cls, path: Path) -> "Rounding":
@@ -76,7 +80,10 @@ class Rounding:
         return weight in self.content["weights"]
 
     def of(self, weight: str, fmt: Format, *, shape: tuple[int, int]) -> QTensor:
-        """The learned QTensor [N, K]. UsageError where there is none, or one of another format or shape."""
+        """The learned QTensor [N, K].
+
+        UsageError where there is none, or one of another format or shape; CheckpointError for a damaged file.
+        """
         entry = self.content["weights"].get(weight)
         if entry is None:
             raise UsageError(f"{self.path} has no codes of '{weight}'; tune the model that holds it")
@@ -86,6 +93,7 @@ class Rounding:
                 f"{list(shape)}; tune with the same --format or --recipe"
             )
         data = self._reader.read(f"{weight}.data")
+        self._digests.check(self._reader.entries[f"{weight}.data"].file)
         scales = self._reader.read(f"{weight}.scales")
         g = self._reader.read(f"{weight}.global_scale").reshape(()) if fmt.has_global else None
         return QTensor(fmt, shape, data.view(torch.uint8), scales, g)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ptqpipe.checkpoint.digests import FileDigests
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import CheckpointError, UsageError
 
@@ -86,6 +87,8 @@ class Statistics:
         self.path = path
         self._reader = reader
         self.content = content
+        files = content.get("files")
+        self._digests = FileDigests(files if isinstance(files, dict) else {}, remedy="calibrate again")
 
     @classmethod
     def open(cls, path: Path) -> "Statistics":
@@ -199,4 +202,5 @@ class Statistics:
             raise UsageError(
                 f"{self.path} has no {moment} of '{module}'; calibrate again with --moments {moment.split('_')[0]}"
             )
+        self._digests.check(self._reader.entries[name].file)
         return self._reader.read(name)

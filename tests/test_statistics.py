@@ -1,5 +1,6 @@
 """Claims of reading a statistics folder: what is asked for and is not there is one line that says how to get it."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,16 @@ def test_a_damaged_file_is_one_line(text: str, tmp_path: Path) -> None:
 def test_another_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has version 2, expected 1; calibrate again"):
         Statistics.open(write(tmp_path / "s", version=2))
+
+
+def test_a_flipped_bit_among_the_moments_is_an_error_not_other_numbers(tmp_path: Path) -> None:
+    folder = write(tmp_path / "s")
+    file = folder / "b.safetensors"
+    write(folder, files={file.name: hashlib.sha256(file.read_bytes()).hexdigest()})
+    with Statistics.open(folder) as statistics:
+        assert float(statistics.of("m").second_moment.sum()) == 32.0
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    with Statistics.open(folder) as statistics, pytest.raises(CheckpointError, match=r"b\.safetensors' is damaged"):
+        statistics.of("m")

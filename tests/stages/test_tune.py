@@ -1,6 +1,7 @@
 """tune, and convert --rounding: codes from folder to checkpoint, resumed, refused."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,20 @@ def test_codes_of_another_model_or_format_are_refused(tuned: tuple[str, Path], t
     (copy / "rounding.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match="another model"):
         prepare(DEMO, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", rounding=copy)
+
+
+def test_a_flipped_bit_among_the_codes_is_an_error_not_another_model(tuned: tuple[str, Path], tmp_path: Path) -> None:
+    scheme, codes = tuned
+    copy = shutil.copytree(codes, tmp_path / "copy")
+    file = sorted(copy.glob("*.safetensors"))[-1]
+    raw = bytearray(file.read_bytes())
+    raw[-9] ^= 1
+    file.write_bytes(raw)
+    arguments = ["convert", str(DEMO), "--format", scheme, "--rounding", str(copy), "-o", str(tmp_path / "out")]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 1
+    assert f"{file.name}' is damaged" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_data_is_one_line_that_says_what_to_give(tmp_path: Path) -> None:
