@@ -122,6 +122,23 @@ def test_experts_with_biases_are_kept_and_the_remedy_named() -> None:
         assert "gptoss_mxfp4" in reasons[f"model.layers.0.mlp.experts.{stack}"]
 
 
+def test_stacks_of_granite_are_quantized_where_a_container_stores_stacks() -> None:
+    """Readers of the other layouts look for the whole tensor, in floats; linear layers of the same names are 2-D."""
+    tensors = tiny.llama(layers=1)
+    moe = "model.layers.0.block_sparse_moe"
+    tensors[f"{moe}.input_linear.weight"] = torch.zeros(3, 128, 128, dtype=torch.bfloat16)
+    tensors[f"{moe}.output_linear.weight"] = torch.zeros(3, 128, 64, dtype=torch.bfloat16)
+    tensors["model.layers.0.shared_mlp.input_linear.weight"] = torch.zeros(128, 128, dtype=torch.bfloat16)
+    reasons = {k.name: k.reason for k in plan_of(tensors).kept}
+    assert "--container ptqpipe" in reasons[f"{moe}.input_linear.weight"]
+    assert "model.layers.0.shared_mlp.input_linear.weight" not in reasons
+    plan = plan_of(tensors, abilities=Abilities(stacks=True))
+    members = [m for u in plan.units for m in u.members if m.weight == f"{moe}.output_linear.weight"]
+    assert [(m.shape, m.source.expert, m.source.transposed) for m in members] == [
+        ((128, 64), expert, False) for expert in range(3)
+    ]
+
+
 def test_an_orientation_that_shapes_leave_open_is_kept_not_guessed() -> None:
     tensors = {name: t for name, t in tiny.fused_moe().items() if "down_proj" not in name}
     tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(3, 128, 128, dtype=torch.bfloat16)

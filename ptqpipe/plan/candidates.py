@@ -16,6 +16,8 @@ from ptqpipe.plan.types import FLOAT_DTYPES, Abilities, Member, Shapes, Slice
 # Architectures whose fused gate_up_proj alternates gate and up rows instead of stacking them: a fact of the published
 # files that no shape shows.
 INTERLEAVED_GATE_UP = frozenset({"gpt_oss"})
+# Stacks whose module is not called "experts": a gate's and an up part's rows, and what follows them.
+_WHOLE_STACKS = ("input_linear", "output_linear")
 _PROJECTIONS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
@@ -37,7 +39,9 @@ def find_candidates(
     for order, (name, (dtype, shape)) in enumerate(tensors.items()):
         if 0 in shape:
             reasons[name] = "empty"
-        elif len(shape) == 3 and "experts" in name.split("."):
+        elif len(shape) == 3 and _is_whole_stack(name, tensors) and not (abilities.stacks and abilities.matrices):
+            reasons[name] = "a stack of experts that its model's readers know as a whole; use --container ptqpipe"
+        elif len(shape) == 3 and ("experts" in name.split(".") or _is_whole_stack(name, tensors)):
             members, reason = _expert_members(name, tensors, config, stacks=abilities.stacks)
             for member in members:
                 if member.stack is None and member.weight in tensors:
@@ -75,12 +79,19 @@ def conv1d_leaves(tensors: Shapes) -> frozenset[str]:
     return frozenset(proven)
 
 
+def _is_whole_stack(name: str, tensors: Shapes) -> bool:
+    """Whether a 3-D tensor is one of the two of a layer of Granite's or JetMoE's experts."""
+    parent, _, leaf = name.removesuffix(".weight").rpartition(".")
+    siblings = [tensors.get(f"{parent}.{other}.weight", ("", ()))[1] for other in _WHOLE_STACKS]
+    return leaf in _WHOLE_STACKS and all(len(shape) == 3 for shape in siblings)
+
+
 def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], *, stacks: bool) -> tuple[list[Member], str]:
     """The per-expert weights of one 3-D tensor, or why it is kept."""
     dtype, shape = tensors[name]
     base = name.removesuffix(".weight")
     parent, _, leaf = base.rpartition(".")
-    if dtype not in FLOAT_DTYPES or leaf not in _PROJECTIONS:
+    if dtype not in FLOAT_DTYPES or leaf not in (*_PROJECTIONS, *_WHOLE_STACKS):
         return [], "a 3-D tensor that is no stack of expert projections"
     transposed = _stack_transposed(parent, leaf, tensors, config)
     if transposed is None:
@@ -116,7 +127,7 @@ def _stack_transposed(parent: str, leaf: str, tensors: Shapes, config: Mapping[s
         entry = tensors.get(f"{parent}.{name}") or tensors.get(f"{parent}.{name}.weight")
         return (entry[1][1], entry[1][2]) if entry is not None and len(entry[1]) == 3 else None
 
-    fused, down = dims("gate_up_proj"), dims("down_proj")
+    fused, down = dims("gate_up_proj") or dims(_WHOLE_STACKS[0]), dims("down_proj") or dims(_WHOLE_STACKS[1])
     if fused is not None and down is not None:
         # [2I, H] beside [H, I], or [H, 2I] beside [I, H]: the two cannot both hold.
         if fused == (2 * down[1], down[0]):
