@@ -453,9 +453,7 @@ def test_the_command_writes_one_file_and_fails_in_one_line(pair: tuple[Path, Pat
     assert out.read_text().startswith("<!-- ptqpipe report -->")
     for arguments in (
         [str(pair[0])],  # plain
-        [str(tmp_path / "nothing")],
         [str(pair[1]), "--all"],
-        [str(pair[1]), "--eval", str(tmp_path / "nothing.json")],
         [str(pair[1]), "-o", str(pair[1] / "config.json" / "x.html")],
         [str(pair[1]), "-o", str(tmp_path)],
     ):
