@@ -131,7 +131,9 @@ def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
 
 
 def _which(moments: Sequence[str]) -> tuple[bool, bool]:
-    """(block, full). UsageError for an unknown kind."""
+    """(block, full). UsageError for an unknown kind, and for none."""
+    if not moments:
+        raise UsageError(f"--moments names nothing; use {', '.join(MOMENTS)}, or several with commas")
     unknown = next((kind for kind in moments if kind not in MOMENTS), None)
     if unknown is not None:
         raise UsageError(f"--moments {unknown!r} is unknown; use {', '.join(MOMENTS)}")
