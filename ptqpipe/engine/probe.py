@@ -132,9 +132,14 @@ def check_tokens(model: Any) -> None:
         return found
 
     tries = [[(17 * step + 5 * place) for place in range(1, 5)] for step in range(1, 4)]
-    if all(_differ(logits(tokens), logits([token + 7 for token in tokens[:-1]] + tokens[-1:])) for tokens in tries):
+    alone: dict[int, torch.Tensor] = {}
+    for at, tokens in enumerate(tries):
+        alone[at] = logits(tokens)
+        if not _differ(alone[at], logits([token + 7 for token in tokens[:-1]] + tokens[-1:])):
+            break
+    else:
         raise UsageError(f"in {name} tokens see others without attention; the engine cannot serve it")
-    if all(_differ(logits(tokens), logits(tokens, places=False)) for tokens in tries):
+    if all(_differ(found, logits(tries[at], places=False)) for at, found in alone.items()):
         raise UsageError(f"{name} counts positions in a way of its own; the engine cannot serve it")
 
 

@@ -131,7 +131,7 @@ def test_two_ranks_say_what_one_says_and_end_together(tmp_path: Path) -> None:
         metrics = httpx.get(f"{service.url}/metrics").text
         plain = re.search(r'ptqpipe_allreduce_calls_total{kind="plain"} (\d+)', metrics)
         assert plain is not None
-        assert int(plain[1]) == 6 * (24 + 1)  # two sums in each of three layers; 24 steps and the probe
+        assert int(plain[1]) == 6 * (24 + 4)  # two sums in each of three layers; 24 steps and four probes
         service.process.send_signal(signal.SIGTERM)
         assert service.ended() == 0, service.log.read_text()
         assert gone(ranks)
