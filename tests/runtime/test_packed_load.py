@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import initialization
 
 from ptqpipe.runtime import load, load_model, loading
 from ptqpipe.runtime.linear import PackedLinear, Stacked
@@ -197,7 +198,7 @@ def test_models_may_initialize_stacks_that_are_packed(sources: Mapping[str, Path
     model = load(quantized(sources["qwen3_moe"], "compressed_tensors", "nvfp4").save(tmp_path / "q"), dtype="float32")
     experts = model.model.layers[0].mlp.experts
     for stack in (experts.gate_up_proj, experts.down_proj):
-        transformers.initialization.normal_(stack, std=1.0)
+        initialization.normal_(stack, std=1.0)
         assert stack.device.type == "meta"
     assert not any(name.endswith("experts.gate_up_proj") for name in model.state_dict())
 

@@ -154,7 +154,7 @@ def test_a_warm_process_answers_every_job_and_says_why_one_failed(modules: Any, 
     version, refused, shown = map(json.loads, done.stdout.splitlines())
     assert version["status"] == shown["status"] == 0
     assert ptqpipe.__version__ in version["said"]
-    assert refused["status"] == 1
+    assert refused["status"] == 2
     assert "missing" in refused["said"]
     assert all(answer["peak_rss_mib"] > 0 for answer in (version, refused, shown))
 
