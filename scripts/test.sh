@@ -6,4 +6,5 @@ bash "$root/scripts/setup.sh" dev
 cd "$root"
 # One thread for each process: two pools of two threads on two cores wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "${PTQPIPE_VENV:-$root/.venv}/bin/python" -m pytest -n 2 "$@"
+# A hung test fails by name instead of holding the whole run; a thread ends what waits in C, too.
+exec "${PTQPIPE_VENV:-$root/.venv}/bin/python" -m pytest -n 2 --timeout 900 --timeout-method thread "$@"
