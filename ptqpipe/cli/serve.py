@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="0: any free one.")
 @click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name by which clients reach the service, beside addresses, localhost and this machine's own; * stands for "
+    "anything. Repeatable. Requests with another Host are refused.",
+)
+@click.option(
     "--api-key",
     envvar="PTQPIPE_API_KEY",
     help="What clients must send as Bearer.  [default: $PTQPIPE_API_KEY]",
@@ -87,6 +95,7 @@ def serve(
     batch_invariant: bool,
     host: str,
     port: int,
+    allowed_hosts: tuple[str, ...],
     api_key: str | None,
     name: str | None,
     dtype: str,
@@ -134,6 +143,7 @@ def serve(
         cache_bytes=kv_cache_size,
         prefix_caching=not no_prefix_caching,
         threads=threads,
+        allowed_hosts=allowed_hosts,
         api_key=api_key,
         max_body=max_body,
         chat_template=chat_template,

@@ -29,10 +29,12 @@ class ServerOptions:
 
     names    of the model; the first one is the one that it says
     context  longest sequence in tokens
+    hosts    names that a request's Host may have, beside addresses and localhost (`ptqpipe/server/guards.py`)
     """
 
     names: tuple[str, ...]
     context: int
+    hosts: tuple[str, ...] = ()
     api_key: str | None = None
     max_body: int = 4 << 20
     chat_template: str | None = None
@@ -73,7 +75,7 @@ def create_app(
     _add_completions(app, state)
     _add_tokens(app, state)
     _add_operations(app, state)
-    return Guards(app, api_key=options.api_key, max_body=options.max_body, count=metrics.http)
+    return Guards(app, hosts=options.hosts, api_key=options.api_key, max_body=options.max_body, count=metrics.http)
 
 
 def _add_completions(app: FastAPI, state: _State) -> None:

@@ -4,6 +4,8 @@ Everything here takes a second or two, reads no weight and starts no process.
 """
 
 import math
+import re
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,15 @@ def check_address(port: int, drain_s: float, api_key: str | None) -> None:
         raise UsageError(f"--drain is {drain_s:g}, expected a number of seconds, 0 or more")
     if api_key is not None and not api_key.strip():
         raise UsageError("--api-key is empty, which any client has; give a key, or leave the option out")
+
+
+def host_names(host: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """The names by which clients may reach the service: --host, this machine's, and --allowed-host. UsageError."""
+    for name in allowed:
+        if not re.fullmatch(r"[\w.*-]+", name):
+            raise UsageError(f"--allowed-host is {name!r}, expected a name without scheme and port, as api.example.com")
+    own = socket.gethostname()
+    return host, own, f"{own}.local", *allowed
 
 
 def require_packages() -> None:

@@ -16,6 +16,7 @@ from ptqpipe.stages.serve.checks import (
     check_place,
     check_sums,
     context_of,
+    host_names,
     read_template,
     read_tokenizer,
     require_packages,
@@ -44,6 +45,7 @@ class ServeOptions:
     invariant     whether an answer must not depend, to the bit, on what else is computed (``runtime/invariant.py``)
     max_len       longest sequence; cache_bytes: of keys and values
     max_queue     most sequences that wait
+    allowed_hosts names by which clients reach the service, beside this machine's own (``server/guards.py``)
     """
 
     ckpt: str
@@ -64,6 +66,7 @@ class ServeOptions:
     cache_bytes: int | None = None
     prefix_caching: bool = True
     threads: int | None = None
+    allowed_hosts: tuple[str, ...] = ()
     api_key: str | None = None
     max_body: int = 4 << 20
     chat_template: Path | None = None
@@ -82,6 +85,7 @@ class ServeOptions:
             if value < least:
                 raise UsageError(f"{flag} is {value}, expected {least} or more")
         check_address(self.port, self.drain_s, self.api_key)
+        host_names(self.host, self.allowed_hosts)
         if self.invariant and (self.dtype, self.device, self.allreduce) != ("bfloat16", "cpu", "off"):
             raise UsageError(
                 "--batch-invariant goes with --dtype bfloat16, --device cpu and --allreduce off, not with "
@@ -171,7 +175,8 @@ def _lead(
     service = Service(build, max_queue=options.max_queue, threads=threads, beat=beat, close=close)
     ranks.watch(service.fail)
     name = options.name or Path(options.ckpt).resolve().name
-    server = ServerOptions((name,), context, options.api_key, options.max_body, template)
+    hosts = host_names(options.host, options.allowed_hosts)
+    server = ServerOptions((name,), context, hosts, options.api_key, options.max_body, template)
 
     def counts() -> AllReduceCounts | None:
         found = sums[0].stats() if sums else None
