@@ -1,8 +1,8 @@
 """The routes. Each checks its body, makes the call, and says how it is answered; see the neighbours for how."""
 
-import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -68,7 +68,7 @@ def create_app(
 ) -> ASGIApp:
     """The application. ``tokenizer`` is transformers'; ``all_reduce`` says what the ranks' sums cost so far."""
     metrics = Metrics(service, all_reduce=all_reduce)
-    prompts = Prompts(tokenizer, chat_template=options.chat_template)
+    prompts = Prompts(tokenizer, context=options.context, chat_template=options.chat_template)
     state = _State(service, prompts, metrics, options, int(time.time()))
     app = FastAPI(title="ptqpipe", version=__version__, docs_url=None, redoc_url=None)
     install(app)
@@ -90,14 +90,14 @@ def _add_completions(app: FastAPI, state: _State) -> None:
     async def completions(body: CompletionBody, http: Request) -> Any:
         name = state.name(body.model)
         check_completion(body, most=state.service.most)
-        made = await asyncio.to_thread(Completion, body, state.prompts, name, context=state.options.context)
+        made = await state.prompts.run(partial(Completion, body, state.prompts, name))
         return await answer(http, made, stream=body.stream)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, http: Request) -> Any:
         name = state.name(body.model)
         check_chat(body)
-        made = await asyncio.to_thread(Chat, body, state.prompts, name, context=state.options.context)
+        made = await state.prompts.run(partial(Chat, body, state.prompts, name))
         return await answer(http, made, stream=body.stream)
 
     @app.get("/v1/models")
@@ -124,13 +124,13 @@ def _add_tokens(app: FastAPI, state: _State) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         state.name(body.model)
-        tokens, _ = await asyncio.to_thread(state.prompts.encode, body.prompt, special=body.add_special_tokens)
+        tokens, _ = await state.prompts.run(partial(state.prompts.encode, body.prompt, special=body.add_special_tokens))
         return {"tokens": list(tokens), "count": len(tokens), "max_model_len": state.options.context}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         state.name(body.model)
-        _, text = await asyncio.to_thread(state.prompts.encode, body.tokens)
+        _, text = await state.prompts.run(partial(state.prompts.encode, body.tokens))
         return {"prompt": text}
 
 

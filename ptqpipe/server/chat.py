@@ -17,9 +17,9 @@ from ptqpipe.server.schema import ChatBody
 
 
 class Chat:
-    """One call of the endpoint. ``context`` is the longest sequence: without max_tokens the answer may fill it."""
+    """One call of the endpoint. It tokenizes. Without max_tokens the answer may fill the context."""
 
-    def __init__(self, body: ChatBody, prompts: Prompts, model: str, *, context: int) -> None:
+    def __init__(self, body: ChatBody, prompts: Prompts, model: str) -> None:
         self.body, self.model, self.names = body, model, prompts.names
         self.id, self.created = f"chatcmpl-{uuid4().hex}", int(time.time())
         tokens = prompts.chat(
@@ -27,7 +27,7 @@ class Chat:
         )
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         if asked is None:
-            asked = max(1, context - len(tokens))
+            asked = max(1, prompts.context - len(tokens))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.params(max_tokens=asked, logprobs=logprobs, prompt_logprobs=None)
         self.requests = [Request(self.id, tokens, params, body.n)]

@@ -42,9 +42,9 @@ class Choice:
 
 
 class Completion:
-    """One call of the endpoint. ``context`` is the longest sequence."""
+    """One call of the endpoint. It tokenizes."""
 
-    def __init__(self, body: CompletionBody, prompts: Prompts, model: str, *, context: int) -> None:
+    def __init__(self, body: CompletionBody, prompts: Prompts, model: str) -> None:
         self.body, self.model, self.names = body, model, prompts.names
         self.id, self.created = f"cmpl-{uuid4().hex}", int(time.time())
         wants = body.logprobs is not None
@@ -52,7 +52,7 @@ class Completion:
         self.requests = []
         for at, (tokens, _) in enumerate(encoded):
             params = body.params(
-                max_tokens=body.tokens(context - len(tokens)),
+                max_tokens=body.tokens(prompts.context - len(tokens)),
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if wants and body.echo else None,
             )

@@ -1,11 +1,22 @@
-"""Prompts to tokens: text, tokens, and chats by the model's template."""
+"""Prompts to tokens: text, tokens, and chats by the model's template.
 
-from typing import Any
+Tokenizing takes some 200 bytes for each token and a second for each megabyte, so what cannot fit the model's context is
+refused from its beginning, and one thread does it for all requests: however many long prompts arrive, memory stays.
+"""
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from ptqpipe.engine.engine import ContextTooLong
 from ptqpipe.errors import one_line
 from ptqpipe.server.errors import ApiError
 from ptqpipe.server.logprobs import TokenNames
 from ptqpipe.server.schema import Message
+
+_T = TypeVar("_T")
+_USUAL = 8  # characters that a token has at most, in text as people write it
 
 
 def check_text(text: str, param: str) -> None:
@@ -21,11 +32,13 @@ def check_text(text: str, param: str) -> None:
 class Prompts:
     """A model's tokenizer, as the routes need it.
 
+    context        longest sequence in tokens; a prompt of more than twice as many is refused before it is tokenized
     chat_template  Jinja text in the place of the tokenizer's own
     """
 
-    def __init__(self, tokenizer: Any, *, chat_template: str | None = None) -> None:
-        self.tokenizer, self.names = tokenizer, TokenNames(tokenizer)
+    def __init__(self, tokenizer: Any, *, context: int, chat_template: str | None = None) -> None:
+        self.tokenizer, self.names, self.context = tokenizer, TokenNames(tokenizer), context
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._template = chat_template or getattr(tokenizer, "chat_template", None)
 
     @property
@@ -33,15 +46,39 @@ class Prompts:
         """Whether there is a chat template."""
         return self._template is not None
 
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """What ``work`` returns, which tokenizes: in the one thread that does."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
     def encode(self, prompt: str | list[int], *, special: bool = True) -> tuple[tuple[int, ...], str]:
-        """(tokens, text) of a prompt that is one or the other."""
+        """(tokens, text) of a prompt that is one or the other. ContextTooLong for more than twice the context."""
         if isinstance(prompt, str):
-            check_text(prompt, "prompt")
-            return tuple(self.tokenizer(prompt, add_special_tokens=special).input_ids), prompt
+            return self._tokens(prompt, "prompt", special=special), prompt
+        self._check_count(len(prompt))
         try:
             return tuple(prompt), self.decode(prompt)
         except (OverflowError, TypeError, ValueError, IndexError):
             raise ApiError(400, "prompt has a token that is not in the vocabulary", param="prompt") from None
+
+    def _tokens(self, text: str, param: str, *, special: bool) -> tuple[int, ...]:
+        """The tokens of a text that may fit the context.
+
+        Of a long text longer and longer beginnings are tokenized, the first one as long as a context of usual text. A
+        beginning may end within a word, and so have a few tokens more than the same part of the whole; never twice as
+        many.
+        """
+        check_text(text, param)
+        length = _USUAL * self.context
+        while length < len(text):
+            self._check_count(len(self.tokenizer(text[:length], add_special_tokens=False).input_ids))
+            length *= 2
+        return tuple(self.tokenizer(text, add_special_tokens=special).input_ids)
+
+    def _check_count(self, count: int) -> None:
+        if count > 2 * self.context:
+            raise ContextTooLong(
+                f"the prompt has more than {2 * self.context} tokens; this model's context is {self.context} tokens"
+            )
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens, special ones included."""
@@ -67,5 +104,4 @@ class Prompts:
             )
         except Exception as error:  # a template is a program of the checkpoint's author
             raise ApiError(400, f"the chat template refuses these messages: {one_line(str(error))}") from error
-        check_text(text, "messages")
-        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return self._tokens(text, "messages", special=False)

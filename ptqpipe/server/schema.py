@@ -4,14 +4,29 @@ Fields that change the answer and that the engine does not know are refused when
 matters; fields that do not (``user``, ``metadata``) are left alone.
 """
 
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 
 from ptqpipe.engine.sequence import SamplingParams
 from ptqpipe.server.errors import ApiError
 
 MOST_CHOICES = 128
+_MOST_BIASES = 4096
+_T = TypeVar("_T")
+
+
+class _FailFast:
+    """Ends at the first item of a wrong type: an error for each of a million items takes gigabytes and a minute.
+
+    pydantic's own `FailFast` cannot be hashed, as a member of a union must be.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return {**handler(source), "fail_fast": True}
+
+
+_List = Annotated[list[_T], _FailFast()]
 _DEFAULT_TOKENS = 16  # OpenAI's, of /v1/completions
 
 
@@ -29,7 +44,12 @@ class Sampling(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_left_out(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        biases = data.get("logit_bias")
+        if isinstance(biases, dict) and len(biases) > _MOST_BIASES:
+            raise ValueError(f"logit_bias has {len(biases)} tokens, expected at most {_MOST_BIASES}")
+        return {key: value for key, value in data.items() if value is not None}
 
     model: str | None = None
     n: int = 1
@@ -39,16 +59,16 @@ class Sampling(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | _List[str] | None = None
+    stop_token_ids: _List[int] | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     # Known and not done.
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
+    tools: _List[Any] | None = None
+    functions: _List[Any] | None = None
     response_format: dict[str, Any] | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -101,7 +121,7 @@ class Sampling(BaseModel):
 class CompletionBody(Sampling):
     """POST /v1/completions. Prompts are text or tokens, one or several."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | _List[int] | _List[str] | _List[_List[int]]
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool = False
@@ -127,7 +147,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | _List[dict[str, Any]] | None = None
 
     def text(self) -> str:
         """The content as text. ApiError for images and the like."""
@@ -144,7 +164,7 @@ class Message(BaseModel):
 class ChatBody(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: _List[Message]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -164,5 +184,5 @@ class TokenizeBody(BaseModel):
 class DetokenizeBody(BaseModel):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: _List[int]
     model: str | None = None

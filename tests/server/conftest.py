@@ -42,8 +42,10 @@ def serving(
     max_body: int = 1 << 16,
     slow: float = 0.0,
     template: str | None = TEMPLATE,
+    hosts: tuple[str, ...] = (),
+    tokenizer: Any = None,
 ) -> Iterator[Server]:
-    """A server on a free port; ``slow``: seconds that a step takes longer."""
+    """A server on a free port; ``slow``: seconds that a step takes longer; ``tokenizer``: in the place of its own."""
 
     def build() -> Any:
         made = models.engine(models.runner(), max_seqs=max_seqs, end_tokens=[1])
@@ -58,8 +60,8 @@ def serving(
         return made
 
     service = Service(build, max_queue=max_queue, threads=1)
-    options = ServerOptions(("demo",), 256, api_key, max_body, template)
-    app = create_app(service, models.tokenizer(), options)
+    options = ServerOptions(("demo",), 256, hosts, api_key, max_body, template)
+    app = create_app(service, tokenizer or models.tokenizer(), options)
     listen = Listen(port=0, drain_s=5)
     socket = bind(listen)
     ready = threading.Event()
