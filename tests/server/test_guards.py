@@ -41,17 +41,8 @@ def raw(server: Server, sent: bytes, *, more: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     "host",
     [
-        "127.0.0.1:8000",
-        "localhost",
-        "LOCALHOST:1",
-        "a.localhost",
-        "[::1]:8000",
-        "192.168.7.7",
-        "box",
-        "box.:8000",
-        "api.example.com",
-        "API.Example.com:443",
-        "",
+        *("127.0.0.1:8000", "[::1]:8000", "192.168.7.7", "localhost", "LOCALHOST:1", "a.localhost"),
+        *("box", "box.:8000", "api.example.com", "API.Example.com:443", ""),
     ],
 )
 def test_a_name_of_the_server_and_any_address_are_served(named: Server, host: str) -> None:
