@@ -68,6 +68,27 @@ def test_scales_and_bytes_equal_brute_force_on_every_family(name):
         check(w, fmt, global_scale=default_global(w, fmt))
 
 
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "e2m1/64/e8m0", "e2m1/256/e8m0", "e2m1/256/e4m3", "nvfp4"]
+)
+def test_blocks_of_one_magnitude(name):
+    """Their best error can exceed the energy of any one element, so no element alone ends the search."""
+    fmt = get_format(name)
+    g = generator(26)
+    significands = 1 + torch.arange(256) / 256
+    w = significands.repeat_interleave(4).unsqueeze(1).expand(-1, fmt.block[1])
+    w = w * torch.where(torch.rand(w.shape, generator=g) < 0.5, -1.0, 1.0)
+    near = w * (
+        1 + torch.tensor([0.0, 1e-3, 1e-2, 1e-1]).repeat(256, 1).reshape(-1, 1) * torch.randn(w.shape, generator=g)
+    )
+    importance = torch.exp2(torch.randint(-30, 1, (fmt.block[1],), generator=g).float())
+    for x in (w, near, near.bfloat16()):
+        scale = default_global(x, fmt)
+        check(x, fmt, global_scale=scale, expected=score_every_code(x, fmt, global_scale=scale)[0])
+        codes, _ = score_every_code(x, fmt, global_scale=scale, importance=importance)
+        check(x, fmt, global_scale=scale, importance=importance, expected=codes)
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "e2m1/16/e4m3", "mxfp4", "mxfp8"])
 @pytest.mark.parametrize("exponent", [-40, -30, -20, -9, 0, 9, 20])
 def test_every_magnitude(name, exponent):

@@ -34,7 +34,7 @@ static void score_codes(const vf *x, const vf *h, int block, vf largest, const M
     if (MX) r = E::unit * from_bits((254 - min_of(code, splat(253))) << 23), square = splat(1.0f / (E::unit * E::unit));
     else scale_factors(s, code, &r, &square);
     const vf top = largest * r;
-    block_error<E, true, H, B, 1>(x, h, block, &r, tables, &error, &clipped);
+    block_error<E, true, H, false, B, 1>(x, h, block, &r, tables, &error, &clipped);
     const vf score = error * square;
     // Where products of the lanes might leave the normal range: one block at a time.
     const vm rare = mask_or(mask_or(rare_lanes<MX>(s, largest), less(top, splat(0x1p-20f * E::unit))),
