@@ -117,6 +117,20 @@ def test_a_search_that_proves_nothing_is_sound_and_what_it_costs_is_told(
     assert not notes or "exact search would save" in notes[0].message
 
 
+@pytest.mark.parametrize("container", ["deepseek_fp8", "compressed_tensors"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_constant_weight_is_judged_beside_scales_that_are_bfloat16_like_its_own(
+    tmp_path: Path, dtype: torch.dtype, container: str
+) -> None:
+    """float32 abs-max scales would store it exactly; the bfloat16 numbers that readers have cannot."""
+    tensors = tiny.llama(dtype=dtype)
+    tensors["model.layers.0.mlp.down_proj.weight"] = torch.full((128, 256), 0.37, dtype=dtype)
+    model = tiny.save(tmp_path / "model", tensors)
+    out = ptqpipe.convert(model, format="fp8_block", container=container, out=tmp_path / "out", workers=1).out
+    report = check(out, model, optimal=True)
+    assert report.ok, found(report)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_experts_cut_out_of_stacks_are_sound(tmp_path: Path, transposed: bool) -> None:
     model = tiny.save(tmp_path / "model", tiny.fused_moe(transposed=transposed), config=MOE_CONFIG)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.formats import CODECS, WHOLE, Format
+from ptqpipe.formats import WHOLE, Format
 from ptqpipe.qtensor import QTensor, encode, scale_values, to_blocks
 from ptqpipe.search.brute_force import all_scales, search
 from ptqpipe.search.objective import flush, scores
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.verify.weights import multiplying, row_runs, stored_runs
+from ptqpipe.stages.verify.weights import chosen_scale, multiplying, row_runs, stored_runs
 
 SCORE_BUDGET = 1 << 25  # scored elements a weight, when sampling
 NEAR = 1e-5  # relative; float32 counts and products round by less
@@ -164,11 +164,10 @@ def _prove(q: QTensor, w: torch.Tensor, lines: list[int]) -> Optimality:
 def _best_float(x: torch.Tensor, stored: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None) -> torch.Tensor:
     """The best scale of one block ``[1, elements]`` among all numbers of the scale's dtype; ``[1]``.
 
-    Scales that a layout stores as float32 are chosen among the bfloat16 numbers, as readers round them to that. Equal
-    magnitudes are scored once, with their count as the weight; that rounds otherwise than the definition, by less than
-    NEAR, so the candidates that come so near to the least are scored again by the definition.
+    Equal magnitudes are scored once, with their count as the weight; that rounds otherwise than the definition, by less
+    than NEAR, so the candidates that come so near to the least are scored again by the definition.
     """
-    codes = all_scales(CODECS["bf16"] if fmt.scale.dtype is torch.float32 else fmt.scale).to(stored.dtype)
+    codes = all_scales(chosen_scale(fmt.scale)).to(stored.dtype)
     g = 1.0 if global_scale is None else float(global_scale)
     limit = float(scores(x, stored, fmt=fmt, global_scale=global_scale)[0])
     amax, value = float(x.amax()), codes.double() * g

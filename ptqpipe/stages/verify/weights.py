@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.formats import WHOLE, Codec, Format
+from ptqpipe.formats import CODECS, WHOLE, Codec, Format
 from ptqpipe.global_scale import absmax_divisor, absmax_global
 from ptqpipe.packing import unpack
 from ptqpipe.qtensor import QTensor, check_finite, encode, magnitude_codes, scale_values, to_blocks
@@ -138,6 +138,12 @@ def multiplying(q: QTensor) -> QTensor:
     return replace(q, global_scale=1.0 / q.global_scale, global_divides=False)
 
 
+def chosen_scale(codec: Codec) -> Codec:
+    """The codec that searches choose scales in: where a layout stores float32, the bfloat16 numbers, as readers round
+    them to that."""
+    return CODECS["bf16"] if codec.dtype is torch.float32 else codec
+
+
 def measure_weight(ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None = None) -> Measured:
     """Compares a stored weight, or one expert of a stack, with its source; its scales must be legal.
 
@@ -164,6 +170,7 @@ def measure_weight(ckpt: Source, weight: str, rows: SourceRows, *, expert: int |
         other, far = other + differing, far + distant
         first = start + row if first is None and row is not None else first
     amax = reach if reach > _LOOK * amax else amax  # a fused sibling with larger numbers decided the scale
+    fmt = replace(fmt, scale=chosen_scale(fmt.scale))  # for abs-max scales, beside which the stored ones are judged
     sample = _sample_relative_mse(rows, stored.shape, fmt, amax)
     worst, ratio = _worst_row(rows, row_error, row_energy, fmt=fmt, amax=amax, typical=sample)
     return Measured(squared, energy, sample, worst, ratio, other, far, first)
