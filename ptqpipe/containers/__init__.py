@@ -21,13 +21,14 @@ from ptqpipe.containers._codec import (
     part_offset,
 )
 from ptqpipe.containers._config import merged_config, quantization_config, without_quantization
-from ptqpipe.containers._kv import kv_scale
+from ptqpipe.containers._kv import WITH_KV_CACHE, kv_scale
 from ptqpipe.containers._types import DECODED_ROLES, Container, Load, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, UsageError
 
 __all__ = [
     "DECODED_ROLES",
     "WHOLE_ROLES",
+    "WITH_KV_CACHE",
     "Container",
     "Load",
     "Names",

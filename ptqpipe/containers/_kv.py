@@ -4,6 +4,9 @@ import re
 
 from ptqpipe.containers._types import Part, Role
 
+WITH_KV_CACHE = frozenset({"compressed_tensors", "modelopt", "ptqpipe"})
+"""Layouts whose config says that the kv cache is quantized."""
+
 _STYLES = {"compressed_tensors": (r"\1.\2_scale", (1,)), "modelopt": (r"\1.\2_proj.\2_scale", ())}
 _NAME = re.compile(r"(.*?)\.(?:[kv]_proj\.)?([kv])_scale")
 

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ptqpipe
 from ptqpipe.stages.convert.text import by_role
@@ -182,6 +183,43 @@ def test_another_layout_of_a_sound_checkpoint_is_sound(
     assert report.own
     damage.change_byte(tmp_path / "other", NORM, 1, lambda b: b ^ 1)
     assert not check(tmp_path / "other", model).ok
+
+
+@pytest.fixture(scope="module")
+def foreign(model: Path) -> Path:
+    """As ModelOpt writes FP8: a scale for each weight, as float32, and those of a kv cache beside k and v."""
+    out = ptqpipe.convert(model, format="fp8_static", container="modelopt", out=model.parent / "foreign", workers=1).out
+    (out / "ptqpipe.json").unlink()
+    for name, keys in (("config.json", ("quantization_config",)), ("hf_quant_config.json", ())):
+        content = json.loads((out / name).read_text())
+        inner = content[keys[0]] if keys else content
+        inner.pop("ptqpipe", None)
+        inner["producer"] = {"name": "modelopt", "version": "0.47.0"}
+        (out / name).write_text(json.dumps(content))
+    tensors = load_file(out / "model.safetensors")
+    for layer, leaf in ((0, "k"), (0, "v"), (1, "k"), (1, "v")):
+        module = f"model.layers.{layer}.self_attn.{leaf}_proj"
+        tensors[f"{module}.weight_scale"] *= 1.5
+        tensors[f"{module}.{leaf}_scale"] = torch.tensor(0.5 + layer)
+    tensors[f"{Q}.weight_scale"] *= 1.0 + 2.0**-20  # no bfloat16 number
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("container", ["compressed_tensors", "ptqpipe"])
+def test_another_layout_of_a_foreign_checkpoint_is_as_sound_as_that(
+    foreign: Path, tmp_path: Path, container: str
+) -> None:
+    """relayout cannot give fused weights one scale; what is a note about another tool's choice stays a note."""
+    before = check(foreign, None)
+    assert before.ok, found(before)
+    assert not before.own
+    relayout(foreign, tmp_path / "other", container=container)
+    after = check(tmp_path / "other", None)
+    assert after.ok, found(after)
+    assert after.own
+    fused = [[note.where for note in report.notes if note.check == "groups"] for report in (before, after)]
+    assert fused[0] == fused[1] != []
 
 
 def test_a_sequence_of_random_bit_flips_is_never_accepted(good: Path, model: Path, tmp_path: Path) -> None:

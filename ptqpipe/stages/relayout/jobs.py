@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ptqpipe.checkpoint.layout import TensorSpec
-from ptqpipe.containers import Container, Role, StoredWeight, Target, kv_scale
+from ptqpipe.containers import WITH_KV_CACHE, Container, Role, StoredWeight, Target, kv_scale
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import CODECS
 from ptqpipe.plan import INTERLEAVED_GATE_UP
@@ -19,8 +19,6 @@ from ptqpipe.stages.common.pieces import Piece, rows_of
 
 # Layouts that know float scales as F32 alone: a bfloat16 scale that passed through one comes back as itself.
 _WIDENING = frozenset({"modelopt", "deepseek_fp8"})
-# Layouts whose config says that the kv cache is quantized.
-_KV_CACHE = frozenset({"compressed_tensors", "modelopt", "ptqpipe"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +146,7 @@ def warnings_of(source: Source, target: Container, name: str, jobs: list[Job]) -
     yield from target.warnings(targets_of(jobs), source.reader.config)
     names = [job.kept.name for job in jobs if job.kept is not None]
     scales = [n for n in names if kv_scale(n, "F32", (1,), container=name) is not None]
-    if scales and name not in _KV_CACHE:
+    if scales and name not in WITH_KV_CACHE:
         yield f"{name} has no word for a quantized kv cache; {scales[0]} and its like are kept, readers drop them"
 
 

@@ -26,6 +26,7 @@ from ptqpipe.containers import (
     quantization_config,
 )
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
+from ptqpipe.formats import get_format
 from ptqpipe.plan import is_matrix
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import (
@@ -220,7 +221,7 @@ def _member(piece: Piece, moved: Moved, prepared: Prepared) -> dict[str, Any]:
         "search": "unknown",
         "proven": False,
         "global_scale": moved.global_scale,
-        "bits_per_weight": stored.scheme.fmt.bits_per_weight(piece.shape),
+        "bits_per_weight": get_format(stored.scheme.fmt.name).bits_per_weight(piece.shape),  # in any layout
     }
     if piece.whole:
         _check_same(name, moved.hashes[Role.DATA.value], old.get("sha256", {}).get(Role.DATA.value), prepared)

@@ -29,9 +29,14 @@ class Finding:
 
 @dataclass(slots=True)
 class Findings:
-    """Collects findings. ``own``: the checkpoint says that ptqpipe wrote it, so that every deviation is a fault."""
+    """Collects findings.
+
+    own     the checkpoint says that ptqpipe wrote it, so that every deviation of the layout is a fault
+    chosen  it also chose the numbers and what is kept; a change of layout takes over those of another tool
+    """
 
     own: bool
+    chosen: bool
     items: list[Finding] = field(default_factory=list)
 
     def fault(self, check: str, where: str, message: str) -> None:
@@ -43,8 +48,12 @@ class Findings:
         self.items.append(Finding(Severity.NOTE, check, where, " ".join(message.split())))
 
     def deviation(self, check: str, where: str, message: str) -> None:
-        """A fault of our own output, a note about another tool's."""
+        """A fault of what ptqpipe wrote, a note about another tool's."""
         (self.fault if self.own else self.note)(check, where, message)
+
+    def choice(self, check: str, where: str, message: str) -> None:
+        """A fault of what ptqpipe chose, a note about another tool's choice, whoever wrote it down."""
+        (self.fault if self.chosen else self.note)(check, where, message)
 
     def extend(self, others: Iterable[Finding]) -> None:
         """Adds what another collection found."""

@@ -54,7 +54,7 @@ def check_groups(ckpt: Source, findings: Findings, fuse: Sequence[Sequence[str]]
         siblings = [f"{parent}.{other}.weight" if parent else f"{other}.weight" for other in table[leaf]]
         for name in siblings:
             if name in plain and entries[name].shape[1:] == (first.shape[1],):
-                findings.deviation(
+                findings.choice(
                     "groups", name, f"is kept, but {first.weight} is quantized; vLLM fuses them and refuses this"
                 )
         for name in group[1:]:
@@ -64,7 +64,7 @@ def check_groups(ckpt: Source, findings: Findings, fuse: Sequence[Sequence[str]]
 
 def _compare(ckpt: Source, a: StoredWeight, b: StoredWeight, findings: Findings) -> None:
     if (a.scheme.fmt.name, a.scheme.activation) != (b.scheme.fmt.name, b.scheme.activation):
-        findings.deviation(
+        findings.choice(
             "groups", b.weight, f"is {b.scheme.name}, but {a.weight} is {a.scheme.name}; runtimes fuse them"
         )
         return
@@ -73,7 +73,7 @@ def _compare(ckpt: Source, a: StoredWeight, b: StoredWeight, findings: Findings)
         if (left is None) != (right is None) or (
             left is not None and right is not None and not torch.equal(left, right)
         ):
-            report = findings.fault if a.scheme.fmt.has_global else findings.deviation
+            report = findings.fault if a.scheme.fmt.has_global else findings.choice
             report(
                 "groups",
                 b.weight,
@@ -85,7 +85,7 @@ def _compare(ckpt: Source, a: StoredWeight, b: StoredWeight, findings: Findings)
             message = (
                 f"has scale {_shown(right)}, but {a.weight} has {_shown(left)}; vLLM quantizes them again to one scale"
             )
-            findings.deviation("groups", b.weight, message)
+            findings.choice("groups", b.weight, message)
 
 
 def _part(stored: StoredWeight, role: Role) -> str:
@@ -116,7 +116,7 @@ def _check_expert_inputs(ckpt: Source, findings: Findings) -> None:
     for layer, values in layers.items():
         if len(set(values.values())) > 1:
             low, high = min(values.values()), max(values.values())
-            findings.deviation(
+            findings.choice(
                 "groups",
                 layer,
                 f"input scales of gate and up differ among the experts ({low:.9g} to {high:.9g}); share them",
@@ -134,7 +134,7 @@ def note_rounded_globals(ckpt: Source, findings: Findings) -> None:
             exact = bool((value.view(torch.int32) & 0xFFFF == 0).all())
             rounded += exact
             example = {stored.weight: float(value[0])} if exact else example
-    if total and rounded == total and not findings.own:
+    if total and rounded == total and not findings.chosen:
         name, number = next(iter(example.items()))
         findings.note(
             "scales", name, f"all {total} global scales are bfloat16 numbers ({number:g} here): computed in bfloat16"

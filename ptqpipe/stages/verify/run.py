@@ -85,7 +85,7 @@ def verify(
     workers        threads; the processors by default. The report does not depend on it, its time aside
     """
     begun = time.monotonic()
-    findings = Findings(own=False)
+    findings = Findings(own=False, chosen=False)
     opened = _open(ckpt, "checkpoint", findings)
     original = _open(source, "source", findings) if source is not None else None
     known = Statistics.open(statistics) if statistics is not None else None
@@ -143,9 +143,11 @@ def _verify(run: _Run, workers: int) -> None:
 
 
 def _read_own_record(run: _Run) -> None:
-    run.findings.own = claims_ownership(run.ckpt.reader)
-    if run.findings.own:
+    findings = run.findings
+    findings.own = findings.chosen = claims_ownership(run.ckpt.reader)
+    if findings.own:
         run.record = read_record(run.ckpt.reader)
+        findings.chosen = run.record.conversion is not None
 
 
 def _find_origins(run: _Run) -> None:
@@ -227,7 +229,7 @@ def _slices(run: _Run, stored: StoredWeight) -> tuple[Slice, ...] | None:
 
 def _weight_job(run: _Run, stored: StoredWeight, expert: int | None, where: Slice | None) -> _Job:
     def job() -> tuple[Findings, WeightReport | None]:
-        found = Findings(run.findings.own)
+        found = Findings(run.findings.own, run.findings.chosen)
         name = stored.weight if expert is None else f"{stored.weight}[{expert}]"
         reports = [WeightReport(name, stored.scheme.fmt.name, stored.shape)]
 
@@ -252,7 +254,7 @@ def _weight_job(run: _Run, stored: StoredWeight, expert: int | None, where: Slic
 
 def _kept_job(run: _Run, name: str) -> _Job:
     def job() -> tuple[Findings, WeightReport | None]:
-        found = Findings(run.findings.own)
+        found = Findings(run.findings.own, run.findings.chosen)
         record, source = run.record, run.source
         if record is not None:
             found.guard("record", name, lambda: check_kept_hash(run.ckpt, name, record, found))
@@ -269,7 +271,7 @@ def _kept_job(run: _Run, name: str) -> _Job:
 
 def _unit_job(run: _Run, index: int) -> _Job:
     def job() -> tuple[Findings, WeightReport | None]:
-        found = Findings(run.findings.own)
+        found = Findings(run.findings.own, run.findings.chosen)
         planned, record, source = run.planned, run.record, run.source
         assert planned is not None
         assert record is not None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.containers import StoredWeight
+from ptqpipe.containers import WITH_KV_CACHE, StoredWeight
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import NotFinite
 from ptqpipe.stages.common.text import same_json
@@ -81,7 +81,7 @@ def _explain(name: str, ckpt: Source, findings: Findings) -> None:
     """A stored tensor that the source does not have."""
     if is_kv_scale(name):
         return
-    if name == "lm_head.weight" and not findings.own and ckpt.reader.config.get("tie_word_embeddings"):
+    if name == "lm_head.weight" and not findings.chosen and ckpt.reader.config.get("tie_word_embeddings"):
         findings.note("names", name, "a tied head that the source does not store; readers take the embedding")
         return
     findings.fault("names", name, "is in the checkpoint, but the source has no such tensor and no weight needs it")
@@ -89,9 +89,9 @@ def _explain(name: str, ckpt: Source, findings: Findings) -> None:
 
 def _missing(name: str, source: Source, findings: Findings) -> None:
     """A source tensor without a fate."""
-    if not findings.own and _ROPE_BUFFER.fullmatch(name):
+    if not findings.chosen and _ROPE_BUFFER.fullmatch(name):
         findings.note("names", name, "a buffer of the source that readers compute themselves is not stored")
-    elif not findings.own and name == "lm_head.weight" and source.reader.config.get("tie_word_embeddings"):
+    elif not findings.chosen and name == "lm_head.weight" and source.reader.config.get("tie_word_embeddings"):
         findings.note(
             "names", name, "the source stores its tied head, the checkpoint does not; readers take the embedding"
         )
@@ -112,7 +112,7 @@ def check_kept(ckpt: Source, source: Source, name: str, findings: Findings) -> N
         _compare_bytes(ckpt, source, name, findings)
     elif entry.dtype == dtype:
         _compare_decoded(ckpt, source, name, findings)
-    elif findings.own or entry.dtype not in ("BF16", "F16", "F32") or dtype not in ("BF16", "F16", "F32"):
+    elif findings.chosen or entry.dtype not in ("BF16", "F16", "F32") or dtype not in ("BF16", "F16", "F32"):
         findings.fault("kept", name, f"is {entry.dtype}, but the source has {dtype}")
     else:
         _compare_rounded(ckpt, source, name, findings)
@@ -215,9 +215,9 @@ def check_files(ckpt: Source, source: Source, findings: Findings, *, own_files: 
     ours = _relative(ckpt.reader.path, ckpt.reader.extra_files)
     theirs = _relative(source.reader.path, source.reader.extra_files)
     for name in sorted(theirs.keys() - ours.keys() - own_files):
-        findings.deviation("files", name, "is in the source, but the checkpoint lacks it")
+        findings.choice("files", name, "is in the source, but the checkpoint lacks it")
     for name in sorted(ours.keys() - theirs.keys()):
-        findings.deviation("files", name, "is in the checkpoint, but not in the source")
+        findings.choice("files", name, "is in the checkpoint, but not in the source")
     for name in sorted(ours.keys() & theirs.keys()):
         if not _same_file(ours[name], theirs[name]):
             _report_file(name, ours[name], theirs[name], findings)
@@ -240,7 +240,7 @@ def _same_file(a: Path, b: Path) -> bool:
 def _report_file(name: str, path: Path, original: Path, findings: Findings) -> None:
     """Tools that save a tokenizer again reorder its files; what the tokens are must not change."""
     a, b = _json(path), _json(original)
-    if findings.own:
+    if findings.chosen:
         findings.fault("files", name, "differs from the source's")
     elif a is None or b is None:
         (findings.fault if _TOKENS.fullmatch(name) else findings.note)("files", name, "differs from the source's")
@@ -279,7 +279,7 @@ def check_model_config(ckpt: Source, source: Source, findings: Findings) -> None
             config["text_config"] = {key: value for key, value in text.items() if key not in _QUANTIZATION}
     for key in _changed(a, b):
         message = f"{key} is {a.get(key)!r:.80}, the source has {b.get(key)!r:.80}"
-        if findings.own or key not in _REWRITTEN:
+        if findings.chosen or key not in _REWRITTEN:
             findings.fault("config", "config.json", message)
         else:
             findings.note("config", "config.json", message)
@@ -318,10 +318,7 @@ def check_kv_scales(ckpt: Source, findings: Findings) -> None:
     extra = json.dumps(ckpt.reader.read_json("hf_quant_config.json") or {}, default=str)
     declared = re.search(r'"kv_cache_(scheme|quant_algo)": (?!null)', described + extra) is not None
     if names and not declared:
-        findings.deviation(
-            "config", "kv_cache_scheme", f"{len(names)} kv-cache scales are stored, but no config announces them"
-        )
+        report = findings.choice if ckpt.container_name in WITH_KV_CACHE else findings.note
+        report("config", "kv_cache_scheme", f"{len(names)} kv-cache scales are stored, but no config announces them")
     if declared and not names and ckpt.container is not None:
-        findings.deviation(
-            "config", "kv_cache_scheme", "is announced, but there are no kv-cache scales; readers use 1.0"
-        )
+        findings.choice("config", "kv_cache_scheme", "is announced, but there are no kv-cache scales; readers use 1.0")
