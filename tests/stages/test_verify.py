@@ -222,6 +222,24 @@ def test_another_layout_of_a_foreign_checkpoint_is_as_sound_as_that(
     assert fused[0] == fused[1] != []
 
 
+@pytest.mark.parametrize("container", ["compressed_tensors", "ptqpipe"])
+def test_a_kv_cache_scale_that_another_layout_calls_otherwise_is_not_lost(
+    foreign: Path, tmp_path: Path, container: str
+) -> None:
+    there, back = tmp_path / "there", tmp_path / "back"
+    relayout(foreign, there, container=container)
+    relayout(there, back, container="modelopt")
+    for folder in (there, back):
+        report = check(folder, foreign)
+        assert report.ok, found(report)
+    scale = "model.layers.1.self_attn." + ("k_scale" if container == "compressed_tensors" else "k_proj.k_scale")
+    other = damage.copy(foreign, tmp_path / "source")
+    damage.put(other, "model.layers.1.self_attn.k_proj.k_scale", bytes.fromhex("0000403f"))
+    assert [fault.where for fault in check(there, other).faults] == [scale]
+    damage.rename(there, scale, "model.layers.1.self_attn.scale")
+    assert "k_proj.k_scale: is in the source, but the checkpoint has neither" in found(check(there, foreign))
+
+
 def test_a_sequence_of_random_bit_flips_is_never_accepted(good: Path, model: Path, tmp_path: Path) -> None:
     """Any bit of the weight files, their index, the config and what is carried along; the record has its own claims."""
     folder = damage.copy(good, tmp_path / "damaged")

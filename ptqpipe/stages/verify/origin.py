@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ptqpipe.containers import StoredWeight
+from ptqpipe.containers import StoredWeight, kv_scale
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Abilities, Member, Slice, make_plan
 from ptqpipe.recipe import Recipe, Rule
@@ -19,24 +19,31 @@ from ptqpipe.source import Source, SourceRows
 @dataclass(frozen=True, slots=True)
 class Origins:
     """A source, and by weight name the members that could be made of it: ``experts`` one weight an expert, ``stacks``
-    one weight a stack (expert number -> member). ``divided`` counts the weights that one source tensor becomes."""
+    one weight a stack (expert number -> member). ``divided`` counts the weights that one source tensor becomes,
+    ``kept`` has the source tensor by the name that it has in the checkpoint where it is kept."""
 
     source: Source
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     weights: Mapping[str, Member]
     stacks: Mapping[str, Mapping[int, Member]]
     divided: Mapping[str, int]
+    kept: Mapping[str, str]
 
     @classmethod
-    def of(cls, source: Source) -> "Origins":
-        """All weights that a source could give."""
+    def of(cls, source: Source, *, container: str = "plain") -> "Origins":
+        """All weights that a source could give to a checkpoint with this layout."""
         single = {member.weight: member for member in _members(source, stacks=False)}
         stacks: dict[str, dict[int, Member]] = {}
         for member in _members(source, stacks=True):
             if member.stack is not None and member.source.expert is not None:
                 stacks.setdefault(member.weight, {})[member.source.expert] = member
         divided = Counter(member.source.tensor for member in single.values())
-        return cls(source, source.tensors, single, stacks, divided)
+        kept = {name: name for name in source.tensors}
+        for name, (dtype, shape) in source.tensors.items():
+            spelled = kv_scale(name, dtype, shape, container=container)
+            if spelled is not None:
+                kept[spelled.name] = name
+        return cls(source, source.tensors, single, stacks, divided, kept)
 
     def find(self, stored: StoredWeight) -> tuple[Slice, ...] | None:
         """The origin of each expert of a stored weight (one entry where it is no stack), None if there is none."""

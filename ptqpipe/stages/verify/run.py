@@ -152,7 +152,7 @@ def _read_own_record(run: _Run) -> None:
 
 def _find_origins(run: _Run) -> None:
     assert run.source is not None
-    run.origins = Origins.of(run.source)
+    run.origins = Origins.of(run.source, container=run.ckpt.container_name)
 
 
 def _check_headers(run: _Run) -> None:
@@ -261,9 +261,10 @@ def _kept_job(run: _Run, name: str) -> _Job:
         found.guard("values", name, lambda: check_kept_finite(run.ckpt, name, found))
         entry = {} if record is None else record.raw["kept"].get(name, {})
         corrected = entry.get("reason") == CORRECTED  # by an error of the weight; its bytes have a hash
-        known = run.origins is not None and name in run.origins.tensors
-        if source is not None and known and not is_kv_scale(name) and not corrected:
-            found.guard("kept", name, lambda: check_kept(run.ckpt, source, name, found))
+        origin = run.origins.kept.get(name) if run.origins is not None else None
+        calibrated = is_kv_scale(name) and not run.findings.own  # another tool's own, whatever the source has
+        if source is not None and origin is not None and not calibrated and not corrected:
+            found.guard("kept", name, lambda: check_kept(run.ckpt, source, name, origin, found))
         return found, None
 
     return job

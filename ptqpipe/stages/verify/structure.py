@@ -51,8 +51,8 @@ def check_fates(ckpt: Source, origins: Origins, findings: Findings) -> None:
         else:
             expanded[found[0].tensor] += 1
     for name in plain_tensors(ckpt):
-        if name in origins.tensors:
-            fates[name] += 1
+        if name in origins.kept:
+            fates[origins.kept[name]] += 1
         else:
             _explain(name, ckpt, findings)
     for tensor, count in expanded.items():
@@ -101,15 +101,16 @@ def _missing(name: str, source: Source, findings: Findings) -> None:
         )
 
 
-def check_kept(ckpt: Source, source: Source, name: str, findings: Findings) -> None:
-    """A kept tensor is that of the source: dtype, shape and every byte."""
+def check_kept(ckpt: Source, source: Source, name: str, origin: str, findings: Findings) -> None:
+    """A kept tensor is ``origin`` of the source: dtype, shape and every byte. One that has another name in this layout
+    (``containers.kv_scale``) holds one number, as [1] or []."""
     entry = ckpt.reader.entries[name]
-    decoded = source.stored.get(name)
-    dtype, shape = source.tensors[name]
-    if entry.shape != shape:
+    decoded = source.stored.get(origin)
+    dtype, shape = source.tensors[origin]
+    if entry.shape != shape and (origin == name or {entry.shape, shape} != {(), (1,)}):
         findings.fault("kept", name, f"has shape {list(entry.shape)}, but the source has {list(shape)}")
     elif entry.dtype == dtype and decoded is None:
-        _compare_bytes(ckpt, source, name, findings)
+        _compare_bytes(ckpt, source, name, origin, findings)
     elif entry.dtype == dtype:
         _compare_decoded(ckpt, source, name, findings)
     elif findings.chosen or entry.dtype not in ("BF16", "F16", "F32") or dtype not in ("BF16", "F16", "F32"):
@@ -128,13 +129,13 @@ def check_kept_finite(ckpt: Source, name: str, findings: Findings) -> None:
         findings.note("values", name, f"is kept and has {bad.text}; they are the source's")
 
 
-def _compare_bytes(ckpt: Source, source: Source, name: str, findings: Findings) -> None:
+def _compare_bytes(ckpt: Source, source: Source, name: str, origin: str, findings: Findings) -> None:
     total = ckpt.reader.entries[name].nbytes
     differing, first = 0, None
     for start in range(0, total, READ_BYTES):
         stop = min(start + READ_BYTES, total)
         a = torch.frombuffer(ckpt.reader.read_bytes(name, start_byte=start, stop_byte=stop), dtype=torch.uint8)
-        b = torch.frombuffer(source.reader.read_bytes(name, start_byte=start, stop_byte=stop), dtype=torch.uint8)
+        b = torch.frombuffer(source.reader.read_bytes(origin, start_byte=start, stop_byte=stop), dtype=torch.uint8)
         unlike = a != b
         if bool(unlike.any()):
             differing += int(unlike.sum())
