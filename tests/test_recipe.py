@@ -11,7 +11,17 @@ import pytest
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
-from ptqpipe.recipe import DEFAULT_FUSE, Recipe, RecipeOptions, Rule, build_recipe, load_recipe, matches, parse_recipe
+from ptqpipe.recipe import (
+    DEFAULT_FUSE,
+    Keep,
+    Recipe,
+    RecipeOptions,
+    Rule,
+    build_recipe,
+    load_recipe,
+    matches,
+    parse_recipe,
+)
 from ptqpipe.schemes import SCHEMES, get_scheme
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -208,7 +218,7 @@ def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
     gptq = Rule("*", get_scheme("nvfp4"), algorithm="gptq", weighting="diagonal", refine=2)
     recipe = Recipe(
         (gptq, Rule("re:x", None)),
-        keep=(("lm_head", "why"),),
+        keep=(Keep("lm_head", "why"),),
         fuse=(("a", "b"),),
         container="Compressed-Tensors",
         shard_bytes=7,

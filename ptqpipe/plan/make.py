@@ -7,7 +7,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.plan.candidates import Candidate, find_candidates
 from ptqpipe.plan.groups import fused_groups, keep_whole_groups, reject_split_stacks, siblings_outside
 from ptqpipe.plan.types import FLOAT_DTYPES, Abilities, Kept, Member, Plan, Shapes, Unit
-from ptqpipe.recipe import DEFAULT_KEEP, Recipe, Rule, matches
+from ptqpipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, matches
 
 # Numbers of linear layers that are not quantized here, though readers could look for them.
 _OTHER_FLOAT_DTYPES = frozenset({"F64", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"})
@@ -78,7 +78,7 @@ def unmatched_patterns(plan: Plan, recipe: Recipe) -> list[str]:
     """Patterns of the recipe's rules and of its own keep list that name no module of the model: most likely typos."""
     names = [member.module for unit in plan.units for member in unit.members]
     names += [kept.name.removesuffix(".weight") for kept in plan.kept]
-    own = [pattern for pattern, reason in recipe.keep if (pattern, reason) not in DEFAULT_KEEP]
+    own = [keep.pattern for keep in recipe.keep if keep.reason in (IGNORED, BY_RECIPE)]
     patterns = dict.fromkeys([*own, *(rule.match for rule in recipe.rules)])
     return [pattern for pattern in patterns if not any(matches(pattern, name) for name in names)]
 

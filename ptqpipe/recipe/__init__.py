@@ -3,23 +3,29 @@
 A recipe decides bytes: which weights are quantized to what, by which search, spelled by which container. It must not
 know machines (workers, devices, memory).
 
-    model.py    Rule and Recipe, patterns of names, the defaults, and their JSON
-    file.py     the YAML file
-    options.py  the options that override it
+    structure.py  what is known of model families: the defaults
+    model.py      Rule and Recipe, patterns of names, and their JSON
+    file.py       the YAML file
+    options.py    the options that override it
 """
 
 from ptqpipe.recipe.file import load_recipe, parse_recipe
-from ptqpipe.recipe.model import DEFAULT_FUSE, DEFAULT_KEEP, Recipe, Rule, matches
+from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule, matches
 from ptqpipe.recipe.options import RecipeOptions, build_recipe
+from ptqpipe.recipe.structure import DEFAULT_FUSE, Keep, Row, rows_of
 
 __all__ = [
+    "BY_RECIPE",
     "DEFAULT_FUSE",
-    "DEFAULT_KEEP",
+    "IGNORED",
+    "Keep",
     "Recipe",
     "RecipeOptions",
+    "Row",
     "Rule",
     "build_recipe",
     "load_recipe",
     "matches",
     "parse_recipe",
+    "rows_of",
 ]

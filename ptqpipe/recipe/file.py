@@ -12,7 +12,8 @@ from typing import Any, get_type_hints
 import yaml
 
 from ptqpipe.errors import PtqError, RecipeError
-from ptqpipe.recipe.model import DEFAULT_KEEP, Recipe, Rule
+from ptqpipe.recipe.model import BY_RECIPE, Recipe, Rule
+from ptqpipe.recipe.structure import DEFAULT_KEEP, Keep
 from ptqpipe.schemes import SCHEMES, get_scheme
 
 _SHORT = reprlib.Repr()
@@ -75,7 +76,7 @@ def parse_recipe(raw: Any) -> Recipe:
     given = {key: _value(top[key], key, kind) for key, kind in plain.items() if key in top and key not in own}
     given["description"] = _optional(top.get("description"), "description", str) or ""
     if "keep" in top:
-        extra = tuple((_text(item, "keep"), "kept by the recipe") for item in _list(top["keep"], "keep"))
+        extra = tuple(Keep(_text(item, "keep"), BY_RECIPE) for item in _list(top["keep"], "keep"))
         given["keep"] = extra + DEFAULT_KEEP
     if "fuse" in top:
         groups = (_list(group, "fuse") for group in _list(top["fuse"], "fuse"))

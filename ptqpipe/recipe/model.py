@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ptqpipe.errors import PtqError, RecipeError, UsageError
+from ptqpipe.recipe.structure import DEFAULT_FUSE, DEFAULT_KEEP, Keep, rows_of
 from ptqpipe.schemes import LOW_RANK_DTYPES, LowRank, Scheme, get_scheme
 
 GLOBAL_SCALE_MODES = ("search", "absmax")
@@ -26,43 +27,8 @@ SCALE_MODES = ("auto", "first", "entry")
 
 # The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
 IGNORED = "ignored on request"
-
-# Modules that stay as they are unless a rule of the recipe names them: their error is the most expensive (heads,
-# embeddings, routers decide discretely), or readers do not look for quantized weights there (towers, MTP heads).
-DEFAULT_KEEP: tuple[tuple[str, str], ...] = (
-    (r"re:(.*\.)?(lm_head|output_head|embed_out)$", "language-model head"),
-    (r"re:.*(embed|\bwte\b|\bwpe\b|shared_head)", "embedding"),
-    (r"re:.*norm\d*$", "norm"),
-    (r"re:.*(\.|_)(gate|router|shared_expert_gate|e_score_correction)$", "router"),
-    (r"re:.*router(\.|$)", "router"),
-    (
-        r"re:(.*\.)?(visual|vision_tower|vision_model|vision_encoder|image_newline|vision_embed_tokens)(\.|$)",
-        "vision tower",
-    ),
-    (
-        r"re:(.*\.)?(audio_tower|audio_model|audio_encoder|speech_encoder|talker|token2wav|code2wav)(\.|$)",
-        "audio tower",
-    ),
-    (
-        r"re:(.*\.)?(multi_modal_projector|mm_projector|connector|aligner|merger|projector)(\.|$)",
-        "multimodal projector",
-    ),
-    (r"re:(.*\.)?mtp(\.|_|$)", "multi-token-prediction head"),
-    (r"re:.*conv1d$", "short convolution"),
-)
-
-# Weights that runtimes fuse into one matrix and therefore give one global scale: leaf names below one parent.
-DEFAULT_FUSE: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("wq", "wk", "wv"),
-    ("query", "key", "value"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
-    ("wq_a", "wkv_a"),
-)
+# The reason of a pattern in the recipe's own keep list.
+BY_RECIPE = "kept by the recipe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +106,8 @@ class Recipe:
     """Everything that decides the bytes of a converted checkpoint.
 
     rules         the first that matches a module wins
-    keep          (pattern, reason): kept whatever the later rules say, unless a rule names the module exactly; the
-                  reason ``IGNORED`` yields to no rule
+    keep          kept whatever the rules say, unless a rule names the module exactly; the reason ``IGNORED`` yields to
+                  no rule
     fuse          leaf names that share one scheme and one global scale below one parent
     container     on-disk layout; None takes the default of the schemes
     input_amax    for static activation scales without calibration: the largest activation that must not clip
@@ -153,7 +119,7 @@ class Recipe:
     """
 
     rules: tuple[Rule, ...]
-    keep: tuple[tuple[str, str], ...] = DEFAULT_KEEP
+    keep: tuple[Keep, ...] = DEFAULT_KEEP
     fuse: tuple[tuple[str, ...], ...] = DEFAULT_FUSE
     container: str | None = None
     input_amax: float = 336.0
@@ -167,8 +133,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.rules:
             raise RecipeError("a recipe needs at least one rule")
-        for pattern, _ in self.keep:
-            check_pattern(pattern)
+        for keep in self.keep:
+            check_pattern(keep.pattern)
         leaves = [leaf for group in self.fuse for leaf in group]
         if len(leaves) != len(set(leaves)):
             twice = next(leaf for leaf in leaves if leaves.count(leaf) > 1)
@@ -180,13 +146,22 @@ class Recipe:
         _check_choice("input_scale", self.input_scale, INPUT_SCALES)
         _check_choice("kv_cache", self.kv_cache, KV_CACHES)
 
+    def for_model(self, config: Mapping[str, Any]) -> "Recipe":
+        """The recipe with what its default keep rules say of the model of this config.json alone: layers by number."""
+        numbered = tuple(row.keep for row in rows_of(config) if row.counted_by)
+        return replace(self, keep=numbered + self.keep)
+
     def rule_for(self, module: str) -> tuple[Rule | None, str]:
         """(the rule that quantizes ``module``, "") or (None, why it is kept)."""
-        kept = next((reason for pattern, reason in self.keep if matches(pattern, module)), None)
-        if kept == IGNORED:
-            return None, kept
+        keeps = [keep for keep in self.keep if matches(keep.pattern, module)]
+        if any(keep.reason == IGNORED for keep in keeps):
+            return None, IGNORED
+        kept = next((keep.reason for keep in keeps if not keep.bits), "")
         for rule in self.rules:
-            if matches(rule.match, module) and (kept is None or rule.match == module):
+            if not matches(rule.match, module):
+                continue
+            kept = kept or next((keep.reason for keep in keeps if _bits(rule) < keep.bits), "")
+            if not kept or rule.match == module:
                 return (rule, "") if rule.scheme is not None else (None, f"kept by the recipe ({rule.match})")
         return None, kept or "no rule of the recipe matches"
 
@@ -213,6 +188,7 @@ class Recipe:
         """The fields, with the container that was chosen: everything in it decides bytes."""
         described = {field.name: getattr(self, field.name) for field in fields(self)}
         described |= {"rules": [rule.to_json() for rule in self.rules], "container": self.container_name}
+        described["keep"] = [keep if keep.bits else keep[:2] for keep in self.keep]
         return json.loads(json.dumps(described))  # type: ignore[no-any-return]  # tuples become lists
 
     @staticmethod
@@ -221,7 +197,7 @@ class Recipe:
         try:
             given = {field.name: described[field.name] for field in fields(Recipe)}
             given["rules"] = tuple(Rule.from_json(rule) for rule in given["rules"])
-            given["keep"] = tuple((str(pattern), str(reason)) for pattern, reason in given["keep"])
+            given["keep"] = tuple(Keep(str(keep[0]), str(keep[1]), *map(int, keep[2:])) for keep in given["keep"])
             given["fuse"] = tuple(tuple(map(str, leaves)) for leaves in given["fuse"])
             recipe = Recipe(**given)
             again = recipe.to_json()
@@ -255,6 +231,11 @@ def matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return pattern == module or ("*" in pattern and fnmatch.fnmatchcase(module, pattern))
+
+
+def _bits(rule: Rule) -> float:
+    """Bits of a weight's code under a rule; infinite where it keeps."""
+    return float("inf") if rule.scheme is None else rule.scheme.fmt.element.bits
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

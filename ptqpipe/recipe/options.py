@@ -11,6 +11,7 @@ from typing import Any
 from ptqpipe.errors import RecipeError
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.recipe.model import IGNORED, Recipe, Rule
+from ptqpipe.recipe.structure import Keep
 from ptqpipe.schemes import get_scheme
 
 
@@ -52,7 +53,7 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
     return replace(
         recipe,
         rules=tuple(_with_options(rule, options) for rule in recipe.rules),
-        keep=tuple((pattern, IGNORED) for pattern in options.ignore) + recipe.keep,
+        keep=tuple(Keep(pattern, IGNORED) for pattern in options.ignore) + recipe.keep,
         **_given(options, Recipe),
     )
 

@@ -119,6 +119,7 @@ def prepare(
     statistics = learned = None
     try:
         source.check_requantizable()
+        recipe = recipe.for_model(source.reader.config)
         plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))
         plan = with_reasons(plan, corrected_biases(plan, source, recipe))
         outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)

@@ -85,7 +85,7 @@ def find_groups(source: Source, schemes: Sequence[Scheme | None]) -> list[Group]
     name = recipe.container_name
     container = get_container(name)
     check_supported(container, recipe)
-    widest = Recipe((Rule("*", get_scheme("fp8_dynamic")),))  # its blocks fit every matrix
+    widest = Recipe((Rule("*", get_scheme("fp8_dynamic")),)).for_model(source.reader.config)  # fits every matrix
     plan = make_plan(source.tensors, source.reader.config, recipe=widest, abilities=abilities_of(name))
     by_group: dict[str, list[Unit]] = defaultdict(list)
     for unit in plan.units:
@@ -205,7 +205,7 @@ def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group]
 
     RecipeError where the recipe does not give every group its option: names that no pattern tells apart.
     """
-    recipe = parse_recipe(dict(content))
+    recipe = parse_recipe(dict(content)).for_model(source.reader.config)
     name = recipe.container_name
     plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(name))
     outputs = make_outputs(plan, source, get_container(name), container_name=name, recipe=recipe)

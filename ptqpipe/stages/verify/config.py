@@ -12,6 +12,7 @@ from typing import Any
 from ptqpipe.containers import Target
 from ptqpipe.errors import PtqError
 from ptqpipe.plan import conv1d_leaves, is_matrix
+from ptqpipe.recipe import matches, rows_of
 from ptqpipe.source import Source
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.structure import plain_tensors
@@ -261,13 +262,34 @@ def _short(value: Any) -> str:
 
 
 def check_readers(ckpt: Source, source: Source | None, findings: Findings) -> None:
-    """What readers are known to get wrong about this checkpoint, in the container's own words."""
+    """What readers are known to get wrong about this checkpoint: about its family, and in the container's own words."""
     if ckpt.container is None or not ckpt.stored:
         return
     base = source.reader.config if source is not None else ckpt.reader.config
+    _check_structure(ckpt, base, findings)
     targets: Sequence[Target] = targets_of(ckpt)
     try:
         for line in ckpt.container.warnings(targets, base):
             findings.note("readers", ckpt.container_name, line)
     except PtqError as error:
         findings.note("readers", ckpt.container_name, str(error))
+
+
+def _check_structure(ckpt: Source, config: Mapping[str, Any], findings: Findings) -> None:
+    """Weights that the readers of a family do not take quantized; the one reader of ptqpipe's own layout does."""
+    if ckpt.container_name == "ptqpipe":
+        return
+    for row in rows_of(config):
+        if not row.fails or (row.containers and ckpt.container_name not in row.containers):
+            continue
+        wrong = [
+            stored
+            for stored in ckpt.stored.values()
+            if matches(row.keep.pattern, stored.weight.removesuffix(".weight"))
+            and (not row.keep.bits or stored.scheme.fmt.element.bits < row.keep.bits)
+        ]
+        if wrong:
+            more = f", like {len(wrong) - 1} more of its name" if len(wrong) > 1 else ""
+            (findings.fault if row.unread else findings.note)(
+                "readers", wrong[0].weight, f"is {wrong[0].scheme.name}{more}: {row.fails}; convert its source again"
+            )

@@ -1,0 +1,130 @@
+"""What is known of model families: which of their modules stay as they are, why, and who fails where they do not.
+
+A table of facts, for every command: the default keep rules of a recipe and the checks of a finished checkpoint are read
+from the same rows, so that what is written and what is verified cannot drift apart. Must not know formats or files.
+What readers do is their own source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of mid-2026.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+# Where a config.json keeps the language model's part, if not at its top.
+_TEXT = ("text_config", "language_config", "llm_config")
+
+
+class Keep(NamedTuple):
+    """Modules that stay as they are: a pattern of their names, and why.
+
+    bits  formats of at least so many bits do quantize them; 0: none does
+    """
+
+    pattern: str
+    reason: str
+    bits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A part of models that is not quantized like the rest.
+
+    keep        its modules; ``{layers}`` in the pattern stands for the numbers that ``counted_by`` gives
+    counted_by  the key of config.json with the number of layers behind the last of ``num_hidden_layers``; without it
+                the row holds for every model
+    fails       which readers fail where it is quantized (with fewer bits than ``keep.bits``), and how; empty: none does
+    containers  the layouts in which they do; empty: all that other programs read
+    unread      no reader gets it right
+    """
+
+    keep: Keep
+    counted_by: str = ""
+    fails: str = ""
+    containers: tuple[str, ...] = ()
+    unread: bool = False
+
+
+_UNQUANTIZED = (
+    "vLLM, SGLang and TensorRT-LLM build it unquantized and cannot load the model: vLLM stops with a KeyError, the "
+    "others with an error of its shape"
+)
+
+ROWS: tuple[Row, ...] = (
+    # DeepSeek's sparse attention (DeepSeek-V3.2, GLM-5). Readers make one bfloat16 matrix of wk and weights_proj; wk in
+    # DeepSeek's own FP8 spelling is decoded first.
+    Row(
+        Keep(r"re:(.*\.)?indexer\.wk$", "key projection of the sparse-attention indexer"),
+        fails=_UNQUANTIZED,
+        containers=("compressed_tensors", "modelopt", "mxfp8_hf", "quark"),
+        unread=True,
+    ),
+    Row(
+        Keep(r"re:(.*\.)?indexer\.weights_proj$", "head weights of the sparse-attention indexer"),
+        fails=_UNQUANTIZED,
+        unread=True,
+    ),
+    # Their error is the most expensive (heads, embeddings, routers decide discretely), or readers do not look for
+    # quantized weights there (towers, MTP heads).
+    Row(Keep(r"re:(.*\.)?(lm_head|output_head|embed_out)$", "language-model head")),
+    Row(Keep(r"re:.*(embed|\bwte\b|\bwpe\b|shared_head)", "embedding")),
+    Row(Keep(r"re:.*norm\d*$", "norm")),
+    Row(Keep(r"re:.*(\.|_)(gate|router|shared_expert_gate|e_score_correction)$", "router")),
+    Row(Keep(r"re:.*router(\.|$)", "router")),
+    Row(
+        Keep(
+            r"re:(.*\.)?(visual|vision_tower|vision_model|vision_encoder|image_newline|vision_embed_tokens)(\.|$)",
+            "vision tower",
+        )
+    ),
+    Row(
+        Keep(
+            r"re:(.*\.)?(audio_tower|audio_model|audio_encoder|speech_encoder|talker|token2wav|code2wav)(\.|$)",
+            "audio tower",
+        )
+    ),
+    Row(
+        Keep(
+            r"re:(.*\.)?(multi_modal_projector|mm_projector|connector|aligner|merger|projector)(\.|$)",
+            "multimodal projector",
+        )
+    ),
+    Row(Keep(r"re:(.*\.)?mtp(\.|_|$)", "multi-token-prediction head")),
+    Row(Keep(r"re:.*conv1d$", "short convolution")),
+)
+
+# What a recipe keeps whatever the model is.
+DEFAULT_KEEP: tuple[Keep, ...] = tuple(row.keep for row in ROWS if not row.counted_by)
+
+# Weights that runtimes fuse into one matrix and therefore give one global scale: leaf names below one parent.
+DEFAULT_FUSE: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("wq_a", "wkv_a"),
+)
+
+
+def rows_of(config: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows that hold for the model of a config.json, with the numbers of its layers filled in."""
+    for row in ROWS:
+        if not row.counted_by:
+            yield row
+            continue
+        numbers = _extra_layers(config, row.counted_by)
+        if numbers:
+            pattern = row.keep.pattern.replace("{layers}", "|".join(map(str, numbers)))
+            yield replace(row, keep=row.keep._replace(pattern=pattern))
+
+
+def _extra_layers(config: Mapping[str, Any], key: str) -> range:
+    """Numbers of the ``key`` layers behind the last of num_hidden_layers; none where the config does not say both."""
+    for part in (config, *(config.get(name) for name in _TEXT)):
+        if isinstance(part, Mapping):
+            count, first = part.get(key), part.get("num_hidden_layers")
+            if type(count) is int and type(first) is int and 0 < count <= 1000:
+                return range(first, first + count)
+    return range(0)

@@ -1,0 +1,77 @@
+"""Claims about families of models: what of them is kept and why, what readers are told, and what verify says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ptqpipe
+from ptqpipe.stages.verify.run import VerifyReport, verify
+from tests import families
+
+Make = Callable[..., Path]
+MTP = f"model.layers.{families.LAYERS}."
+EXACT = {"search": "absmax", "global_scale": "absmax", "workers": 1}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Makes each model once."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def of(kind: str, **how: bool) -> Path:
+        key = (kind, *sorted(how.items()))
+        if key not in made:
+            made[key] = families.make_model(tmp_path_factory.mktemp(kind) / kind, kind, **how)
+        return made[key]
+
+    return of
+
+
+def fates(record: dict[str, Any]) -> tuple[set[str], dict[str, str]]:
+    """Names of the quantized weights, and of the kept tensors with their reasons."""
+    return set(record["weights"]), {name: entry["reason"] for name, entry in record["kept"].items()}
+
+
+def readers(report: VerifyReport, weight: str) -> list[tuple[str, str]]:
+    """What verify says of a weight's readers: severity and message."""
+    return [
+        (item.severity.value, item.message)
+        for item in report.findings
+        if (item.check, item.where) == ("readers", weight)
+    ]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("scheme", ["nvfp4", "fp8_dynamic"])
+def test_of_a_sparse_attention_indexer_only_the_query_projection_is_quantized(
+    make: Make, tmp_path: Path, *, scheme: str, fp8: bool
+) -> None:
+    model = make("deepseek_v32", mtp=True, fp8=fp8)
+    done = ptqpipe.convert(model, out=tmp_path / "out", format=scheme, **EXACT)
+    quantized, kept = fates(dict(done.record))
+    for layer in range(families.LAYERS):
+        indexer = f"model.layers.{layer}.self_attn.indexer."
+        assert kept[f"{indexer}wk.weight"] == "key projection of the sparse-attention indexer"
+        assert kept[f"{indexer}weights_proj.weight"] == "head weights of the sparse-attention indexer"
+        assert f"{indexer}wq_b.weight" in quantized
+        assert load_file(done.out / "model.safetensors")[f"{indexer}wk.weight"].dtype == torch.bfloat16
+    assert verify(done.out, source=model, workers=1).ok
+
+
+def test_verify_names_the_readers_that_fail_where_an_indexer_is_quantized(make: Make, tmp_path: Path) -> None:
+    model = make("deepseek_v32", mtp=True)
+    recipe = tmp_path / "recipe.yaml"
+    module = "model.layers.0.self_attn.indexer.wk"
+    recipe.write_text(f"version: 1\nrules:\n- {{match: {module}, format: nvfp4}}\n")
+    done = ptqpipe.convert(model, out=tmp_path / "out", recipe=recipe, workers=1)
+    report = verify(done.out, workers=1)
+    assert not report.ok
+    [(severity, message)] = readers(report, f"{module}.weight")
+    assert severity == "fault"
+    assert "vLLM stops with a KeyError" in message
+    # DeepSeek's own spelling of FP8 is decoded by readers where they fuse it.
+    assert readers(verify(make("deepseek_v32", mtp=True, fp8=True), workers=1), f"{module}.weight") == []
