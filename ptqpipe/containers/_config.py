@@ -190,7 +190,12 @@ def sglang_scale_warnings(config: Mapping[str, Any], *, remedy: str) -> list[str
 
 def kept_stacks(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
     """Modules that own kept stacks of experts: "...mlp.experts" for "...mlp.experts.gate_up_proj"."""
-    owners = [name.rpartition(".")[0] for name in kept if re.search(r"(^|\.)experts\.[^.\d]+$", name)]
+    return kept_experts((name for name in kept if re.search(r"(^|\.)experts\.[^.\d]+$", name)), targets)
+
+
+def kept_experts(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
+    """Modules whose experts are all kept, in stacks or one by one: "...mlp.experts" for "...mlp.experts.3.up_proj"."""
+    owners = [re.sub(r"((?:^|\.)experts)\..*", r"\1", name) for name in kept if is_routed_expert(name)]
     quantized = {re.sub(r"((?:^|\.)experts)\..*", r"\1", target.module) for target in targets}
     return [owner for owner in dict.fromkeys(owners) if owner not in quantized]
 

@@ -11,7 +11,7 @@ from ptqpipe.containers._codec import FLOAT_SCALES
 from ptqpipe.containers._config import (
     as_found,
     check_parts,
-    kept_stacks,
+    kept_experts,
     matrix_shape,
     module_list,
     quantization_config,
@@ -57,8 +57,8 @@ def configs(
 ) -> dict[str, dict[str, Any]]:
     """config.json with everything kept listed by its exact name: transformers' default skip list is replaced by it."""
     kept = module_list(kept_modules, targets)
-    # Readers ask for the module of the experts, not for the tensors of a kept stack.
-    kept += kept_stacks(kept, targets)
+    # Readers ask for the module of the experts, not for those of single ones or for the tensors of a kept stack.
+    kept += kept_experts(kept, targets)
     described = {**quantization, **{key: list(dict.fromkeys(kept)) for key in ignore_keys}, "ptqpipe": dict(provenance)}
     return {"config.json": {**without_quantization(base), "quantization_config": described}}
 

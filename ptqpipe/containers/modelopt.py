@@ -13,6 +13,7 @@ from ptqpipe.containers._config import (
     as_found,
     check_parts,
     is_routed_expert,
+    kept_experts,
     kv_cache_scheme,
     matrix_shape,
     module_list,
@@ -105,7 +106,9 @@ def configs(
     """config.json and hf_quant_config.json, saying the same."""
     algorithms = {target.module: _algorithm(target) for target in targets}
     distinct = list(dict.fromkeys(algorithms.values()))
-    exclude = [_exclusion(name, list(algorithms)) for name in module_list(kept_modules, targets)]
+    kept = module_list(kept_modules, targets)
+    kept += kept_experts(kept, targets)  # vLLM asks for the module of the experts, not for single ones
+    exclude = [_exclusion(name, list(algorithms)) for name in kept]
     nested: dict[str, Any] = {
         "quant_algo": distinct[0] if len(distinct) == 1 else _MIXED,
         "kv_cache_quant_algo": None if kv_cache_scheme(base) is None else "FP8",

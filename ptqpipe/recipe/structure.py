@@ -49,6 +49,22 @@ _UNQUANTIZED = (
 )
 
 ROWS: tuple[Row, ...] = (
+    # An MTP layer that is numbered like a decoder layer: DeepSeek-V3 to V3.2, GLM-4.5 to GLM-5. SGLang builds it
+    # unquantized beside ModelOpt's NVFP4 (models/deepseek_nextn.py); transformers drops it, so it cannot be calibrated.
+    Row(
+        Keep(r"re:(.*\.)?layers\.({layers})\.", "multi-token prediction layer"),
+        counted_by="num_nextn_predict_layers",
+    ),
+    # nn.Linear in vLLM's deepseek_mtp.py and glm4_moe_mtp.py, SGLang's deepseek_nextn.py and glm4_moe_nextn.py. Those
+    # of families whose MTP layers are not numbered like decoder layers do take codes (Nemotron-H).
+    Row(
+        Keep(r"re:((language_)?model\.)*layers\.\d+\.eh_proj$", "projection into the multi-token prediction layer"),
+        fails=(
+            "vLLM and SGLang build it as a plain linear layer: vLLM stops with a KeyError, SGLang drafts with random "
+            "weights; the model without its speculative decoding loads"
+        ),
+        unread=True,
+    ),
     # DeepSeek's sparse attention (DeepSeek-V3.2, GLM-5). Readers make one bfloat16 matrix of wk and weights_proj; wk in
     # DeepSeek's own FP8 spelling is decoded first.
     Row(

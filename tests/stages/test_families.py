@@ -1,5 +1,6 @@
 """Claims about families of models: what of them is kept and why, what readers are told, and what verify says."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.recipe import Recipe, Rule
+from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.verify.run import VerifyReport, verify
 from tests import families
 
@@ -75,3 +78,57 @@ def test_verify_names_the_readers_that_fail_where_an_indexer_is_quantized(make: 
     assert "vLLM stops with a KeyError" in message
     # DeepSeek's own spelling of FP8 is decoded by readers where they fuse it.
     assert readers(verify(make("deepseek_v32", mtp=True, fp8=True), workers=1), f"{module}.weight") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "fp8"),
+    [("deepseek_v3", False), ("deepseek_v3", True), ("deepseek_v32", True), ("glm4_moe", False), ("glm4_moe", True)],
+)
+@pytest.mark.parametrize("container", ["compressed_tensors", "modelopt"])
+def test_a_numbered_mtp_layer_is_kept_whole_as_bfloat16(
+    make: Make, tmp_path: Path, *, kind: str, fp8: bool, container: str
+) -> None:
+    model = make(kind, mtp=True, fp8=fp8)
+    done = ptqpipe.convert(model, out=tmp_path / "out", container=container, **EXACT)
+    quantized, kept = fates(dict(done.record))
+    assert quantized
+    assert not any(name.startswith(MTP) for name in quantized)
+    assert kept[f"{MTP}eh_proj.weight"] == "multi-token prediction layer"
+    tensors = load_file(done.out / "model.safetensors")
+    config = json.loads((done.out / "config.json").read_text())["quantization_config"]
+    for name, tensor in tensors.items():
+        if name.startswith(MTP):
+            assert tensor.dtype == torch.bfloat16, name
+            if tensor.dim() == 2 and "embed" not in name:
+                assert name.removesuffix(".weight") in config["ignore"]
+    if container == "modelopt":  # vLLM asks for the module of the experts alone
+        assert f"{MTP}mlp.experts" in config["ignore"]
+        assert "model.layers.1.mlp.experts" not in config["ignore"]
+    report = verify(done.out, source=model, workers=1)
+    assert report.ok, [fault.message for fault in report.faults]
+
+
+def test_mtp_layers_are_numbered_as_the_text_config_says() -> None:
+    recipe = Recipe((Rule("*", get_scheme("nvfp4")),))
+    inner = {"num_hidden_layers": 4, "num_nextn_predict_layers": 2}
+    for config in (inner, {"num_hidden_layers": 1, "text_config": inner}):
+        known = recipe.for_model(config)
+        for layer, kept in ((3, False), (4, True), (5, True), (6, False), (40, False)):
+            for prefix in ("model.", "model.language_model.", ""):
+                rule, _ = known.rule_for(f"{prefix}layers.{layer}.mlp.up_proj")
+                assert (rule is None) is kept
+    odd: dict[str, Any] = {"num_hidden_layers": "x", "num_nextn_predict_layers": [1], "text_config": 3}
+    for config in ({}, odd, inner | {"num_nextn_predict_layers": 0}, inner | {"num_nextn_predict_layers": 10**9}):
+        assert recipe.for_model(config) == recipe
+    again = Recipe.from_json(recipe.for_model(inner).to_json())
+    assert again.keep == recipe.for_model(inner).keep
+
+
+def test_verify_names_the_readers_that_fail_where_eh_proj_is_quantized(make: Make, tmp_path: Path) -> None:
+    model = make("glm4_moe", mtp=True)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"version: 1\nrules:\n- {{match: {MTP}eh_proj, format: fp8_block}}\n")
+    done = ptqpipe.convert(model, out=tmp_path / "out", recipe=recipe, workers=1)
+    [(severity, message)] = readers(verify(done.out, workers=1), f"{MTP}eh_proj.weight")
+    assert severity == "fault"
+    assert "speculative decoding" in message
