@@ -78,6 +78,14 @@ ROWS: tuple[Row, ...] = (
         fails=_UNQUANTIZED,
         unread=True,
     ),
+    # Multi-head latent attention (DeepSeek, Kimi, GLM-5): absorbed into queries and outputs when a model is loaded.
+    Row(
+        Keep(r"re:(.*\.)?kv_b_proj$", "readers take it apart when they load it and need at least 8 bits", bits=8),
+        fails=(
+            "SGLang and TensorRT-LLM take it apart without decoding it when they load the model: SGLang computes with "
+            "the packed bytes, TensorRT-LLM stops with an error of its shape; vLLM reads it"
+        ),
+    ),
     # Their error is the most expensive (heads, embeddings, routers decide discretely), or readers do not look for
     # quantized weights there (towers, MTP heads).
     Row(Keep(r"re:(.*\.)?(lm_head|output_head|embed_out)$", "language-model head")),

@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
-from ptqpipe.recipe import Recipe, Rule
+from ptqpipe.recipe import Recipe, RecipeOptions, Rule
 from ptqpipe.schemes import get_scheme
+from ptqpipe.stages.common.machine import Machine
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.verify.run import VerifyReport, verify
 from tests import families
 
@@ -132,3 +135,46 @@ def test_verify_names_the_readers_that_fail_where_eh_proj_is_quantized(make: Mak
     [(severity, message)] = readers(verify(done.out, workers=1), f"{MTP}eh_proj.weight")
     assert severity == "fault"
     assert "speculative decoding" in message
+
+
+def test_kv_b_proj_is_quantized_from_8_bits_on(make: Make, tmp_path: Path) -> None:
+    model = make("deepseek_v3", mtp=True)
+    module = "model.layers.0.self_attn.kv_b_proj"
+    for scheme, kept in (("nvfp4", True), ("mxfp4", True), ("mxfp8", False), ("fp8", False)):
+        with prepare(model, options=RecipeOptions(scheme=scheme), out=tmp_path / "out") as prepared:
+            reasons = {entry.name: entry.reason for entry in prepared.plan.kept}
+            assert (f"{module}.weight" in reasons) is kept
+            if kept:
+                assert "at least 8 bits" in reasons[f"{module}.weight"]
+    recipe = tmp_path / "mixed.yaml"  # the first rule that matches decides: no later one takes it from there
+    recipe.write_text('version: 1\nrules:\n- {match: "*attn*", format: nvfp4}\n- {match: "*", format: fp8_dynamic}\n')
+    with prepare(model, recipe_path=recipe, out=tmp_path / "out") as prepared:
+        assert f"{module}.weight" in {entry.name for entry in prepared.plan.kept}
+
+
+def test_verify_names_the_readers_that_fail_where_kv_b_proj_has_4_bits(make: Make, tmp_path: Path) -> None:
+    model = make("deepseek_v3", mtp=True)
+    recipe = tmp_path / "recipe.yaml"
+    module = "model.layers.0.self_attn.kv_b_proj"
+    for scheme, said in (("nvfp4", True), ("fp8_dynamic", False)):
+        recipe.write_text(f"version: 1\nrules:\n- {{match: {module}, format: {scheme}}}\n")
+        done = ptqpipe.convert(model, out=tmp_path / scheme, recipe=recipe, workers=1)
+        report = verify(done.out, source=model, workers=1)
+        assert report.ok
+        found = readers(report, f"{module}.weight")
+        assert [severity for severity, _ in found] == ["note"] * said
+        assert all("SGLang" in message and "vLLM reads it" in message for _, message in found)
+
+
+def test_a_plan_gives_kv_b_proj_no_format_of_4_bits(make: Make) -> None:
+    pytest.importorskip("scipy")
+    model = make("deepseek_v3", mtp=True)
+    known = {
+        formats: plan_mixed(model, Budget(bits=5.0), formats=formats, machine=Machine(1))
+        for formats in (("nvfp4", "fp8_dynamic"), ("nvfp4", "mxfp4a16"))
+    }
+    chosen = {formats: {g.id: plan.chosen[g.id] for g in plan.groups} for formats, plan in known.items()}
+    module = "model.layers.0.self_attn.kv_b_proj"
+    assert chosen[("nvfp4", "fp8_dynamic")][module] == "fp8_dynamic"
+    assert module not in chosen[("nvfp4", "mxfp4a16")]
+    assert not any(name.startswith(MTP) for plan in known.values() for name in plan.chosen)

@@ -91,7 +91,22 @@ def find_groups(source: Source, schemes: Sequence[Scheme | None]) -> list[Group]
     for unit in plan.units:
         match = _EXPERTS.search(unit.id)
         by_group[unit.id if match is None else f"{unit.id[: match.start()]}.experts"].append(unit)
-    return [_group(key, tuple(units), source, schemes, container) for key, units in by_group.items()]
+    groups = []
+    for key, units in by_group.items():
+        given = _given(units, schemes, source)
+        if any(scheme is not None for scheme in given):  # else they are kept whatever the plan says
+            groups.append(_group(key, tuple(units), source, given, container))
+    return groups
+
+
+def _given(units: Sequence[Unit], schemes: Sequence[Scheme | None], source: Source) -> list[Scheme | None]:
+    """Those of the schemes that a recipe gives these weights: some are kept unless a format has enough bits."""
+
+    def gives(scheme: Scheme) -> bool:
+        recipe = Recipe((Rule("*", scheme),)).for_model(source.reader.config)
+        return all(recipe.rule_for(member.module)[0] is not None for unit in units for member in unit.members)
+
+    return [scheme for scheme in schemes if scheme is None or gives(scheme)]
 
 
 def _group(
