@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.errors import UsageError
 from ptqpipe.recipe import Recipe, RecipeOptions, Rule
 from ptqpipe.schemes import get_scheme
+from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.plan.run import Budget, plan_mixed
@@ -178,3 +180,25 @@ def test_a_plan_gives_kv_b_proj_no_format_of_4_bits(make: Make) -> None:
     assert chosen[("nvfp4", "fp8_dynamic")][module] == "fp8_dynamic"
     assert module not in chosen[("nvfp4", "mxfp4a16")]
     assert not any(name.startswith(MTP) for plan in known.values() for name in plan.chosen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fp8"), [("deepseek_v3", False), ("deepseek_v3", True), ("deepseek_v32", False), ("glm4_moe", True)]
+)
+def test_a_model_with_an_mtp_layer_is_calibrated_and_converted_with_its_statistics(
+    make: Make, tmp_path: Path, *, kind: str, fp8: bool
+) -> None:
+    model = make(kind, mtp=True, fp8=fp8)
+    stats = tmp_path / "stats"
+    options = CalibrateOptions(samples=4, seqlen=16, moments=("diagonal",), holdout=0)
+    calibrate(model, [str(families.write_windows(tmp_path / "data.jsonl"))], stats, options=options)
+    done = ptqpipe.convert(model, out=tmp_path / "out", stats=stats, algorithm="rtn", weighting="diagonal", workers=1)
+    quantized, _ = fates(dict(done.record))
+    assert not any(name.startswith(MTP) for name in quantized)
+    report = verify(done.out, source=model, statistics=stats, workers=1)
+    assert report.ok, [fault.message for fault in report.faults]
+    # A rule that names such a module all the same hears why there are no statistics.
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"version: 1\nrules:\n- {{match: {MTP}self_attn.o_proj, format: nvfp4, weighting: diagonal}}\n")
+    with pytest.raises(UsageError, match=r"has no place for it.*--ignore it, or give it a rule with algorithm rtn"):
+        prepare(model, recipe_path=recipe, stats=stats, out=tmp_path / "other")

@@ -131,6 +131,12 @@ def _check_unit(unit: Unit, statistics: Statistics) -> None:
     for member in unit.members:
         module = module_of(member)
         if module not in statistics.modules:
+            unplaced = statistics.content.get("unplaced")
+            if isinstance(unplaced, list) and f"{module}.weight" in unplaced:
+                raise UsageError(
+                    f"'{module}' has no statistics: transformers' model has no place for it, so nothing runs through "
+                    "it; --ignore it, or give it a rule with algorithm rtn and weighting none"
+                )
             raise UsageError(f"{statistics.path} has no statistics of '{module}'; calibrate again, or --ignore it")
         for moment in wanted:
             if not statistics.has(module, moment):
