@@ -17,9 +17,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
 
 NUMBERS = {"errors", "formats", "schemes", "packing", "qtensor"}
 STAGES = NUMBERS | {
-    "_version", "global_scale", "kernels", "search", "algorithms", "transforms", "containers", "checkpoint", "recipe",
-    "plan", "source", "statistics", "rounding", "calibration", "runtime", "evaluation", "report", "engine", "server",
-    "collectives",
+    "_version", "patterns", "global_scale", "kernels", "search", "algorithms", "transforms", "containers", "checkpoint",
+    "recipe", "plan", "source", "statistics", "rounding", "calibration", "runtime", "evaluation", "report", "engine",
+    "server", "collectives",
 }  # fmt: skip
 
 # fmt: off
@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_version":     set(),
     "errors":       set(),
     "formats":      {"errors"},
+    "patterns":     set(),
     "schemes":      {"errors", "formats"},
     "packing":      {"errors", "formats"},
     "qtensor":      {"errors", "formats", "packing"},
@@ -36,9 +37,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     # An algorithm chooses scales by the name of a search, so it knows the lookup in search/__init__.py.
     "algorithms":   NUMBERS | {"kernels", "search", "global_scale"},
     "transforms":   NUMBERS | {"kernels"},
-    "containers":   NUMBERS | {"kernels"},
+    "containers":   NUMBERS | {"kernels", "patterns"},
     "checkpoint":   {"errors"},
-    "recipe":       NUMBERS,
+    "recipe":       NUMBERS | {"patterns"},
     "plan":         NUMBERS | {"recipe", "checkpoint"},
     "source":       NUMBERS | {"checkpoint", "containers", "plan", "recipe"},
     "statistics":   {"errors", "checkpoint"},

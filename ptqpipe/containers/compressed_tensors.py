@@ -6,7 +6,6 @@ reader accepts: no unknown key inside a group, ``quantization_status`` and both 
 shape [1], FP8 channel scales [N, 1]. Knows spelling only: no search, no files, no model code.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,8 +28,9 @@ from ptqpipe.containers._config import (
 )
 from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
-from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.errors import CheckpointError, FormatError, one_line
 from ptqpipe.formats import FORMATS, Format
+from ptqpipe.patterns import expression
 from ptqpipe.schemes import Activation, Scheme
 
 QUANT_METHOD = "compressed-tensors"
@@ -357,6 +357,9 @@ def _matches(module: str, target: str) -> bool:
     if not target.startswith("re:"):
         return target == module
     try:
-        return re.match(target.removeprefix("re:"), module) is not None
-    except re.error as error:
-        raise CheckpointError(f"{target!r} in config.json is no regular expression: {error}") from None
+        return expression(target.removeprefix("re:")).match(module)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{one_line(repr(target), limit=200)} in config.json cannot be matched with "
+            f"{one_line(module, limit=200)!r}: {error}"
+        ) from None

@@ -8,12 +8,12 @@ conversion holds the recipe as JSON, from which `ptqpipe verify` makes it again.
 import fnmatch
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ptqpipe.errors import PtqError, RecipeError, UsageError
+from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
+from ptqpipe.patterns import expression
 from ptqpipe.recipe.structure import DEFAULT_FUSE, DEFAULT_KEEP, Keep, rows_of
 from ptqpipe.schemes import LOW_RANK_DTYPES, LowRank, Scheme, get_scheme
 
@@ -221,21 +221,31 @@ def check_pattern(pattern: str) -> None:
         raise RecipeError("an empty pattern matches nothing; give a module name, a glob, or re:<regex>")
     if pattern.startswith("re:"):
         try:
-            re.compile(pattern[3:])
-        except re.error as error:
-            raise RecipeError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+            expression(pattern[3:])
+        except ValueError as error:
+            raise RecipeError(f"pattern {_shown(pattern)} is not a regular expression: {error}") from None
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether ``pattern`` names ``module``: exactly, as a glob (``*``), or ``re:`` matched from the name's start."""
+    """Whether ``pattern`` names ``module``: exactly, as a glob (``*``), or ``re:`` matched from the name's start.
+
+    RecipeError for an expression that takes too long to match.
+    """
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
+        try:
+            return expression(pattern[3:]).match(module)
+        except ValueError as error:
+            raise RecipeError(f"pattern {_shown(pattern)} cannot be matched with {_shown(module)}: {error}") from None
     return pattern == module or ("*" in pattern and fnmatch.fnmatchcase(module, pattern))
 
 
 def _bits(rule: Rule) -> float:
     """Bits of a weight's code under a rule; infinite where it keeps."""
     return float("inf") if rule.scheme is None else rule.scheme.fmt.element.bits
+
+
+def _shown(text: str) -> str:
+    return one_line(repr(text), limit=200)
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

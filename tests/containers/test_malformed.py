@@ -82,7 +82,7 @@ def test_the_sound_checkpoints_are_sound(container: str) -> None:
         ("compressed_tensors", lambda q, n: group(q)["weights"].update(type="int"), "does not read"),
         ("compressed_tensors", lambda q, n: group(q)["weights"].update(symmetric=False), "does not read"),
         ("compressed_tensors", lambda q, n: group(q).update(targets="Linear"), "must be a list of strings"),
-        ("compressed_tensors", lambda q, n: group(q).update(targets=["re:("]), "no regular expression"),
+        ("compressed_tensors", lambda q, n: group(q).update(targets=["re:("]), "cannot be matched with"),
         ("compressed_tensors", lambda q, n: group(q).update(targets=["model.other"]), "no config group targets it"),
         ("compressed_tensors", lambda q, n: q.update(ignore=[M]), "under 'ignore'"),
         ("compressed_tensors", lambda q, n: q.update(ignore={"a": 1}), "must be a list of strings"),

@@ -7,10 +7,12 @@ for another tool's. Must not know how a container spells a scheme, only how to c
 import json
 import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from ptqpipe.containers import Target
-from ptqpipe.errors import PtqError
+from ptqpipe.errors import CheckpointError, PtqError
+from ptqpipe.patterns import expression
 from ptqpipe.plan import conv1d_leaves, is_matrix
 from ptqpipe.recipe import matches, rows_of
 from ptqpipe.source import Source
@@ -204,19 +206,16 @@ def _targets(described: Mapping[str, Any], findings: Findings) -> list[str] | No
 def _names(target: str, module: str) -> bool:
     """Whether an entry names a module: exactly, as an expression, or as a wildcard."""
     if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    return target == module or re.fullmatch(_glob(target), module) is not None
+        try:
+            return expression(target[3:]).match(module)
+        except ValueError as error:
+            raise CheckpointError(f"{target!r} in config.json cannot be matched with {module!r}: {error}") from None
+    return target == module or fnmatchcase(module, target)
 
 
 def _excludes(entry: str, module: str) -> bool:
     """Whether an exclusion covers a module: by name, or the name of a parent."""
     return _names(entry, module) or (not entry.startswith("re:") and module.startswith(entry.rstrip("*.") + "."))
-
-
-def _glob(pattern: str) -> str:
-    """A shell wildcard as an expression; brackets are sets of letters."""
-    pieces = re.split(r"(\*|\?|\[[^\]]+\])", pattern)
-    return "".join({"*": ".*", "?": "."}.get(p, p if p.startswith("[") else re.escape(p)) for p in pieces)
 
 
 def _check_hf_quant_config(

@@ -1,0 +1,59 @@
+"""Regular expressions of files that somebody else wrote, matched in bounded time.
+
+The lists of a config.json (``ignore``, ``targets``) and of a recipe hold expressions in Python's syntax, and Python's
+own ``re`` needs for ever for some of them: ``(.*)*(.*)*(.*)*!$`` on a name of 40 letters. The package ``regex`` says
+the same and takes a time limit. Nothing is known here of what is named, or of the files.
+"""
+
+import time
+from functools import lru_cache
+
+import regex
+
+MAX_LETTERS = 32768  # of one expression; those of 256 experts times 60 layers, all listed, have fewer
+# An expression may take a second, and every name adds a little: in use they take some microseconds a name.
+_SECONDS = 1.0
+_SECONDS_A_NAME = 1e-4
+
+
+class Expression:
+    """A regular expression that is matched from the beginning of a name, as ``re.match`` does.
+
+    Raises ValueError, in one line without the expression, for what is no expression or is too long.
+    """
+
+    __slots__ = ("_pattern", "_seconds_left")
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MAX_LETTERS:
+            raise ValueError(f"it has {len(text)} letters, expected at most {MAX_LETTERS}")
+        try:
+            self._pattern = regex.compile(text)
+        except (RecursionError, MemoryError):
+            raise ValueError("its groups are nested too deeply") from None
+        except (regex.error, OverflowError) as error:
+            raise ValueError(str(error)) from None
+        self._seconds_left = _SECONDS
+
+    def match(self, name: str) -> bool:
+        """Whether the expression matches a beginning of ``name``.
+
+        Raises ValueError, in one line, if that takes more than a second, or a tenth of a millisecond a name over many.
+        """
+        started = time.monotonic()
+        allowed = min(_SECONDS, self._seconds_left + _SECONDS_A_NAME)
+        try:
+            found = self._pattern.match(name, timeout=allowed) is not None
+        except TimeoutError:
+            self._seconds_left = _SECONDS  # the next model starts anew
+            raise ValueError(f"it takes too long on a name of {len(name)} letters; write it simpler") from None
+        except (RecursionError, MemoryError):
+            raise ValueError(f"it needs too much memory on a name of {len(name)} letters; write it simpler") from None
+        self._seconds_left = max(0.0, allowed - (time.monotonic() - started))
+        return found
+
+
+@lru_cache(maxsize=4096)
+def expression(text: str) -> Expression:
+    """`Expression` of ``text``, made once. Raises ValueError."""
+    return Expression(text)
