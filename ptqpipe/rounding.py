@@ -18,6 +18,7 @@ from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 ROUNDING_FILE = "rounding.json"
 ROUNDING_VERSION = 1
@@ -42,7 +43,7 @@ class Rounding:
         if not file.is_file():
             raise UsageError(f"{path} holds no {ROUNDING_FILE}; make it with: ptqpipe tune MODEL -o {path}")
         try:
-            content = json.loads(file.read_bytes())
+            content = json.loads(read_regular(file, limit=MAX_JSON_BYTES))
             version, complete = content["version"], isinstance(content["weights"], dict)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{file} is damaged: {error}; tune again") from None

@@ -18,6 +18,7 @@ import torch
 from ptqpipe.checkpoint.digests import FileDigests
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 STATS_FILE = "stats.json"
 STATS_VERSION = 1
@@ -99,7 +100,7 @@ class Statistics:
         if not file.is_file():
             raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: ptqpipe calibrate MODEL -o {path}")
         try:
-            content = json.loads(file.read_bytes())
+            content = json.loads(read_regular(file, limit=MAX_JSON_BYTES))
             version = content["version"]
             complete = isinstance(content["modules"], dict) and isinstance(content["model"], dict)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

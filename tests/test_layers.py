@@ -17,9 +17,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
 
 NUMBERS = {"errors", "formats", "schemes", "packing", "qtensor"}
 STAGES = NUMBERS | {
-    "_version", "patterns", "global_scale", "kernels", "search", "algorithms", "transforms", "containers", "checkpoint",
-    "recipe", "plan", "source", "statistics", "rounding", "calibration", "runtime", "evaluation", "report", "engine",
-    "server", "collectives",
+    "_version", "patterns", "regular_file", "global_scale", "kernels", "search", "algorithms", "transforms",
+    "containers", "checkpoint", "recipe", "plan", "source", "statistics", "rounding", "calibration", "runtime",
+    "evaluation", "report", "engine", "server", "collectives",
 }  # fmt: skip
 
 # fmt: off
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors":       set(),
     "formats":      {"errors"},
     "patterns":     set(),
+    "regular_file": set(),
     "schemes":      {"errors", "formats"},
     "packing":      {"errors", "formats"},
     "qtensor":      {"errors", "formats", "packing"},
@@ -38,15 +39,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms":   NUMBERS | {"kernels", "search", "global_scale"},
     "transforms":   NUMBERS | {"kernels"},
     "containers":   NUMBERS | {"kernels", "patterns"},
-    "checkpoint":   {"errors"},
-    "recipe":       NUMBERS | {"patterns"},
+    "checkpoint":   {"errors", "regular_file"},
+    "recipe":       NUMBERS | {"patterns", "regular_file"},
     "plan":         NUMBERS | {"recipe", "checkpoint"},
     "source":       NUMBERS | {"checkpoint", "containers", "plan", "recipe"},
-    "statistics":   {"errors", "checkpoint"},
-    "rounding":     NUMBERS | {"checkpoint"},
-    "calibration":  NUMBERS | {"checkpoint", "recipe", "plan", "source", "statistics", "runtime"},
+    "statistics":   {"errors", "checkpoint", "regular_file"},
+    "rounding":     NUMBERS | {"checkpoint", "regular_file"},
+    "calibration":  NUMBERS | {"checkpoint", "recipe", "plan", "source", "statistics", "runtime", "regular_file"},
     "runtime":      NUMBERS | {"kernels", "containers", "checkpoint", "plan", "source"},
-    "evaluation":   NUMBERS | {"checkpoint", "source", "runtime"},
+    "evaluation":   NUMBERS | {"checkpoint", "source", "runtime", "regular_file"},
     # The engine is given a model; a server is given an engine. Neither knows files, formats or each other's business.
     "engine":       {"errors", "kernels"},
     "server":       {"_version", "errors", "engine"},

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.rows import read_rows
+from ptqpipe.checkpoint.files import refuse_pipes
 from ptqpipe.errors import CheckpointError, UsageError
 
 PIECE = 1 << 18  # characters that are tokenized at once
@@ -107,6 +108,7 @@ def _load_tokenizer(model: Path) -> Any:
     except ImportError:
         raise UsageError("calibration needs transformers; pip install 'ptqpipe[hf]'") from None
     try:
+        refuse_pipes(Path(model))
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]

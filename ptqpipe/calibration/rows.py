@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.errors import UsageError
+from ptqpipe.regular_file import MAX_TEXT_BYTES, kind_of, read_regular_text
 
 FIELDS = ("messages", "conversations", "text", "content", "prompt", "instruction", "question", "input_ids")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+){0,2}")
@@ -26,7 +27,9 @@ def read_rows(name: str, *, field: str | None = None) -> Iterator[tuple[str, Any
     path = Path(name).expanduser()
     if not path.is_file():
         if path.exists():
-            raise UsageError(f"{name} is a folder, expected a file with text; name the files in it")
+            kind = kind_of(path.stat().st_mode)
+            remedy = "name the files in it" if path.is_dir() else "write the text to a file first"
+            raise UsageError(f"{name} is {kind}, expected a file with text; {remedy}")
         if path.suffix in (".txt", ".jsonl", ".parquet", ".raw", ".json") or not _HUB_NAME.fullmatch(name):
             raise UsageError(f"{name} does not exist; give --data a .txt, .jsonl or .parquet file")
         yield from _fields(_dataset_rows(name), name, "row", field)
@@ -40,7 +43,7 @@ def read_rows(name: str, *, field: str | None = None) -> Iterator[tuple[str, Any
 
 def _text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular_text(path, limit=MAX_TEXT_BYTES)
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path} is not UTF-8 text (byte {error.start}); give a text, .jsonl or .parquet file"

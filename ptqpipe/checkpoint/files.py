@@ -18,10 +18,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from ptqpipe.checkpoint.header import FileHeader, parse_file, parse_json_object, shown
 from ptqpipe.errors import CheckpointError
+from ptqpipe.regular_file import MAX_JSON_BYTES, kind_of, read_regular
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
@@ -36,7 +37,6 @@ _WEIGHT_SUFFIXES: Final = (
 _SKIPPED_FOLDERS: Final = frozenset({".git", ".cache", ".huggingface", "__pycache__", ".ipynb_checkpoints"})
 _OTHER_SETS: Final = ("consolidated", "adapter_")
 _NUMBERED: Final = re.compile(r"(?P<stem>.+)-(?P<index>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
-_MAX_JSON_BYTES: Final = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,10 @@ def scan_folder(folder: Path) -> FolderContent:
 def read_json_object(path: Path, *, strict: bool = True) -> dict[str, Any]:
     """A JSON object from a file; ``strict=False`` allows what config files hold in practice (Infinity, duplicates).
 
-    Raises CheckpointError for what cannot be read or parsed.
+    Raises CheckpointError for what cannot be read or parsed, a pipe or a device, and more than 256 MiB.
     """
     try:
-        size = path.stat().st_size
-        if size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{shown(str(path))} has {size} bytes, expected at most {_MAX_JSON_BYTES} of JSON")
-        raw = path.read_bytes()
+        raw = read_regular(path, limit=MAX_JSON_BYTES)
     except OSError as error:
         raise CheckpointError(f"{shown(str(path))} cannot be read: {error.strerror}; check the file") from None
     if raw.startswith(b"version https://git-lfs"):
@@ -98,6 +95,27 @@ def read_json_object(path: Path, *, strict: bool = True) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{shown(str(path))} holds {type(value).__name__}, expected a JSON object")
     return value
+
+
+def refuse_pipes(folder: Path) -> None:
+    """CheckpointError for a pipe, a device or a socket in a model's folder, or a link to one.
+
+    Who lets another library read the folder's files (config, tokenizer, chat template) asks this first: opening a pipe
+    waits for ever, and a device need not end. Weights are not looked at: their readers are our own.
+    """
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = Path(root, name)
+            try:
+                kind = "" if is_weight_file(name) else kind_of(path.stat().st_mode)
+            except OSError:  # absent or not to be read: whoever opens it says so
+                continue
+            if kind:
+                _refuse_kind(path, kind)
+
+
+def _refuse_kind(path: Path, kind: str) -> NoReturn:
+    raise CheckpointError(f"{shown(str(path))} is {kind}, expected a file; remove it, or put the file itself there")
 
 
 def is_weight_file(name: str) -> bool:
@@ -249,7 +267,7 @@ def _classified(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield path, "weights or index of another set or format"
             elif not path.exists():
                 raise CheckpointError(f"{shown(str(path))} is a link to nothing; download the checkpoint again")
-            elif not path.is_file():
-                yield path, "not a regular file"
+            elif kind := kind_of(path.stat().st_mode):
+                _refuse_kind(path, kind)
             else:
                 yield path, ""

@@ -28,6 +28,7 @@ from typing import Final
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.journal import JournalContent, RunIdentity, check_same_run, read_journals
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 #: The file beside the weights whose "run_id" says which run wrote them; its writer puts it there.
 REPORT_NAME: Final = "ptqpipe.json"
@@ -160,7 +161,7 @@ def lock_all(folder: Path) -> RankLock:
 def completed_run(out: Path) -> str | None:
     """The run that wrote a complete output, from its ptqpipe.json; None if there is none or it does not say."""
     try:
-        report = json.loads((Path(out) / REPORT_NAME).read_bytes())
+        report = json.loads(read_regular(Path(out) / REPORT_NAME, limit=MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     run_id = report.get("run_id") if isinstance(report, dict) else None

@@ -21,6 +21,7 @@ import numpy as np
 import yaml
 
 from ptqpipe.errors import UsageError, one_line
+from ptqpipe.regular_file import MAX_TEXT_BYTES, read_regular_text
 
 LOCAL_TASKS = Path(__file__).resolve().parent / "tasks"
 RESAMPLES = 1000
@@ -249,7 +250,9 @@ def _local_config(name: str, task_data: Path | None) -> dict[str, Any]:
 def _check_rows(file: Path, fields: Sequence[str]) -> None:
     """UsageError for a line that is no object with ``fields``: lm-eval would fail on it somewhere within."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = read_regular_text(file, limit=MAX_TEXT_BYTES).splitlines()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}; check the task's data") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text (byte {error.start}); expected JSON lines") from None
     for number, line in enumerate(lines, 1):

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from ptqpipe.checkpoint.files import refuse_pipes
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.regular_file import MAX_TEXT_BYTES, read_regular_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
+        refuse_pipes(Path(path))
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
@@ -79,7 +82,9 @@ def _content(file: Path) -> str | list[int]:
     if file.suffix == ".parquet":
         return _joined(_parquet_rows(file), file)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_regular_text(file, limit=MAX_TEXT_BYTES)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}; give a text or .jsonl file") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text (byte {error.start}); give a text or .jsonl file") from None
     if file.suffix != ".jsonl":

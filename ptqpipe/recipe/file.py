@@ -14,6 +14,7 @@ import yaml
 from ptqpipe.errors import PtqError, RecipeError
 from ptqpipe.recipe.model import BY_RECIPE, Recipe, Rule
 from ptqpipe.recipe.structure import DEFAULT_KEEP, Keep
+from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
 from ptqpipe.schemes import SCHEMES, get_scheme
 
 _SHORT = reprlib.Repr()
@@ -46,7 +47,7 @@ def _shown(value: object) -> str:
 def load_recipe(path: Path) -> Recipe:
     """Reads and validates a recipe file. RecipeError names the file and the key that is wrong."""
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        raw = yaml.load(read_regular_text(path, limit=MAX_RECIPE_BYTES), Loader=_Loader)
     except FileNotFoundError:
         known = f", or --format {path}" if str(path).lower().replace("-", "_") in SCHEMES else ""
         raise RecipeError(

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed import ProcessGroup
 
+from ptqpipe.checkpoint.files import refuse_pipes
 from ptqpipe.errors import CheckpointError, PtqError, UsageError, one_line
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
 from ptqpipe.runtime.parallel import AllReduce, RunCollective, TensorParallel
@@ -137,6 +138,7 @@ def read_config(path: Path) -> Any:
         from transformers import AutoConfig
     except ImportError:
         raise UsageError("running a model needs transformers; pip install 'ptqpipe[hf]'") from None
+    refuse_pipes(path)
     try:
         with quiet():  # what it says of a file that it does not understand becomes one error
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)

@@ -15,6 +15,7 @@ import torch
 from ptqpipe.errors import OutputExists, UsageError, VerifyError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import RECORD_FILE
@@ -98,7 +99,7 @@ def _check_place(out: Path) -> None:
         if path.name in {f".{scheme}.partial" for scheme in SCHEMES}:
             continue
         try:
-            source = json.loads((path / RECORD_FILE).read_bytes())["source"]["name"]
+            source = json.loads(read_regular(path / RECORD_FILE, limit=MAX_JSON_BYTES))["source"]["name"]
         except (OSError, ValueError, KeyError, TypeError):
             source = None
         if path.name not in SCHEMES or source != MODEL.name:

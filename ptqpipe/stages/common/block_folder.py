@@ -16,6 +16,7 @@ from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_
 from ptqpipe.checkpoint.partial import Paths, RankLock, output_errors, prepare, publish
 from ptqpipe.checkpoint.writer import Mode
 from ptqpipe.errors import AlreadyComplete
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.stages.common.jobs import json_bytes, run_id_of
 from ptqpipe.stages.common.machine import Ranks
 
@@ -52,7 +53,7 @@ class BlockFolder:
 
     def _check_unfinished(self) -> None:
         try:
-            found = json.loads((self.paths.out / self._index_file).read_bytes())["run_id"]
+            found = json.loads(read_regular(self.paths.out / self._index_file, limit=MAX_JSON_BYTES))["run_id"]
         except (OSError, ValueError, KeyError, TypeError):
             return
         if found == self.run_id and not self.paths.partial.is_dir():

@@ -13,6 +13,7 @@ from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.errors import OutputExists
 from ptqpipe.evaluation.harness import Metric, compare
 from ptqpipe.evaluation.measures import Divergence, Perplexity
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.text import table
 
@@ -112,7 +113,7 @@ def _task_row(row: TaskRow) -> dict[str, Any]:
 
 def _run_id(path: Path) -> str | None:
     try:
-        found = json.loads((path / RECORD_FILE).read_bytes()).get("run_id")
+        found = json.loads(read_regular(path / RECORD_FILE, limit=MAX_JSON_BYTES)).get("run_id")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return found if isinstance(found, str) else None
@@ -140,7 +141,7 @@ def check_target(out: Path, *, overwrite: bool, compared: bool, tasks: bool) -> 
     if overwrite or not out.is_file():
         return
     try:
-        former = json.loads(out.read_bytes())
+        former = json.loads(read_regular(out, limit=MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return  # cut short: nothing is lost
     lost = [

@@ -20,6 +20,7 @@ from ptqpipe.evaluation.scores import ModelLogits, Window, batches, score, vocab
 from ptqpipe.evaluation.text import Tokenizer, read_text
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.runtime.loading import load_model, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
@@ -98,7 +99,10 @@ def _read_record(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str],
     """What is known already; a torn last line is cut off. UsageError where the file is of another run."""
     if not path.exists():
         return {}
-    raw = path.read_bytes()
+    try:
+        raw = read_regular(path, limit=MAX_JSON_BYTES)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; name another file") from None
     whole = raw[: raw.rfind(b"\n") + 1]
     try:
         lines = [json.loads(line) for line in whole.splitlines()]

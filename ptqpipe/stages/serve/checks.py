@@ -9,7 +9,9 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ptqpipe.checkpoint.files import refuse_pipes
 from ptqpipe.errors import CheckpointError, UsageError, one_line
+from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
 from ptqpipe.stages.serve.hardware import device_of
 
 if TYPE_CHECKING:
@@ -71,8 +73,10 @@ def read_template(file: Path | None) -> str | None:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_regular_text(file, limit=MAX_RECIPE_BYTES)
         _compile_jinja_template(text)  # with transformers' own tags and filters
+    except OSError as error:
+        raise UsageError(f"--chat-template {file} cannot be read: {error.strerror}; give a Jinja file") from None
     except UnicodeDecodeError:
         raise UsageError(f"--chat-template {file} is not UTF-8 text; give a Jinja file") from None
     except Exception as error:  # jinja2's, which this file does not import
@@ -86,6 +90,7 @@ def read_tokenizer(ckpt: str) -> Any:
 
     from ptqpipe.runtime.loading import quiet
 
+    refuse_pipes(Path(ckpt))
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(ckpt, local_files_only=True, trust_remote_code=False)

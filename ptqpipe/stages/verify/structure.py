@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ptqpipe.containers import WITH_KV_CACHE, StoredWeight
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import NotFinite
 from ptqpipe.stages.common.text import same_json
@@ -257,7 +258,7 @@ def _json(path: Path) -> Any:
     if path.suffix != ".json":
         return None
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_regular(path, limit=MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
 

@@ -1,0 +1,64 @@
+"""Small files of other people's folders, read whole: never a pipe, a device or more than is said.
+
+A link may lead to /dev/zero, which never ends, and opening a pipe waits for a writer; sizes that `stat` gives are those
+of another moment. So a file is opened without waiting, looked at when it is open, and its bytes are counted as they
+come. Knows nothing of what the files hold.
+"""
+
+import errno
+import io
+import os
+import stat
+from pathlib import Path
+
+#: What any JSON file may have: the records of models with 100,000 experts have half of it.
+MAX_JSON_BYTES = 256 * 2**20
+#: What a recipe or a chat template may have.
+MAX_RECIPE_BYTES = 16 * 2**20
+#: What a text that models are calibrated or measured on may have.
+MAX_TEXT_BYTES = 4 * 2**30
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def kind_of(mode: int) -> str:
+    """What ``st_mode`` says that a path is, in words: "a pipe", "a device"; "" for a regular file."""
+    return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
+
+
+def read_regular(path: Path, *, limit: int) -> bytes:
+    """All bytes of a regular file, or of one that a link leads to.
+
+    Raises OSError as `open` does, and, with words of its own for ``strerror``, for anything else than a regular file
+    and for more than ``limit`` bytes; never waits, and never holds more than ``limit`` bytes.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if kind := kind_of(status.st_mode):
+            raise OSError(errno.EINVAL, f"it is {kind}, expected a file", str(path))
+        raw = b"" if status.st_size > limit else _up_to(fd, limit + 1)
+    finally:
+        os.close(fd)
+    if status.st_size > limit or len(raw) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+    return raw
+
+
+def read_regular_text(path: Path, *, limit: int) -> str:
+    """`read_regular` as UTF-8 text, its line ends as ``\\n``. Raises UnicodeDecodeError too."""
+    return io.TextIOWrapper(io.BytesIO(read_regular(path, limit=limit)), encoding="utf-8").read()
+
+
+def _up_to(fd: int, nbytes: int) -> bytes:
+    parts = []
+    while nbytes > 0 and (part := os.read(fd, min(nbytes, 2**24))):
+        parts.append(part)
+        nbytes -= len(part)
+    return b"".join(parts)
