@@ -9,7 +9,6 @@ This file knows names, dtypes, shapes and bytes; what they stand for is the cont
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ import torch
 
 from ptqpipe.checkpoint import direct
 from ptqpipe.checkpoint.files import FolderContent, read_json_object, scan_folder
+from ptqpipe.checkpoint.fingerprint import fingerprint_of
 from ptqpipe.checkpoint.header import DTYPES, FileHeader, TensorEntry, shown
 from ptqpipe.errors import CheckpointError
 
@@ -58,6 +58,7 @@ class CheckpointReader:
         self._fds: dict[Path, int] = {}
         self._directs: dict[Path, direct.DirectFile] = {}
         self._lock = threading.Lock()
+        self._fingerprint: str | None = None
 
     @classmethod
     def open(cls, path: Path) -> CheckpointReader:
@@ -143,18 +144,19 @@ class CheckpointReader:
         return read_json_object(path, strict=False) if os.path.lexists(path) else None
 
     def fingerprint(self) -> str:
-        """sha256 over file names, sizes, modification times, headers and config.json.
+        """64 hex digits that are the same for every copy of this checkpoint: see ``fingerprint.py`` for what is read.
 
-        Two readers with equal fingerprints see the same tensors, unless bytes were changed in place with the
-        modification time put back.
+        Found once. Raises CheckpointError for a file that has changed or cannot be read.
         """
-        digest = hashlib.sha256()
-        for path, header in self._headers.items():
-            name = path.relative_to(self.path).as_posix()
-            digest.update(f"{name}\0{header.file_bytes}\0{header.mtime_ns}\0{header.sha256}\n".encode())
-        config = self.path / "config.json"
-        digest.update(config.read_bytes() if self.has_config else b"")
-        return digest.hexdigest()
+        if self._fingerprint is None:
+            headers = list(self._headers.values())
+            try:
+                self._fingerprint = fingerprint_of(
+                    self.path, headers, lambda e, start, stop: self.read_bytes(e.name, start_byte=start, stop_byte=stop)
+                )
+            except OSError as error:
+                _raise_unreadable(Path(error.filename or self.path), error)
+        return self._fingerprint
 
     def check_unchanged(self) -> None:
         """Raises CheckpointError if a weight file's size or time differs from when it was opened."""

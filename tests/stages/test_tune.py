@@ -116,8 +116,14 @@ def test_codes_of_another_model_or_format_are_refused(tuned: tuple[str, Path], t
     for file in codes.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "rounding.json").write_text(json.dumps(content))
-    with pytest.raises(UsageError, match="another model"):
+    with pytest.raises(UsageError, match=r"learned codes in .*copy belong to the model demo_model .*tune this one"):
         prepare(DEMO, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", rounding=copy)
+
+
+def test_codes_hold_for_every_copy_of_the_model(tuned: tuple[str, Path], tmp_path: Path) -> None:
+    scheme, codes = tuned
+    copy = shutil.copytree(DEMO, tmp_path / "second_download", copy_function=shutil.copyfile)
+    prepare(copy, options=RecipeOptions(scheme=scheme), out=tmp_path / "o", rounding=codes).close()
 
 
 def test_a_flipped_bit_among_the_codes_is_an_error_not_another_model(tuned: tuple[str, Path], tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def write_statistics(
     content = {
         "version": 1,
         "digest": "0" * 64,
-        "model": {"fingerprint": CheckpointReader.open(model_folder).fingerprint()},
+        "model": {"name": model_folder.name, "fingerprint": CheckpointReader.open(model_folder).fingerprint()},
         "modules": {n: {"key": n, "tokens": tokens, "measured": True, "quantiles": quantiles} for n in modules},
         "attention": {},
     }

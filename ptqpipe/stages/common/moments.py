@@ -19,6 +19,7 @@ from ptqpipe.plan import Plan, Unit
 from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import corrected_biases
+from ptqpipe.stages.common.identity import check_model
 from ptqpipe.stages.common.input_scales import LARGEST, module_of
 from ptqpipe.statistics import KnownInputs, Statistics
 
@@ -41,12 +42,7 @@ def open_statistics(path: Path | None, source: Source, plan: Plan, *, recipe: Re
         return None
     statistics = Statistics.open(path)
     try:
-        if statistics.model_fingerprint != source.reader.fingerprint():
-            known = statistics.content["model"].get("name", "another model")
-            raise UsageError(
-                f"{path} holds statistics of {known}, not of {source.reader.path}: their fingerprints differ; "
-                "calibrate this model"
-            )
+        check_model(statistics, source)
         for unit in plan.units:
             _check_unit(unit, statistics)
         for weight in corrected_biases(plan, source, recipe):

@@ -18,6 +18,7 @@ from ptqpipe.search import get_search
 from ptqpipe.source import Source
 from ptqpipe.stages.common import kv_cache
 from ptqpipe.stages.common.biases import corrected_biases, with_reasons
+from ptqpipe.stages.common.identity import check_model
 from ptqpipe.stages.common.input_scales import LARGEST, InputScales
 from ptqpipe.stages.common.jobs import (
     run_id_of,
@@ -153,22 +154,26 @@ def open_rounding(path: Path | None, source: Source, plan: Plan) -> Rounding | N
     if path is None:
         return None
     found = Rounding.open(path)
-    if found.model_fingerprint != source.reader.fingerprint():
+    try:
+        _check_codes(found, source, plan)
+    except BaseException:
         found.close()
-        raise UsageError(f"{path} was tuned on another model than {source.reader.path}; tune this one")
+        raise
+    return found
+
+
+def _check_codes(found: Rounding, source: Source, plan: Plan) -> None:
+    path = found.path
+    check_model(found, source)
     for unit in plan.units:
         if unit.scheme.low_rank is not None:
-            found.close()
             raise UsageError(f"{path} has codes that were learned without a low-rank part; leave low_rank out")
         keys = [member.key for member in unit.members]
         missing = [key for key in keys if not found.has(key)]
         if missing and len(missing) < len(keys):
-            found.close()
             raise UsageError(f"{path} has no codes of '{missing[0]}', but of what shares its scale; tune again")
     if not any(found.has(member.key) for unit in plan.units for member in unit.members):
-        found.close()
         raise UsageError(f"{path} has codes of no weight that the recipe quantizes; tune with the same recipe")
-    return found
 
 
 def default_out(model: str, path: Path, recipe: Recipe) -> Path:

@@ -59,14 +59,6 @@ def choose_moment(stats: Statistics, groups: Iterable[Group]) -> str:
     raise UsageError(f"{stats.path} has no statistics of '{lost}'; calibrate this model")
 
 
-def check_model(stats: Statistics, source: Source) -> None:
-    """UsageError where the statistics are of another model."""
-    if stats.model_fingerprint != source.reader.fingerprint():
-        raise UsageError(
-            f"{stats.path} holds statistics of another model than {source.reader.path}; calibrate this one"
-        )
-
-
 def estimate(
     source: Source,
     groups: Sequence[Group],

@@ -17,9 +17,10 @@ from ptqpipe.checkpoint.source import resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Member
 from ptqpipe.source import Source
+from ptqpipe.stages.common.identity import check_model
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.common.text import layer_of, role_of, size_text, table
-from ptqpipe.stages.plan.cost import Costs, check_model, choose_moment, estimate
+from ptqpipe.stages.plan.cost import Costs, choose_moment, estimate
 from ptqpipe.stages.plan.measure import Measurement, measure
 from ptqpipe.stages.plan.solve import Solution, require_scipy, solve
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, KEEP, Group, find_groups, forecast, recipe_content, schemes_of

@@ -14,6 +14,7 @@ from ptqpipe.checkpoint.source import check_disjoint
 from ptqpipe.errors import UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
+from ptqpipe.stages.common.identity import check_model
 from ptqpipe.stages.dequantize import DTYPES
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms import ROTATIONS, SCALINGS, get_rotation, get_scaling, transform_names
@@ -158,9 +159,11 @@ def _open_statistics(stats: Path | None, source: Source, names: Sequence[str]) -
     if stats is None:
         raise UsageError(f"{needing} needs --stats; make them with: ptqpipe calibrate {source.reader.path} -o STATS")
     statistics = Statistics.open(Path(stats))
-    if statistics.model_fingerprint != source.reader.fingerprint():
+    try:
+        check_model(statistics, source)
+    except BaseException:
         statistics.close()
-        raise UsageError(f"{stats} was measured on another model than {source.reader.path}; calibrate this one")
+        raise
     return statistics
 
 

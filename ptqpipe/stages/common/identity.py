@@ -1,0 +1,32 @@
+"""Which model it is: whether statistics or learned codes are of the model that is at hand.
+
+Knows fingerprints and records, not what is done with them.
+"""
+
+from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
+from ptqpipe.errors import UsageError
+from ptqpipe.rounding import Rounding
+from ptqpipe.source import Source
+from ptqpipe.statistics import Statistics
+
+_SHOWN = 12  # hex digits of a fingerprint in a message
+
+
+def check_model(made: Statistics | Rounding, source: Source) -> None:
+    """UsageError, with both fingerprints and the remedy, where ``made`` is of another model than ``source``."""
+    theirs, ours = made.model_fingerprint, source.reader.fingerprint()
+    if theirs == ours:
+        return
+    what, verb = ("statistics", "calibrate") if isinstance(made, Statistics) else ("learned codes", "tune")
+    told, name = made.content["model"].get("name"), source.reader.path.name
+    known = f"the model {told}" if told else "another model"
+    if theirs[:OF_WEIGHTS] == ours[:OF_WEIGHTS]:
+        raise UsageError(
+            f"the {what} in {made.path} belong to {known} with another config.json (fingerprint ..."
+            f"{theirs[-_SHOWN:]}, {name} has the same weights and ...{ours[-_SHOWN:]}); put that config.json back, or "
+            f"{verb} this model"
+        )
+    raise UsageError(
+        f"the {what} in {made.path} belong to {known} (fingerprint {theirs[:_SHOWN]}), this is {name} "
+        f"(fingerprint {ours[:_SHOWN]}); name the folder with that model's files, or {verb} this one"
+    )
