@@ -82,7 +82,7 @@ def convert(
     paths = {name: None if path is None else Path(path) for name, path in given.items()}
     prepared = prepare(
         model,
-        options=best_with(options, stats=paths["stats"], recipe_path=paths["recipe"]),
+        options=best_with(options, stats=paths["stats"], recipe_path=paths["recipe"], rounding=paths["rounding"]),
         recipe_path=paths["recipe"],
         out=paths["out"],
         stats=paths["stats"],

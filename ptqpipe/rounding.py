@@ -1,6 +1,6 @@
 """Learned codes of a model's weights, as a folder: what `ptqpipe tune` found and `ptqpipe convert --rounding` writes.
 
-    ROUNDING/rounding.json             model, data, settings, and for every weight its format and file
+    ROUNDING/rounding.json             model, recipe, data, settings, and for every weight its format and file
     ROUNDING/<block>.safetensors       <weight>.data, .scales and, where the format has one, .global_scale
 
 This file must not know models, searches or containers.

@@ -11,6 +11,7 @@ from ptqpipe.cli.common import (
     devices_of,
     machine_of,
     mode_of,
+    next_line,
     one_line_errors,
     ranks_of,
     says_how_to_resume,
@@ -118,5 +119,10 @@ def calibrate(
             devices=[machine.device, *map(torch.device, devices[1:])],
             warn=lambda line: click.echo(f"Warning: {line}", err=True),
         )
-    if done is not None:
-        click.echo(json.dumps(text.to_json(done)) if as_json else text.render(done))
+    if done is None:
+        return
+    if as_json:
+        click.echo(json.dumps(text.to_json(done)))
+        return
+    click.echo(text.render(done))
+    click.echo(next_line("convert", model, "--stats", out))

@@ -34,12 +34,16 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
     type=click.Choice(["search", "absmax"]),
     help="Search the global scale or take amax.  [default: search]",
 )
-@click.option("--rounding", type=click.Path(path_type=Path), help="Learned codes of `ptqpipe tune`.")
+@click.option(
+    "--rounding",
+    type=click.Path(path_type=Path),
+    help="Learned codes of `ptqpipe tune`. Format, container and ignored modules are those that they were learned for.",
+)
 @click.option("--stats", type=click.Path(path_type=Path), help="Statistics of `ptqpipe calibrate`.")
 @click.option(
     "--algorithm",
     type=click.Choice(["rtn", "gptq"]),
-    help="With --stats: how codes are chosen.  [default: gptq]",
+    help="With --stats: how codes are chosen.  [default: gptq; rtn where calibrate left out the full moments]",
 )
 @click.option(
     "--weighting",
@@ -160,7 +164,7 @@ def convert(
         low_rank_dtype=low_rank_dtype,
     )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
-    options = best_with(options, stats=stats, recipe_path=recipe_path)
+    options = best_with(options, stats=stats, recipe_path=recipe_path, rounding=rounding)
     prepared = prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats, rounding=rounding)
     with prepared:
         if dry_run:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Dtype, machine_of, one_line_errors
+from ptqpipe.cli.common import Dtype, machine_of, next_line, one_line_errors
 
 
 @click.command(epilog="Example: ptqpipe generate MODEL --samples 128 --seqlen 512 -o own.jsonl")
@@ -65,6 +65,7 @@ def generate(
     )
     click.echo(
         f"{done.out}: {done.samples} windows of {done.seqlen} tokens and {done.held_out} more to hold out, in "
-        f"{done.seconds:.1f} s; ptqpipe calibrate {model} --data {done.out} --samples {done.samples} "
-        f"--seqlen {done.seqlen}"
+        f"{done.seconds:.1f} s"
     )
+    windows = ["--samples", done.samples, "--seqlen", done.seqlen]
+    click.echo(next_line("calibrate", model, "--data", out, *windows, "-o", out.with_name(f"{out.stem}-stats")))

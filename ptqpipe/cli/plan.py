@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ptqpipe.cli.common import Size, machine_of, one_line_errors
+from ptqpipe.cli.common import Size, machine_of, next_line, one_line_errors
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -81,7 +81,11 @@ def plan(
         machine=machine_of(workers, "cpu", max_memory, progress=False),
     )
     stage.write_recipe(found, out)
-    click.echo(json.dumps(stage.plan_json(found)) if as_json else f"{stage.plan_text(found)}\n{out} is the recipe")
+    if as_json:
+        click.echo(json.dumps(stage.plan_json(found)))
+        return
+    click.echo(f"{stage.plan_text(found)}\n{out} is the recipe")
+    click.echo(next_line("convert", model, "--recipe", out, *([] if stats is None else ["--stats", stats])))
 
 
 def _budget(text: str) -> "Budget":

@@ -9,6 +9,7 @@ from ptqpipe.cli.common import (
     Dtype,
     RunOptions,
     Size,
+    next_line,
     one_line_errors,
     ranks_of,
     run_options,
@@ -72,5 +73,10 @@ def transform(
         done = stage.transform(
             model, out, stats=stats, options=options, mode=run.mode, machine=run.machine(), ranks=ranks_of()
         )
-    if done is not None:
-        click.echo(json.dumps(stage.to_json(done)) if run.as_json else stage.render(done))
+    if done is None:
+        return
+    if run.as_json:
+        click.echo(json.dumps(stage.to_json(done)))
+        return
+    click.echo(stage.render(done))
+    click.echo(next_line("convert", out, "--format", fmt))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, says_how_to_resume
+from ptqpipe.cli.common import Size, machine_of, mode_of, next_line, one_line_errors, says_how_to_resume
 from ptqpipe.errors import UsageError
 
 
@@ -110,4 +110,9 @@ def tune(
             mode=mode_of(resume, overwrite),
             machine=machine,
         )
-    click.echo(json.dumps(text.to_json(done)) if as_json else text.render(done))
+    if as_json:
+        click.echo(json.dumps(text.to_json(done)))
+        return
+    click.echo(text.render(done))
+    known = [] if stats is None else ["--stats", stats]
+    click.echo(next_line("convert", model, "--rounding", out, *known))

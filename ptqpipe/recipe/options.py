@@ -42,12 +42,18 @@ class RecipeOptions:
     low_rank_dtype: str | None = None
 
 
-def build_recipe(options: RecipeOptions, *, path: Path | None = None) -> Recipe:
-    """The recipe of a file with the options applied, or of the options alone (``nvfp4`` when no format is given)."""
+def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Recipe | None = None) -> Recipe:
+    """The recipe of a file with the options applied, or of the options alone (``nvfp4`` when no format is given).
+
+    codes  the recipe of learned codes that are to be written, which holds where no file is given; who gives it has
+           looked that ``options`` name no other format
+    """
     if path is not None and options.scheme is not None:
         raise RecipeError(f"--format {options.scheme} and --recipe {path} contradict each other; give one of them")
     if path is not None:
         recipe = load_recipe(path)
+    elif codes is not None:
+        recipe = codes
     else:
         recipe = Recipe((Rule("*", get_scheme("nvfp4" if options.scheme is None else options.scheme)),))
     return replace(

@@ -17,6 +17,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Plan, Unit
 from ptqpipe.recipe import Recipe, Rule
+from ptqpipe.rounding import Rounding
 from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import corrected_biases
 from ptqpipe.stages.common.identity import check_model
@@ -24,14 +25,19 @@ from ptqpipe.stages.common.input_scales import LARGEST, module_of
 from ptqpipe.statistics import KnownInputs, Statistics
 
 
-def open_statistics(path: Path | None, source: Source, plan: Plan, *, recipe: Recipe) -> Statistics | None:
+def open_statistics(
+    path: Path | None, source: Source, plan: Plan, *, recipe: Recipe, learned: Rounding | None = None
+) -> Statistics | None:
     """The statistics of this source with every moment that the plan's rules need; None where no folder was given.
+
+    learned  codes that are there already: what they are of needs no statistics to choose its own
 
     UsageError for statistics of another model, for a module or moment that is missing, and for rules that need
     statistics where there are none.
     """
     if path is None:
-        needy = next((unit.rule for unit in plan.units if unit.rule.calibrated), None)
+        chosen = [unit for unit in plan.units if learned is None or not learned.has(unit.members[0].key)]
+        needy = next((unit.rule for unit in chosen if unit.rule.calibrated), None)
         if needy is not None:
             raise UsageError(
                 f"algorithm {needy.algorithm} with weighting {needy.weighting} needs statistics; make them with "

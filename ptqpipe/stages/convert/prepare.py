@@ -4,6 +4,7 @@ Reads no weight and writes nothing. Must not know how units are quantized.
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from ptqpipe.stages.common.outputs import (
     check_supported,
     make_outputs,
 )
+from ptqpipe.stages.convert.codes import check_codes, recipe_of_codes
 from ptqpipe.statistics import Statistics
 
 
@@ -70,11 +72,20 @@ class Prepared:
                 opened.close()
 
 
-def best_with(options: RecipeOptions, *, stats: Path | None, recipe_path: Path | None) -> RecipeOptions:
-    """The options with the best algorithm that statistics allow, where neither they nor a recipe name one."""
-    if stats is None or recipe_path is not None or options.algorithm is not None or options.weighting is not None:
+def best_with(
+    options: RecipeOptions, *, stats: Path | None, recipe_path: Path | None, rounding: Path | None = None
+) -> RecipeOptions:
+    """The options with the best that statistics allow, where neither they nor a recipe, a file's or that of learned
+    codes, say it: GPTQ where the full moments are there, else nearest codes at weighted scales."""
+    if stats is None or recipe_path is not None or rounding is not None:
         return options
-    return replace(options, algorithm="gptq")
+    if options.algorithm is None and options.weighting is None:
+        with Statistics.open(stats) as statistics:
+            full = any(statistics.has(module, "full_moment") for module in statistics.modules)
+        options = replace(options, algorithm="gptq" if full else "rtn")
+    if options.algorithm == "rtn" and options.weighting is None:
+        options = replace(options, weighting="diagonal")
+    return options
 
 
 def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> None:
@@ -106,28 +117,36 @@ def prepare(
 ) -> Prepared:
     """Everything that can be decided from headers. Raises before any weight is read; writes nothing.
 
-    stats     a folder of `ptqpipe calibrate`; rounding  one of `ptqpipe tune`: its codes are written as they are
+    stats     a folder of `ptqpipe calibrate`
+    rounding  one of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for unless
+              a recipe file is given; what contradicts it is a UsageError
     """
-    recipe = build_recipe(options or RecipeOptions(), path=recipe_path)
-    check_used(options or RecipeOptions(), recipe, statistics=stats is not None)
-    for rule in recipe.rules:
-        get_search(rule.search)
-    container_name = recipe.container_name
-    container = get_container(container_name)
-    check_supported(container, recipe)
-    path = resolve_source(str(model))
-    source = Source.open(path)
-    statistics = learned = None
-    try:
+    options = options or RecipeOptions()
+    with ExitStack() as opened:
+        learned = None if rounding is None else opened.enter_context(Rounding.open(rounding))
+        own = None if learned is None else recipe_of_codes(learned, options if recipe_path is None else RecipeOptions())
+        recipe = build_recipe(options, path=recipe_path, codes=own)
+        check_used(options, recipe, statistics=stats is not None)
+        for rule in recipe.rules:
+            get_search(rule.search)
+        container_name = recipe.container_name
+        container = get_container(container_name)
+        check_supported(container, recipe)
+        path = resolve_source(str(model))
+        source = opened.enter_context(Source.open(path))
         source.check_requantizable()
         recipe = recipe.for_model(source.reader.config)
         plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))
         plan = with_reasons(plan, corrected_biases(plan, source, recipe))
         outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
         check_readable(outputs, plan, source, container)
-        statistics = open_statistics(stats, source, plan, recipe=recipe)
+        check_rounding(learned, source, plan)
+        statistics = open_statistics(stats, source, plan, recipe=recipe, learned=learned)
+        if statistics is not None:
+            opened.enter_context(statistics)
+        if learned is not None:
+            check_codes(learned, source, plan, recipe=recipe, options=options, statistics=statistics)
         kv_cache.check_statistics(dict(job.cache for job in outputs.jobs if job.cache is not None), statistics)
-        learned = open_rounding(rounding, source, plan)
         target = out if out is not None else default_out(str(model), path, recipe)
         check_disjoint(path, target)
         parts = {
@@ -141,39 +160,24 @@ def prepare(
         if learned is not None:
             parts["rounding"] = learned.digest
         scales = InputScales(recipe, statistics)
+        opened.pop_all()  # from here on `Prepared.close` closes them
         return Prepared(path, target, recipe, plan, outputs, source, container, parts, scales, statistics, learned)
-    except BaseException:
-        for opened in (source, statistics, learned):
-            if opened is not None:
-                opened.close()
-        raise
 
 
-def open_rounding(path: Path | None, source: Source, plan: Plan) -> Rounding | None:
-    """Learned codes, checked against model and plan. UsageError where they are another model's, or lack a weight."""
-    if path is None:
-        return None
-    found = Rounding.open(path)
-    try:
-        _check_codes(found, source, plan)
-    except BaseException:
-        found.close()
-        raise
-    return found
-
-
-def _check_codes(found: Rounding, source: Source, plan: Plan) -> None:
-    path = found.path
+def check_rounding(found: Rounding | None, source: Source, plan: Plan) -> None:
+    """Learned codes against model and plan. UsageError where they are another model's, or lack a weight."""
+    if found is None:
+        return
     check_model(found, source)
     for unit in plan.units:
         if unit.scheme.low_rank is not None:
-            raise UsageError(f"{path} has codes that were learned without a low-rank part; leave low_rank out")
+            raise UsageError(f"{found.path} has codes that were learned without a low-rank part; leave low_rank out")
         keys = [member.key for member in unit.members]
         missing = [key for key in keys if not found.has(key)]
         if missing and len(missing) < len(keys):
-            raise UsageError(f"{path} has no codes of '{missing[0]}', but of what shares its scale; tune again")
+            raise UsageError(f"{found.path} has no codes of '{missing[0]}', but of what shares its scale; tune again")
     if not any(found.has(member.key) for unit in plan.units for member in unit.members):
-        raise UsageError(f"{path} has codes of no weight that the recipe quantizes; tune with the same recipe")
+        raise UsageError(f"{found.path} has codes of no weight that the recipe quantizes; tune with the same recipe")
 
 
 def default_out(model: str, path: Path, recipe: Recipe) -> Path:

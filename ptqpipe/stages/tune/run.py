@@ -286,6 +286,7 @@ def _content(prepared: Prepared, samples: Samples, options: TuneOptions, folder:
         "digest": hashlib.sha256(json.dumps(blocks, sort_keys=True).encode()).hexdigest(),
         "model": {"name": prepared.source_path.resolve().name, "fingerprint": source.reader.fingerprint()},
         "recipe": prepared.recipe.to_json(),
+        "statistics": prepared.run_parts.get("statistics"),
         "data": {
             "files": [{"name": name, "rows": rows, "tokens": tokens} for name, rows, tokens in samples.files],
             "sha256": samples.sha256,

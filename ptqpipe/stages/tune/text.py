@@ -18,7 +18,7 @@ def to_json(done: Tuned) -> dict[str, Any]:
 
 
 def render(done: Tuned) -> str:
-    """A line a block, then what to do next."""
+    """A line a block, then the cost."""
     lines = [f"{'block':<24} {'start':>10} {'found':>10} {'ratio':>6} {'moved':>6}   output error on held-out samples"]
     lines += [_line(name, entry) for name, entry in done.content["blocks"].items()]
     left = [weight for entry in done.content["blocks"].values() for weight in entry["not_learned"]]
@@ -26,7 +26,7 @@ def render(done: Tuned) -> str:
         lines.append(f"not learned, since the model holds them in a way that is not known: {', '.join(left)}")
     lines.append(
         f"{done.out}: {len(done.content['weights'])} weights in {done.seconds:.1f} s, peak memory "
-        f"{done.peak_rss_bytes >> 20} MiB; write them with: ptqpipe convert MODEL --rounding {done.out}"
+        f"{done.peak_rss_bytes >> 20} MiB"
     )
     return "\n".join(lines)
 
