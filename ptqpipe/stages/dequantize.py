@@ -24,7 +24,6 @@ from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import (
     RECORD_FILE,
-    carried_names,
     copy_tensor,
     finish_checkpoint,
     run_id_of,
@@ -209,7 +208,6 @@ def _record(prepared: _Prepared, records: Sequence[Mapping[str, Any]]) -> dict[s
         "dtype": prepared.dtype,
         "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},
         "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
-        "carried_files": carried_names(prepared.source.reader),
         "dropped": list(prepared.dropped),
     }
 

@@ -406,7 +406,6 @@ DAMAGES: dict[str, tuple[Damage, str, bool]] = {
     "targets that are a number": (group(lambda g: g.update(targets=7)), "targets", True),
     "another tokenizer": (lambda f: (f / "tokenizer_config.json").write_text('{"a": 2}'), "tokenizer_config", False),
     "a missing file beside the weights": (lambda f: (f / "chat_template.jinja").unlink(), "chat_template", False),
-    "a file more": (lambda f: (f / "modeling.py").write_text("import os"), "modeling.py", False),
     "an index with another size": (
         lambda f: damage.edit_json(f / "model.safetensors.index.json", lambda i: i["metadata"].update(total_size=1)),
         "total_size",
@@ -446,6 +445,81 @@ DAMAGES: dict[str, tuple[Damage, str, bool]] = {
     "a recipe that is a number": (record(lambda r: r.update(recipe=7)), "neither a recipe", False),
     "a recipe that is none": (record(lambda r: r.update(recipe={"rules": 3})), "recipe", False),
 }
+
+
+# What readers take another model for, or refuse, though every tensor is as it was; seen without a source. The last says
+# whether it is a fault of another tool's checkpoint, too.
+CHANGED_FILES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
+    "no number of heads": (
+        lambda f: damage.edit_json(f / "config.json", lambda c: c.pop("num_attention_heads")),
+        "config.json",
+        False,
+    ),
+    "another rotation": (
+        lambda f: damage.edit_json(f / "config.json", lambda c: c.update(rope_theta=5e5)),
+        "config.json",
+        False,
+    ),
+    "other spaces in the config": (lambda f: damage.edit_json(f / "config.json", lambda _: None), "config.json", False),
+    "exchanged tokens": (
+        lambda f: (f / "tokenizer_config.json").write_text('{"b": 1}'),
+        "tokenizer_config.json",
+        False,
+    ),
+    "another template": (lambda f: (f / "chat_template.jinja").write_text("{{ x }}"), "chat_template.jinja", False),
+    "no template": (lambda f: (f / "chat_template.jinja").unlink(), "chat_template.jinja", False),
+    "another order in the index": (
+        lambda f: damage.edit_json(f / "model.safetensors.index.json", lambda i: i["metadata"].update(a=1)),
+        "model.safetensors.index.json",
+        False,
+    ),
+    "a second description": (lambda f: (f / "hf_quant_config.json").write_text("{}"), "hf_quant_config.json", True),
+    "a class that no layer has": (
+        group(lambda g: g.update(targets=["NoSuch"])),
+        "neither a quantized module nor",
+        True,
+    ),
+    "no target": (group(lambda g: g.update(targets=[])), "no config group targets it", True),
+    "one layer, and a class that no layer has": (
+        group(lambda g: g.update(targets=[Q, "NoSuch"])),
+        "target neither 'model.layers.0.mlp.down_proj' nor its class (13 such modules)",
+        True,
+    ),
+    "sparse weights": (
+        config(lambda c: c.update(sparsity_config={"format": "sparse-24-bitmask", "targets": ["Linear"]})),
+        "sparsity_config",
+        True,
+    ),
+    "sparse targets": (
+        config(lambda c: c.update(sparsity_config={"format": "dense", "targets": ["Linear"]})),
+        "sparsity_config",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("what", CHANGED_FILES)
+def test_a_config_or_a_tokenizer_that_was_changed_is_named_without_the_source(
+    good: Path, tmp_path: Path, what: str, foreign: bool
+) -> None:
+    act, words, anyone = CHANGED_FILES[what]
+    folder = damage.copy(good, tmp_path / "damaged")
+    if foreign:
+        damage.disown(folder)
+    act(folder)
+    report = check(folder, None)
+    assert report.ok == (foreign and not anyone), found(report)
+    assert report.ok or any(words in f"{fault.where}: {fault.message}" for fault in report.faults), found(report)
+
+
+def test_a_file_that_was_added_is_a_note(good: Path, model: Path, tmp_path: Path) -> None:
+    folder = damage.copy(good, tmp_path / "more")
+    (folder / "README.md").write_text("what it scores")
+    for source in (None, model):
+        report = check(folder, source)
+        assert report.ok, found(report)
+        assert "README.md" in [note.where for note in report.notes if note.check == "files"]
 
 
 def nvfp4_parts() -> tuple[str, ...]:

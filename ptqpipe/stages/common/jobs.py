@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import torch
 
 from ptqpipe.checkpoint.direct import bytes_of, margin
+from ptqpipe.checkpoint.files import INDEX_NAME
 from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.checkpoint.layout import ShardLayout
 from ptqpipe.checkpoint.partial import Paths, check_unfinished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
-from ptqpipe.errors import OutputError
+from ptqpipe.errors import CheckpointError, OutputError
 from ptqpipe.stages.common.machine import Machine, Ranks, one_thread_each
 from ptqpipe.stages.common.progress import AnyJob, Progress
 
@@ -159,7 +160,7 @@ def finish_checkpoint(
     configs: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The closing steps of a run, on rank 0: the config files, ptqpipe.json, what is carried along from the source's
-    folder; then the output has its name. The content of ptqpipe.json.
+    folder; then the output has its name. The content of ptqpipe.json, with the sha256 of all these files but itself.
 
     record   makes it of the jobs' records, which are in the order of the jobs
     configs  by name; the source's files of these names are not carried
@@ -167,17 +168,25 @@ def finish_checkpoint(
     CheckpointError where the source has changed since it was opened, OutputError where a record is missing.
     """
     reader.check_unchanged()
-    content = record(records_of(jobs, writer.done()))
     extra = {name: json_bytes(config) for name, config in configs.items()}
+    carried = [(path, name) for path, name in carried_files(reader) if name not in (*extra, RECORD_FILE)]
+    index = writer.layout.index_json()
+    written = extra if index is None else {**extra, INDEX_NAME: index.encode()}
+    hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in written.items()}
+    hashes |= {name: file_sha256(path) for path, name in carried}
+    content = {**record(records_of(jobs, writer.done())), "files": dict(sorted(hashes.items()))}
     extra[RECORD_FILE] = json_bytes(content)
-    carried = [(path, name) for path, name in carried_files(reader) if name not in extra]
     writer.finish(expected_units=[job.id for job in jobs], extra=extra, copy=carried)
     return content
 
 
-def carried_names(reader: CheckpointReader) -> list[str]:
-    """The names of `carried_files`, as a record lists them."""
-    return sorted(name for _, name in carried_files(reader))
+def file_sha256(path: Path) -> str:
+    """sha256 of a whole file. CheckpointError where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"'{path}' cannot be read: {error.strerror}; check the file") from None
 
 
 def is_unfinished(out: Path) -> bool:

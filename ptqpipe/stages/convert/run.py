@@ -24,7 +24,6 @@ from ptqpipe.source import Scratch, SourceRows
 from ptqpipe.stages.common import kv_cache
 from ptqpipe.stages.common.biases import MeanErrors
 from ptqpipe.stages.common.jobs import (
-    carried_names,
     finish_checkpoint,
     write_checkpoint,
 )
@@ -191,7 +190,6 @@ def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[st
         "weights": weights,
         "kept": kept,
         "consumed": sorted(prepared.source.consumed),
-        "carried_files": carried_names(prepared.source.reader),
     }
 
 

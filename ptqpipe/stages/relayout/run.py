@@ -31,7 +31,6 @@ from ptqpipe.plan import is_matrix
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import (
     RECORD_FILE,
-    carried_names,
     copy_tensor,
     finish_checkpoint,
     run_id_of,
@@ -275,7 +274,7 @@ def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[st
     # The plan does not follow from the recipe any more, so "recipe" is not at the top, where verify would replan it.
     converted = old.get("converted_as") or {key: old[key] for key in ("recipe", "container", "run_id") if key in old}
     return {
-        **{key: value for key, value in old.items() if key != "recipe"},
+        **{key: value for key, value in old.items() if key not in ("recipe", "carried_files")},
         **({"converted_as": converted} if converted else {}),
         "ptqpipe": __version__,
         "run_id": run_id_of(prepared.run_parts),
@@ -284,7 +283,6 @@ def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[st
         "source": old.get("source", {"name": source.path.resolve().name, "fingerprint": prepared.run_parts["source"]}),
         "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},
         "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
-        "carried_files": carried_names(source),
         "decode_rounds_differently": [name for entry in records for name in entry.get("changed", ())],
         "reciprocal_is_not_exact": [name for entry in records for name in entry.get("irreversible", ())],
         "dropped": list(prepared.dropped),

@@ -26,7 +26,6 @@ from ptqpipe.errors import NumericsError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import (
-    carried_names,
     copy_tensor,
     finish_checkpoint,
     run_id_of,
@@ -241,7 +240,6 @@ def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[st
         "weights": written,
         "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
         "untied": sorted(prepared.origins),
-        "carried_files": carried_names(reader),
     }
 
 

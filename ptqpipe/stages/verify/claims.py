@@ -4,10 +4,11 @@ import hashlib
 import math
 from collections.abc import Mapping
 
+from ptqpipe.checkpoint.files import OWN_FILES
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.containers import Part
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import RECORD_FILE
+from ptqpipe.stages.common.jobs import RECORD_FILE, file_sha256
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.record import Claim, Record
 from ptqpipe.stages.verify.structure import READ_BYTES, plain_tensors
@@ -16,18 +17,16 @@ SUM_TOLERANCE = 1e-9  # float64 sums of up to 2^33 positive terms in another ord
 
 
 def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
-    """The record lists exactly what is stored: quantized weights, kept tensors, the container, the carried files."""
+    """The record lists exactly what is stored: quantized weights, kept tensors, the container."""
     stored = {
         name if weight.experts is None else f"{name}[{expert}]"
         for name, weight in ckpt.stored.items()
         for expert in range(weight.experts or 1)
     }
     plain = set(plain_tensors(ckpt))
-    carried = {path.relative_to(ckpt.reader.path).as_posix() for path in ckpt.reader.extra_files}
     for found, claimed, what in (
         (stored, set(record.weights), "a quantized weight"),
         (plain, set(record.kept), "a kept tensor"),
-        (carried, set(record.carried), "a carried file"),
     ):
         for name in sorted(found - claimed):
             findings.fault("record", name, f"is stored as {what}, but {RECORD_FILE} does not list it as such")
@@ -37,6 +36,27 @@ def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
         findings.fault(
             "record", "container", f"is {record.container!r} in {RECORD_FILE}, the layout is {ckpt.container_name}"
         )
+
+
+def check_written_files(ckpt: Source, record: Record, findings: Findings) -> None:
+    """Every file that was written beside the weights is there, byte for byte. Others may lie there, too: a note."""
+    folder, index = ckpt.reader.path, ckpt.reader.index
+    if record.files is None:
+        findings.note("files", RECORD_FILE, "has no hashes of config.json, the tokenizer and the like: not checked")
+        return
+    extra = {path.relative_to(folder).as_posix() for path in ckpt.reader.extra_files}
+    described = {name for name in OWN_FILES - {RECORD_FILE} if (folder / name).is_file()}
+    described |= {index.name} if index is not None else set()
+    for name in sorted(described - record.files.keys()):
+        findings.fault("files", name, f"is not among the files that {RECORD_FILE} lists as written")
+    for name in sorted(extra - record.files.keys()):
+        findings.note("files", name, "was added after conversion")
+    for name, written in sorted(record.files.items()):
+        if name not in extra | described:
+            findings.fault("files", name, f"is missing, though {RECORD_FILE} lists it as written")
+        elif (found := file_sha256(folder / name)) != written:
+            hashes = f"sha256 {found[:12]}..., written {written[:12]}..."
+            findings.fault("files", name, f"is not the file that was written ({hashes}): changed after conversion")
 
 
 def check_hashes(ckpt: Source, weight: str, expert: int | None, claim: Claim, findings: Findings) -> None:

@@ -31,6 +31,7 @@ _EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b|norm|position", re.IGNORECASE)
 _LINEAR = re.compile(r"(^|\.)(lm_head|fc\d?|c_fc|w\d|\w*_?proj|\w*dense\w*)$")
 _LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude")
 _EXPERTS_ONLY = frozenset({"gptoss_mxfp4", "ptqpipe"})  # layouts whose readers look for codes by name alone
+_CLASSES = frozenset({"Linear", "Conv1D", "Embedding"})  # targets that readers take for classes of layers with weights
 _NO_KEY = object()
 
 
@@ -62,6 +63,7 @@ def check_config(ckpt: Source, findings: Findings) -> None:
         _check_scalars(described, quantization_of(expected.get("config.json", {})), "config.json", findings)
         if isinstance(described.get("config_groups"), Mapping) and ckpt.container_name == "compressed_tensors":
             _check_groups(described, ckpt, findings)
+    _check_sparsity(described, findings)
     if ckpt.container_name == "compressed_tensors" and described.get("quantization_status") != "compressed":
         found = described.get("quantization_status")
         findings.fault(
@@ -126,6 +128,41 @@ def _check_groups(described: Mapping[str, Any], ckpt: Source, findings: Findings
     if len(lists) != len(set(lists)):
         twice = next(target for target in lists if lists.count(target) > 1)
         findings.fault("config", "config_groups", f"two groups target {twice!r}; readers differ in which one they take")
+    _check_targets(described, ckpt, findings)
+
+
+def _check_targets(described: Mapping[str, Any], ckpt: Source, findings: Findings) -> None:
+    """Every stored weight is aimed at, and every group aims at one: by a module's name, or a class that layers have.
+
+    The container takes any word without a dot for such a class, since names do not tell what class a module has.
+    """
+    modules = [weight.removesuffix(".weight") for weight in ckpt.stored]
+    aimed: set[str] = set()
+    for name, group in described["config_groups"].items():
+        targets = [str(target) for target in group.get("targets") or []]
+        exact = set(targets)
+        patterns = [target for target in targets if target.startswith("re:")]
+        everything = not _CLASSES.isdisjoint(targets)
+        found = [m for m in modules if everything or m in exact or any(_names(p, m) for p in patterns)]
+        aimed.update(found)
+        if not found and group.get("weights") is not None:
+            message = f"targets {_short(targets)}: neither a quantized module nor a class of layers; readers drop it"
+            findings.fault("config", f"config_groups.{name}", message)
+    lost = [module for module in modules if module not in aimed]
+    if lost:
+        message = f"target neither {lost[0]!r} nor its class ({len(lost)} such modules); readers drop what is stored"
+        findings.fault("config", "config_groups", message)
+
+
+def _check_sparsity(described: Mapping[str, Any], findings: Findings) -> None:
+    """No config says that weights are sparse: what is stored never is."""
+    sparsity = described.get("sparsity_config")
+    if not isinstance(sparsity, Mapping):
+        return
+    kind = sparsity.get("format")
+    if sparsity.get("targets") or kind not in (None, "dense"):
+        message = f"says format {kind!r}, targets {_short(sparsity.get('targets'))}, but what is stored is dense"
+        findings.fault("config", "sparsity_config", f"{message}; vLLM refuses it, remove the key")
 
 
 def _check_keys(name: str, group: Any, findings: Findings) -> None:

@@ -82,8 +82,8 @@ def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings)
     # The record counts scales as the format has them; a layout may store them wider (bfloat16 numbers as F32).
     bits = replace(stored.scheme, fmt=get_format(fmt.name)).bits_per_weight(stored.shape)
     if claim.numbers.get("bits_per_weight") != bits:
-        claimed = claim.numbers.get("bits_per_weight")
-        found.fault("record", name, f"has {claimed} bits_per_weight in {RECORD_FILE}, expected {bits}")
+        claimed_bits = claim.numbers.get("bits_per_weight")
+        found.fault("record", name, f"has {claimed_bits} bits_per_weight in {RECORD_FILE}, expected {bits}")
 
 
 def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, found: Findings) -> bool:

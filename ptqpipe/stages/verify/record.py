@@ -48,7 +48,7 @@ class Record:
     container: str
     weights: Mapping[str, Claim]
     kept: Mapping[str, tuple[str, int]]  # (sha256, bytes)
-    carried: tuple[str, ...]
+    files: Mapping[str, str] | None  # sha256 of what lies beside the weights; None in a record of before there were any
     rounded: frozenset[str]  # weights whose decode a relayout may have changed in the last place
 
     @property
@@ -80,15 +80,17 @@ def read_record(reader: CheckpointReader) -> Record:
         raise CheckpointError(f"{RECORD_FILE} has neither a recipe nor the run that was laid out anew; it is damaged")
     weights = {name: _claim(name, entry) for name, entry in object_of(raw, "weights").items()}
     kept = {name: _kept(name, entry) for name, entry in object_of(raw, "kept").items()}
-    carried = raw.get("carried_files", [])
-    if not isinstance(carried, list) or not all(isinstance(name, str) for name in carried):
-        raise CheckpointError(f"{RECORD_FILE}: carried_files must be a list of names")
     rounded = raw.get("decode_rounds_differently", [])
     if not isinstance(rounded, list):
         raise CheckpointError(f"{RECORD_FILE}: decode_rounds_differently must be a list of names")
-    return Record(
-        raw, text_of(raw, "container", RECORD_FILE), weights, kept, tuple(carried), frozenset(map(str, rounded))
-    )
+    return Record(raw, text_of(raw, "container", RECORD_FILE), weights, kept, _files(raw), frozenset(map(str, rounded)))
+
+
+def _files(raw: Mapping[str, Any]) -> dict[str, str] | None:
+    if "files" not in raw and "carried_files" in raw:  # an older record, which has names alone
+        return None
+    listed = object_of(raw, "files")
+    return {name: text_of(listed, name, f"{RECORD_FILE}, files") for name in listed}
 
 
 def object_of(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

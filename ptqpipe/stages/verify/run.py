@@ -18,7 +18,7 @@ from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import REASON as CORRECTED
 from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
-from ptqpipe.stages.verify.claims import check_coverage, check_kept_hash
+from ptqpipe.stages.verify.claims import check_coverage, check_kept_hash, check_written_files
 from ptqpipe.stages.verify.config import check_config, check_readers
 from ptqpipe.stages.verify.findings import Finding, Findings, Severity
 from ptqpipe.stages.verify.groups import check_groups, check_scalars, note_rounded_globals
@@ -168,6 +168,7 @@ def _check_headers(run: _Run) -> None:
     guard("names", "tensors", lambda: check_dangling(ckpt, findings, kept=kept))
     if record is not None:
         guard("record", RECORD_FILE, lambda: check_coverage(ckpt, record, findings))
+        guard("files", RECORD_FILE, lambda: check_written_files(ckpt, record, findings))
     if source is not None:
         if run.origins is not None:
             origins = run.origins

@@ -219,7 +219,7 @@ def check_files(ckpt: Source, source: Source, findings: Findings, *, own_files: 
     for name in sorted(theirs.keys() - ours.keys() - own_files):
         findings.choice("files", name, "is in the source, but the checkpoint lacks it")
     for name in sorted(ours.keys() - theirs.keys()):
-        findings.choice("files", name, "is in the checkpoint, but not in the source")
+        findings.note("files", name, "is in the checkpoint, but not in the source")
     for name in sorted(ours.keys() & theirs.keys()):
         if not _same_file(ours[name], theirs[name]):
             _report_file(name, ours[name], theirs[name], findings)
