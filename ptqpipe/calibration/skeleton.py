@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.runtime.loading import read_config
+from ptqpipe.runtime.loading import causal_model_of, read_config
 from ptqpipe.runtime.state import LazyTensor, lazy_state
 from ptqpipe.source import Source
 
@@ -129,14 +129,9 @@ def _empty_model(config: Any, dtype: torch.dtype, source: Source) -> Any:
         from accelerate import init_empty_weights
     except ImportError:
         raise UsageError("calibration needs accelerate; pip install 'ptqpipe[hf]'") from None
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(
-            f"{source.reader.path} is a {config.model_type!r} model, which transformers has no causal model for"
-        )
+    model_class, config = causal_model_of(config, source.reader.path)
     with _quiet(), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = model_class._from_config(config, dtype=dtype)
     return model.eval()
 
 

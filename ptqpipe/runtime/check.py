@@ -11,7 +11,7 @@ import torch
 
 from ptqpipe.errors import CheckpointError
 from ptqpipe.runtime.fill import completed, decide
-from ptqpipe.runtime.loading import model_class_of, no_model, quiet, read_config, read_generation_config
+from ptqpipe.runtime.loading import causal_model_of, no_model, quiet, read_config, read_generation_config
 from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.source import Source
 
@@ -35,7 +35,7 @@ def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> Any:
 
 def empty_model(config: Any, path: Path) -> Any:
     """The model of ``config``, of the checkpoint at ``path``, on the meta device. CheckpointError where it is none."""
-    model_class = model_class_of(config, path)
+    model_class, config = causal_model_of(config, path)
     vocabulary, longest = config.get_text_config().vocab_size, _positions(config)
     if vocabulary < 1 or longest < 1:
         name, value = ("vocab_size", vocabulary) if vocabulary < 1 else ("max_position_embeddings", longest)

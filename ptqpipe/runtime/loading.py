@@ -130,9 +130,9 @@ def check_device(device: str) -> None:
 
 
 def read_config(path: Path) -> Any:
-    """transformers' config of a checkpoint, without what says that it is quantized.
+    """transformers' config of a checkpoint that is to be run, without what says that it is quantized.
 
-    UsageError without transformers, CheckpointError for a config that it does not know.
+    UsageError without transformers, CheckpointError for a config that it does not know, or has no causal model for.
     """
     try:
         from transformers import AutoConfig
@@ -150,6 +150,7 @@ def read_config(path: Path) -> Any:
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
+    causal_model_of(config, path)
     return config
 
 
@@ -185,13 +186,24 @@ def read_generation_config(path: Path) -> Any:
     return found
 
 
-def model_class_of(config: Any, path: Path) -> Any:
-    """transformers' class of the causal model of ``config``, of the checkpoint at ``path``. CheckpointError without."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+def causal_model_of(config: Any, path: Path) -> tuple[Any, Any]:
+    """transformers' class of the causal model of ``config``, of the checkpoint at ``path``, and the config to make it
+    with: of some image-text models (Qwen3.5, Llama 4) that is the text model alone, with its part of the config.
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(f"{path} is a {config.model_type!r} model, which transformers has no causal model for")
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    CheckpointError where there is none.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        text = config.get_text_config()
+        return model_class, text if model_class.config_class is type(text) else config
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise CheckpointError(
+            f"{path} is a {config.model_type!r} model of images and text, and ptqpipe cannot run one yet (calibrate, "
+            "tune, generate, eval, serve); convert it without statistics, which runs nothing, and serve that with vLLM"
+        )
+    raise CheckpointError(f"{path} is a {config.model_type!r} model, which transformers has no causal model for")
 
 
 def no_model(path: Path, error: Exception) -> CheckpointError:
@@ -219,7 +231,7 @@ def quiet() -> Iterator[None]:
 def _fill(source: Source, config: Any, dtype: torch.dtype, state: Prepare) -> Any:
     """The model of ``config`` with the tensors of ``source``: built on the meta device, filled one by one."""
     path, made = source.reader.path, False
-    model_class = model_class_of(config, path)
+    model_class, config = causal_model_of(config, path)
 
     def noted(model: Any, conversions: Any) -> Filling:
         nonlocal made

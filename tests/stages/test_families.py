@@ -1,22 +1,28 @@
 """Claims about families of models: what of them is kept and why, what readers are told, and what verify says."""
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import ptqpipe
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.recipe import Recipe, RecipeOptions, Rule
+from ptqpipe.runtime import load, load_model
 from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.evaluate.run import Options, evaluate
+from ptqpipe.stages.generate import generate
 from ptqpipe.stages.plan.run import Budget, plan_mixed
+from ptqpipe.stages.serve.checks import check_checkpoint
 from ptqpipe.stages.verify.run import VerifyReport, verify
 from tests import families
 
@@ -202,3 +208,52 @@ def test_a_model_with_an_mtp_layer_is_calibrated_and_converted_with_its_statisti
     recipe.write_text(f"version: 1\nrules:\n- {{match: {MTP}self_attn.o_proj, format: nvfp4, weighting: diagonal}}\n")
     with pytest.raises(UsageError, match=r"has no place for it.*--ignore it, or give it a rule with algorithm rtn"):
         prepare(model, recipe_path=recipe, stats=stats, out=tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "llama4"])
+def test_the_text_model_of_an_image_text_model_runs_alone(make: Make, tmp_path: Path, kind: str) -> None:
+    """The logits are those of transformers' whole model, given text alone; packed weights compute the decoded ones'."""
+    model = make(kind)
+    ids = torch.randint(0, families.VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(3))
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    done = ptqpipe.convert(model, out=tmp_path / "out", **EXACT)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tower has no place in it
+        alone = load_model(model)(ids).logits
+        assert torch.allclose(alone, whole(ids).logits, rtol=0, atol=1e-5 * float(alone.abs().max()))
+        decoded = load_model(done.out)(ids).logits
+        packed = load(done.out, dtype="float32")(ids).logits
+    assert not torch.allclose(decoded, alone, rtol=0, atol=1e-2 * float(alone.abs().max()))
+    assert torch.allclose(packed, decoded, rtol=0, atol=1e-5 * float(decoded.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "llama4"])
+def test_the_text_model_of_an_image_text_model_is_evaluated_and_refused_by_serve_with_the_reason(
+    make: Make, tmp_path: Path, kind: str
+) -> None:
+    data = families.write_windows(tmp_path / "data.jsonl")
+    result = evaluate(str(make(kind)), options=Options(data=(data,), window=16))
+    assert 1 < result["perplexity"][0]["checkpoint"] < 1000
+    layers = {"qwen3_5": "linear_attention", "llama4": "chunked_attention"}[kind]
+    with pytest.raises(UsageError, match=f"has {layers} layers"):
+        check_checkpoint(str(make(kind)), tp=1, packed=True)
+
+
+def test_an_image_text_model_without_a_causal_class_is_refused_first_and_told_what_works(
+    make: Make, tmp_path: Path
+) -> None:
+    model, data = make("qwen3_vl"), families.write_windows(tmp_path / "data.jsonl")
+    warned: list[str] = []
+    runs: dict[str, Callable[[], object]] = {
+        "calibrate": lambda: calibrate(
+            model, [str(data)], tmp_path / "st", options=CalibrateOptions(samples=12, seqlen=16), warn=warned.append
+        ),
+        "eval": lambda: evaluate(str(model), options=Options(data=(data,))),
+        "generate": lambda: generate(model, tmp_path / "g.jsonl", samples=2, say=warned.append),
+        "serve": lambda: check_checkpoint(str(model), tp=1, packed=True),
+    }
+    for act in runs.values():
+        with pytest.raises(CheckpointError, match=r"'qwen3_vl' model of images and text.*without statistics.*vLLM"):
+            act()
+    assert warned == []
+    assert verify(ptqpipe.convert(model, out=tmp_path / "out", **EXACT).out, source=model, workers=1).ok
