@@ -15,6 +15,7 @@ import torch
 from ptqpipe.calibration.experts import is_stacked, observe
 from ptqpipe.calibration.moments import Moments
 from ptqpipe.errors import NumericsError
+from ptqpipe.runtime.experts import first_stack, is_turned
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)|(?<=\[)\d+(?=\]$)")
 
@@ -171,10 +172,9 @@ def _columns(module: torch.nn.Module) -> int:
 
 def _expert_slots(path: str, module: Any, origins: Mapping[str, tuple[str, ...]]) -> Iterator[Slot]:
     """The inputs of both products of every expert, with the names that they have in the checkpoint."""
-    up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-    for leaf, side in ((up, "up"), ("down_proj", "down")):
+    for leaf, side in ((first_stack(module), "up"), ("down_proj", "down")):
         stack = getattr(module, leaf)
-        columns = int(stack.shape[1] if module.is_transposed else stack.shape[2])
+        columns = int(stack.shape[1] if is_turned(module) else stack.shape[2])
         found = origins.get(f"{path}.{leaf}", ())
         for expert in range(stack.shape[0]):
             names = _expert_names(found, expert)

@@ -1,7 +1,8 @@
 """Experts that are one module with 3-D parameters, run expert by expert so that each one's inputs can be seen.
 
 transformers dispatches such modules by name of an implementation; here ``forward`` of the module itself is replaced,
-with the same arithmetic for whichever of its layouts (gate and up in one tensor, transposed, biased) it declares.
+with the same arithmetic for whichever of its layouts (gate and up in one tensor, transposed, biased) it declares. Llama
+4's, which declare nothing, get a run of rows each, one a token, zeros for the tokens of other experts.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError
+from ptqpipe.runtime.experts import in_runs, is_turned
 
 #: (expert, "up" or "down", rows [tokens, K]): the inputs of the first and of the second product of an expert. What it
 #: returns is what the product gets; None leaves the input as it is.
@@ -26,7 +28,8 @@ def is_stacked(module: torch.nn.Module) -> bool:
 
 def check_known(module: torch.nn.Module, name: str) -> None:
     """CheckpointError for stacked experts that do not declare their layout as transformers 5 does."""
-    if not all(hasattr(module, name) for name in ("is_transposed", "has_bias", "_apply_gate", "num_experts")):
+    declared = ("is_transposed", "has_bias", "_apply_gate", "num_experts")
+    if not in_runs(module) and not all(hasattr(module, name) for name in declared):
         raise CheckpointError(
             f"'{name}' holds experts as {type(module).__name__}, whose layout transformers does not declare; "
             "its experts cannot be calibrated"
@@ -35,10 +38,21 @@ def check_known(module: torch.nn.Module, name: str) -> None:
 
 def observe(module: Any, observer: Observer | None) -> None:
     """Replaces how ``module`` runs, with an observer of every expert's inputs or without."""
-    module.forward = partial(_forward, module, observer)
+    module.forward = partial(_runs_forward if in_runs(module) else _tokens_forward, module, observer)
 
 
-def _forward(
+def _runs_forward(module: Any, observer: Observer | None, hidden_states: torch.Tensor) -> torch.Tensor:
+    """[E * tokens, hidden] of the same: a run of rows for every expert. A row of zeros stays one."""
+    out = torch.zeros_like(hidden_states)
+    rows = len(hidden_states) // module.num_experts
+    for expert in range(module.num_experts):
+        own = expert * rows + hidden_states[expert * rows : (expert + 1) * rows].any(dim=-1).nonzero().squeeze(-1)
+        if own.numel():
+            out = out.index_put((own,), _expert(module, expert, hidden_states[own], observer).to(out.dtype))
+    return out
+
+
+def _tokens_forward(
     module: Any,
     observer: Observer | None,
     hidden_states: torch.Tensor,
@@ -61,7 +75,11 @@ def _expert(module: Any, expert: int, x: torch.Tensor, observer: Observer | None
     gated = getattr(module, "has_gate", True)
     x = _seen(observer, expert, "up", x)
     inner = _product(module, "gate_up_proj" if gated else "up_proj", expert, x)
-    inner = module._apply_gate(inner) if gated else module.act_fn(inner)
+    if in_runs(module):
+        gate, up = inner.chunk(2, dim=-1)
+        inner = up * module.act_fn(gate)
+    else:
+        inner = module._apply_gate(inner) if gated else module.act_fn(inner)
     inner = _seen(observer, expert, "down", inner)
     out = _product(module, "down_proj", expert, inner)
     if getattr(module, "has_post_expert_norm", False):
@@ -76,5 +94,5 @@ def _seen(observer: Observer | None, expert: int, side: str, x: torch.Tensor) ->
 
 def _product(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
     w = getattr(module, name)[expert]
-    out: torch.Tensor = x @ (w if module.is_transposed else w.t())
-    return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
+    out: torch.Tensor = x @ (w if is_turned(module) else w.t())
+    return out + getattr(module, f"{name}_bias")[expert] if getattr(module, "has_bias", False) else out

@@ -42,6 +42,7 @@ KINDS = (
     "gpt_oss",
     "gpt2",
     "deepseek_v3",
+    "llama4",
 )
 
 
@@ -88,6 +89,9 @@ def make_config(kind: str) -> Any:
             qk_nope_head_dim=16,
             v_head_dim=16,
         ),
+        "llama4": lambda: t.Llama4TextConfig(
+            **{**_MOE, "num_experts_per_tok": 1}, num_local_experts=4, intermediate_size_mlp=96, moe_layers=[1]
+        ),
     }
     return makers[kind]()
 
@@ -131,6 +135,9 @@ class _Products(TorchFunctionMode):
             self._note(args[0], args[1])
         elif name == "addmm":
             self._note(args[1], args[2])
+        elif name == "bmm" and any(args[1] is parameter for _, _, _, parameter in self._places):
+            for x, w in zip(args[0], args[1], strict=True):  # Llama 4: a run of rows an expert, zeros where it has none
+                self._note(x[x.any(dim=-1)], w)
         return func(*args, **(kwargs or {}))
 
     def _note(self, x: torch.Tensor, w: torch.Tensor) -> None:
@@ -164,7 +171,7 @@ def checkpoint_names(kind: str, parameter: str, expert: int | None) -> list[str]
     if expert is None:
         return [module.replace("mlp.gate", "block_sparse_moe.gate")] if kind == "mixtral" else [module]
     stem, _, leaf = module.rpartition(".")
-    if kind == "gpt_oss":  # a stack: as it is, and as a converted checkpoint may name its parts
+    if kind in ("gpt_oss", "llama4"):  # a stack: as it is, and as a converted checkpoint may name its parts
         parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
         return [f"{module}[{expert}]", *(f"{stem}.{expert}.{part}" for part in parts)]
     leaves = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}[leaf]
