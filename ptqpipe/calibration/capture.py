@@ -20,7 +20,8 @@ class _StopError(Exception):
 
 
 class _ShapeError(Exception):
-    """A block was given something else than the hidden states that the one before it returned."""
+    """A block was given something else than the hidden states that the one before it returned, or the model wanted more
+    of it."""
 
 
 class Surroundings:
@@ -38,17 +39,21 @@ class Surroundings:
     def capture(self, ids: torch.Tensor) -> tuple[torch.Tensor, Arguments]:
         """The hidden states [samples, tokens, hidden] that enter the first block, and every block's further arguments.
 
-        CheckpointError for a model that changes hidden states between its blocks, or does not run all of them.
+        CheckpointError for a model that changes hidden states between its blocks, carries more than them from one to
+        the next, or does not run all of them.
         """
         try:
             return self._capture_once(ids)
         except _ShapeError:  # the model takes the first item of what a block returns
             self._tuples = True
+        name = type(self._model).__name__
         try:
             return self._capture_once(ids)
         except _ShapeError:
-            name = type(self._model).__name__
-            raise CheckpointError(f"{name} changes hidden states between its blocks; it cannot be run so") from None
+            raise CheckpointError(
+                f"{name} changes hidden states between its blocks, or carries more than them from one to the next; it "
+                "cannot be run block by block (calibrate, tune); convert without statistics needs no run"
+            ) from None
 
     def _capture_once(self, ids: torch.Tensor) -> tuple[torch.Tensor, Arguments]:
         arguments: Arguments = []
@@ -70,6 +75,10 @@ class Surroundings:
             module.forward = note
         try:
             self._call(ids)
+        except (TypeError, ValueError):
+            if not arguments:
+                raise
+            raise _ShapeError from None  # it takes apart what the block before returned
         finally:
             for module in self._blocks:
                 del module.forward

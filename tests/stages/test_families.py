@@ -257,3 +257,12 @@ def test_an_image_text_model_without_a_causal_class_is_refused_first_and_told_wh
             act()
     assert warned == []
     assert verify(ptqpipe.convert(model, out=tmp_path / "out", **EXACT).out, source=model, workers=1).ok
+
+
+def test_a_model_that_carries_a_state_between_its_blocks_is_refused_in_one_line(make: Make, tmp_path: Path) -> None:
+    data = str(families.write_windows(tmp_path / "data.jsonl"))
+    for samples in (12, 3):  # RWKV takes what a block returns apart into three, which three samples are
+        options = CalibrateOptions(samples=samples, seqlen=16, holdout=0)
+        with pytest.raises(CheckpointError, match=r"RwkvForCausalLM .* cannot be run block by block"):
+            calibrate(make("rwkv"), [data], tmp_path / "stats", options=options)
+        assert not (tmp_path / "stats").exists()
