@@ -11,6 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests import tiny
+
 HIDDEN, VOCABULARY, LAYERS = 128, 96, 2
 
 _COMMON: dict[str, Any] = {
@@ -138,6 +140,29 @@ def _as_fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 codes[at] = (w[at].float() / scales[i, j]).to(torch.float8_e4m3fn)
         made[name], made[f"{name}_scale_inv"] = codes, scales
     return made
+
+
+def make_v4(folder: Path, *, expert: torch.dtype = torch.int8) -> Path:
+    """The layout of DeepSeek-V4's files: scales called ``.scale``, in E8M0 bytes; experts' codes two to an I8."""
+    e8m0 = torch.full((1, 1), 1.0).to(torch.float8_e8m0fnu)
+    base = "layers.0"
+    tensors = {
+        "embed.weight": torch.randn(96, 128).bfloat16(),
+        f"{base}.attn.wkv.weight": torch.randn(128, 128).to(torch.float8_e4m3fn),
+        f"{base}.attn.wkv.scale": e8m0,
+        f"{base}.ffn.experts.0.w1.weight": torch.zeros(64, 64).to(expert),
+        f"{base}.ffn.experts.0.w1.scale": torch.full((64, 4), 1.0).to(torch.float8_e8m0fnu),
+        f"{base}.ffn.gate.weight": torch.randn(4, 128).bfloat16(),
+        "head.weight": torch.randn(96, 128).bfloat16(),
+    }
+    config = {
+        "model_type": "deepseek_v4", "expert_dtype": "fp4", "hidden_size": 128, "num_hidden_layers": 1,
+        "quantization_config": {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0",
+            "weight_block_size": [128, 128],
+        },
+    }  # fmt: skip
+    return tiny.save(folder, tensors, config=config)
 
 
 def _edit_config(folder: Path, **changes: Any) -> None:

@@ -71,6 +71,7 @@ def method(config: Mapping[str, Any]) -> str:
 def stored_weights(names: Names, fmt: Format, activation: Activation) -> dict[str, StoredWeight]:
     """Every F8_E4M3 weight with a scale. ``fmt`` is what the config says; the scale's dtype decides its codec."""
     found = {}
+    _check_known(names)
     for name, (dtype, _) in names.items():
         if not name.endswith(".weight") or dtype != "F8_E4M3":
             continue
@@ -85,6 +86,19 @@ def stored_weights(names: Names, fmt: Format, activation: Activation) -> dict[st
             if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in found:
                 raise CheckpointError(f"{name!r} belongs to no F8_E4M3 weight; the checkpoint is damaged")
     return found
+
+
+def _check_known(names: Names) -> None:
+    """CheckpointError for DeepSeek-V4's layout: another name for the scales, experts with two E2M1 codes to an I8."""
+    for name, (dtype, _) in names.items():
+        module = name.removesuffix(".weight")
+        scale = names.get(f"{module}.scale")
+        if name != module and dtype in ("F8_E4M3", "I8") and scale is not None:
+            raise CheckpointError(
+                f"{name!r} ({dtype}) has scales in '{module}.scale' ({scale[0]}): that is the layout of DeepSeek-V4, "
+                "which ptqpipe does not read (of FP8 sources it reads scales called '.weight_scale_inv'); decode the "
+                "model to bfloat16, and convert that"
+            )
 
 
 def fmt_of_scale(fmt: Format, dtype: str) -> Format:

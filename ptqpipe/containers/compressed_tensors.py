@@ -328,7 +328,10 @@ def _read_format(weights: Any, key: str) -> Format:
             if all(weights.get(field) == row.get(field) for field in fields):
                 return FORMATS[name]
     shown = {field: weights.get(field) for field in ("type", *fields)}
-    raise CheckpointError(f"config group {key!r} has weights {shown}, a format that ptqpipe does not read")
+    raise CheckpointError(
+        f"config group {key!r} has weights {shown}, a format that ptqpipe does not read; "
+        "start from the model's float checkpoint, or decode this one to bfloat16 first"
+    )
 
 
 def _read_activation(inputs: Any) -> Activation:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.recipe import Recipe, RecipeOptions, Rule
 from ptqpipe.runtime import load, load_model
@@ -24,7 +26,7 @@ from ptqpipe.stages.generate import generate
 from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.serve.checks import check_checkpoint
 from ptqpipe.stages.verify.run import VerifyReport, verify
-from tests import families
+from tests import families, tiny
 
 Make = Callable[..., Path]
 MTP = f"model.layers.{families.LAYERS}."
@@ -48,6 +50,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 def fates(record: dict[str, Any]) -> tuple[set[str], dict[str, str]]:
     """Names of the quantized weights, and of the kept tensors with their reasons."""
     return set(record["weights"]), {name: entry["reason"] for name, entry in record["kept"].items()}
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    """Exit code and all that a command prints."""
+    done = CliRunner().invoke(main, arguments)
+    return done.exit_code, done.output
 
 
 def readers(report: VerifyReport, weight: str) -> list[tuple[str, str]]:
@@ -266,3 +274,34 @@ def test_a_model_that_carries_a_state_between_its_blocks_is_refused_in_one_line(
         with pytest.raises(CheckpointError, match=r"RwkvForCausalLM .* cannot be run block by block"):
             calibrate(make("rwkv"), [data], tmp_path / "stats", options=options)
         assert not (tmp_path / "stats").exists()
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
+def test_the_layout_of_deepseek_v4_is_said_to_be_unknown_not_damaged(tmp_path: Path, command: str) -> None:
+    code, said = invoke(
+        command, str(families.make_v4(tmp_path / "v4")), *(["-o", str(tmp_path / "out")] * (command == "convert"))
+    )
+    assert code == 1
+    assert "layers.0.attn.wkv.weight' (F8_E4M3) has scales in 'layers.0.attn.wkv.scale' (F8_E8M0)" in said
+    assert "the layout of DeepSeek-V4, which ptqpipe does not read" in said
+    assert "decode the model to bfloat16" in said
+    assert "damaged" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_int4_of_compressed_tensors_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    quantization = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+    tensors = {
+        "model.layers.0.mlp.experts.0.up_proj.weight_packed": torch.zeros(64, 16, dtype=torch.int32),
+        "model.layers.0.mlp.experts.0.up_proj.weight_scale": torch.ones(64, 4).bfloat16(),
+        "lm_head.weight": torch.randn(96, 128).bfloat16(),
+    }
+    model = tiny.save(tmp_path / "k2", tensors, config={"model_type": "kimi_k2", "quantization_config": quantization})
+    code, said = invoke("convert", str(model), "-o", str(tmp_path / "out"))
+    assert code == 1
+    assert "'type': 'int', 'num_bits': 4" in said
+    assert "decode this one to bfloat16 first" in said
