@@ -14,14 +14,25 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint.digests import FileDigests
+from ptqpipe.checkpoint.fields import COUNT, check_fields
 from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 ROUNDING_FILE = "rounding.json"
 ROUNDING_VERSION = 1
+
+_SCALAR = (1, torch.float32)
+_FIELDS = {
+    "digest": str,
+    "model": {"fingerprint": str},
+    "weights": {"*": {"format": str, "shape": [COUNT]}},
+    "blocks?": {"*": {"file": str, "sha256": str}},
+    "data?": dict,
+    "method?": str,
+}
 
 
 class Rounding:
@@ -32,9 +43,8 @@ class Rounding:
         self.path = path
         self._reader = reader
         self.content = content
-        blocks = content.get("blocks")
-        told = [e for e in blocks.values() if isinstance(e, dict)] if isinstance(blocks, dict) else []
-        self._digests = FileDigests({e.get("file"): e.get("sha256") for e in told}, remedy="tune again")
+        told = (content.get("blocks") or {}).values()
+        self._digests = FileDigests({e["file"]: e["sha256"] for e in told}, remedy="tune again")
 
     @classmethod
     def open(cls, path: Path) -> "Rounding":
@@ -44,11 +54,12 @@ class Rounding:
             raise UsageError(f"{path} holds no {ROUNDING_FILE}; make it with: ptqpipe tune MODEL -o {path}")
         try:
             content = json.loads(read_regular(file, limit=MAX_JSON_BYTES))
-            version, complete = content["version"], isinstance(content["weights"], dict)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} is damaged: {error}; tune again") from None
-        if version != ROUNDING_VERSION or not complete:
-            raise CheckpointError(f"{file} has version {version}, expected {ROUNDING_VERSION}; tune again")
+        check_fields(file, content, {"version": COUNT}, remedy="tune again")
+        if content["version"] != ROUNDING_VERSION:
+            raise CheckpointError(f"{file} has version {content['version']}, expected {ROUNDING_VERSION}; tune again")
+        check_fields(file, content, _FIELDS, remedy="tune again")
         return cls.of_files(Path(path), content)
 
     @classmethod
@@ -96,8 +107,13 @@ class Rounding:
         data = self._reader.read(f"{weight}.data")
         self._digests.check(self._reader.entries[f"{weight}.data"].file)
         scales = self._reader.read(f"{weight}.scales")
-        g = self._reader.read(f"{weight}.global_scale").reshape(()) if fmt.has_global else None
-        return QTensor(fmt, shape, data.view(torch.uint8), scales, g)
+        g = self._reader.read(f"{weight}.global_scale") if fmt.has_global else None
+        if scales.dtype != (fmt.scale.dtype or torch.uint8) or (g is not None and (g.numel(), g.dtype) != _SCALAR):
+            raise CheckpointError(f"{self.path} has scales of '{weight}' that are none of {fmt.name}; tune again")
+        try:
+            return QTensor(fmt, shape, data, scales, None if g is None else g.reshape(()))
+        except FormatError as error:
+            raise CheckpointError(f"{self.path} has damaged codes of '{weight}': {error}; tune again") from None
 
     def close(self) -> None:
         """Closes the files."""

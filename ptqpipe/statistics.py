@@ -8,6 +8,7 @@ means over tokens, so statistics of several processes merge by their counts. Thi
 """
 
 import json
+import math
 from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ptqpipe.checkpoint.digests import FileDigests
+from ptqpipe.checkpoint.fields import COUNT, NUMBER, check_fields
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
@@ -24,6 +26,16 @@ STATS_FILE = "stats.json"
 STATS_VERSION = 1
 BLOCK = 16  # columns of a block moment
 QUANTILES = (0.99, 0.999, 0.9999)
+
+_MODULE = {"key": str, "tokens": COUNT, "measured": bool, "quantiles": {"*": NUMBER}, "held_tokens?": COUNT}
+_FIELDS = {
+    "digest": str,
+    "model": {"name?": str, "fingerprint": str},
+    "data?": dict,
+    "modules": {"*": _MODULE},
+    "attention?": {"*": dict},
+    "files?": {"*": str},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +100,7 @@ class Statistics:
         self.path = path
         self._reader = reader
         self.content = content
-        files = content.get("files")
-        self._digests = FileDigests(files if isinstance(files, dict) else {}, remedy="calibrate again")
+        self._digests = FileDigests(content.get("files") or {}, remedy="calibrate again")
 
     @classmethod
     def open(cls, path: Path) -> "Statistics":
@@ -101,12 +112,12 @@ class Statistics:
             raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: ptqpipe calibrate MODEL -o {path}")
         try:
             content = json.loads(read_regular(file, limit=MAX_JSON_BYTES))
-            version = content["version"]
-            complete = isinstance(content["modules"], dict) and isinstance(content["model"], dict)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} is damaged: {error}; calibrate again") from None
-        if version != STATS_VERSION or not complete:
-            raise CheckpointError(f"{file} has version {version}, expected {STATS_VERSION}; calibrate again")
+        check_fields(file, content, {"version": COUNT}, remedy="calibrate again")
+        if content["version"] != STATS_VERSION:
+            raise CheckpointError(f"{file} has version {content['version']}, expected {STATS_VERSION}; calibrate again")
+        check_fields(file, content, _FIELDS, remedy="calibrate again")
         return cls(Path(path), CheckpointReader.open(Path(path)), content)
 
     @property
@@ -149,11 +160,17 @@ class Statistics:
             amax=self._read(entry, module, "amax"),
             mean=self._read(entry, module, "mean"),
             second_moment=self._read(entry, module, "second_moment"),
-            quantiles={float(p): float(value) for p, value in entry["quantiles"].items()},
+            quantiles=self._quantiles(entry["quantiles"]),
             block_moment=self._read(entry, module, "block_moment") if block else None,
             full_moment=self._read(entry, module, "full_moment") if full else None,
             held=self._held(entry, module, block=block, full=full) if held and "held_tokens" in entry else None,
         )
+
+    def _quantiles(self, entry: Mapping[str, float]) -> dict[float, float]:
+        try:
+            return {float(p): float(value) for p, value in entry.items()}
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / STATS_FILE} has a quantile whose {error}; calibrate again") from None
 
     def _held(self, entry: Mapping[str, Any], module: str, *, block: bool, full: bool) -> HeldOut:
         return HeldOut(
@@ -173,6 +190,11 @@ class Statistics:
             raise UsageError(f"{self.path} has no statistics of '{module}'; calibrate the model that holds it")
         return entry
 
+    def columns(self, module: str) -> int:
+        """K of a module's input: as many numbers as its second moment has, 0 where that is not there."""
+        found = self._reader.entries.get(f"{self._entry(module)['key']}.second_moment")
+        return 0 if found is None else math.prod(found.shape)
+
     def has(self, module: str, moment: str) -> bool:
         """Whether ``moment`` ("amax", ..., "block_moment", "full_moment") of a module was collected."""
         entry = self._modules.get(module)
@@ -185,11 +207,11 @@ class Statistics:
     @property
     def attentions(self) -> tuple[str, ...]:
         """Attention modules with key and value statistics."""
-        return tuple(self.content.get("attention", {}))
+        return tuple(self.content.get("attention") or ())
 
     def attention(self, module: str) -> AttentionStatistics:
         """Largest keys and values of one attention module. UsageError where there are none."""
-        if module not in self.content.get("attention", {}):
+        if module not in self.attentions:
             raise UsageError(f"{self.path} has no key and value statistics of '{module}'; calibrate again")
         return AttentionStatistics(self._reader.read(f"{module}.k_amax"), self._reader.read(f"{module}.v_amax"))
 
@@ -203,5 +225,19 @@ class Statistics:
             raise UsageError(
                 f"{self.path} has no {moment} of '{module}'; calibrate again with --moments {moment.split('_')[0]}"
             )
-        self._digests.check(self._reader.entries[name].file)
+        found = self._reader.entries[name]
+        wanted = _shape(moment, self.columns(module))
+        if found.dtype != "F32" or found.shape != wanted:
+            raise CheckpointError(
+                f"{found.file} has {moment} of '{module}' as {found.dtype} {list(found.shape)}, expected F32 "
+                f"{list(wanted)}; calibrate again"
+            )
+        self._digests.check(found.file)
         return self._reader.read(name)
+
+
+def _shape(moment: str, columns: int) -> tuple[int, ...]:
+    kind = moment.removeprefix("held_")
+    if kind == "full_moment":
+        return columns, columns
+    return (columns // BLOCK, BLOCK, BLOCK) if kind == "block_moment" else (columns,)

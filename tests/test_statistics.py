@@ -86,3 +86,28 @@ def test_a_flipped_bit_among_the_moments_is_an_error_not_other_numbers(tmp_path:
     file.write_bytes(raw)
     with Statistics.open(folder) as statistics, pytest.raises(CheckpointError, match=r"b\.safetensors' is damaged"):
         statistics.of("m")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"modules": {"m": {"tokens": 7, "measured": True, "quantiles": {}}}},
+            "modules.m has no 'key'; calibrate again",
+        ),
+        ({"modules": {"m": {"key": "m", "tokens": "7"}}}, "modules.m.tokens is '7', expected a count"),
+        ({"model": {"name": "n"}}, "model has no 'fingerprint'"),
+        ({"digest": 7}, "digest is 7, expected text"),
+    ],
+)
+def test_damage_names_the_field_and_what_was_expected(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        Statistics.open(write(tmp_path / "s", **changes))
+
+
+def test_moments_of_other_shapes_are_refused_where_they_are_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "s")
+    tensors = {"m.amax": torch.ones(17), "m.mean": torch.zeros(16), "m.second_moment": torch.ones(16)}
+    save_file(tensors, folder / "b.safetensors")
+    with Statistics.open(folder) as statistics, pytest.raises(CheckpointError, match=r"amax of 'm' as F32 \[17\]"):
+        statistics.of("m")

@@ -13,7 +13,7 @@ from ptqpipe.algorithms.calibrated import LayerInput, Options
 from ptqpipe.algorithms.gptq import has_block_scales
 from ptqpipe.algorithms.metric import memory_bytes
 from ptqpipe.algorithms.rows import CHUNK_ELEMENTS
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Plan, Unit
 from ptqpipe.recipe import Recipe, Rule
@@ -140,6 +140,11 @@ def _check_unit(unit: Unit, statistics: Statistics) -> None:
                     "it; --ignore it, or give it a rule with algorithm rtn and weighting none"
                 )
             raise UsageError(f"{statistics.path} has no statistics of '{module}'; calibrate again, or --ignore it")
+        if statistics.columns(module) != member.shape[1]:
+            raise CheckpointError(
+                f"{statistics.path} has statistics of {statistics.columns(module)} inputs of '{module}', which has "
+                f"{member.shape[1]}; calibrate again"
+            )
         for moment in wanted:
             if not statistics.has(module, moment):
                 kind = moment.partition("_")[0]
