@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NoReturn
@@ -112,6 +112,30 @@ def refuse_pipes(folder: Path) -> None:
                 continue
             if kind:
                 _refuse_kind(path, kind)
+
+
+def refuse_foreign_links(folder: Path, files: Iterable[Path]) -> None:
+    """CheckpointError for a file of a model's folder whose content lies elsewhere: its copy would be published.
+
+    A link may lead within the folder, and from a snapshot of the hub's cache into the blobs of the same model. Weights
+    need not be asked about: what is no safetensors file is refused anyhow, and large shards often lie on another disk.
+    """
+    home = folder.resolve()
+    homes = [home]
+    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
+        homes.append((home.parent.parent / "blobs").resolve())
+    for path in files:
+        found = path.resolve()
+        if not any(found.is_relative_to(place) for place in homes):
+            raise CheckpointError(
+                f"{shown(str(path))} is a link that leaves the model's folder, to {shown(_target(path))}; its content "
+                "would become part of the output: put a copy of the file there, or delete the link"
+            )
+
+
+def _target(path: Path) -> str:
+    """What the link says itself; where a folder above is the link, where it leads."""
+    return os.readlink(path) if path.is_symlink() else str(path.resolve())
 
 
 def _refuse_kind(path: Path, kind: str) -> NoReturn:

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from ptqpipe.checkpoint import direct
-from ptqpipe.checkpoint.files import FolderContent, read_json_object, scan_folder
+from ptqpipe.checkpoint.files import OWN_FILES, FolderContent, read_json_object, refuse_foreign_links, scan_folder
 from ptqpipe.checkpoint.fingerprint import fingerprint_of
 from ptqpipe.checkpoint.header import DTYPES, FileHeader, TensorEntry, shown
 from ptqpipe.errors import CheckpointError
@@ -157,6 +157,11 @@ class CheckpointReader:
             except OSError as error:
                 _raise_unreadable(Path(error.filename or self.path), error)
         return self._fingerprint
+
+    def check_links(self) -> None:
+        """CheckpointError if a file that would be carried over, or a config, is a link out of the model's folder."""
+        configs = [path for name in sorted(OWN_FILES) if (path := self.path / name).exists()]
+        refuse_foreign_links(self.path, [*self.extra_files, *configs])
 
     def check_unchanged(self) -> None:
         """Raises CheckpointError if a weight file's size or time differs from when it was opened."""

@@ -98,6 +98,7 @@ def dequantize(
         raise UsageError(f"--dtype {dtype!r} is unknown; use {', '.join(DTYPES)}")
     with Source.open(Path(ckpt)) as source:
         check_disjoint(source.reader.path, Path(out))
+        source.reader.check_links()
         prepared = _prepare(source, dtype)
         record = write_checkpoint(
             Path(out),

@@ -125,6 +125,74 @@ def test_links_into_a_hub_cache_work(tmp_path: Path) -> None:
     assert [p.name for p in reader.extra_files] == ["tokenizer.json"]
 
 
+def secret(tmp_path: Path) -> Path:
+    """A file outside of any model."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret").write_text("{}")
+    return tmp_path / "elsewhere" / "secret"
+
+
+LEAVING: dict[str, Callable[[Path, Path], object]] = {
+    "tokenizer.json": lambda model, file: (model / "tokenizer.json").symlink_to(file),
+    "config.json": lambda model, file: (model / "config.json").symlink_to(file),
+    "relative": lambda model, file: (model / "relative").symlink_to("../elsewhere/secret"),
+    "nested/deep": lambda model, file: [(model / "nested").mkdir(), (model / "nested" / "deep").symlink_to(file)],
+    "chain": lambda model, file: [(model / "second").symlink_to(file), (model / "chain").symlink_to("second")],
+    "detour": lambda model, file: [
+        (file.parent / "back").symlink_to(file),
+        (model / "detour").symlink_to("../elsewhere/back"),
+    ],
+    "via/..": lambda model, file: (model / "dotted").symlink_to("../model/../elsewhere/secret"),
+}
+
+
+@pytest.mark.parametrize("case", LEAVING)
+def test_a_link_out_of_the_folder_is_named_before_its_content_is_carried(case: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    u8_file(model / "model.safetensors", "a")
+    LEAVING[case](model, secret(tmp_path))
+    reader = CheckpointReader.open(model)
+    with pytest.raises(CheckpointError, match=r"a link that leaves the model's folder.*delete the link") as error:
+        reader.check_links()
+    one_line(error.value)
+
+
+def test_links_within_a_folder_and_to_weights_elsewhere_are_used(tmp_path: Path) -> None:
+    """Shards on another disk are common, and a file that is no safetensors file cannot pass for one."""
+    model, disk = tmp_path / "model", tmp_path / "disk"
+    model.mkdir()
+    disk.mkdir()
+    u8_file(disk / "w", "a")
+    (model / "model.safetensors").symlink_to(disk / "w")
+    (model / "real.json").write_text("{}")
+    (model / "alias.json").symlink_to("real.json")
+    (model / "folder").symlink_to(secret(tmp_path).parent)  # not entered
+    (tmp_path / "by-name").symlink_to(model)
+    for path in (model, tmp_path / "by-name"):
+        reader = CheckpointReader.open(path)
+        reader.check_links()
+        assert [p.name for p in reader.extra_files] == ["alias.json", "real.json"]
+
+
+@pytest.mark.parametrize(("target", "allowed"), [("../../blobs/4567", True), ("../../../models--b/blobs/89", False)])
+def test_a_snapshot_links_into_the_blobs_of_its_own_model_alone(target: str, allowed: bool, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0f"
+    for folder in (snapshot, tmp_path / "models--a--b" / "blobs", tmp_path / "models--b" / "blobs"):
+        folder.mkdir(parents=True)
+    u8_file(tmp_path / "models--a--b" / "blobs" / "0123", "a")
+    (tmp_path / "models--a--b" / "blobs" / "4567").write_text("{}")
+    (tmp_path / "models--b" / "blobs" / "89").write_text("{}")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+    (snapshot / "tokenizer.json").symlink_to(target)
+    reader = CheckpointReader.open(snapshot)
+    if allowed:
+        reader.check_links()
+        return
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json' is a link that leaves the model's folder"):
+        reader.check_links()
+
+
 def make_indexed(folder: Path) -> None:
     u8_file(folder / "x.safetensors", "a", "b")
     u8_file(folder / "y.safetensors", "c")

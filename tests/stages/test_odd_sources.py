@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert import text as tables
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
+from ptqpipe.stages.dequantize import dequantize
+from ptqpipe.stages.relayout.run import relayout
+from ptqpipe.stages.transform.plan import TransformOptions
+from ptqpipe.stages.transform.run import transform
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 
@@ -34,6 +39,25 @@ def converted(tmp_path: Path, tensors: dict[str, torch.Tensor], **options: Any) 
     report = verify(done.out, source=model, workers=1)
     assert report.ok, [fault.message for fault in report.faults]
     return done.out, dict(done.record)
+
+
+def test_no_command_copies_what_a_link_leads_to_outside_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("root:x:0:0")
+    packed, _ = converted(tmp_path, small(), format="mxfp8")
+    plain, out = tmp_path / "model", tmp_path / "new"
+    for folder in (packed, plain):
+        (folder / "notes.txt").symlink_to("../secret")
+    calls: list[Callable[[], Any]] = [
+        lambda: ptqpipe.convert(plain, out=out, format="mxfp8", workers=1),
+        lambda: prepare(plain, options=RecipeOptions(scheme="mxfp8"), out=out),  # as --dry-run
+        lambda: relayout(packed, out, container="ptqpipe"),
+        lambda: dequantize(packed, out),
+        lambda: transform(plain, out, options=TransformOptions(apply="rotate_values")),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=r"notes\.txt' is a link that leaves .*, to '\.\./secret'"):
+            call()
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out", "secret"]
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

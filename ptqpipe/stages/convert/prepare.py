@@ -134,6 +134,7 @@ def prepare(
         check_supported(container, recipe)
         path = resolve_source(str(model))
         source = opened.enter_context(Source.open(path))
+        source.reader.check_links()
         source.check_requantizable()
         recipe = recipe.for_model(source.reader.config)
         plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))

@@ -160,6 +160,7 @@ def prepare(source: Source, out: Path, *, container: str) -> Prepared:
             "`ptqpipe dequantize` adds it to the weights, or convert the source without low_rank"
         )
     check_disjoint(source.reader.path, out)
+    source.reader.check_links()
     jobs: list[Job] = []
     groups: list[list[TensorSpec]] = []
     shard_of: list[int] = []

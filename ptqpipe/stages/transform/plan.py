@@ -102,6 +102,7 @@ def prepare(source: Source, out: Path, *, stats: Path | None, options: Transform
             "`ptqpipe dequantize` makes of it"
         )
     check_disjoint(source.reader.path, out)
+    source.reader.check_links()
     names = transform_names(options.apply)
     _check_options(options, names)
     structure = find_structure(source.tensors, source.reader.config)
