@@ -26,7 +26,7 @@ from ptqpipe.algorithms.rows import (
     search_scales,
     total_error,
 )
-from ptqpipe.algorithms.rtn import ROUNDING_MARGIN, Sink, UnitResult, Weight, WeightError, gather, joint
+from ptqpipe.algorithms.rtn import ROUNDING_MARGIN, Promise, Sink, UnitResult, Weight, WeightError, gather, joint
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import WHOLE, Format
 from ptqpipe.global_scale import absmax_global, pick, sample_rows
@@ -148,9 +148,26 @@ def quantize(
         outcomes.append(outcome)
     proven = options.algorithm == "rtn" and options.weighting != "block" and get_search(search).PROVEN
     proven = proven and not any(outcome.reverted for outcome in outcomes)
-    return CalibratedResult(
-        UnitResult(None if g is None else float(g), versus_plain, tuple(errors), proven), tuple(outcomes)
+    promises = tuple(
+        _promise(fmt, inputs[0] if shared is not None else known, options, search, reverted=outcome.reverted)
+        for known, outcome in zip(inputs, outcomes, strict=True)
     )
+    return CalibratedResult(
+        UnitResult(None if g is None else float(g), versus_plain, tuple(errors), proven, promises), tuple(outcomes)
+    )
+
+
+def _promise(fmt: Format, known: LayerInput, options: Options, search: str, *, reverted: bool) -> Promise:
+    """What holds of a weight, whose scales ``known`` weighted. One scale for all weights is found but once."""
+    proven = get_search(search).PROVEN
+    importance = _importance(known, options)
+    if reverted:
+        return Promise(scales=proven, codes=True, importance=importance if fmt.block == (WHOLE, WHOLE) else None)
+    moved = options.algorithm == "gptq" and (
+        options.at_entry(fmt) or bool(options.refine and gptq.has_block_scales(fmt))
+    )
+    searched = proven and options.weighting != "block" and not moved
+    return Promise(scales=searched, codes=options.algorithm == "rtn", importance=importance)
 
 
 def _global_scale(

@@ -29,6 +29,15 @@ def kernel_for(device: torch.device, name: str) -> Callable[..., Any] | None:
     return getattr(module, name, None) if module.available() else None
 
 
+def kernels_of(device: torch.device) -> str:
+    """What `kernel_for` finds for a device, in words for a message."""
+    from ptqpipe.kernels import cpu, triton
+
+    if device.type == "cuda":
+        return "its Triton kernels" if triton.available() else "torch, without kernels"
+    return f"its {cpu.isa()} kernels" if cpu.available() else "torch, without kernels"
+
+
 def chunks(shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
     """Runs of rows [start, stop) of about CHUNK_ELEMENTS weights on block edges. A function of the shape alone."""
     return row_runs(shape, block_rows=fmt.block_extent(shape)[0])

@@ -86,17 +86,33 @@ class WeightError:
 
 
 @dataclass(frozen=True, slots=True)
+class Promise:
+    """What holds of every block of a weight that was sent: what ``recheck.py`` puts to the test.
+
+    scales      whether each scale is the argmin of ``search/objective.py`` at the unit's global scale
+    codes       whether each code is the nearest to its weight
+    importance  the columns' weights ``[K]`` in that objective, None without any
+    """
+
+    scales: bool
+    codes: bool
+    importance: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class UnitResult:
     """What quantizing a unit gave. ``global_scale`` is None for formats without one.
 
     versus_plain_global  squared error divided by that of the same search at global scale amax/max_product; at most 1
     proven               whether the block scales are the argmin over every code at that global scale
+    promises             of each weight
     """
 
     global_scale: float | None
     versus_plain_global: float
     errors: tuple[WeightError, ...]
     proven: bool
+    promises: tuple[Promise, ...]
 
 
 # The search compares scores and the report decoded errors; they agree to float32 rounding. A global scale must beat
@@ -142,7 +158,9 @@ def quantize(
         for (squared, energy), sample in zip(sums, samples, strict=True)
     )
     versus_plain = error / plain_error if compare is not None and plain_error else 1.0
-    return UnitResult(None if g is None else float(g), versus_plain, errors, get_search(search).PROVEN)
+    proven = get_search(search).PROVEN
+    promises = (Promise(scales=proven, codes=True),) * len(weights)
+    return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises)
 
 
 def _pass(
@@ -199,7 +217,8 @@ def _quantize_as_one(
         sink(index, 0, q)
         squared, energy = measure(q, w)
         errors.append(WeightError(squared, energy, versus))
-    return UnitResult(None, 1.0, tuple(errors), get_search(search).PROVEN)
+    proven = get_search(search).PROVEN
+    return UnitResult(None, 1.0, tuple(errors), proven, (Promise(scales=proven, codes=True),) * len(weights))
 
 
 def gather(weights: Sequence[Weight], device: torch.device) -> list[torch.Tensor]:

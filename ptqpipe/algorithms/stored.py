@@ -6,7 +6,7 @@ Knows tensors and formats; must not know where the codes came from.
 from collections.abc import Sequence
 
 from ptqpipe.algorithms.rows import checked_amax, chunks, measure, total_error
-from ptqpipe.algorithms.rtn import Sink, UnitResult, Weight, WeightError
+from ptqpipe.algorithms.rtn import Promise, Sink, UnitResult, Weight, WeightError
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global
@@ -40,7 +40,8 @@ def quantize(
             squared, energy = squared + error, energy + power
             absmax += total_error(w, fmt, search="absmax", global_scale=plain)
         errors.append(WeightError(squared, energy, squared / absmax if absmax else 1.0))
-    return UnitResult(None if g is None else float(g), 1.0, tuple(errors), proven=False)
+    promises = (Promise(scales=False, codes=False),) * len(weights)
+    return UnitResult(None if g is None else float(g), 1.0, tuple(errors), proven=False, promises=promises)
 
 
 def _rows(q: QTensor, start: int, stop: int) -> QTensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ptqpipe.algorithms import calibrated, rtn, stored
+from ptqpipe.algorithms.recheck import Recheck
 from ptqpipe.errors import NumericsError, one_line
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
@@ -37,12 +38,12 @@ def quantize_unit(
     sink: rtn.Sink,
     device: torch.device | None = None,
 ) -> Quantized:
-    """Quantizes a unit by its rule, low-rank parts and all.
+    """Quantizes a unit by its rule, low-rank parts and all, and finds a sample of its blocks again by brute force.
 
     statistics  of a rule that needs them; ``moments.open_statistics`` has looked
     learned     codes that were found before, one of each weight: taken as they are
 
-    Raises NumericsError for unusable weights and moments, naming the weight.
+    Raises NumericsError, naming the weight, where weights or moments are unusable or a block is not what was promised.
     """
     with _naming(unit):
         return _quantize(unit, weights, statistics=statistics, learned=learned, sink=sink, device=device)
@@ -69,16 +70,21 @@ def _quantize(
     sink: rtn.Sink,
     device: torch.device | None,
 ) -> Quantized:
-    if unit.scheme.low_rank is None:
-        return choose_codes(unit, weights, statistics=statistics, learned=learned, sink=sink, device=device)
     held: low_rank.Held = {}
 
     def hold(member: int, row: int, q: QTensor) -> None:
         held[(member, row)] = q
 
-    codes = choose_codes(unit, weights, statistics=statistics, learned=learned, sink=hold, device=device)
+    simple = unit.scheme.low_rank is None
+    keys = [member.key for member in unit.members]
+    sample = Recheck(weights, unit.scheme.fmt, names=keys, sink=sink if simple else hold)
+    codes = choose_codes(unit, weights, statistics=statistics, learned=learned, sink=sample.take, device=device)
+    counts = sample.check(codes.result.promises)
+    told = tuple({**outcome, "rechecked": count} for outcome, count in zip(codes.told, counts, strict=True))
+    if simple:
+        return Quantized(codes.result, told)
     found = low_rank.correct_unit(unit, weights, held, codes.result.errors, statistics=statistics, sink=sink)
-    told = tuple({**outcome, "low_rank": dict(own)} for outcome, own in zip(codes.told, found.told, strict=True))
+    told = tuple({**outcome, "low_rank": dict(own)} for outcome, own in zip(told, found.told, strict=True))
     return Quantized(replace(codes.result, errors=found.errors), told)
 
 
@@ -91,7 +97,7 @@ def choose_codes(
     sink: rtn.Sink,
     device: torch.device | None = None,
 ) -> Quantized:
-    """`quantize_unit` but for the low-rank parts."""
+    """`quantize_unit` but for the low-rank parts and the second look."""
     rule, fmt = unit.rule, unit.scheme.fmt
     names = [member.weight for member in unit.members]
     if learned is not None:

@@ -206,6 +206,7 @@ def converted_json(done: Converted) -> dict[str, Any]:
         "roles": by_role(done.record["weights"]),
         "kept": len(done.record["kept"]),
         "not_finite": _not_finite(done.record["kept"]),
+        "rechecked_blocks": _rechecked(done.record["weights"]),
         "source_bytes": done.source_bytes,
         "written_bytes": done.written_bytes,
         "seconds": done.seconds,
@@ -234,6 +235,7 @@ def converted_text(done: Converted) -> str:
         [
             table(head, rows, left=3),
             *_gate(done.record["weights"]),
+            f"{_rechecked(done.record['weights'])} blocks, a sample of every weight, were found again by brute force",
             *(
                 f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
                 for name, found in _not_finite(done.record["kept"]).items()
@@ -249,6 +251,11 @@ def converted_text(done: Converted) -> str:
 def _not_finite(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Kept tensors with NaN or infinities, and how many."""
     return {name: entry["not_finite"] for name, entry in kept.items() if "not_finite" in entry}
+
+
+def _rechecked(weights: Mapping[str, Mapping[str, Any]]) -> int:
+    """How many blocks were found again by brute force."""
+    return sum(entry["rechecked"] for entry in weights.values())
 
 
 def _gate(weights: Mapping[str, Mapping[str, Any]]) -> list[str]:

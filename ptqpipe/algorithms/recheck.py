@@ -1,0 +1,246 @@
+"""A sample of every weight's blocks found again by brute force, while the weight is quantized.
+
+A kernel chooses scales and codes a thousand times faster than the definition is evaluated, and a fault of one would be
+recorded as a proof. So `Recheck` stands between an algorithm and its sink: it keeps a few blocks of what goes by, and
+`check` finds their scales (``search/least.py``) and codes (``qtensor.magnitude_codes``) again, with torch on the CPU.
+Which blocks these are depends on a weight's name, shape and numbers alone: spread from the first to the last, and with
+them those of the largest and the smallest crest factor in the same rows. Changes no byte.
+
+Knows tensors, formats and what an algorithm promises; must not know recipes or files.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.algorithms.rows import kernels_of
+from ptqpipe.algorithms.rtn import Promise, Sink, Weight
+from ptqpipe.errors import NumericsError
+from ptqpipe.formats import WHOLE, Format
+from ptqpipe.kernels.importance import normalize_importance
+from ptqpipe.packing import packed_columns, unpack
+from ptqpipe.qtensor import QTensor, magnitude_codes, scale_values
+from ptqpipe.search.least import best_scales
+from ptqpipe.search.objective import flush
+
+ROWS, COLUMNS = 32, 2  # of the grid of short blocks, at most
+LOOKED = 2  # of these rows of a run, in which the extreme blocks are looked for
+LONG_ELEMENTS = 1 << 25  # weights to each further long block: a row or tile whose scale is a number
+LONG_BLOCKS = 8  # at most
+EVERY = 8  # so many-th of the scales of a long block is tried in weights of less than half of LONG_ELEMENTS
+LONG_CODES = 1 << 11  # codes that are looked at of a long block
+JOINT_ELEMENTS = 1 << 16  # of a unit with one scale for all, up to which that scale is found again
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Some blocks of one size, in a row of the list for each.
+
+    at      int64 ``[blocks, 2]``: row and column of each in the grid of scales
+    w       float32 ``[blocks, elements]``, as in ``to_blocks``
+    codes   uint8 ``[blocks, elements]`` as they were sent
+    scales  ``[blocks]`` as they were sent
+    """
+
+    at: torch.Tensor
+    w: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence["_Blocks"]) -> "_Blocks":
+        """All of them, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        names = ("at", "w", "codes", "scales")
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+
+class Recheck:
+    """A sink that passes the rows of a unit on and keeps a sample of their blocks for `check`."""
+
+    def __init__(self, weights: Sequence[Weight], fmt: Format, *, names: Sequence[str], sink: Sink) -> None:
+        self._weights, self._fmt, self._names, self._sink = weights, fmt, names, sink
+        self._joint = fmt.block == (WHOLE, WHOLE)
+        self._places = [_places(name, w.shape, fmt) for name, w in zip(names, weights, strict=True)]
+        self._kept: dict[tuple[int, int], list[_Blocks]] = {}
+        self._global_scale: torch.Tensor | None = None
+        self._kernels = ""
+
+    def take(self, member: int, row: int, q: QTensor) -> None:
+        """As `Sink`."""
+        self._sink(member, row, q)
+        height = 1 if self._joint else self._fmt.block_extent(q.shape)[0]
+        places = {r: c for r, c in self._places[member].items() if row <= r * height < row + q.shape[0]}
+        self._kernels = kernels_of(q.data.device)
+        self._global_scale = None if q.global_scale is None else q.global_scale.cpu()
+        if not places:
+            self._kept[(member, row)] = []
+        elif height == 1 and self._fmt.scale.enumerable:
+            self._kept[(member, row)] = [self._short(member, row, q, places)]
+        else:
+            self._kept[(member, row)] = [
+                self._long(member, row, q, r, c) for r, columns in places.items() for c in columns
+            ]
+
+    def _short(self, member: int, row: int, q: QTensor, places: dict[int, list[int]]) -> _Blocks:
+        """The blocks at these places, and in their rows those of the largest and smallest crest factor."""
+        size, grid = self._fmt.block[1], q.scales.shape[1]
+        rows = list(places)
+        w = torch.cat([self._weights[member].rows(r, r + 1) for r in rows]).reshape(-1, size)
+        index = torch.tensor([i * grid + c for i, r in enumerate(rows) for c in places[r]])
+        index = torch.unique(torch.cat((index, _extremes(w[: LOOKED * grid]))))
+        local = torch.tensor(rows)[index // grid]
+        at = torch.stack((local, index % grid), dim=1)
+        where = ((local - row) * grid + index % grid).to(q.data.device)
+        if size * self._fmt.element.bits % 8:
+            codes = q.codes.reshape(-1, size)[where]
+        else:
+            width = packed_columns(size, self._fmt.element.bits)
+            codes = unpack(q.data.reshape(-1, width)[where], self._fmt.element.bits)
+        return _Blocks(at, w[index].float(), codes.cpu(), q.scales.reshape(-1)[where].cpu())
+
+    def _long(self, member: int, row: int, q: QTensor, r: int, c: int) -> _Blocks:
+        """One block, padded as in ``to_blocks``; a row of it where all weights share one scale."""
+        height, width = (1, q.shape[1]) if self._joint else self._fmt.block_extent(self._weights[member].shape)
+        top, left = r * height, c * width
+        w = self._weights[member].rows(top, min(top + height, row + q.shape[0]))[:, left : left + width].float()
+        codes = unpack(q.data[top - row : top - row + len(w)], self._fmt.element.bits)[:, left : left + width]
+        pad = (0, width - w.shape[1], 0, height - w.shape[0])
+        w, codes = (torch.nn.functional.pad(x, pad).reshape(1, -1) for x in (w, codes.cpu()))
+        scale = q.scales[0 if self._joint else r - row // height, c].reshape(1).cpu()
+        return _Blocks(torch.tensor([[r, c]]), w, codes, scale)
+
+    def check(self, promises: Sequence[Promise]) -> list[int]:
+        """How many blocks of each weight are what was promised; 0 where one scale of too many weights has no check.
+
+        Raises NumericsError naming the weight and the first block that is not.
+        """
+        kept = [
+            [part for at in sorted(self._kept) if at[0] == i for part in self._kept[at]] for i in range(len(promises))
+        ]
+        scales = [(i, part) for i, parts in enumerate(kept) for part in parts if promises[i].scales]
+        codes = [(i, part) for i, parts in enumerate(kept) for part in parts if promises[i].codes]
+        counted = [sum(len(part.at) for part in parts) for parts in kept]
+        if self._joint:
+            counted = [int(self._check_joint(promises[0], kept))] * len(kept)
+            scales = []
+        together = self._fmt.scale.enumerable  # short blocks, all of one size: one call for all costs as one
+        for group in [scales] if together and scales else [[one] for one in scales]:
+            self._check_scales(group, promises)
+        for group in [codes] if together and codes else [[one] for one in codes]:
+            self._check_codes(group)
+        return [n if promise.scales or promise.codes else 0 for n, promise in zip(counted, promises, strict=True)]
+
+    def _check_scales(self, group: Sequence[tuple[int, _Blocks]], promises: Sequence[Promise]) -> None:
+        blocks = _Blocks.join([part for _, part in group])
+        h = None
+        if any(promises[i].importance is not None for i, _ in group):
+            h = torch.cat([self._importance(i, part, promises[i].importance) for i, part in group])
+        x = blocks.w.abs()
+        x = flush(x, x.amax(dim=1, keepdim=True))
+        rows, columns = self._weights[group[0][0]].shape
+        every = EVERY if rows * columns < LONG_ELEMENTS // 2 else 1
+        first = zlib.crc32(self._names[group[0][0]].encode())
+        best = best_scales(
+            x, blocks.scales, fmt=self._fmt, global_scale=self._global_scale, h=h, every=every, first=first
+        )
+        wrong = (best != blocks.scales).nonzero()
+        if len(wrong):
+            k = int(wrong[0])
+            found, wanted = (f"{float(scales[k]):.9g}" for scales in (blocks.scales, best))
+            word = "scale code" if self._fmt.scale.enumerable else "scale"
+            self._fail(group, k, f"has the {word} {found}", f"brute force gives {wanted}")
+
+    def _check_codes(self, group: Sequence[tuple[int, _Blocks]]) -> None:
+        blocks = _Blocks.join([part for _, part in group])
+        step = max(1, blocks.w.shape[1] // LONG_CODES) | 1  # odd: no multiple of a vector's width
+        w, codes = blocks.w[:, ::step], blocks.codes[:, ::step]
+        nearest = _nearest(w, blocks.scales, self._fmt, self._global_scale)
+        wrong = (nearest != codes).nonzero()
+        if len(wrong):
+            k, column = wrong[0].tolist()
+            found, wanted = int(codes[k, column]), int(nearest[k, column])
+            where = f"has the code {found} for its weight number {column * step}"
+            self._fail(group, k, where, f"the nearest is {wanted}")
+
+    def _check_joint(self, promise: Promise, kept: Sequence[Sequence[_Blocks]]) -> bool:
+        """Finds the one scale of all weights again where they are few; whether it did."""
+        if not promise.scales or sum(weight.shape[0] * weight.shape[1] for weight in self._weights) > JOINT_ELEMENTS:
+            return False
+        w = torch.cat([weight.rows(0, weight.shape[0]).float() for weight in self._weights])
+        at = torch.zeros(1, 2, dtype=torch.int64)
+        block = _Blocks(at, w.reshape(1, -1), torch.empty(1, 0, dtype=torch.uint8), kept[0][0].scales[:1])
+        self._check_scales([(0, block)], [promise])
+        return True
+
+    def _importance(self, member: int, blocks: _Blocks, importance: torch.Tensor | None) -> torch.Tensor:
+        """float32, the shape of ``blocks.w``: the columns' weights as the objective takes them, ones without any."""
+        if importance is None:
+            return torch.ones_like(blocks.w)
+        shape = self._weights[member].shape
+        width = self._fmt.block_extent(shape)[1]
+        h = normalize_importance(importance)
+        h = torch.nn.functional.pad(h, (0, -len(h) % width)).reshape(-1, width)[blocks.at[:, 1]]
+        return h.repeat(1, blocks.w.shape[1] // width)
+
+    def _fail(self, group: Sequence[tuple[int, _Blocks]], k: int, found: str, wanted: str) -> None:
+        """Raises NumericsError for block number ``k`` of the group."""
+        owners = [i for i, part in group for _ in range(len(part.at))]
+        member, (r, c) = owners[k], torch.cat([part.at for _, part in group])[k].tolist()
+        name = self._names[member]
+        height, width = (1, 1) if self._joint else self._fmt.block_extent(self._weights[member].shape)
+        remedy = "convert with --search brute_force, which is slow and uses none"
+        if not self._fmt.scale.enumerable:
+            remedy = f"keep the weight: --ignore '{name.removesuffix('.weight')}'"
+        raise NumericsError(
+            f"{name}: the {self._fmt.name} block at row {r * height}, column {c * width} {found}, {wanted}: a fault of "
+            f"ptqpipe ({self._kernels}), not of the model; please report it with the command that you ran, and {remedy}"
+        )
+
+
+def _places(name: str, shape: tuple[int, int], fmt: Format) -> dict[int, list[int]]:
+    """Row of the grid of scales -> its columns, ascending: what is kept of a weight."""
+    if fmt.block == (WHOLE, WHOLE):
+        grid = (shape[0], 1)
+    else:
+        grid = fmt.scale_shape(shape)
+    seed = zlib.crc32(f"{name} {shape[0]}x{shape[1]}".encode())
+    if fmt.scale.enumerable:
+        places = {r: _spread(grid[1], COLUMNS, seed + 97 * (r + 1)) for r in _spread(grid[0], ROWS, seed)}
+        places[0][0], places[grid[0] - 1][-1] = 0, grid[1] - 1  # the very first block and the very last one
+        return places
+    count = min(LONG_BLOCKS, 1 + shape[0] * shape[1] // LONG_ELEMENTS)
+    found: dict[int, list[int]] = {}
+    for flat in _spread(grid[0] * grid[1], count, seed):
+        found.setdefault(flat // grid[1], []).append(flat % grid[1])
+    return found
+
+
+def _spread(total: int, count: int, seed: int) -> list[int]:
+    """Up to ``count`` different numbers below ``total``, ascending: one from each of as many equal parts.
+
+    Of three or more the first is the first of all, and the last the last.
+    """
+    if total <= count:
+        return list(range(total))
+    shares = [((seed + k * 0x9E3779B1) & 0xFFFFFFFF) / 2**32 for k in range(1, count + 1)]
+    found = [int((k + share) * total / count) for k, share in enumerate(shares)]
+    return found if count < 3 else [0, *found[1:-1], total - 1]
+
+
+def _extremes(w: torch.Tensor) -> torch.Tensor:
+    """int64 ``[2]``: the blocks ``[blocks, elements]`` of the largest and the smallest crest factor."""
+    x = w.float()
+    crest = x.abs().amax(dim=1).square_() / x.square().sum(dim=1)
+    return torch.stack((crest.nan_to_num(0.0).argmax(), crest.nan_to_num(float("inf")).argmin()))
+
+
+def _nearest(w: torch.Tensor, scales: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None) -> torch.Tensor:
+    """uint8, the shape of ``w`` ``[blocks, elements]``: the codes that ``qtensor.encode`` defines at these scales."""
+    s = scale_values(scales, fmt.scale)
+    s = s if global_scale is None else s * global_scale
+    codes = magnitude_codes(w.abs() * (1.0 / s).unsqueeze(1), fmt.element).to(torch.uint8)
+    return codes | torch.signbit(w).to(torch.uint8) << (fmt.element.bits - 1)

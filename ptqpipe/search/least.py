@@ -1,0 +1,194 @@
+"""The best scales of a few blocks, from the definition alone: brute force quick enough to run beside a conversion.
+
+Leaves out only the scales that cannot win, by bounds as plain as they can be and with margins far above rounding: those
+at which the whole block rounds to zero, those so small that the largest element's clipping alone costs more than the
+whole error at another scale, and those whose half reaches the same values (the first proof of ``objective.py``). Shares
+no code with the searches that it judges.
+
+Scales that are plain numbers (bfloat16, float16) are hundreds even so, and their blocks long. With the magnitudes
+sorted, the error at a scale is a sum over the codes, of differences of prefix sums in float64, whatever the length of
+the block. That rounds otherwise than the definition, by a bounded amount; scales that come so near to the least are
+scored by the definition.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from ptqpipe.formats import Codec, Format
+from ptqpipe.qtensor import round_to, scale_values
+from ptqpipe.search.brute_force import all_scales
+from ptqpipe.search.objective import scores
+
+MARGIN = 1e-4  # relative; float32 quotients, products and sums of a block of 256 round by less
+ROUNDED = 2.0**-20  # of y, relative: more than twice what its own roundings and those of a middle come to
+SUMS = 2.0**-40  # of the sum of the squares: far above the rounding of prefix sums in float64
+NEIGHBOURS = 4  # scales on either side of the one that is judged, which are never left out
+
+
+def best_scales(
+    x: torch.Tensor,
+    stored: torch.Tensor,
+    *,
+    fmt: Format,
+    global_scale: torch.Tensor | None = None,
+    h: torch.Tensor | None = None,
+    every: int = 1,
+    first: int = 0,
+) -> torch.Tensor:
+    """What ``brute_force.search`` gives for these blocks, ``[blocks]`` like ``stored``.
+
+    x       float32 ``[blocks, elements]`` flushed magnitudes
+    stored  ``[blocks]`` the scales that are judged
+    h       float32 ``[blocks, elements]`` normalized weights, or None
+    every   where scales are numbers, only so many-th are tried, from ``first`` on, and the neighbours of ``stored``
+    """
+    if fmt.scale.enumerable:
+        return _among_codes(x, stored, fmt, global_scale, h)
+    found = []
+    for i in range(len(x)):
+        weights = None if h is None else h[i : i + 1]
+        found.append(_among_numbers(x[i : i + 1], stored[i : i + 1], fmt, global_scale, weights, every, first))
+    return torch.cat(found)
+
+
+def _among_codes(
+    x: torch.Tensor, stored: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None, h: torch.Tensor | None
+) -> torch.Tensor:
+    """`best_scales` where scales have codes: every pair of a block and a code that may win is scored at once."""
+    codes, (s, reach) = all_scales(fmt.scale), _reach(fmt)
+    amax = x.amax(dim=1)
+
+    def rough(block: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The score but for the order of its sum."""
+        y = x[block] * _inverse(scales, fmt, global_scale).unsqueeze(1)
+        t = (y - round_to(y, fmt.element)).square_()
+        score = (t if h is None else t * h[block]).sum(dim=1).double() * scale_values(
+            scales, fmt.scale
+        ).double().square()
+        return score
+
+    low, high = _bounds(x, rough(torch.arange(len(x)), stored), fmt, global_scale, h)
+    live = amax.unsqueeze(1) * _inverse(codes, fmt, global_scale) > fmt.element.min_positive / 2
+    block, code = (live & (reach <= high.unsqueeze(1)) & ~(s < low.unsqueeze(1))).nonzero(as_tuple=True)
+    score = rough(block, codes[code])
+    near = score <= _least(score, block, len(x))[block] * (1 + MARGIN)
+    block, code = block[near], code[near]
+    if bool((block[1:] == block[:-1]).any()):  # more than one for a block: the definition decides
+        score = scores(x[block], codes[code], fmt=fmt, global_scale=global_scale, h=None if h is None else h[block])
+        won = score == _least(score, block, len(x))[block]
+        block, code = block[won], code[won]
+    first = torch.full((len(x),), len(codes)).scatter_reduce_(0, block, code, "amin")  # ties go to the smallest code
+    return codes[torch.where(first == len(codes), 0, first)]  # a block that every scale zeroes has the smallest
+
+
+def _among_numbers(
+    x: torch.Tensor,
+    stored: torch.Tensor,
+    fmt: Format,
+    global_scale: torch.Tensor | None,
+    h: torch.Tensor | None,
+    every: int,
+    first: int,
+) -> torch.Tensor:
+    """`best_scales` of one block ``[1, elements]`` whose scales are numbers."""
+    numbers, (s, reach) = _numbers(fmt.scale), _reach(fmt)
+    g = 1.0 if global_scale is None else float(global_scale)
+    sums = _Sums(x[0], fmt.element, None if h is None else h[0])
+    limit = torch.tensor([float("inf")], dtype=torch.float64)
+    if bool(torch.isfinite(stored) & (stored > 0)):
+        error, slack = sums.error(stored.double() * g)
+        limit = (error + slack) / g**2
+    low, high = _bounds(x, limit, fmt, global_scale, h)
+    index = torch.arange(int(torch.searchsorted(s, low)), int(torch.searchsorted(reach, high, right=True)))
+    near = (index - torch.searchsorted(s, stored.double())).abs() <= NEIGHBOURS
+    rest = numbers[index[near | (index % every == first % every)]]
+    rest = rest[x.amax() * _inverse(rest, fmt, global_scale) > fmt.element.min_positive / 2]
+    if not len(rest):
+        return numbers[:1]
+    error, slack = sums.error(rest.double() * g)
+    rest = rest[error - slack <= (error + slack).min()]
+    if len(rest) > 1:
+        weights = None if h is None else h.expand(len(rest), -1)
+        exact = scores(x.expand(len(rest), -1), rest, fmt=fmt, global_scale=global_scale, h=weights)
+        rest = rest[exact.argmin()].reshape(1)  # the first of equal ones: scales ascend
+    return rest
+
+
+def _bounds(
+    x: torch.Tensor, limit: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None, h: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 ``[blocks]`` each: the scale below which clipping alone costs more than the score ``limit``, and the
+    ``_reach`` above which no scale need be looked at."""
+    g = 1.0 if global_scale is None else float(global_scale)
+    amax, top = x.max(dim=1)
+    loss = limit if h is None else limit / h.gather(1, top.unsqueeze(1))[:, 0]
+    clips = (amax.double() * (1 - MARGIN) - loss.sqrt() * (g * (1 + MARGIN))) / (fmt.element.max * g)
+    return clips, amax.double() * ((1 + MARGIN) / g)
+
+
+def _inverse(scales: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None) -> torch.Tensor:
+    """float32: what the definition multiplies magnitudes by."""
+    value = scale_values(scales, fmt.scale)
+    return 1.0 / (value if global_scale is None else value * global_scale)
+
+
+def _least(score: torch.Tensor, block: torch.Tensor, count: int) -> torch.Tensor:
+    """float64 ``[count]``: the least score of each block, inf where it has none."""
+    return torch.full((count,), float("inf"), dtype=torch.float64).scatter_reduce_(0, block, score, "amin")
+
+
+class _Sums:
+    """Prefix sums of a block's sorted magnitudes."""
+
+    def __init__(self, x: torch.Tensor, element: Codec, h: torch.Tensor | None) -> None:
+        magnitudes = torch.tensor(element.magnitudes, dtype=torch.float64)
+        self._middle = ((magnitudes[:-1] + magnitudes[1:]) / 2).float()
+        self._step, self._step2 = magnitudes.diff(), magnitudes.square().diff()
+        self._top = float(magnitudes[-1])
+        if h is None:
+            self._x = torch.from_numpy(np.sort(x.numpy()))  # many times faster than torch's
+            exact = self._x.double()
+            p = torch.ones_like(exact)
+        else:
+            self._x, order = x.sort()
+            exact, p = self._x.double(), h[order].double()
+        zero = torch.zeros(1, dtype=torch.float64)
+        self._count = torch.cat((zero, p.cumsum(0)))
+        self._first = torch.cat((zero, (p * exact).cumsum(0)))
+        self._energy = float((p * exact.square()).sum())
+
+    def error(self, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float64, like ``s``: sum p (x - s q)^2, q the code nearest to x / s; and what the definition may differ by.
+
+        With i_j the number of x below the middle of the magnitudes q_j and q_j+1, sum p x q is the largest magnitude
+        times all of sum p x, less (q_j+1 - q_j) times the sum of the first i_j for every j; sum p q^2 likewise.
+        """
+        below = torch.bucketize(s.float().unsqueeze(1) * self._middle, self._x)
+        cross = self._top * self._first[-1] - self._first[below] @ self._step
+        square = self._top**2 * self._count[-1] - self._count[below] @ self._step2
+        error = (self._energy - 2 * s * cross + s * s * square).clamp_(min=0.0)
+        slack = ROUNDED * (error * self._energy).sqrt() + (ROUNDED**2 + SUMS) * self._energy + 2.0**-22 * error
+        return error, slack
+
+
+@cache
+def _numbers(codec: Codec) -> torch.Tensor:
+    """``all_scales`` of a codec of tens of thousands."""
+    return all_scales(codec)
+
+
+@cache
+def _reach(fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64: the value of every scale, and the least amax, for a global scale of 1, at which it need be looked at.
+
+    Below it the scale has a half that is legal and no code is above half of the largest; or all codes are zero.
+    """
+    value = scale_values(all_scales(fmt.scale), fmt.scale).double()
+    mags = fmt.element.magnitudes
+    known = set(mags)
+    past = next(i for i, m in enumerate(mags) if 2 * m not in known)
+    half, zero = (mags[past - 1] + mags[past]) / 2, fmt.element.min_positive / 2
+    proven = fmt.element.min_positive >= 2.0**-18  # else products may underflow, which the proof rules out
+    return value, value * torch.where(torch.isin(value / 2, value) & proven, half, zero)

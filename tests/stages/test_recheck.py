@@ -1,0 +1,173 @@
+"""Claims about the second look of convert: a search or an encoder that errs is caught, named, and nothing is left."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ptqpipe
+from ptqpipe.algorithms import calibrated, recheck, rtn
+from ptqpipe.errors import NumericsError
+from ptqpipe.formats import get_format
+from ptqpipe.packing import pack
+from ptqpipe.qtensor import QTensor, encode
+from ptqpipe.schemes import SCHEMES
+from tests import tiny
+
+LIED = "model.layers.1.self_attn.o_proj.weight"
+MARK = 0.15625  # the first number of the weight that is lied about
+Liar = Callable[[torch.Tensor, QTensor], QTensor]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tensors = tiny.llama()
+    tensors[LIED][0, 0] = MARK
+    return tiny.save(tmp_path / "model", tensors)
+
+
+def lie(monkeypatch: pytest.MonkeyPatch, liar: Liar) -> None:
+    """A search and encoder that err in one weight, whichever kernels this machine has."""
+    honest, honest_scales, honest_codes = rtn.quantize_rows, rtn.search_scales, rtn.encode_rows
+
+    def quantize_rows(w: torch.Tensor, *args: object, **options: object) -> QTensor:
+        q = honest(w, *args, **options)  # type: ignore[arg-type]
+        return liar(w, q) if float(w[0, 0]) == MARK and options["search"] == "exact" else q
+
+    def search_scales(w: torch.Tensor, fmt: object, *, search: str) -> torch.Tensor:
+        scales = honest_scales(w, fmt, search=search)  # type: ignore[arg-type]
+        lies = float(w[0, 0]) == MARK and search == "exact"
+        return liar(w, honest_codes(w, scales, fmt)).scales if lies else scales  # type: ignore[arg-type]
+
+    def encode_rows(w: torch.Tensor, scales: torch.Tensor, fmt: object) -> QTensor:
+        q = honest_codes(w, scales, fmt)  # type: ignore[arg-type]
+        return liar(w, q) if float(w[0, 0]) == MARK else q
+
+    monkeypatch.setattr(rtn, "quantize_rows", quantize_rows)
+    monkeypatch.setattr(rtn, "search_scales", search_scales)
+    monkeypatch.setattr(rtn, "encode_rows", encode_rows)
+
+
+def a_step_up(w: torch.Tensor, q: QTensor) -> QTensor:
+    """The last block's scale is the next larger one; the codes are the nearest at that."""
+    scales = q.scales.clone()
+    if q.fmt.scale.enumerable:
+        scales[-1, -1] += 1
+    else:
+        scales = torch.nextafter(scales, torch.full_like(scales, 1e9))  # all: one block of these is looked at
+    return encode(w, scales, fmt=q.fmt, global_scale=q.global_scale)
+
+
+def another_code(w: torch.Tensor, q: QTensor) -> QTensor:
+    """Each row's last code has another lowest bit."""
+    codes = q.codes.clone()
+    if q.fmt.scale.enumerable:
+        codes[-1, -1] ^= 1
+    else:
+        codes ^= 1  # all: one block of these is looked at
+    return QTensor(q.fmt, q.shape, pack(codes, q.fmt.element.bits), q.scales, q.global_scale)
+
+
+def one_magnitude_lost(w: torch.Tensor, q: QTensor) -> QTensor:
+    """Blocks of one magnitude of some significands get the smallest scale."""
+    blocks = w.float().abs().reshape(-1, q.fmt.block[1])
+    significand = torch.frexp(blocks[:, 0]).mantissa * 2
+    lost = (blocks.amax(1) == blocks.amin(1)) & (significand > 1.215) & (significand < 1.2745)
+    scales = torch.where(lost.reshape(q.scales.shape), 0, q.scales).to(torch.uint8)
+    return encode(w, scales, fmt=q.fmt)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("liar", [a_step_up, another_code])
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8_dynamic", "fp8_tensor", "fp8_block"])
+def test_a_wrong_scale_or_code_of_a_sampled_block_is_an_error_that_names_the_weight(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, liar: Liar, workers: int
+) -> None:
+    lie(monkeypatch, liar)
+    with pytest.raises(NumericsError, match=f"^{LIED}: .* block at row .* column .*please report") as caught:
+        ptqpipe.convert(model, out=tmp_path / "out", format=scheme, workers=workers)
+    assert ("brute force gives" if liar is a_step_up else "the nearest is") in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_of_one_magnitude_that_are_flushed_to_zero_are_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = tiny.llama()
+    rows = torch.arange(128)[:, None] * 0.01
+    rows[0] = MARK
+    tensors[LIED] = rows.expand(128, 128).contiguous().bfloat16()
+    model = tiny.save(tmp_path / "model", tensors)
+    lie(monkeypatch, one_magnitude_lost)
+    with pytest.raises(NumericsError, match=f"^{LIED}: .* scale code 0, brute force gives 1"):
+        ptqpipe.convert(model, out=tmp_path / "out", format="mxfp4")
+
+
+def test_a_run_that_was_stopped_resumes_to_the_same_bytes(model: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        lie(patched, a_step_up)
+        with pytest.raises(NumericsError):
+            ptqpipe.convert(model, out=tmp_path / "out", format="mxfp4")
+    ptqpipe.convert(model, out=tmp_path / "out", format="mxfp4", resume=True)
+    ptqpipe.convert(model, out=tmp_path / "whole", format="mxfp4")
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert [(tmp_path / "out" / f).read_bytes() for f in files] == [
+        (tmp_path / "whole" / f).read_bytes() for f in files
+    ]
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_every_weight_of_every_format_has_some_blocks_looked_at(model: Path, tmp_path: Path, scheme: str) -> None:
+    record = ptqpipe.convert(model, out=tmp_path / "one", format=scheme, workers=1).record
+    again = ptqpipe.convert(model, out=tmp_path / "two", format=scheme, workers=2).record
+    assert record["weights"] == again["weights"]
+    for entry in record["weights"].values():
+        blocks = get_format(entry["format"]).scale_shape(tuple(entry["shape"]))
+        sample = recheck.ROWS * recheck.COLUMNS if get_format(entry["format"]).scale.enumerable else 1
+        assert min(sample, blocks[0] * blocks[1]) <= entry["rechecked"] <= blocks[0] * blocks[1]
+
+
+def test_the_record_and_the_last_lines_say_how_many_blocks(model: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from ptqpipe.cli import main
+
+    done = CliRunner().invoke(main, ["convert", str(model), "-o", str(tmp_path / "out"), "--format", "mxfp4", "-q"])
+    assert done.exit_code == 0
+    record = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())
+    blocks = sum(entry["rechecked"] for entry in record["weights"].values())
+    assert f"{blocks} blocks, a sample of every weight, were found again by brute force" in done.output
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp8_channel", "fp8_block", "fp8_tensor"])
+@pytest.mark.parametrize(
+    ("options", "scales", "codes"),
+    [
+        (calibrated.Options(algorithm="rtn"), True, True),
+        (calibrated.Options(algorithm="rtn", weighting="none"), True, True),
+        (calibrated.Options(algorithm="gptq", scales="first", refine=0), True, False),
+        (calibrated.Options(algorithm="gptq"), None, False),
+    ],
+)
+def test_weighted_searches_and_error_feedback_keep_what_they_promise(
+    fmt: str, options: calibrated.Options, scales: bool | None, codes: bool
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    w, x = torch.randn(128, 256, generator=g) * 0.02, torch.randn(512, 256, generator=g) * torch.rand(256, generator=g)
+    moment = x.t() @ x / 512
+    inputs = [calibrated.LayerInput(moment.diagonal().contiguous(), full_moment=moment)]
+    kept = recheck.Recheck([rtn.Matrix(w)], form := get_format(fmt), names=["w"], sink=lambda *_: None)
+    done = calibrated.quantize(
+        [rtn.Matrix(w)], form, names=["w"], inputs=inputs, options=options, search="exact", search_global=True,
+        sink=kept.take,
+    )  # fmt: skip
+    promise = done.unit.promises[0]
+    assert scales is None or promise.scales == scales
+    assert done.outcomes[0].reverted or promise.codes == codes
+    (count,) = kept.check([promise])
+    assert (count > 0) == (promise.scales or promise.codes)
+    if promise.importance is not None and promise.scales:  # another objective has other scales
+        with pytest.raises(NumericsError, match=r"^w: "):
+            kept.check([rtn.Promise(scales=True, codes=False, importance=promise.importance.flip(0) ** 3)])
