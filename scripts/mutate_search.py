@@ -1,0 +1,269 @@
+"""Breaks the scale searches one bound, comparison or rounding at a time, and shows that the tests notice every time.
+
+``mutants.toml`` beside this file lists the mutants: one change of a source each. A mutant is applied to a copy of the
+package in a temporary folder; of the compiled kernels the copy gets the search alone, for one instruction set, which
+compiles in seconds. Then the tests that have to notice run until one fails. Before that the same tests must pass on
+the unchanged sources. One JSON line a mutant goes to --out:
+
+    killed      a test failed: killed_by
+    equivalent  no test failed, and none can: the table says why
+    survived    no test failed: a test is missing
+    skipped     this machine does not run the instruction set
+
+The exit code is 1 if a mutant survives, if one that is called equivalent is killed, or if the tests fail without any
+change; 2 if a mutant of the table no longer applies to the sources. Needs a C++ compiler, the compiled kernels
+(pip install -e .) and what the tests need.
+
+    python scripts/mutate_search.py [--list] [--only NAME] [--jobs 2] [--out benchmarks/mutants.jsonl]
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ptqpipe.kernels import cpu
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = Path(__file__).with_name("mutants.toml")
+CSRC = Path("ptqpipe/kernels/csrc")
+LIBRARY = Path("ptqpipe/kernels") / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
+FLAGS = ("-g0", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w")
+NO_SEARCH = {"columns.h", "linear.h", "collective.h", "norm.h"}  # what body.h includes besides
+TEST_SECONDS = 900  # a mutant that loops for ever is killed, too
+
+# What ctypes calls, for the one instruction set that is built.
+EXPORTS = """
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT int32_t ptq_has(const char *name) { return !strcmp(name, PTQ_NAME); }
+EXPORT int32_t ptq_abi(void) { return PTQ_ABI; }
+EXPORT int32_t ptq_amax_of(const char *, const ptq_amax *j, float *out, int64_t *bad) { return amax(j, out, bad); }
+EXPORT int32_t ptq_encode_rows(const char *, const ptq_encode *j) { return encode(j); }
+"""
+BLOCKS = "EXPORT int32_t ptq_quantize_blocks(const char *, const ptq_blocks *j) { return quantize_blocks(j); }\n"
+LONG = "EXPORT int32_t ptq_quantize_long(const char *, const ptq_long *j) { return quantize_long(j); }\n"
+
+
+class TableError(Exception):
+    """A mutant that does not apply to the sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change of a source.
+
+    file        the source, from the root of the repository
+    find        text that lies in it once; replaced by ``put``
+    breaks      what is wrong then
+    isa         the instruction set to build, "" for the best one of this machine
+    tests       test files and functions, of which one has to fail
+    equivalent  why no test can notice, "" where one must
+    """
+
+    name: str
+    file: str
+    find: str
+    put: str
+    breaks: str
+    tests: tuple[str, ...]
+    isa: str = ""
+    equivalent: str = ""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the kernels have to be built for it."""
+        return self.file.startswith(str(CSRC))
+
+    def line(self) -> int:
+        """The line of the source that is changed. TableError unless ``find`` lies in the file once."""
+        text = (ROOT / self.file).read_text()
+        if text.count(self.find) != 1:
+            raise TableError(f"mutant {self.name!r}: {self.find!r} lies {text.count(self.find)} times in {self.file}")
+        if self.find == self.put:
+            raise TableError(f"mutant {self.name!r} changes nothing")
+        return text[: text.index(self.find)].count("\n") + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a mutant."""
+
+    name: str
+    file: str
+    line: int
+    breaks: str
+    status: str
+    killed_by: str
+    isa: str
+    seconds: float
+    equivalent: str
+
+
+def table() -> list[Mutant]:
+    """The mutants of ``mutants.toml``. TableError for one that does not apply or a name that is there twice."""
+    read = tomllib.loads(TABLE.read_text())
+    mutants = [Mutant(**{"tests": tuple(read["tests"][entry["file"]])} | entry) for entry in read["mutant"]]
+    for name, count in Counter(mutant.name for mutant in mutants).items():
+        if count > 1:
+            raise TableError(f"{count} mutants are called {name!r}")
+    for mutant in mutants:
+        mutant.line()
+    return mutants
+
+
+def controls(mutants: list[Mutant]) -> Iterator[Mutant]:
+    """For every set of tests, and every instruction set, a mutant that changes nothing."""
+    seen: set[tuple[tuple[str, ...], str, bool]] = set()
+    for mutant in mutants:
+        kind = (mutant.tests, mutant.isa, mutant.compiled)
+        if kind not in seen:
+            seen.add(kind)
+            yield replace(mutant, name="nothing changed", put=mutant.find, breaks="", equivalent="nothing is changed")
+
+
+def build(tree: Path, isa: str, *, tests: tuple[str, ...]) -> str:
+    """Compiles the search of one instruction set in ``tree``; the compiler's message where it fails.
+
+    The translation unit is isa_*.cpp with less of body.h, and the functions that the tests call.
+    """
+    csrc = tree / CSRC
+    parts = [
+        line
+        for line in (csrc / "body.h").read_text().partition('extern "C"')[0].splitlines()
+        if not any(name in line for name in NO_SEARCH)
+    ]
+    blocks = any("test_cpu_fp8" not in test for test in tests)
+    exports = EXPORTS + LONG + (BLOCKS if blocks else "")
+    unit = (csrc / f"isa_{isa}.cpp").read_text().replace('#include "body.h"', "\n".join(parts) + exports)
+    source = tree / "search.cpp"
+    source.write_text(unit)
+    # Optimizing is most of the work, but leaves out at once what nothing calls: the templates of short blocks.
+    level = "-O0" if blocks else "-O1"
+    command = [os.environ.get("CXX", "g++"), level, *FLAGS, f"-I{csrc}", str(source), "-o", str(tree / LIBRARY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stderr if done.returncode else ""
+
+
+def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[bool, str]:
+    """(whether all passed, the first test that did not) in ``tree``."""
+    command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if any("triton" in test for test in tests):
+        environment |= {"TRITON_INTERPRET": "1"}
+    try:
+        done = subprocess.run(
+            [*command, *tests],
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TEST_SECONDS,
+            check=False,
+        )
+        output, code = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as late:
+        output, code = (late.stdout or b"").decode(), -1
+    begun = re.findall(r"^(tests/\S+::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED).*)?$", output, re.M)
+    if code == 0 and any(outcome == "PASSED" for _, outcome in begun):
+        return True, ""
+    if code == 0 or not begun:
+        raise RuntimeError(f"no test ran:\n{output[-2000:]}")
+    return False, next(
+        (test for test, outcome in begun if outcome not in ("PASSED", "SKIPPED")), "the end of the tests"
+    )
+
+
+def judge(mutant: Mutant) -> Result:
+    """Applies a mutant to a copy of the package and runs its tests."""
+    began, line = time.monotonic(), (ROOT / mutant.file).read_text().partition(mutant.find)[0].count("\n") + 1
+    isa = (mutant.isa or cpu.isas()[0]) if mutant.compiled else ""
+
+    def result(status: str, killed_by: str) -> Result:
+        seconds = round(time.monotonic() - began, 1)
+        return Result(mutant.name, mutant.file, line, mutant.breaks, status, killed_by, isa, seconds, mutant.equivalent)
+
+    if isa and isa not in cpu.isas():
+        return result("skipped", "")
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for name in ("ptqpipe", "tests"):
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so"))
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        source = tree / mutant.file
+        source.write_text(source.read_text().replace(mutant.find, mutant.put))
+        if mutant.compiled and (message := build(tree, isa, tests=mutant.tests)):
+            raise TableError(f"mutant {mutant.name!r} does not compile:\n{message[:2000]}")
+        passed, killed_by = run_tests(tree, mutant.tests)
+    if passed:
+        return result("equivalent" if mutant.equivalent else "survived", "")
+    return result("killed", killed_by)
+
+
+def wrong(result: Result) -> bool:
+    """Whether a result is not what the table promises."""
+    return result.status == "survived" or (result.status == "killed" and result.equivalent != "")
+
+
+def report(results: list[Result]) -> int:
+    """Prints the totals and what is wrong; the exit code."""
+    counts = Counter(result.status for result in results if result.breaks)
+    print(", ".join(f"{count} {status}" for status, count in sorted(counts.items())), file=sys.stderr)
+    for result in filter(wrong, results):
+        by = f" by {result.killed_by}" if result.killed_by else ""
+        print(f"{result.name} ({result.file}:{result.line}) {result.status}{by}: {result.breaks}", file=sys.stderr)
+    return int(any(map(wrong, results)))
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    parser.add_argument("--only", metavar="NAME", action="append", help="this mutant alone, without the unchanged run")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default 1)")
+    parser.add_argument("--out", type=Path, help="the JSON lines (default: standard output)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """The exit code."""
+    options = parse_args(argv)
+    try:
+        mutants = table()
+        unknown = set(options.only or ()) - {mutant.name for mutant in mutants}
+        if unknown:
+            raise TableError(f"no mutant is called {', '.join(sorted(unknown))}; see --list")
+        if options.only:
+            mutants = [mutant for mutant in mutants if mutant.name in options.only]
+        if options.list:
+            for mutant in mutants:
+                print(f"{mutant.name:32} {Path(mutant.file).name}:{mutant.line():<5} {mutant.breaks}")
+            return 0
+        if not cpu.available():
+            raise TableError("the compiled kernels are missing, which say what this machine runs: pip install -e .")
+        everything = mutants if options.only else [*controls(mutants), *mutants]
+        results = []
+        out = options.out.open("w") if options.out else sys.stdout
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for result in pool.map(judge, everything):
+                results.append(result)
+                print(json.dumps(asdict(result)), file=out, flush=True)
+        return report(results)
+    except TableError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
