@@ -19,8 +19,8 @@ change; 2 if a mutant of the table no longer applies to the sources. Needs a C++
 
 import argparse
 import json
+import multiprocessing
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -32,9 +32,10 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from ptqpipe.kernels import cpu
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_name("mutants.toml")
@@ -42,6 +43,8 @@ CSRC = Path("ptqpipe/kernels/csrc")
 LIBRARY = Path("ptqpipe/kernels") / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
 FLAGS = ("-g0", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w")
 NO_SEARCH = {"columns.h", "linear.h", "collective.h", "norm.h"}  # what body.h includes besides
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])  # half of what a short run of tests costs
 TEST_SECONDS = 900  # a mutant that loops for ever is killed, too
 
 # What ctypes calls, for the one instruction set that is built.
@@ -54,6 +57,13 @@ EXPORT int32_t ptq_encode_rows(const char *, const ptq_encode *j) { return encod
 """
 BLOCKS = "EXPORT int32_t ptq_quantize_blocks(const char *, const ptq_blocks *j) { return quantize_blocks(j); }\n"
 LONG = "EXPORT int32_t ptq_quantize_long(const char *, const ptq_long *j) { return quantize_long(j); }\n"
+
+
+def known_isas() -> tuple[str, ...]:
+    """The instruction sets of this machine, best first; none without the compiled kernels."""
+    from ptqpipe.kernels import cpu  # here alone: a child has to import the package of its own tree
+
+    return cpu.isas()
 
 
 class TableError(Exception):
@@ -156,45 +166,73 @@ def build(tree: Path, isa: str, *, tests: tuple[str, ...]) -> str:
     return done.stderr if done.returncode else ""
 
 
-def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[bool, str]:
-    """(whether all passed, the first test that did not) in ``tree``."""
-    command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+class Watch:
+    """A pytest plugin: runs the fastest tests first and writes down what happens, a line each, as it happens."""
+
+    def __init__(self, diary: Path, seconds: dict[str, float]) -> None:
+        self.diary = diary.open("w", buffering=1)
+        self.seconds = seconds
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Sorts by what the tests took on the unchanged sources."""
+        items.sort(key=lambda item: self.seconds.get(item.nodeid, 0.0))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test that never ends is named, too."""
+        print(json.dumps([nodeid, "begun", 0.0]), file=self.diary)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """The outcome of a test, and of what it needs."""
+        if report.when == "call" or report.failed:
+            print(json.dumps([report.nodeid, report.outcome, round(report.duration, 3)]), file=self.diary)
+
+
+def child(tree: str, tests: tuple[str, ...], seconds: dict[str, float]) -> None:
+    """Runs the tests in ``tree``; a process of its own, in which nothing of the package is imported yet."""
+    assert not any(name.startswith("ptqpipe") for name in sys.modules)
+    folder = Path(tree)
+    out = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1), os.dup2(out, 2)
+    os.chdir(folder)
+    sys.path[:] = [tree, *(path for path in sys.path if path and not Path(path, "ptqpipe").is_dir())]
+    os.environ |= {"PYTHONPATH": tree, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if any("triton" in test for test in tests):
-        environment |= {"TRITON_INTERPRET": "1"}
-    try:
-        done = subprocess.run(
-            [*command, *tests],
-            cwd=tree,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TEST_SECONDS,
-            check=False,
-        )
-        output, code = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as late:
-        output, code = (late.stdout or b"").decode(), -1
-    begun = re.findall(r"^(tests/\S+::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED).*)?$", output, re.M)
-    if code == 0 and any(outcome == "PASSED" for _, outcome in begun):
-        return True, ""
-    if code == 0 or not begun:
-        raise RuntimeError(f"no test ran:\n{output[-2000:]}")
-    return False, next(
-        (test for test, outcome in begun if outcome not in ("PASSED", "SKIPPED")), "the end of the tests"
-    )
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    options = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", "--hypothesis-seed=0"]
+    os._exit(int(pytest.main([*options, *tests], plugins=[Watch(folder / "diary", seconds)])))
 
 
-def judge(mutant: Mutant) -> Result:
-    """Applies a mutant to a copy of the package and runs its tests."""
+def run_tests(tree: Path, tests: tuple[str, ...], seconds: dict[str, float]) -> str:
+    """The first test that does not pass in ``tree``, or "". ``seconds`` is read, and grows by what passed."""
+    process = FORKS.Process(target=child, args=(str(tree), tests, seconds))
+    process.start()
+    process.join(TEST_SECONDS)
+    ended = process.exitcode is not None
+    if not ended:
+        process.kill()
+        process.join()
+    diary = tree / "diary"
+    lines = [json.loads(line) for line in diary.read_text().splitlines()] if diary.exists() else []
+    if not lines:
+        raise TableError(f"no test ran: {(tree / 'output').read_text()[-2000:]}")
+    nodeid, outcome, _ = lines[-1]
+    if outcome == "failed" or not ended or process.exitcode != 0:
+        return str(nodeid)  # the one that failed, or during which the process ended or did not
+    seconds.update({nodeid: took for nodeid, outcome, took in lines if outcome == "passed"})
+    return ""
+
+
+def judge(mutant: Mutant, seconds: dict[str, float]) -> Result:
+    """Applies a mutant to a copy of the package and runs its tests, in the order of ``seconds``."""
     began, line = time.monotonic(), (ROOT / mutant.file).read_text().partition(mutant.find)[0].count("\n") + 1
-    isa = (mutant.isa or cpu.isas()[0]) if mutant.compiled else ""
+    isas = known_isas()
+    isa = (mutant.isa or isas[0]) if mutant.compiled else ""
 
     def result(status: str, killed_by: str) -> Result:
         seconds = round(time.monotonic() - began, 1)
         return Result(mutant.name, mutant.file, line, mutant.breaks, status, killed_by, isa, seconds, mutant.equivalent)
 
-    if isa and isa not in cpu.isas():
+    if isa and isa not in isas:
         return result("skipped", "")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
@@ -205,10 +243,8 @@ def judge(mutant: Mutant) -> Result:
         source.write_text(source.read_text().replace(mutant.find, mutant.put))
         if mutant.compiled and (message := build(tree, isa, tests=mutant.tests)):
             raise TableError(f"mutant {mutant.name!r} does not compile:\n{message[:2000]}")
-        passed, killed_by = run_tests(tree, mutant.tests)
-    if passed:
-        return result("equivalent" if mutant.equivalent else "survived", "")
-    return result("killed", killed_by)
+        killed_by = run_tests(tree, mutant.tests, seconds)
+    return result("killed" if killed_by else "equivalent" if mutant.equivalent else "survived", killed_by)
 
 
 def wrong(result: Result) -> bool:
@@ -250,15 +286,18 @@ def main(argv: list[str]) -> int:
             for mutant in mutants:
                 print(f"{mutant.name:32} {Path(mutant.file).name}:{mutant.line():<5} {mutant.breaks}")
             return 0
-        if not cpu.available():
+        if not known_isas():
             raise TableError("the compiled kernels are missing, which say what this machine runs: pip install -e .")
-        everything = mutants if options.only else [*controls(mutants), *mutants]
+        seconds: dict[str, float] = {}
         results = []
         out = options.out.open("w") if options.out else sys.stdout
         with ThreadPoolExecutor(options.jobs) as pool:
-            for result in pool.map(judge, everything):
-                results.append(result)
-                print(json.dumps(asdict(result)), file=out, flush=True)
+            for part in ([] if options.only else list(controls(mutants)), mutants):
+                for result in pool.map(partial(judge, seconds=seconds), part):
+                    results.append(result)
+                    print(json.dumps(asdict(result)), file=out, flush=True)
+                if any(map(wrong, results)) and part is not mutants:
+                    break
         return report(results)
     except TableError as error:
         print(f"Error: {error}", file=sys.stderr)
