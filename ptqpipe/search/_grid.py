@@ -105,12 +105,18 @@ class Ladder:
     weight: torch.Tensor
     starts: torch.Tensor
 
+    def rounded(self, index: torch.Tensor) -> torch.Tensor:
+        """bool, the shape of ``index``: where a scale or its inverse is no normal number, so that powers of two count."""
+        inv = self.inv[index]
+        return (inv < _SMALLEST) | (inv > _LARGEST)
+
     def start(self, amax: torch.Tensor) -> torch.Tensor:
         """int64, the shape of ``amax`` (non-negative float32): an index above which no scale can be chosen."""
         keys = amax.view(torch.int32).bitwise_right_shift(_KEY_SHIFT)
         return self.starts.index_select(0, keys.flatten()).view(amax.shape)
 
 
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126  # scales between them are normal numbers, and so are their inverses
 _KEY_SHIFT = 18  # exponent and five mantissa bits: a bucket is a quarter of a step of E4M3
 
 
@@ -132,16 +138,21 @@ def ladder(fmt: Format, *, global_scale: torch.Tensor | None, grid: ElementGrid,
 
 
 def _starts(fmt: Format, s: torch.Tensor, *, grid: ElementGrid) -> torch.Tensor:
-    """``Ladder.starts``: the larger of two indices.
+    """``Ladder.starts``: the largest of three indices.
 
     One is the largest scale at which a block of this amax may have a code that cannot be doubled: amax above
-    ``grid.half`` scales, less a margin for the rounding of the quotient. The other is the largest scale whose half
-    is not a legal scale.
+    ``grid.half`` scales, less a margin for the rounding of the quotient. One is the largest scale whose half is not a
+    legal scale, or leaves the normal numbers. One is the largest scale of all, for blocks that count where the inverse
+    of a scale is subnormal: its rounding is another than that of the half's.
     """
     value = scale_values(all_scales(fmt.scale), fmt.scale).double()
-    lone = int((~torch.isin(value / 2, value)).nonzero()[-1])
+    alone = ~torch.isin(value / 2, value) | (s.cpu() < 2 * _SMALLEST)
+    lone = int(alone.nonzero()[-1])
     if fmt.element.min_positive < 2.0**-18:  # the halving proof needs products that do not underflow
         lone = len(value) - 1
     keys = torch.arange(0x7F800000 >> _KEY_SHIFT, device=s.device)
     upper = (((keys + 1) << _KEY_SHIFT) - 1).to(torch.int32).view(torch.float32)
-    return (torch.bucketize(upper, s * (grid.half * (1.0 - MARGIN))) - 1).clamp_(min=lone)
+    starts = (torch.bucketize(upper, s * (grid.half * (1.0 - MARGIN))) - 1).clamp_(min=lone)
+    if bool((s > _LARGEST).any()):
+        starts[upper > grid.zero * _LARGEST] = len(value) - 1
+    return starts

@@ -112,6 +112,7 @@ class Floor:
         scale = below % self.floor.shape[1]  # the ladder begins at a power of two, so this is the significand
         excess = clipped - self.own[rows].gather(1, scale) * (1.0 + MARGIN)
         bound = self.floor[rows].gather(1, scale) * _LOOSE + excess.clamp_(min=0.0)
+        bound.masked_fill_(steps.rounded(below), 0.0)  # their significands are not those of any octave
         return bound.masked_fill_(index < 0, float("inf"))
 
 

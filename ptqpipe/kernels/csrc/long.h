@@ -67,6 +67,8 @@ template <int DTYPE> static int long_scale(const LongBlock *b, const LongFloor *
     double bound[SIGNIFICANDS], best = INFINITY;
     int top = (int)(bits_of(b->amax * (1.0f / E4M3::half_edge * (1.0f + 0x1p-20f))) >> 16), chosen = FIRST_SCALE;
     top = top < FIRST_SCALE + 127 ? FIRST_SCALE + 127 : top;  // the lowest octave has no halves
+    // Above 2^126 the inverse of a scale is subnormal: its rounding is another than that of the half's.
+    if (b->amax > E4M3::zero_edge * 0x1p126f) top = LAST_SCALE;
     for (;; top -= SIGNIFICANDS) {
         bool scored = false;
         for (int i = 0; i < SIGNIFICANDS; ++i) {
@@ -79,7 +81,7 @@ template <int DTYPE> static int long_scale(const LongBlock *b, const LongFloor *
             const double beyond = (double)(b->amax * (1.0f / s)) * LOOSE_Y - E4M3::max;
             const double clipped = beyond > 0 ? beyond * beyond * LOOSE_Y * ((double)s * s) * b->amax_h : 0.0;
             const double one = floor->rest[j] + clipped;
-            bound[i] = floor->all[j] > one ? floor->all[j] : one;
+            bound[i] = s > 0x1p126f ? 0.0 : floor->all[j] > one ? floor->all[j] : one;
         }
         for (;;) {
             int at = 0;
