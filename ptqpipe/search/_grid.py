@@ -106,7 +106,7 @@ class Ladder:
     starts: torch.Tensor
 
     def rounded(self, index: torch.Tensor) -> torch.Tensor:
-        """bool, the shape of ``index``: where a scale or its inverse is no normal number, so that powers of two count."""
+        """bool, the shape of ``index``: where a scale or its inverse is no normal number: octaves differ."""
         inv = self.inv[index]
         return (inv < _SMALLEST) | (inv > _LARGEST)
 
