@@ -129,8 +129,8 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R | None]:
             raise
         except OSError as error:
             _fail(one_line(": ".join(str(part) for part in (error.strerror or error, error.filename) if part)), 1)
-        except MemoryError:
-            _fail("out of memory; lower --workers or --max-memory", 1)
+        except MemoryError as error:
+            _fail(one_line(f"out of memory{f' ({error})' if str(error) else ''}; lower --workers or --max-memory"), 1)
         except KeyboardInterrupt:
             click.echo(f"\nInterrupted: {_kept()}.", err=True)
             sys.exit(INTERRUPTED)

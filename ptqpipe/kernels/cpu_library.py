@@ -12,7 +12,7 @@ from ptqpipe.errors import FormatError
 
 ABI = 13
 ISAS = ("avx512", "avx2", "baseline")  # best first
-OK, NOT_FINITE, UNSUPPORTED = 0, 1, 2
+OK, NOT_FINITE, UNSUPPORTED, NO_MEMORY = 0, 1, 2, 3  # what a call returns
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -173,7 +173,14 @@ def force_isa(name: str | None) -> None:
 
 
 def call(function: str, *arguments: object) -> int:
-    """The status of an exported function for the current instruction set."""
+    """The status of an exported function for the current instruction set: OK, NOT_FINITE or UNSUPPORTED.
+
+    Raises MemoryError where the kernel got no memory to work in: what a caller does without a kernel needs more.
+    """
     found = library()
     assert found is not None, "callers check available()"
-    return int(getattr(found, function)(current_isa().encode(), *arguments))
+    status = int(getattr(found, function)(current_isa().encode(), *arguments))
+    if status == NO_MEMORY:
+        raise MemoryError(f"the system has no memory for the working space of the compiled {function}")
+    assert status in (OK, NOT_FINITE, UNSUPPORTED), f"{function} returned {status}; build the kernels again"
+    return status

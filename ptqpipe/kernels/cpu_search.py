@@ -154,8 +154,8 @@ def amax(w: torch.Tensor) -> tuple[float, int] | None:
         w=w.data_ptr(), rows=w.shape[0], cols=w.shape[1], row_stride=w.stride(0), dtype=DTYPES[w.dtype], unused=0
     )
     largest, first_bad = ctypes.c_float(), ctypes.c_int64()
-    lib.call("ptq_amax_of", ctypes.byref(job), ctypes.byref(largest), ctypes.byref(first_bad))
-    return largest.value, first_bad.value
+    status = lib.call("ptq_amax_of", ctypes.byref(job), ctypes.byref(largest), ctypes.byref(first_bad))
+    return None if status == lib.UNSUPPORTED else (largest.value, first_bad.value)
 
 
 class _Job(lib.Blocks):
