@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, OutputError, UsageError
 from ptqpipe.formats import get_format
-from ptqpipe.global_scale import absmax_global
+from ptqpipe.global_scale import absmax_global, sample_rows
 from ptqpipe.qtensor import encode
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.report.content import Report, Weight
@@ -218,6 +218,15 @@ def test_what_calibration_did_is_shown_and_its_scales_are_not_held_to_the_unweig
     assert "d" * 64 in page
     assert "| 0.500 |" in text
     assert "What calibration bought" not in "".join(Page(render_html(gather(pair[1]))).text)
+
+
+def test_the_sample_that_choices_are_compared_on_is_the_one_that_is_told(sourced: Report) -> None:
+    found = re.search(r"all rows of weights of up to ([\d,]+) elements", "".join(Page(render_html(sourced)).text))
+    assert found is not None
+    most, fmt = int(found[1].replace(",", "")), get_format("nvfp4")
+    rows = most // 16
+    assert sample_rows((rows, 16), fmt) == [(0, rows)]
+    assert sum(stop - start for start, stop in sample_rows((4 * rows, 16), fmt)) < 4 * rows
 
 
 def test_names_from_files_stay_text_in_the_page(pair: tuple[Path, Path], sourced: Report) -> None:

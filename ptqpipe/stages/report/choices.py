@@ -12,7 +12,7 @@ import torch
 
 from ptqpipe.algorithms.rows import total_error
 from ptqpipe.formats import WHOLE, Format
-from ptqpipe.global_scale import absmax_global, canonical, sample_rows
+from ptqpipe.global_scale import SAMPLE_ALL, SAMPLE_FRACTION, SAMPLE_RUNS, absmax_global, canonical, sample_rows
 from ptqpipe.report.content import Choice
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify.weights import row_runs, stored_runs
@@ -23,8 +23,8 @@ NAMES = (ABSMAX, "OCP floor", "four over six", "exact", STORED)  # the order in 
 _CHUNK_ELEMENTS = 1 << 21
 _FOUR_OVER_SIX_DIVISOR = 6.0 * 256.0
 SAMPLE = (
-    "all rows of weights of up to 2^20 elements, of larger ones about a sixteenth in up to 32 runs spread evenly "
-    "from the first row to the last"
+    f"all rows of weights of up to {SAMPLE_ALL:,} elements, of larger ones about one in {SAMPLE_FRACTION} (at least "
+    f"{SAMPLE_ALL:,} elements) in up to {SAMPLE_RUNS} runs spread evenly from the first row to the last"
 )
 
 
