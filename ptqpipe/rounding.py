@@ -23,6 +23,7 @@ from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 ROUNDING_FILE = "rounding.json"
 ROUNDING_VERSION = 1
+_GAIN = ("start_loss", "learned_loss", "kept", "held_out")  # of a block's entry: output errors, whose they are
 
 _SCALAR = (1, torch.float32)
 _FIELDS = {
@@ -84,8 +85,13 @@ class Rounding:
         return str(self.content["model"]["fingerprint"])
 
     def describe(self) -> dict[str, Any]:
-        """What the record of a checkpoint made of them says: the digest, how they were found, and on which data."""
-        return {key: self.content[key] for key in ("digest", "method", "data") if key in self.content}
+        """What the record of a checkpoint made of them says: the digest, how they were found, on which data, and what
+        each decoder block gained by them."""
+        found = {key: self.content[key] for key in ("digest", "method", "data") if key in self.content}
+        blocks = self.content.get("blocks")
+        told = blocks.items() if isinstance(blocks, dict) else ()
+        gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in told if isinstance(e, dict)}
+        return found | ({"blocks": gains} if gains else {})
 
     def has(self, weight: str) -> bool:
         """Whether codes of a weight (with its expert in brackets, in a stack) were learned."""

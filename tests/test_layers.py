@@ -70,7 +70,7 @@ COMMANDS: dict[str, set[str]] = {
     "diff": {"verify"},
     "inspect": {"verify"},
     "relayout": {"verify"},
-    "report": {"convert", "inspect", "verify"},
+    "report": {"inspect", "verify"},
     "transform": {"dequantize"},
     "tune": {"convert"},
 }

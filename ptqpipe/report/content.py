@@ -5,7 +5,7 @@ None, and the renderers say so instead of leaving a gap. Names come from files a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -79,6 +79,11 @@ class Weight:
         return self.reverted or (self.algorithm in ("", "rtn") and self.weighting in ("", "none"))
 
     @property
+    def provable(self) -> bool:
+        """Whether it means anything that its scales are, or are not, proven optimal."""
+        return self.proven is True or can_be_proven(self.algorithm, self.weighting)
+
+    @property
     def elements(self) -> int:
         """How many weights it holds."""
         return self.shape[0] * self.shape[1]
@@ -94,6 +99,19 @@ class Weight:
     def sqnr_db(self) -> float | None:
         """Signal to quantization noise ratio; None where it is unknown or the weight is exact."""
         return decibels(self.relative_mse)
+
+
+@dataclass(frozen=True, slots=True)
+class TunedBlock:
+    """A decoder block whose codes were learned: its output error beside that of the codes that tune started from.
+
+    ratio     1 where what was learned was not better and the start was kept
+    held_out  whether the errors are those of samples that nothing was learned from
+    """
+
+    name: str
+    ratio: float
+    held_out: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +262,9 @@ class Report:
     errors_from    "source" (recomputed here), "record" (ptqpipe.json) or ""
     choice_names   the ways of choosing scales that were compared, abs-max first
     choice_sample  which rows they were compared on; "" for the record's numbers
+    judged         the samples that output errors are of, in words; "" where nothing was calibrated
+    blocks         decoder blocks with learned codes; in words: ``blocks_from`` is what tune started from,
+                   ``blocks_judged`` the samples that their errors are of
     notes          what is worth a look, one line each
     provenance     (what, value)
     """
@@ -266,6 +287,10 @@ class Report:
     choice_names: tuple[str, ...] = ()
     choice_sample: str = ""
     evaluation: Evaluation | None = None
+    judged: str = ""
+    blocks: tuple[TunedBlock, ...] = ()
+    blocks_from: str = ""
+    blocks_judged: str = ""
     notes: tuple[str, ...] = ()
     rules: tuple[RuleRow, ...] = ()
     provenance: tuple[tuple[str, str], ...] = ()
@@ -275,6 +300,16 @@ class Report:
     def quantized_params(self) -> int:
         """How many numbers are quantized."""
         return sum(weight.elements for weight in self.weights)
+
+    @property
+    def versus_rtn(self) -> float | None:
+        """Output error beside plain rounding's, mean over the calibrated weights; None where there are none."""
+        return mean_known(weight.versus_rtn for weight in self.weights)
+
+    @property
+    def provable(self) -> int:
+        """Weights of which it means anything whether their scales are proven optimal."""
+        return sum(weight.provable for weight in self.weights)
 
     @property
     def bits_per_weight(self) -> float:
@@ -292,6 +327,20 @@ def decibels(relative_mse: float | None) -> float | None:
     if relative_mse is None or not 0 < relative_mse < math.inf:
         return None
     return -10.0 * math.log10(relative_mse)
+
+
+def can_be_proven(algorithm: str, weighting: str) -> bool:
+    """Whether optimal scales mean anything: where codes are the nearest ones, and a search chose the scales for them.
+
+    The names are those of a record; "" where it says nothing, since nothing but a search ran.
+    """
+    return algorithm in ("", "rtn") and weighting != "block"
+
+
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """The mean of the numbers that are known, None for none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def pooled_mse(weights: Sequence[Weight]) -> float | None:

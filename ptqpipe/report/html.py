@@ -13,20 +13,21 @@ from pathlib import Path
 import jinja2
 
 from ptqpipe.report import charts, numbers
-from ptqpipe.report.content import Report, decibels, pooled_mse
+from ptqpipe.report.content import Report, decibels, mean_known, pooled_mse
 from ptqpipe.report.sections import calibration, choices, errors, precision_map, quality, roles, scales, tensors, words
 from ptqpipe.report.svg import colour, marker
 from ptqpipe.report.write import HTML_MARK
 
 TEMPLATES = Path(__file__).parent / "templates"
 
-
+OUTPUT_ERROR = 9
 COLUMNS = (
     (0, "tensor", ""),
     (1, "fate", ""),
     (2, "shape", "num"),
     (3, "size", "num"),
     (4, "bits", "num"),
+    (OUTPUT_ERROR, "output error", "num"),
     (5, "SQNR dB", "num"),
     (6, "vs abs-max", "num"),
     (7, "at largest", "num"),
@@ -56,7 +57,8 @@ def render_html(report: Report) -> str:
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     early = (TEMPLATES / "theme.js").read_text(encoding="utf-8")
     rows = roles.by_role(report)
-    ratios = [weight.versus_rtn for weight in report.weights if weight.versus_rtn is not None]
+    gains = calibration.gains(rows)
+    by_data = bool(gains or report.blocks) or any(weight.algorithm == "learned" for weight in report.weights)
     template = _environment().get_template("report.html.jinja")
     return str(
         template.render(
@@ -73,9 +75,13 @@ def render_html(report: Report) -> str:
             error_lines=errors.error_lines(rows),
             error_strips=errors.error_strips(rows),
             worst=errors.worst_weights(report),
+            by_data=by_data,
             calibrated=calibration.calibrated(rows),
-            calibrated_count=len(ratios),
-            rtn_ratio=sum(ratios) / len(ratios) if ratios else None,
+            calibrated_count=sum(gain.count for gain in gains),
+            gains=gains,
+            reverted=sum(gain.reverted for gain in gains),
+            tuned=calibration.tuned(report),
+            tuned_ratio=mean_known(block.ratio for block in report.blocks),
             choice_dots=choices.choice_dots(report, rows),
             choice_lines=choices.choice_lines(report),
             choice_colour=choices.CHOICE_COLOUR,
@@ -83,7 +89,7 @@ def render_html(report: Report) -> str:
             codes=scales.codes_rows(rows),
             map=precision_map.precision_map(report),
             data=_json(tensors.table_data(report)),
-            columns=COLUMNS,
+            columns=COLUMNS if gains else [column for column in COLUMNS if column[0] != OUTPUT_ERROR],
             overall_mse=pooled_mse(report.weights),
             overall_db=decibels(pooled_mse(report.weights)),
             label=lambda row: roles.row_label(row, rows),
@@ -98,10 +104,10 @@ def render_html(report: Report) -> str:
 
 def proof_words(report: Report) -> str:
     """What stands beside the count of weights whose scales are claimed optimal, where brute force checked none."""
-    if any(weight.versus_rtn is not None for weight in report.weights):
-        return "as recorded; calibrated weights minimize the error of the output instead"
-    if any(weight.algorithm == "learned" for weight in report.weights):
-        return "as recorded; codes of ptqpipe tune minimize the error of the output instead"
+    if any(weight.provable and not weight.plain for weight in report.weights):
+        return "as recorded: optimal for the error that the statistics of the inputs weight"
+    if report.provable < len(report.weights):
+        return "as recorded, of the weights with nearest codes; data chose the codes of the others"
     if not report.proof.claimed:
         return "as recorded: no search that proves it chose them"
     if report.errors_from == "source":

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ptqpipe.report import numbers
-from ptqpipe.report.content import Report, decibels, pooled_mse
+from ptqpipe.report.content import Report, decibels, mean_known, pooled_mse
 from ptqpipe.report.sections import errors, roles, scales
 from ptqpipe.report.sections.words import shown
 from ptqpipe.report.write import MARKDOWN_MARK
@@ -57,11 +57,23 @@ def _summary(report: Report) -> str:
         f"{numbers.count(report.quantized_params)} of {numbers.count(report.params)} numbers), "
         f"{report.bits_overall:.2f} over the whole model"
     )
+    if report.versus_rtn is not None:
+        count = sum(weight.versus_rtn is not None for weight in report.weights)
+        lines.append(
+            f"- output error {numbers.ratio(report.versus_rtn)} of that of plain rounding on {report.judged}, mean "
+            f"over {count} calibrated weights"
+        )
+    if report.blocks:
+        lines.append(
+            f"- output error of the decoder blocks {numbers.ratio(mean_known(b.ratio for b in report.blocks))} of that "
+            f"of {report.blocks_from} on {report.blocks_judged}, mean over {len(report.blocks)}"
+        )
     error = decibels(pooled_mse(report.weights))
     if error is not None:
         how = "recomputed from the source" if report.errors_from == "source" else "as recorded at conversion"
         lines.append(f"- weight error {error:.2f} dB (relative MSE {numbers.sci(pooled_mse(report.weights))}), {how}")
-    lines.append(f"- {_proof(report)}")
+    if report.proof.claimed is None or report.provable:
+        lines.append(f"- {_proof(report)}")
     return "\n".join([*lines, *(f"- note: {escaped(note)}" for note in report.notes)])
 
 
@@ -69,7 +81,7 @@ def _proof(report: Report) -> str:
     proof = report.proof
     if proof.claimed is None:
         return "whether the block scales are optimal is unknown (no record of the search)"
-    text = f"block scales of {proof.claimed} of {len(report.weights)} weights proven optimal"
+    text = f"block scales of {proof.claimed} of {report.provable} weights proven optimal"
     if proof.worse:
         return f"{text} by the record, but brute force finds {proof.worse} of {proof.checked:,} blocks that are not"
     return f"{text}, checked by brute force on {proof.checked:,} blocks" if proof.checked else text
@@ -97,19 +109,17 @@ def _quality(report: Report) -> str:
 
 def _roles(report: Report, rows: Sequence[roles.RoleRow]) -> str:
     names = report.choice_names
-    calibrated = any(weight.versus_rtn is not None for weight in report.weights)
+    calibrated = report.versus_rtn is not None
     body = []
     for row in rows:
         by_name = {c.name: c.versus_absmax for c in row.choices}
         mse = pooled_mse(row.weights)
-        cells = [code(row.role), row.format, str(len(row.weights)), numbers.db(row.sqnr_db), numbers.sci(mse)]
+        cells = [code(row.role), row.format, str(len(row.weights))]
+        cells += [numbers.ratio(mean_known(w.versus_rtn for w in row.weights))] if calibrated else []
+        cells += [numbers.db(row.sqnr_db), numbers.sci(mse)]
         body.append(cells + [numbers.ratio(by_name.get(name)) for name in names if name != "abs-max"])
-        if calibrated:
-            known = [w.versus_rtn for w in row.weights if w.versus_rtn is not None]
-            body[-1].append(numbers.ratio(sum(known) / len(known) if known else None))
-    head = ["role", "format", "weights", "SQNR dB", "relative MSE"]
-    head += [f"{name} vs abs-max" for name in names if name != "abs-max"]
-    head += ["output error / plain rounding"] if calibrated else []
+    head = ["role", "format", "weights", *(["output error / plain rounding"] if calibrated else [])]
+    head += ["SQNR dB", "relative MSE", *(f"{name} vs abs-max" for name in names if name != "abs-max")]
     return "### Weights\n\n" + table(head, body, text_columns=2)
 
 

@@ -220,6 +220,78 @@ def test_what_calibration_did_is_shown_and_its_scales_are_not_held_to_the_unweig
     assert "What calibration bought" not in "".join(Page(render_html(gather(pair[1]))).text)
 
 
+def test_calibrated_models_are_judged_by_their_output_error(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """First tile and first section; no tile counts proofs where none has a meaning; plain reports stay as they are."""
+    folder = tmp_path / "calibrated"
+    shutil.copytree(pair[1], folder)
+    record = json.loads((folder / "ptqpipe.json").read_text())
+    gptq = {"algorithm": "gptq", "weighting": "diagonal", "versus_rtn": 0.25, "reverted": False, "proven": False}
+    for entry in record["weights"].values():
+        entry |= gptq | {"held_out": True}
+    (folder / "ptqpipe.json").write_text(json.dumps(record))
+    report = gather(folder, source=pair[0])
+    assert report.notes == gather(pair[1], source=pair[0]).notes  # that nothing went back is no warning
+    page = Page(render_html(report))
+    heads, text = titles(render_html(report)), "".join(page.text)
+    assert heads[0] == "Output error"
+    assert heads.index("Weight error") > heads.index("Bits per weight")
+    assert "Scales proven optimal" not in heads
+    bought = heads.index("What calibration bought")
+    assert bought < heads.index("Weight error by layer and role") < heads.index("What each choice bought")
+    assert "0.250 of rounding" in text
+    assert "on held-out samples" in text
+    assert "because they give up weight error for output error" in text
+    told = render_markdown(report)
+    assert told.index("output error 0.250") < told.index("weight error")
+    assert "proven" not in told
+    plain = titles(render_html(gather(pair[1], source=pair[0])))
+    assert plain[:4] == ["Size", "Bits per weight", "Weight error", "Scales proven optimal"]
+    assert not {"Output error", "What calibration bought"} & set(plain)
+    made = make_report(folder, source=pair[0], out=tmp_path / "x.html")
+    assert "output error 0.250 of plain rounding's on held-out samples, " in made.summary
+    for entry in record["weights"].values():
+        entry["held_out"] = False
+    (folder / "ptqpipe.json").write_text(json.dumps(record))
+    assert "on the calibration samples" in render_html(gather(folder))
+
+
+def test_blocks_of_learned_codes_are_judged_by_what_tune_measured(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "tuned"
+    shutil.copytree(pair[1], folder)
+    record = json.loads((folder / "ptqpipe.json").read_text())
+    for entry in record["weights"].values():
+        entry |= {"algorithm": "learned", "proven": False}
+    blocks = {
+        "model.layers.0": {"start_loss": 2.0, "learned_loss": 0.5, "kept": True, "held_out": True},
+        "model.layers.1": {"start_loss": 2.0, "learned_loss": 3.0, "kept": False, "held_out": True},
+        "model.layers.2": {"start_loss": None, "learned_loss": None, "kept": False, "held_out": True},
+        "damaged": 3,
+    }
+    record["rounding"] = {"digest": "d" * 64, "blocks": blocks}
+    (folder / "ptqpipe.json").write_text(json.dumps(record))
+    report = gather(folder, source=pair[0])
+    assert [(block.name, block.ratio) for block in report.blocks] == [("model.layers.0", 0.25), ("model.layers.1", 1.0)]
+    heads, text = titles(render_html(report)), "".join(Page(render_html(report)).text)
+    assert heads[0] == "Output error of blocks"
+    assert "Scales proven optimal" not in heads
+    assert "0.625" in text
+    assert "of that of plain rounding" in text
+    assert "blocks 0.625 of that of plain rounding on held-out samples" in render_markdown(report)
+    record["recipe"]["rules"][0]["algorithm"] = "gptq"
+    record["rounding"]["blocks"]["model.layers.0"]["held_out"] = False
+    (folder / "ptqpipe.json").write_text(json.dumps(record))
+    told = render_markdown(gather(folder))
+    assert "of the calibrated codes that tune started from on held-out samples where there were any" in told
+    record["rounding"]["blocks"] = ["no", "mapping"]
+    (folder / "ptqpipe.json").write_text(json.dumps(record))
+    assert "does not say what their blocks gained" in render_html(gather(folder))
+
+
+def titles(page: str) -> list[str]:
+    """The texts of h2, in order."""
+    return [re.sub(r"<[^>]+>", "", text) for text in re.findall(r"<h2>(.*?)</h2>", page)]
+
+
 def test_the_sample_that_choices_are_compared_on_is_the_one_that_is_told(sourced: Report) -> None:
     found = re.search(r"all rows of weights of up to ([\d,]+) elements", "".join(Page(render_html(sourced)).text))
     assert found is not None

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -171,11 +172,76 @@ def test_what_the_gate_did_is_printed_and_reported(model: Path, tmp_path: Path) 
     folder, _ = held_out(model, tmp_path / "alike", alike=True)
     out = tmp_path / "out"
     done = CliRunner().invoke(main, ["convert", str(model), "-o", str(out), "--stats", str(folder), "-q"])
-    assert "0 of 14 weights went back to plain rounding, judged on samples that were held out" in done.output
+    assert "of plain rounding to nearest on held-out samples, mean of 14 weights; 0 of 14 weights went" in done.output
     page = tmp_path / "report.md"
     told = CliRunner().invoke(main, ["report", str(out), "--format", "md", "-o", str(page)])
     assert told.exit_code == 0, told.output
-    assert "a smaller output error on samples that were held out" in page.read_text()
+    assert "of that of plain rounding on held-out samples, mean over 14 calibrated weights" in page.read_text()
+
+
+def columns(output: str) -> list[str]:
+    """The heads of the closing table, which two blanks separate."""
+    (head,) = (line for line in output.splitlines() if line.startswith("role "))
+    return re.split(r"  +", head)
+
+
+@pytest.mark.parametrize(("alike", "words"), [(True, "held-out samples"), (None, "the calibration samples")])
+def test_calibrated_weights_are_judged_by_their_output_error_first(
+    alike: bool | None, words: str, model: Path, stats: Path, tmp_path: Path
+) -> None:
+    """The error of the weights says nothing of them: it comes last, and of proofs, which GPTQ makes none, no word."""
+    folder = stats if alike is None else held_out(model, tmp_path / "alike", alike=alike)[0]
+    told = invoked("convert", model, "-o", tmp_path / "out", "--stats", folder, "-q")
+    weights = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())["weights"]
+    assert columns(told) == [
+        "role", "format", "output error", "count", "bits/weight", "SQNR dB", "relative MSE", "vs abs-max",
+    ]  # fmt: skip
+    ratios = [entry["versus_rtn"] for name, entry in weights.items() if "o_proj" in name]
+    assert re.search(rf"^o_proj +nvfp4 +{sum(ratios) / len(ratios):.3f} ", told, re.MULTILINE)
+    every = [entry["versus_rtn"] for entry in weights.values()]
+    first = next(line for line in told.splitlines() if "output error" in line)
+    assert first.startswith(
+        f"output error: {sum(every) / len(every):.3f} of that of plain rounding to nearest on {words}"
+    )
+    assert "proven" not in told
+    verified = invoked("verify", tmp_path / "out", "--source", model)
+    assert columns(verified)[3:5] == ["output error", "SQNR dB"]
+    assert re.search(rf"^o_proj +nvfp4 +2 +{sum(ratios) / len(ratios):.3f} ", verified, re.MULTILINE)
+    found = json.loads(invoked("convert", model, "-o", tmp_path / "json", "--stats", folder, "--json"))
+    assert (found["versus_rtn"], found["judged_on"]) == (pytest.approx(sum(every) / len(every)), words)
+    row = next(row for row in found["roles"] if row["role"] == "o_proj")
+    assert (row["versus_rtn"], row["held_out"]) == (pytest.approx(sum(ratios) / len(ratios)), alike is not None)
+    assert row["proven"] is None
+    assert list(row).index("versus_rtn") < list(row).index("relative_mse")
+
+
+def test_weights_without_statistics_are_shown_as_before(model: Path, tmp_path: Path) -> None:
+    told = invoked("convert", model, "-o", tmp_path / "out", "-q")
+    assert columns(told) == [
+        "role", "format", "scales proven", "count", "SQNR dB", "relative MSE", "vs abs-max", "bits/weight",
+    ]  # fmt: skip
+    assert "optimal" in told
+    assert "output error" not in told + invoked("verify", tmp_path / "out", "--source", model)
+
+
+def test_weighted_scales_are_proven_and_said_to_be(model: Path, stats: Path, tmp_path: Path) -> None:
+    """Nearest codes at scales that a search proves: there the word has a meaning."""
+    words = ("--stats", stats, "--algorithm", "rtn")
+    told = invoked("convert", model, "-o", tmp_path / "out", *words, "-q")
+    assert columns(told)[:4] == ["role", "format", "scales proven", "output error"]
+    assert "optimal" in told
+    block = json.loads(invoked("convert", model, "-o", tmp_path / "b", *words, "--weighting", "block", "--json"))
+    assert {row["proven"] for row in block["roles"]} == {None}
+
+
+def invoked(*words: object) -> str:
+    from click.testing import CliRunner
+
+    from ptqpipe.cli import main
+
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def test_the_weighted_error_of_weighted_scales_is_the_lowest(model: Path, stats: Path, tmp_path: Path) -> None:

@@ -24,13 +24,13 @@ def table_data(report: Report) -> dict[str, object]:
                 _round(w.choices[-1].versus_absmax if w.choices else None, 3),
                 round(100 * w.codes.largest / max(1, w.codes.elements), 2),
                 word(how(w)),
+                _round(w.versus_rtn, 3),
             ]
         )
     for k in report.kept:
         shape = "x".join(map(str, k.shape)) or "scalar"
-        rows.append(
-            [shown(k.name), word(f"kept {k.dtype}"), word(shape), k.nbytes, None, None, None, None, word(k.reason)]
-        )
+        fate, why = word(f"kept {k.dtype}"), word(k.reason)
+        rows.append([shown(k.name), fate, word(shape), k.nbytes, None, None, None, None, why, None])
     return {"words": list(words), "rows": rows}
 
 

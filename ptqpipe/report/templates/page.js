@@ -55,6 +55,7 @@
   // The table of tensors: filtered and sorted as a list of numbers, a page of it in the document.
   var data = JSON.parse($("data").textContent);
   var words = data.words, rows = data.rows, PAGE = 50;
+  var OUTPUT = document.querySelector('#all [data-column="9"]') !== null; // calibrated weights have an output error
   var WORDS = { 1: true, 2: true, 8: true };
   var collator = new Intl.Collator("en", { numeric: true });
   var haystack = rows.map(function (row) {
@@ -108,7 +109,8 @@
       cell(tr, words[row[2]], "num");
       cell(tr, shownSize(row[3]), "num");
       cell(tr, number(row[4], 3), "num");
-      cell(tr, number(row[5], 2), "num strong");
+      if (OUTPUT) cell(tr, number(row[9], 3), "num strong");
+      cell(tr, number(row[5], 2), OUTPUT ? "num" : "num strong");
       cell(tr, number(row[6], 3), "num");
       cell(tr, number(row[7], 2, " %"), "num");
       cell(tr, words[row[8]], "why");

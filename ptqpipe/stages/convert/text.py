@@ -8,14 +8,21 @@ from ptqpipe.containers import container_names
 from ptqpipe.errors import one_line
 from ptqpipe.kernels import cpu
 from ptqpipe.plan import unmatched_patterns
+from ptqpipe.report.content import can_be_proven, mean_known
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.search import search_names
 from ptqpipe.stages.common.machine import WORKER_BYTES, Machine
+from ptqpipe.stages.common.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.stages.common.text import decibels, mebibytes, name_pattern, role_of, size_text, table
 from ptqpipe.stages.convert.estimate import estimate_seconds
 from ptqpipe.stages.convert.memory import least_memory, most_extra, share_of, units_at_once
 from ptqpipe.stages.convert.prepare import Prepared
 from ptqpipe.stages.convert.run import Converted
+
+_WEIGHT_ERROR = (
+    "SQNR, relative MSE and vs abs-max are errors of the weights, which codes that are chosen by data let grow where "
+    "inputs are small"
+)
 
 
 def header_text(prepared: Prepared, machine: Machine) -> str:
@@ -153,7 +160,12 @@ def plan_json(prepared: Prepared, machine: Machine) -> dict[str, Any]:
 
 
 def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The record's weights summed by role and format, in the order of their first appearance."""
+    """The record's weights summed by role and format, in the order of their first appearance.
+
+    versus_rtn  output error beside that of plain rounding, mean over the calibrated weights; None without any
+    held_out    whether that is of held-out samples
+    proven      whether all scales are proven optimal; None where codes are not the nearest ones, which it is about
+    """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for name, weight in weights.items():
         groups[(role_of(name), weight["format"])].append(weight)
@@ -163,29 +175,25 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         squared = sum(m["squared_error"] for m in members)
         elements = sum(m["shape"][0] * m["shape"][1] for m in members)
         baseline = sum(m["squared_error"] / m["versus_absmax"] for m in members if m["versus_absmax"])
+        provable = [m for m in members if can_be_proven(m.get("algorithm", ""), m.get("weighting", ""))]
+        calibrated = [m for m in members if "versus_rtn" in m]
         rows.append(
             {
                 "role": role,
                 "format": fmt,
                 "count": len(members),
                 "elements": elements,
+                "versus_rtn": mean_known(m["versus_rtn"] for m in calibrated),
+                "held_out": all(m["held_out"] for m in calibrated) if calibrated else None,
+                "bits_per_weight": sum(m["bits_per_weight"] * m["shape"][0] * m["shape"][1] for m in members)
+                / elements,
                 "relative_mse": squared / energy if energy else 0.0,
                 "sqnr_db": decibels(squared / energy if energy else 0.0),
                 "versus_absmax": squared / baseline if baseline else 1.0,
-                "bits_per_weight": sum(m["bits_per_weight"] * m["shape"][0] * m["shape"][1] for m in members)
-                / elements,
-                "proven": all(m["proven"] for m in members),
+                "proven": all(m["proven"] for m in provable) if provable else None,
             }
         )
     return rows
-
-
-def judged_by(weights: Mapping[str, Mapping[str, Any]]) -> str:
-    """The samples that convert's gate judged by, in words, from a record's weights."""
-    told = {entry["held_out"] is True for entry in weights.values() if "held_out" in entry}
-    if told == {True}:
-        return "samples that were held out"
-    return "held-out samples where there were any" if True in told else "the samples it was calibrated on"
 
 
 def formats_text() -> str:
@@ -200,10 +208,15 @@ def formats_text() -> str:
 
 
 def converted_json(done: Converted) -> dict[str, Any]:
-    """The outcome as data."""
+    """The outcome as data: output errors beside plain rounding's first, where anything was calibrated or tuned."""
+    weights = done.record["weights"]
     return {
         "out": str(done.out),
-        "roles": by_role(done.record["weights"]),
+        "versus_rtn": mean_known(entry.get("versus_rtn") for entry in weights.values()),
+        "judged_on": judged_by(weights) if _calibrated(weights) else None,
+        "reverted": sum(entry["reverted"] for entry in _calibrated(weights)),
+        "tuned_blocks": {block.name: block.ratio for block in tuned_blocks(done.record)},
+        "roles": by_role(weights),
         "kept": len(done.record["kept"]),
         "not_finite": _not_finite(done.record["kept"]),
         "rechecked_blocks": _rechecked(done.record["weights"]),
@@ -215,26 +228,13 @@ def converted_json(done: Converted) -> dict[str, Any]:
 
 
 def converted_text(done: Converted) -> str:
-    """The closing table."""
-    rows = [
-        [
-            row["role"],
-            row["format"],
-            "optimal" if row["proven"] else "no",
-            str(row["count"]),
-            f"{row['sqnr_db']:.2f}",
-            f"{row['relative_mse']:.3e}",
-            f"{row['versus_absmax']:.3f}",
-            f"{row['bits_per_weight']:.3f}",
-        ]
-        for row in by_role(done.record["weights"])
-    ]
-    head = ["role", "format", "scales proven", "count", "SQNR dB", "relative MSE", "vs abs-max", "bits/weight"]
+    """The closing table, and by what it is to be judged."""
     speed = done.source_bytes / max(done.seconds, 1e-9)
     return "\n".join(
         [
-            table(head, rows, left=3),
-            *_gate(done.record["weights"]),
+            *(judged := _judgement(done.record)),
+            _roles_table(by_role(done.record["weights"]), by_data=bool(judged)),
+            *([_WEIGHT_ERROR] if judged else []),
             f"{_rechecked(done.record['weights'])} blocks, a sample of every weight, were found again by brute force",
             *(
                 f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
@@ -248,6 +248,54 @@ def converted_text(done: Converted) -> str:
     )
 
 
+def _roles_table(roles: list[dict[str, Any]], *, by_data: bool) -> str:
+    """What the roles are judged by stands first: the error of the weights, but last where data chose codes.
+
+    Columns that say nothing of any role are left out.
+    """
+    calibrated = any(row["versus_rtn"] is not None for row in roles)
+    provable = any(row["proven"] is not None for row in roles)
+    proven = {True: "optimal", False: "no", None: "-"}
+    rows = []
+    for row in roles:
+        error = [f"{row['sqnr_db']:.2f}", f"{row['relative_mse']:.3e}", f"{row['versus_absmax']:.3f}"]
+        ratio = "-" if row["versus_rtn"] is None else f"{row['versus_rtn']:.3f}"
+        bits = f"{row['bits_per_weight']:.3f}"
+        cells = [row["role"], row["format"], *([proven[row["proven"]]] if provable else [])]
+        cells += [ratio] if calibrated else []
+        rows.append([*cells, str(row["count"]), *([bits, *error] if by_data else [*error, bits])])
+    head = ["role", "format", *(["scales proven"] if provable else [])]
+    error = ["SQNR dB", "relative MSE", "vs abs-max"]
+    head += ["output error"] if calibrated else []
+    head += ["count", *(["bits/weight", *error] if by_data else [*error, "bits/weight"])]
+    return table(head, rows, left=2 + provable)
+
+
+def _calibrated(weights: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [entry for entry in weights.values() if "versus_rtn" in entry]
+
+
+def _judgement(record: Mapping[str, Any]) -> list[str]:
+    """What data bought, in output errors; nothing without data."""
+    weights = record["weights"]
+    calibrated, blocks = _calibrated(weights), tuned_blocks(record)
+    lines = []
+    if calibrated:
+        ratio, back = mean_known(entry["versus_rtn"] for entry in calibrated), sum(e["reverted"] for e in calibrated)
+        lines += [
+            f"output error: {ratio:.3f} of that of plain rounding to nearest on {judged_by(weights)}, mean of "
+            f"{len(calibrated)} weights; {back} of {len(calibrated)} weights went back to plain rounding"
+        ]
+    if blocks:
+        judged = samples_text([block.held_out for block in blocks])
+        ratio = mean_known(block.ratio for block in blocks)
+        lines += [
+            f"output error of the tuned decoder blocks: {ratio:.3f} of that of {tuned_from(record)} on {judged}, mean "
+            f"of {len(blocks)}"
+        ]
+    return lines
+
+
 def _not_finite(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Kept tensors with NaN or infinities, and how many."""
     return {name: entry["not_finite"] for name, entry in kept.items() if "not_finite" in entry}
@@ -256,12 +304,3 @@ def _not_finite(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def _rechecked(weights: Mapping[str, Mapping[str, Any]]) -> int:
     """How many blocks were found again by brute force."""
     return sum(entry["rechecked"] for entry in weights.values())
-
-
-def _gate(weights: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """How many weights calibration did not help, where there was any."""
-    judged = [entry for entry in weights.values() if "reverted" in entry]
-    if not judged:
-        return []
-    back = sum(entry["reverted"] for entry in judged)
-    return [f"{back} of {len(judged)} weights went back to plain rounding, judged on {judged_by(weights)}"]

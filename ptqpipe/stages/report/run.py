@@ -22,14 +22,15 @@ from ptqpipe.report.content import (
     Report,
     RuleRow,
     decibels,
+    mean_known,
     pooled_mse,
 )
 from ptqpipe.report.write import is_report
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
+from ptqpipe.stages.common.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.stages.common.text import layer_of, role_of
-from ptqpipe.stages.convert.text import judged_by
 from ptqpipe.stages.inspect.run import inspect
 from ptqpipe.stages.report.choices import NAMES, SAMPLE, STORED
 from ptqpipe.stages.report.eval_file import read_evaluation
@@ -113,15 +114,14 @@ def _gather(
             f"{len(illegal)} weights hold numbers that no quantizer may write, the first {illegal[0]}; ptqpipe verify"
         )
     notes += lost
-    judged = judged_by({} if record is None else record.raw["weights"])
+    raw: Mapping[str, Any] = {} if record is None else record.raw
+    judged, blocks = judged_by(raw.get("weights", {})), tuned_blocks(raw)
     reverted = [weight.name for weight in weights if weight.reverted]
     if reverted:
         notes.append(
             f"{len(reverted)} of {len(weights)} weights went back to plain rounding, since calibration did not help on "
             f"{judged}; the first {reverted[0]}"
         )
-    elif any(weight.versus_rtn is not None for weight in weights):
-        notes.append(f"no weight went back to plain rounding: each has a smaller output error on {judged}")
     before = 2 * overview.params
     if original is not None:
         before = sum(entry.nbytes for entry in original.reader.entries.values())
@@ -143,6 +143,10 @@ def _gather(
         errors_from="source" if original is not None else "record" if any(w.energy for w in weights) else "",
         choice_names=choice_names,
         choice_sample="" if original is None else "all rows" if all_rows else SAMPLE,
+        judged=judged if any(weight.versus_rtn is not None for weight in weights) else "",
+        blocks=blocks,
+        blocks_from=tuned_from(raw),
+        blocks_judged=samples_text([block.held_out for block in blocks]),
         notes=tuple(notes),
         rules=_rules(record),
         provenance=_provenance(opened, original, record, overview.producer),
@@ -270,6 +274,11 @@ def make_report(
     write_file(target, render(report, kind=kind))
     error = decibels(pooled_mse(report.weights))
     parts = [f"{len(report.weights)} weights at {report.bits_per_weight:.3f} bits", f"{len(report.kept)} tensors kept"]
+    if report.versus_rtn is not None:
+        parts.append(f"output error {report.versus_rtn:.3f} of plain rounding's on {report.judged}")
+    tuned = mean_known(block.ratio for block in report.blocks)
+    if tuned is not None:
+        parts.append(f"blocks' output error {tuned:.3f} of that of {report.blocks_from} on {report.blocks_judged}")
     parts += [f"{error:.2f} dB"] if error is not None else ["errors unknown (give --source)"]
     parts += [f"{len(report.notes)} note{'s' * (len(report.notes) != 1)}"] if report.notes else []
     return Written(target, ", ".join(parts))

@@ -196,6 +196,7 @@ def _find(
     """The codes of every weight of the block, and what the journal says of them."""
     start = work.start()
     record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
+    record["held_out"] = work.block.batches > 1  # else the one batch both learns and judges
     codes = start
     if "gptq" in options.method and work.held:
         followed = follow(

@@ -46,8 +46,10 @@ def check_weight(
     """The numbers of one weight, or of one expert of a stack; faults go to ``found``."""
     name = stored.weight if expert is None else f"{stored.weight}[{expert}]"
     fmt = stored.scheme.fmt
-    report = WeightReport(name, fmt.name, stored.shape)
     claim = record.weights.get(name) if record is not None else None
+    output = None if claim is None else claim.numbers.get("versus_rtn")
+    nearest = claim is None or claim.nearest
+    report = WeightReport(name, fmt.name, stored.shape, versus_rtn=output, nearest=nearest)
     if claim is not None:
         check_hashes(ckpt, stored.weight, expert, claim, found)
         _check_claim(stored, name, claim, found)
@@ -68,7 +70,13 @@ def check_weight(
         judge_proof(name, proof, claim, found)
     absmax = measured.absmax_relative_mse
     versus = measured.relative_mse / absmax if absmax else None
-    return WeightReport(name, fmt.name, stored.shape, measured.relative_mse, measured.energy, versus, proof)
+    return replace(
+        report,
+        relative_mse=measured.relative_mse,
+        energy=measured.energy,
+        versus_absmax=versus,
+        optimality=proof,
+    )
 
 
 def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings) -> None:

@@ -9,7 +9,9 @@ from ptqpipe.errors import CheckpointError
 from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.verify.config import quantization_of
 
-_NUMBERS = ("squared_error", "energy", "relative_mse", "versus_absmax", "versus_plain_global", "bits_per_weight")
+_NUMBERS = (
+    "squared_error", "energy", "relative_mse", "versus_absmax", "versus_plain_global", "bits_per_weight", "versus_rtn",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

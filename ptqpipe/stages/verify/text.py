@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.report.content import mean_known
 from ptqpipe.stages.common.text import decibels, name_pattern, role_of, size_text, table
 from ptqpipe.stages.verify.findings import Finding, Severity
 from ptqpipe.stages.verify.optimal import Optimality
@@ -20,6 +21,8 @@ class WeightReport:
 
     energy         squares of the source's weights, summed
     versus_absmax  squared error beside that of scales amax/max (powers of two rounded up), on a sample of rows
+    versus_rtn     output error beside that of plain rounding, as the record of a calibrated weight claims
+    nearest        whether its codes are the nearest ones, as far as is known: others trade this error for the output's
     """
 
     name: str
@@ -29,6 +32,8 @@ class WeightReport:
     energy: float = 0.0
     versus_absmax: float | None = None
     optimality: Optimality | None = None
+    versus_rtn: float | None = None
+    nearest: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +95,23 @@ def _headline(report: VerifyReport) -> str:
 
 
 def _weights_table(weights: Iterable[WeightReport]) -> str:
+    """Errors by role. Calibrated weights are judged by their output error, which stands first then."""
     groups: dict[tuple[str, str], list[WeightReport]] = defaultdict(list)
     for weight in weights:
         groups[(role_of(weight.name), weight.format)].append(weight)
+    calibrated = any(w.versus_rtn is not None for members in groups.values() for w in members)
     rows = []
     for (role, fmt), members in groups.items():
         errors = [w.relative_mse for w in members if w.relative_mse is not None]
         proofs = [w.optimality for w in members if w.optimality is not None]
         mean, versus = _together(members) if errors else (None, None)
+        output = mean_known(w.versus_rtn for w in members)
         rows.append(
             [
                 role,
                 fmt,
                 str(len(members)),
+                *(["-" if output is None else f"{output:.3f}"] if calibrated else []),
                 "-" if mean is None else f"{decibels(mean):.2f}",
                 "-" if mean is None else f"{mean:.3e}",
                 f"{max(errors):.3e}" if errors else "-",
@@ -110,8 +119,16 @@ def _weights_table(weights: Iterable[WeightReport]) -> str:
                 _proof_text(proofs),
             ]
         )
-    header = ["role", "format", "weights", "SQNR dB", "rel. MSE", "largest", "vs abs-max", "optimal blocks"]
-    return table(header, rows, left=2)
+    header = ["role", "format", "weights", *(["output error"] if calibrated else [])]
+    header += ["SQNR dB", "rel. MSE", "largest", "vs abs-max", "optimal blocks"]
+    lines = [table(header, rows, left=2)]
+    if calibrated:
+        lines.append("output error: beside that of plain rounding to nearest, as ptqpipe.json records it")
+    if not all(w.nearest for members in groups.values() for w in members):
+        lines.append(
+            "SQNR to vs abs-max: errors of the weights; codes chosen by data let them grow where inputs are small"
+        )
+    return "\n".join(lines)
 
 
 def _together(members: Iterable[WeightReport]) -> tuple[float, float | None]:
@@ -176,6 +193,8 @@ def _finding_json(finding: Finding) -> Mapping[str, str]:
 
 def _weight_json(weight: WeightReport) -> Mapping[str, Any]:
     found: dict[str, Any] = {"format": weight.format, "shape": list(weight.shape)}
+    if weight.versus_rtn is not None:
+        found["versus_rtn"] = weight.versus_rtn if math.isfinite(weight.versus_rtn) else str(weight.versus_rtn)
     if weight.relative_mse is not None:
         error, versus = weight.relative_mse, weight.versus_absmax
         finite = error if math.isfinite(error) else str(error)  # JSON has no infinity

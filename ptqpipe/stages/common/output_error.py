@@ -1,0 +1,60 @@
+"""What a record says of the error at the layers' outputs, by which calibrated and tuned weights are judged.
+
+A weight that was calibrated knows its output error beside that of plain rounding to nearest; learned codes know it by
+decoder block, beside what `ptqpipe tune` started from. The error of the weights themselves says little of either: both
+let it grow where inputs are small.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ptqpipe.report.content import TunedBlock
+
+HELD_OUT = "held-out samples"
+SEEN = "the calibration samples"
+
+
+def judged_by(weights: Mapping[str, Mapping[str, Any]]) -> str:
+    """The samples that convert judged by, in words, from a record's weights."""
+    return samples_text([entry["held_out"] is True for entry in weights.values() if "held_out" in entry])
+
+
+def samples_text(held_out: Sequence[bool]) -> str:
+    """Which samples errors are of, from whether each is of held-out ones."""
+    told = set(held_out)
+    return HELD_OUT if told == {True} else f"{HELD_OUT} where there were any" if True in told else SEEN
+
+
+def tuned_blocks(record: Mapping[str, Any]) -> tuple[TunedBlock, ...]:
+    """The decoder blocks of a checkpoint that learned codes were written into; none for another's, or a damaged one."""
+    blocks = _mapping(_mapping(record.get("rounding")).get("blocks"))
+    found = []
+    for name, raw in blocks.items():
+        entry = _mapping(raw)
+        before, after = _number(entry.get("start_loss")), _number(entry.get("learned_loss"))
+        if before is not None and after is not None and before > 0:
+            kept = entry.get("kept") is True
+            # earlier builds of tune do not say it, and held samples out wherever they had two batches
+            held = entry.get("held_out", True) is True
+            found.append(TunedBlock(name, after / before if kept else 1.0, held))
+    return tuple(found)
+
+
+def tuned_from(record: Mapping[str, Any]) -> str:
+    """What tune started from, in words: its recipe is the record's."""
+    rules = _mapping(record.get("recipe")).get("rules")
+    ways = {
+        (_mapping(rule).get("algorithm"), _mapping(rule).get("weighting"))
+        for rule in (rules if isinstance(rules, list) else [])
+        if _mapping(rule).get("scheme") != "keep"
+    }
+    return "plain rounding" if ways <= {("rtn", "none")} else "the calibrated codes that tune started from"
+
+
+def _mapping(raw: Any) -> Mapping[str, Any]:
+    return raw if isinstance(raw, Mapping) else {}
+
+
+def _number(raw: Any) -> float | None:
+    return float(raw) if isinstance(raw, int | float) and math.isfinite(raw) else None
