@@ -4,7 +4,7 @@ A kernel chooses scales and codes a thousand times faster than the definition is
 recorded as a proof. So `Recheck` stands between an algorithm and its sink: it keeps a few blocks of what goes by, and
 `check` finds their scales (``search/least.py``) and codes (``qtensor.magnitude_codes``) again, with torch on the CPU.
 Which blocks these are depends on a weight's name, shape and numbers alone: spread from the first to the last, and with
-them those of the largest and the smallest crest factor in the same rows. Changes no byte.
+them those of the largest and the smallest crest factor in a few of the same rows. Changes no byte.
 
 Knows tensors, formats and what an algorithm promises; must not know recipes or files.
 """
@@ -25,11 +25,11 @@ from ptqpipe.qtensor import QTensor, magnitude_codes, scale_values
 from ptqpipe.search.least import best_scales
 from ptqpipe.search.objective import flush
 
-ROWS, COLUMNS = 32, 2  # of the grid of short blocks, at most
-LOOKED = 2  # of these rows of a run, in which the extreme blocks are looked for
+SHORT_BLOCKS = 32  # of a weight whose scales have codes, and the two extreme ones
+LOOKED = 4  # of the first of these rows, in which the extreme blocks are looked for
 LONG_ELEMENTS = 1 << 25  # weights to each further long block: a row or tile whose scale is a number
 LONG_BLOCKS = 8  # at most
-EVERY = 8  # so many-th of the scales of a long block is tried in weights of less than half of LONG_ELEMENTS
+EVERY = 8  # so many-th of the scales of a long block is tried, and the neighbours of its own
 LONG_CODES = 1 << 11  # codes that are looked at of a long block
 JOINT_ELEMENTS = 1 << 16  # of a unit with one scale for all, up to which that scale is found again
 
@@ -67,14 +67,14 @@ class Recheck:
         self._places = [_places(name, w.shape, fmt) for name, w in zip(names, weights, strict=True)]
         self._kept: dict[tuple[int, int], list[_Blocks]] = {}
         self._global_scale: torch.Tensor | None = None
-        self._kernels = ""
+        self._device = torch.device("cpu")
 
     def take(self, member: int, row: int, q: QTensor) -> None:
         """As `Sink`."""
         self._sink(member, row, q)
         height = 1 if self._joint else self._fmt.block_extent(q.shape)[0]
         places = {r: c for r, c in self._places[member].items() if row <= r * height < row + q.shape[0]}
-        self._kernels = kernels_of(q.data.device)
+        self._device = q.data.device
         self._global_scale = None if q.global_scale is None else q.global_scale.cpu()
         if not places:
             self._kept[(member, row)] = []
@@ -86,21 +86,23 @@ class Recheck:
             ]
 
     def _short(self, member: int, row: int, q: QTensor, places: dict[int, list[int]]) -> _Blocks:
-        """The blocks at these places, and in their rows those of the largest and smallest crest factor."""
+        """The blocks at these places, and in the first rows those of the largest and smallest crest factor."""
         size, grid = self._fmt.block[1], q.scales.shape[1]
-        rows = list(places)
-        w = torch.cat([self._weights[member].rows(r, r + 1) for r in rows]).reshape(-1, size)
-        index = torch.tensor([i * grid + c for i, r in enumerate(rows) for c in places[r]])
-        index = torch.unique(torch.cat((index, _extremes(w[: LOOKED * grid]))))
-        local = torch.tensor(rows)[index // grid]
-        at = torch.stack((local, index % grid), dim=1)
-        where = ((local - row) * grid + index % grid).to(q.data.device)
+        rows = {r: self._weights[member].rows(r, r + 1)[0] for r in places}
+        at = {(r, c) for r, columns in places.items() for c in columns}
+        if row == 0:
+            looked = list(rows)[:LOOKED]
+            blocks = torch.cat([rows[r] for r in looked]).reshape(-1, size)
+            at |= {(looked[i // grid], i % grid) for i in _extremes(blocks)}
+        kept = sorted(at)
+        w = torch.stack([rows[r][c * size : (c + 1) * size] for r, c in kept]).float()
+        where = torch.tensor([(r - row) * grid + c for r, c in kept], device=q.data.device)
         if size * self._fmt.element.bits % 8:
             codes = q.codes.reshape(-1, size)[where]
         else:
             width = packed_columns(size, self._fmt.element.bits)
             codes = unpack(q.data.reshape(-1, width)[where], self._fmt.element.bits)
-        return _Blocks(at, w[index].float(), codes.cpu(), q.scales.reshape(-1)[where].cpu())
+        return _Blocks(torch.tensor(kept), w, codes.cpu(), q.scales.reshape(-1)[where].cpu())
 
     def _long(self, member: int, row: int, q: QTensor, r: int, c: int) -> _Blocks:
         """One block, padded as in ``to_blocks``; a row of it where all weights share one scale."""
@@ -141,11 +143,9 @@ class Recheck:
             h = torch.cat([self._importance(i, part, promises[i].importance) for i, part in group])
         x = blocks.w.abs()
         x = flush(x, x.amax(dim=1, keepdim=True))
-        rows, columns = self._weights[group[0][0]].shape
-        every = EVERY if rows * columns < LONG_ELEMENTS // 2 else 1
-        first = zlib.crc32(self._names[group[0][0]].encode())
+        first = zlib.crc32(f"{self._names[group[0][0]]} {blocks.at[0].tolist()}".encode())
         best = best_scales(
-            x, blocks.scales, fmt=self._fmt, global_scale=self._global_scale, h=h, every=every, first=first
+            x, blocks.scales, fmt=self._fmt, global_scale=self._global_scale, h=h, every=EVERY, first=first
         )
         wrong = (best != blocks.scales).nonzero()
         if len(wrong):
@@ -197,7 +197,8 @@ class Recheck:
             remedy = f"keep the weight: --ignore '{name.removesuffix('.weight')}'"
         raise NumericsError(
             f"{name}: the {self._fmt.name} block at row {r * height}, column {c * width} {found}, {wanted}: a fault of "
-            f"ptqpipe ({self._kernels}), not of the model; please report it with the command that you ran, and {remedy}"
+            f"ptqpipe ({kernels_of(self._device)}), not of the model; please report it with the command that you ran, "
+            f"and {remedy}"
         )
 
 
@@ -208,11 +209,9 @@ def _places(name: str, shape: tuple[int, int], fmt: Format) -> dict[int, list[in
     else:
         grid = fmt.scale_shape(shape)
     seed = zlib.crc32(f"{name} {shape[0]}x{shape[1]}".encode())
-    if fmt.scale.enumerable:
-        places = {r: _spread(grid[1], COLUMNS, seed + 97 * (r + 1)) for r in _spread(grid[0], ROWS, seed)}
-        places[0][0], places[grid[0] - 1][-1] = 0, grid[1] - 1  # the very first block and the very last one
-        return places
-    count = min(LONG_BLOCKS, 1 + shape[0] * shape[1] // LONG_ELEMENTS)
+    count = SHORT_BLOCKS
+    if not fmt.scale.enumerable:
+        count = min(LONG_BLOCKS, 1 + shape[0] * shape[1] // LONG_ELEMENTS)
     found: dict[int, list[int]] = {}
     for flat in _spread(grid[0] * grid[1], count, seed):
         found.setdefault(flat // grid[1], []).append(flat % grid[1])
@@ -231,11 +230,11 @@ def _spread(total: int, count: int, seed: int) -> list[int]:
     return found if count < 3 else [0, *found[1:-1], total - 1]
 
 
-def _extremes(w: torch.Tensor) -> torch.Tensor:
-    """int64 ``[2]``: the blocks ``[blocks, elements]`` of the largest and the smallest crest factor."""
+def _extremes(w: torch.Tensor) -> tuple[int, int]:
+    """Which of the blocks ``[blocks, elements]`` has the largest crest factor, and which the smallest."""
     x = w.float()
     crest = x.abs().amax(dim=1).square_() / x.square().sum(dim=1)
-    return torch.stack((crest.nan_to_num(0.0).argmax(), crest.nan_to_num(float("inf")).argmin()))
+    return int(crest.nan_to_num(0.0).argmax()), int(crest.nan_to_num(float("inf")).argmin())
 
 
 def _nearest(w: torch.Tensor, scales: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None) -> torch.Tensor:

@@ -31,10 +31,10 @@ def kernel_for(device: torch.device, name: str) -> Callable[..., Any] | None:
 
 def kernels_of(device: torch.device) -> str:
     """What `kernel_for` finds for a device, in words for a message."""
-    from ptqpipe.kernels import cpu, triton
-
     if device.type == "cuda":
-        return "its Triton kernels" if triton.available() else "torch, without kernels"
+        return "its Triton kernels"
+    from ptqpipe.kernels import cpu
+
     return f"its {cpu.isa()} kernels" if cpu.available() else "torch, without kernels"
 
 
