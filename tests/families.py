@@ -70,6 +70,7 @@ def make_config(kind: str) -> Any:
         "qwen3_vl": lambda: t.Qwen3VLConfig(
             text_config=grouped, vision_config={**vision, "deepstack_visual_indexes": [0]}
         ),
+        "bloom": lambda: t.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=2),
         "rwkv": lambda: t.RwkvConfig(
             vocab_size=VOCABULARY, context_length=64, hidden_size=64, num_hidden_layers=LAYERS, intermediate_size=128
         ),

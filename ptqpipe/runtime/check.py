@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import CheckpointError
 from ptqpipe.runtime.fill import completed, decide
 from ptqpipe.runtime.loading import causal_model_of, no_model, quiet, read_config, read_generation_config
 from ptqpipe.runtime.parallel import TensorParallel
@@ -36,21 +35,8 @@ def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> Any:
 def empty_model(config: Any, path: Path) -> Any:
     """The model of ``config``, of the checkpoint at ``path``, on the meta device. CheckpointError where it is none."""
     model_class, config = causal_model_of(config, path)
-    vocabulary, longest = config.get_text_config().vocab_size, _positions(config)
-    if vocabulary < 1 or longest < 1:
-        name, value = ("vocab_size", vocabulary) if vocabulary < 1 else ("max_position_embeddings", longest)
-        raise CheckpointError(f"{path / 'config.json'} has {name} {value}, expected 1 or more")
     try:
         with quiet(), torch.device("meta"):
             return model_class(config)
     except Exception as error:  # of what kind depends on the family's code
         raise no_model(path, error) from None
-
-
-def _positions(config: Any) -> int:
-    """The longest sequence; a model without a number for it has no limit."""
-    text = config.get_text_config()
-    found = getattr(text, "max_position_embeddings", None)
-    if isinstance(getattr(type(text), "max_position_embeddings", None), property):  # XLNet's -1: no number in the file
-        return 1
-    return 1 if found is None else int(found)

@@ -23,6 +23,7 @@ from ptqpipe.runtime.parallel import AllReduce, RunCollective, TensorParallel
 from ptqpipe.source import Source
 
 Activations = Literal["simulated", "none"]
+_LONGEST = "max_position_embeddings"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -151,7 +152,27 @@ def read_config(path: Path) -> Any:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     causal_model_of(config, path)
+    for name, value in (
+        ("vocab_size", getattr(config.get_text_config(), "vocab_size", None)),
+        (_LONGEST, positions_of(config)),
+    ):
+        if value is not None and value < 1:
+            raise CheckpointError(f"{path / 'config.json'} has {name} {value}, expected 1 or more")
     return config
+
+
+def positions_of(config: Any) -> int | None:
+    """How many tokens a model's config has positions for, at most; None where it says nothing of it, or null."""
+    text = config.get_text_config()
+    if isinstance(getattr(type(text), _LONGEST, None), property):  # XLNet's -1: no number in the file
+        return None
+    found = getattr(text, _LONGEST, None)
+    return None if found is None else int(found)
+
+
+def default_length(config: Any, most: int) -> int:
+    """``most`` tokens, or the model's positions where they are fewer."""
+    return min(most, positions_of(config) or most)
 
 
 def dtype_of(dtype: torch.dtype | str, config: Any) -> torch.dtype:

@@ -16,7 +16,7 @@ from ptqpipe.calibration.generate import generate as windows_of
 from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.checkpoint.source import resolve_source
 from ptqpipe.errors import OutputExists, UsageError
-from ptqpipe.runtime.loading import check_device, dtype_of, load_model, read_config
+from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config
 from ptqpipe.stages.common.machine import Machine, compute_threads, threads
 
 DEFAULT_SEQLEN = 2048
@@ -60,9 +60,8 @@ def generate(
     machine = machine or Machine(compute_threads())
     path = resolve_source(str(model))
     config = read_config(path)
-    text = config.get_text_config()
     if seqlen is None:
-        seqlen = min(DEFAULT_SEQLEN, getattr(text, "max_position_embeddings", DEFAULT_SEQLEN))
+        seqlen = default_length(config, DEFAULT_SEQLEN)
     held_out = samples // HELD_SHARE
     count = samples + held_out
     check_windows(config, samples=samples, seqlen=seqlen)
@@ -75,7 +74,7 @@ def generate(
         raise OutputExists(f"{out} exists; --overwrite replaces it, or give another -o")
     if say is not None:
         say(f"{model} writes {samples} windows of {seqlen} tokens and {held_out} to hold out; it is loaded first")
-    begin = getattr(text, "bos_token_id", None)
+    begin = getattr(config.get_text_config(), "bos_token_id", None)
     with _bar(count * seqlen, shown=machine.progress) as bar:
         loaded = load_model(path, dtype=dtype, device=str(machine.device))
         most = threads_for(loaded, samples=count, seqlen=seqlen, most=machine.workers)

@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.recipe import Recipe, RecipeOptions, Rule
 from ptqpipe.runtime import load, load_model
+from ptqpipe.runtime.loading import default_length, positions_of
 from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.common.machine import Machine
@@ -305,3 +307,25 @@ def test_int4_of_compressed_tensors_is_refused_with_what_to_do(tmp_path: Path) -
     assert code == 1
     assert "'type': 'int', 'num_bits': 4" in said
     assert "decode this one to bfloat16 first" in said
+
+
+def test_a_model_without_a_number_of_positions_has_no_limit(make: Make, tmp_path: Path) -> None:
+    model, data = make("bloom"), tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"input_ids": [1, 2, 3] * 2000}) + "\n")
+    options = CalibrateOptions(samples=1, moments=("diagonal",), holdout=0)
+    done = calibrate(model, [str(data)], tmp_path / "stats", options=options)
+    assert done is not None
+    assert done.content["data"]["seqlen"] == 2048
+    result = evaluate(str(model), options=Options(data=(data,), max_tokens=3000, window=3000))
+    assert result["perplexity"][0]["window"] == 3000
+
+
+def test_positions_that_are_a_property_of_the_family_are_no_limit() -> None:
+    nothing = SimpleNamespace(max_position_embeddings=None)
+    nothing.get_text_config = lambda: nothing
+    for config in (transformers.XLNetConfig(), transformers.BloomConfig(), nothing):  # -1 of the class, none, null
+        assert positions_of(config) is None
+        assert default_length(config, 2048) == 2048
+    assert positions_of(transformers.GPT2Config(n_positions=77)) == 77
+    assert positions_of(families.make_config("qwen3_5")) == 64  # of the text inside
+    assert default_length(families.make_config("qwen3_5"), 2048) == 64

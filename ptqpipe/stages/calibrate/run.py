@@ -24,7 +24,7 @@ from ptqpipe.calibration.store import digest_of
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import Mode
 from ptqpipe.errors import UsageError
-from ptqpipe.runtime.loading import DTYPES, read_config
+from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.blocks import HEAD, Watch, run_blocks
 from ptqpipe.stages.common.block_folder import BlockFolder
@@ -91,9 +91,7 @@ def calibrate(
     check_disjoint(path, out)
     block, full = _which(options.moments)
     config = read_config(path)
-    seqlen = options.seqlen
-    if seqlen is None:
-        seqlen = min(DEFAULT_SEQLEN, getattr(config.get_text_config(), "max_position_embeddings", 1 << 30))
+    seqlen = default_length(config, DEFAULT_SEQLEN) if options.seqlen is None else options.seqlen
     samples = load_samples(
         data,
         path,

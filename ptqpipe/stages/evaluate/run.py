@@ -22,7 +22,7 @@ from ptqpipe.evaluation.harness import Metric, TaskRequest, check_tasks, run_tas
 from ptqpipe.evaluation.measures import divergence, perplexity
 from ptqpipe.evaluation.scores import Window, score, windows
 from ptqpipe.evaluation.text import Text, Tokenizer, read_text
-from ptqpipe.runtime.loading import check_device, dtype_of, load_model, read_config
+from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, positions_of, read_config
 from ptqpipe.stages.evaluate.text import Measured, TaskRow, result_json
 
 DEFAULT_WINDOW = 2048
@@ -161,10 +161,10 @@ def _check_tokens(text: Text, vocabulary: int) -> None:
 
 
 def _protocol(config: Any, options: Options) -> tuple[int, int]:
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or DEFAULT_WINDOW
-    window = min(DEFAULT_WINDOW, positions) if options.window is None else options.window
+    positions = positions_of(config)
+    window = default_length(config, DEFAULT_WINDOW) if options.window is None else options.window
     stride = window if options.stride is None else options.stride
-    if window > positions:
+    if positions is not None and window > positions:
         raise UsageError(f"--window {window} is more than the model's {positions} positions; choose a smaller one")
     if window < 2 or not 1 <= stride <= window:
         raise UsageError(f"--window {window} --stride {stride}: expected a window of 2 or more and 1 <= stride <= it")

@@ -21,7 +21,7 @@ from ptqpipe.evaluation.text import Tokenizer, read_text
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
-from ptqpipe.runtime.loading import load_model, read_config
+from ptqpipe.runtime.loading import default_length, load_model, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.plan.units import Group
@@ -58,8 +58,7 @@ def measure(
     if measurement.tokens < 2:
         raise UsageError(f"--max-tokens {measurement.tokens}: expected 2 or more")
     text = read_text(measurement.text, Tokenizer(path), max_tokens=measurement.tokens)
-    positions = getattr(read_config(path).get_text_config(), "max_position_embeddings", None) or DEFAULT_WINDOW
-    window = measurement.window or min(DEFAULT_WINDOW, positions, len(text.tokens))
+    window = measurement.window or min(default_length(read_config(path), DEFAULT_WINDOW), len(text.tokens))
     header = {
         "version": VERSION,
         "model": source.reader.fingerprint(),

@@ -33,7 +33,7 @@ from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
-from ptqpipe.runtime.loading import read_config
+from ptqpipe.runtime.loading import default_length, read_config
 from ptqpipe.stages.common.block_folder import BlockFolder
 from ptqpipe.stages.common.machine import Machine, compute_threads, resident_bytes, threads
 from ptqpipe.stages.common.progress import Progress, Step
@@ -114,12 +114,11 @@ def tune(
             raise UsageError("tune does not learn codes beside a low-rank part; leave low_rank out of the recipe")
         check_disjoint(prepared.source_path, out)
         config = read_config(prepared.source_path)
-        positions = getattr(config.get_text_config(), "max_position_embeddings", DEFAULT_SEQLEN)
         samples = load_samples(
             data,
             prepared.source_path,
             samples=options.samples,
-            seqlen=min(DEFAULT_SEQLEN, positions) if options.seqlen is None else options.seqlen,
+            seqlen=default_length(config, DEFAULT_SEQLEN) if options.seqlen is None else options.seqlen,
             seed=options.seed,
             field=options.data_field,
         )
