@@ -25,6 +25,7 @@ from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.evaluate.run import Options, evaluate
 from ptqpipe.stages.generate import generate
+from ptqpipe.stages.inspect.run import inspect
 from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.serve.checks import check_checkpoint
 from ptqpipe.stages.verify.run import VerifyReport, verify
@@ -329,3 +330,24 @@ def test_positions_that_are_a_property_of_the_family_are_no_limit() -> None:
     assert positions_of(transformers.GPT2Config(n_positions=77)) == 77
     assert positions_of(families.make_config("qwen3_5")) == 64  # of the text inside
     assert default_length(families.make_config("qwen3_5"), 2048) == 64
+
+
+def test_a_description_inside_the_text_config_is_seen_by_verify_and_inspect(make: Make, tmp_path: Path) -> None:
+    done = ptqpipe.convert(make("qwen3_vl"), out=tmp_path / "out", **EXACT)
+    file = done.out / "config.json"
+    config = json.loads(file.read_text())
+
+    def moved(**changes: object) -> None:
+        inner = {**config["quantization_config"], **changes}
+        outer = {key: value for key, value in config.items() if key != "quantization_config"}
+        outer["text_config"] = {**config["text_config"], "quantization_config": inner}
+        file.write_text(json.dumps(outer))
+
+    moved()
+    assert [fault.message for fault in verify(done.out, workers=1).faults] == []
+    moved(quantization_status="frozen", kv_cache_scheme={"num_bits": 8, "type": "float"})
+    said = {(fault.where, fault.message.partition(";")[0]) for fault in verify(done.out, workers=1).faults}
+    assert ("quantization_status", "is 'frozen', expected 'compressed'") in said
+    assert ("kv_cache_scheme", "is announced, but there are no kv-cache scales") in said
+    (done.out / "ptqpipe.json").unlink()
+    assert inspect(done.out).producer == f"ptqpipe {done.record['ptqpipe']}"

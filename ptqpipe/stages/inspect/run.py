@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from ptqpipe.containers import Role, StoredWeight
+from ptqpipe.containers import Role, StoredWeight, quantization_config
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import QTensor
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.text import name_pattern, role_of
 from ptqpipe.stages.inspect.text import FileRow, InspectReport, KeptRow, RoleRow, ScaleCounts, render, to_json
-from ptqpipe.stages.verify.config import quantization_of
 from ptqpipe.stages.verify.structure import is_kv_scale, plain_tensors
 from ptqpipe.stages.verify.weights import stored_runs
 
@@ -173,7 +172,7 @@ def _kv_scales(opened: Source) -> tuple[int, float, float] | None:
 
 
 def _producer(opened: Source, record: Mapping[str, Any]) -> str:
-    described = quantization_of(opened.reader.config)
+    described = quantization_config(opened.reader.config)
     if record.get("ptqpipe"):
         return f"ptqpipe {record['ptqpipe']}"
     for key in ("ptqpipe", "producer"):

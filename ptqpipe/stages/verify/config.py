@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ptqpipe.containers import Target
+from ptqpipe.containers import Target, quantization_config
 from ptqpipe.errors import CheckpointError, PtqError
 from ptqpipe.patterns import expression
 from ptqpipe.plan import conv1d_leaves, is_matrix
@@ -35,12 +35,6 @@ _CLASSES = frozenset({"Linear", "Conv1D", "Embedding"})  # targets that readers 
 _NO_KEY = object()
 
 
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``quantization_config`` of a config.json, empty where there is none."""
-    found = config.get("quantization_config") or config.get("compression_config") or {}
-    return found if isinstance(found, Mapping) else {}
-
-
 def targets_of(ckpt: Source) -> list[Target]:
     """What is stored quantized, as containers write configs from it."""
     return [Target(w.weight, w.scheme, w.experts, w.transposed) for w in ckpt.stored.values()]
@@ -57,10 +51,10 @@ def check_config(ckpt: Source, findings: Findings) -> None:
     """The config of any quantized checkpoint against its stored weights."""
     if ckpt.container is None:
         return
-    described = quantization_of(ckpt.reader.config)
+    described = quantization_config(ckpt.reader.config)
     expected = _expected(ckpt, findings)
     if expected is not None:
-        _check_scalars(described, quantization_of(expected.get("config.json", {})), "config.json", findings)
+        _check_scalars(described, quantization_config(expected.get("config.json", {})), "config.json", findings)
         if isinstance(described.get("config_groups"), Mapping) and ckpt.container_name == "compressed_tensors":
             _check_groups(described, ckpt, findings)
     _check_sparsity(described, findings)
@@ -116,7 +110,7 @@ def _check_groups(described: Mapping[str, Any], ckpt: Source, findings: Findings
     wanted = []
     for scheme in dict.fromkeys(w.scheme for w in ckpt.stored.values()):
         files = ckpt.container.configs({}, [Target("m.weight", scheme)], kept_modules=(), provenance={})
-        wanted.append(quantization_of(files["config.json"])["config_groups"]["group_0"])
+        wanted.append(quantization_config(files["config.json"])["config_groups"]["group_0"])
     for name, group in described["config_groups"].items():
         _check_keys(name, group, findings)
         if group.get("weights") is not None and not any(_says(group, other) for other in wanted):

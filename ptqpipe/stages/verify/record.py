@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.containers import quantization_config
 from ptqpipe.errors import CheckpointError
 from ptqpipe.stages.common.jobs import RECORD_FILE
-from ptqpipe.stages.verify.config import quantization_of
 
 _NUMBERS = (
     "squared_error", "energy", "relative_mse", "versus_absmax", "versus_plain_global", "bits_per_weight", "versus_rtn",
@@ -69,7 +69,7 @@ def claims_ownership(reader: CheckpointReader) -> bool:
     """Whether the checkpoint says that ptqpipe wrote it, in its config or by a record."""
     if (reader.path / RECORD_FILE).exists():
         return True
-    provenance = quantization_of(reader.config).get("ptqpipe")
+    provenance = quantization_config(reader.config).get("ptqpipe")
     return provenance is not None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.containers import WITH_KV_CACHE, StoredWeight
+from ptqpipe.containers import WITH_KV_CACHE, StoredWeight, quantization_config
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import NotFinite
@@ -316,7 +316,7 @@ def check_kv_scales(ckpt: Source, findings: Findings) -> None:
     for layer, found in layers.items():
         if not {"k", "v"} <= found:
             findings.fault("scales", layer, f"has a kv-cache scale for {sorted(found)} only, expected k and v")
-    described = json.dumps(dict(ckpt.reader.config.get("quantization_config") or {}), default=str)
+    described = json.dumps(dict(quantization_config(ckpt.reader.config)), default=str)
     extra = json.dumps(ckpt.reader.read_json("hf_quant_config.json") or {}, default=str)
     declared = re.search(r'"kv_cache_(scheme|quant_algo)": (?!null)', described + extra) is not None
     if names and not declared:
