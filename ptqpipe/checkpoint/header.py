@@ -86,6 +86,7 @@ class FileHeader:
     sha256: str
     file_bytes: int
     mtime_ns: int
+    ctime_ns: int
 
 
 def shown(value: object, *, limit: int = 160) -> str:
@@ -130,7 +131,7 @@ def read_header(path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
 
 
 def parse_file(path: Path) -> FileHeader:
-    """As `read_header`, with the header's sha256, the file's size and its modification time."""
+    """As `read_header`, with the header's sha256, the file's size, and when its content and its inode were changed."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # before open(): opening a pipe would block for ever
             _bad(path, "is not a regular file", "remove it, or name the model's folder")
@@ -142,9 +143,8 @@ def parse_file(path: Path) -> FileHeader:
     tensors, metadata = _parse_json(path, raw)
     data_start = _LENGTH_BYTES + len(raw)
     entries = _place(path, tensors, data_start=data_start, data_bytes=status.st_size - data_start)
-    return FileHeader(
-        path, entries, MappingProxyType(metadata), hashlib.sha256(raw).hexdigest(), status.st_size, status.st_mtime_ns
-    )
+    sha256, sizes = hashlib.sha256(raw).hexdigest(), (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return FileHeader(path, entries, MappingProxyType(metadata), sha256, *sizes)
 
 
 def header_bytes(

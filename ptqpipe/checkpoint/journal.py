@@ -19,7 +19,8 @@ from typing import Any, Final
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.errors import OutputError
 
-VERSION: Final = 1
+VERSION: Final = 2
+_IDENTITY: Final = ("run_id", "layout", "parts", "files", "replaces")
 _NAME: Final = re.compile(r"journal-(\d+)\.jsonl")
 fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has none
 
@@ -28,12 +29,15 @@ fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has none
 class RunIdentity:
     """What a journal belongs to. ``parts`` name what the run was made of, to say which of them changed.
 
+    ``files`` are the source's as one rank sees them (``CheckpointReader.file_states``): not in ``run_id``, since copies
+    of a source give the same bytes, but what an unfinished run must find again.
     ``replaces`` says that the run was begun with --overwrite, so an output that is there may be replaced.
     """
 
     run_id: str
     layout: str
     parts: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     replaces: bool = False
 
 
@@ -77,7 +81,8 @@ def read_journal(path: Path) -> JournalContent:
 
 
 def read_journals(folder: Path) -> JournalContent:
-    """The union of every rank's journal in a folder; ``sound_bytes`` is meaningless here.
+    """The union of every rank's journal in a folder, the identity as the first of them says it; ``sound_bytes`` is
+    meaningless here.
 
     Raises OutputError if two of them belong to different runs.
     """
@@ -92,15 +97,16 @@ def read_journals(folder: Path) -> JournalContent:
             continue
         if union.identity is not None and content.identity.run_id != union.identity.run_id:
             raise OutputError(f"{shown(str(path))} belongs to another run; --overwrite begins again")
-        union.identity = content.identity
+        union.identity = union.identity or content.identity
         union.units.update(content.units)
         union.tensors.update(content.tensors)
     return union
 
 
 def check_same_run(found: RunIdentity, wanted: RunIdentity, *, partial: Path) -> None:
-    """Raises OutputError, naming what changed, unless both describe the same run."""
+    """Raises OutputError, naming what changed, unless both describe the same run, of the very same files."""
     if found.run_id == wanted.run_id and found.layout == wanted.layout:
+        _check_same_files(found, wanted, partial=partial)
         return
     keys = sorted(found.parts.keys() | wanted.parts.keys())
     changed = [key for key in keys if found.parts.get(key) != wanted.parts.get(key)]
@@ -109,6 +115,18 @@ def check_same_run(found: RunIdentity, wanted: RunIdentity, *, partial: Path) ->
         f"{shown(str(partial))} was begun by another run: {what} changed since; "
         "restore it and --resume, or --overwrite to begin again"
     )
+
+
+def _check_same_files(found: RunIdentity, wanted: RunIdentity, *, partial: Path) -> None:
+    before, now = found.files, wanted.files
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if names:
+        name = shown(names[0]) + (f" (one of {len(names)} files)" if len(names) > 1 else "")
+        raise OutputError(
+            f"{shown(str(partial))} was begun before the source's {name} was written to, replaced or copied; what is "
+            "finished may come from other bytes, though its size and what the fingerprint reads are the same: "
+            "--overwrite begins again"
+        )
 
 
 class Journal:
@@ -172,7 +190,7 @@ def _apply(path: Path, content: JournalContent, payload: dict[str, Any], *, numb
                 f"{shown(str(path))} has version {shown(payload.get('version'))}, expected {VERSION}; "
                 "resume with the ptqpipe that began the run, or --overwrite to begin again"
             )
-        content.identity = RunIdentity(payload["run_id"], payload["layout"], payload["parts"], payload["replaces"])
+        content.identity = RunIdentity(**{key: payload[key] for key in _IDENTITY})
     else:
         content.units.update(dict(payload["units"]))
         content.tensors.update(payload["tensors"])

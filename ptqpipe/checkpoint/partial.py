@@ -20,13 +20,20 @@ import shutil
 import socket
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.checkpoint.journal import JournalContent, RunIdentity, check_same_run, read_journals
+from ptqpipe.checkpoint.journal import (
+    JournalContent,
+    RunIdentity,
+    check_same_run,
+    journal_name,
+    read_journal,
+    read_journals,
+)
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
@@ -234,15 +241,20 @@ def _settle(paths: Paths, identity: RunIdentity, lock: RankLock, *, mode: str) -
 
 
 def join(paths: Paths, identity: RunIdentity, rank: int) -> tuple[RankLock, RunIdentity]:
-    """A further rank's part of the folder that rank 0 has prepared."""
-    content = read_journals(paths.partial) if paths.partial.is_dir() else JournalContent()
-    if content.identity is None:
+    """A further rank's part of the folder that rank 0 has prepared. Each rank looks for the source's files as it found
+    them itself: those of several machines may be copies.
+    """
+    begun = (read_journals(paths.partial) if paths.partial.is_dir() else JournalContent()).identity
+    if begun is None:
         raise OutputError(
             f"{shown(str(paths.partial))} was not begun by rank 0; do all ranks see the same file system?"
         )
-    check_same_run(content.identity, identity, partial=paths.partial)
+    own = paths.partial / journal_name(rank)
+    former = read_journal(own).identity if own.exists() else None
+    begun = replace(begun, files=identity.files if former is None else former.files)
+    check_same_run(begun, identity, partial=paths.partial)
     with output_errors(paths.partial):
-        return RankLock(paths.partial, rank), content.identity
+        return RankLock(paths.partial, rank), begun
 
 
 def check_space(paths: Paths, needed: int) -> None:

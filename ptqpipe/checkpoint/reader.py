@@ -149,13 +149,7 @@ class CheckpointReader:
         Found once. Raises CheckpointError for a file that has changed or cannot be read.
         """
         if self._fingerprint is None:
-            headers = list(self._headers.values())
-            try:
-                self._fingerprint = fingerprint_of(
-                    self.path, headers, lambda e, start, stop: self.read_bytes(e.name, start_byte=start, stop_byte=stop)
-                )
-            except OSError as error:
-                _raise_unreadable(Path(error.filename or self.path), error)
+            self._fingerprint = self._find_fingerprint()
         return self._fingerprint
 
     def check_links(self) -> None:
@@ -163,8 +157,34 @@ class CheckpointReader:
         configs = [path for name in sorted(OWN_FILES) if (path := self.path / name).exists()]
         refuse_foreign_links(self.path, [*self.extra_files, *configs])
 
+    def _find_fingerprint(self) -> str:
+        headers = list(self._headers.values())
+        try:
+            return fingerprint_of(
+                self.path, headers, lambda e, start, stop: self.read_bytes(e.name, start_byte=start, stop_byte=stop)
+            )
+        except OSError as error:
+            _raise_unreadable(Path(error.filename or self.path), error)
+
+    def file_states(self) -> dict[str, str]:
+        """By each weight file's name: its size and times as it was opened, which differ once it is written to or
+        replaced.
+
+        The time of the inode's change (ctime) is among them: no program can set it, as it can set the other. Numbers
+        of inodes and devices are not: they differ from machine to machine, and some file systems give new ones with
+        every mount.
+        """
+        return {
+            path.relative_to(self.path).as_posix(): f"{h.file_bytes} bytes, mtime {h.mtime_ns}, ctime {h.ctime_ns}"
+            for path, h in self._headers.items()
+        }
+
     def check_unchanged(self) -> None:
-        """Raises CheckpointError if a weight file's size or time differs from when it was opened."""
+        """Raises CheckpointError if a weight file's size or modification time differs from when it was opened.
+
+        Where only its inode was touched (chmod, a hard link, a time put back), what the fingerprint reads decides.
+        """
+        touched = False
         for path, header in self._headers.items():
             try:
                 status = os.stat(path)
@@ -172,6 +192,9 @@ class CheckpointReader:
                 _raise_unreadable(path, error)
             if (status.st_size, status.st_mtime_ns) != (header.file_bytes, header.mtime_ns):
                 _raise_changed(path)
+            touched |= status.st_ctime_ns != header.ctime_ns
+        if touched and self._fingerprint not in (None, self._find_fingerprint()):
+            _raise_changed(self.path)
 
     def close(self) -> None:
         """Closes the files. Reading again opens them again."""

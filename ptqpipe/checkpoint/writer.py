@@ -76,17 +76,18 @@ class CheckpointWriter:
         rank: int = 0,
         world: int = 1,
         run_parts: Mapping[str, str] = MappingProxyType({}),
+        source_files: Mapping[str, str] = MappingProxyType({}),
     ) -> CheckpointWriter:
         """Takes the partial folder beside ``out``; writes nothing under ``out`` itself.
 
         ``run_id`` identifies plan, source and recipe together; ``run_parts`` names them one by one, so that a
-        refused resume can say which changed. Raises OutputError: the output exists, a leftover is in the way or
-        another run's, another process writes it, no space.
+        refused resume can say which changed; ``source_files`` are what a resumed run must find untouched. Raises
+        OutputError: the output exists, a leftover is in the way or another run's, another process writes it, no space.
         """
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}")
         paths = Paths.of(out)
-        identity = RunIdentity(run_id, layout.digest, dict(run_parts), replaces=mode == "overwrite")
+        identity = RunIdentity(run_id, layout.digest, dict(run_parts), dict(source_files), replaces=mode == "overwrite")
         lock, found = prepare(paths, identity, mode=mode) if rank == 0 else join(paths, identity, rank)
         try:
             if rank == 0:

@@ -104,6 +104,7 @@ def dequantize(
             Path(out),
             prepared.layout,
             jobs=prepared.jobs,
+            source=source.reader,
             run_parts=prepared.run_parts,
             mode=mode,
             machine=machine or Machine(),

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
@@ -25,9 +26,17 @@ EXTRA = {"config.json": b"{}", "ptqpipe.json": json.dumps({"run_id": RUN_ID}).en
 
 
 def open_writer(
-    out: Path, *, mode: Mode = "new", run_id: str = RUN_ID, rank: int = 0, world: int = 1
+    out: Path,
+    *,
+    mode: Mode = "new",
+    run_id: str = RUN_ID,
+    rank: int = 0,
+    world: int = 1,
+    source_files: Mapping[str, str] = MappingProxyType({}),
 ) -> CheckpointWriter:
-    return CheckpointWriter.open(out, LAYOUT, run_id=run_id, mode=mode, rank=rank, world=world)
+    return CheckpointWriter.open(
+        out, LAYOUT, run_id=run_id, mode=mode, rank=rank, world=world, source_files=source_files
+    )
 
 
 def write_unit(writer: CheckpointWriter, unit: str) -> None:

@@ -131,7 +131,7 @@ def header_of(sizes: list[int], *, offset: int = 1000) -> FileHeader:
     for number, nbytes in enumerate(sizes):
         entries.append(TensorEntry(f"t{number}", "U8", (nbytes,), Path("f"), at, nbytes))
         at += nbytes
-    return FileHeader(Path("f"), tuple(entries), {}, "ab" * 32, at, 0)
+    return FileHeader(Path("f"), tuple(entries), {}, "ab" * 32, at, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,7 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr("ptqpipe.checkpoint.journal.VERSION", 99)
         write(tmp_path / "journal-0.jsonl")
-    with pytest.raises(OutputError, match="version 99, expected 1"):
+    with pytest.raises(OutputError, match="version 99, expected 2"):
         read_journal(tmp_path / "journal-0.jsonl")
 
 
@@ -125,3 +127,16 @@ def test_a_refused_resume_says_what_changed(other: RunIdentity, fragment: str, t
     with pytest.raises(OutputError) as caught:
         check_same_run(RUN, other, partial=tmp_path)
     assert fragment in one_line(caught.value)
+
+
+def test_the_same_run_of_other_files_is_refused_by_their_names(tmp_path: Path) -> None:
+    begun = replace(RUN, files={"a": "1", "b": "2", "c": "3"})
+    check_same_run(begun, replace(begun), partial=tmp_path)
+    for files, words in (
+        ({"a": "1", "b": "0", "c": "3"}, "source's 'b' was written to"),
+        ({"a": "0", "b": "0", "c": "3"}, "source's 'a' (one of 2 files) was"),
+        ({"a": "1", "b": "2"}, "source's 'c' was"),
+        ({}, "source's 'a' (one of 3 files) was"),
+    ):
+        with pytest.raises(OutputError, match=re.escape(words)):
+            check_same_run(begun, replace(begun, files=files), partial=tmp_path)

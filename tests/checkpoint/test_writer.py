@@ -140,6 +140,19 @@ def test_a_rank_without_rank_0_is_refused(out: Path) -> None:
         open_writer(out, rank=1, world=2, run_id="other")
 
 
+def test_each_rank_resumes_with_the_files_that_it_began_with_itself(out: Path) -> None:
+    """Machines may have a copy of the source each, whose times differ; what a rank began with must be untouched."""
+    here, there = {"x.safetensors": "copied at 1"}, {"x.safetensors": "copied at 2"}
+    with open_writer(out, world=2, source_files=here), open_writer(out, rank=1, world=2, source_files=there) as writer:
+        write_unit(writer, "a")
+    assert "was written to" in refused(lambda: open_writer(out, mode="resume", world=2, source_files=there))
+    with open_writer(out, mode="resume", world=2, source_files=here):
+        with pytest.raises(OutputError, match="was written to"):
+            open_writer(out, mode="resume", rank=1, world=2, source_files=here)
+        open_writer(out, mode="resume", rank=1, world=2, source_files=there).close()
+        open_writer(out, mode="resume", rank=2, world=3, source_files={"x.safetensors": "copied at 3"}).close()
+
+
 def test_only_rank_0_finishes(out: Path) -> None:
     with (
         open_writer(out, world=2),

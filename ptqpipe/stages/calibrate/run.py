@@ -109,7 +109,8 @@ def calibrate(
     with Source.open(path) as source:
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config))
         parts = _run_parts(source, samples, options)
-        with BlockFolder(out, parts, index_file=STATS_FILE, mode=mode, ranks=ranks) as output, threads(machine.workers):
+        folder = BlockFolder(out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, ranks=ranks)
+        with folder as output, threads(machine.workers):
             runner = _open_runner(skeleton, samples, output, watch, machine)
             with runner:
                 run_blocks(runner, output, watch, shown=machine.progress)

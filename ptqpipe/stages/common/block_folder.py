@@ -14,6 +14,7 @@ from typing import Any
 
 from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_journals
 from ptqpipe.checkpoint.partial import Paths, RankLock, output_errors, prepare, publish
+from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import Mode
 from ptqpipe.errors import AlreadyComplete
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
@@ -25,16 +26,25 @@ class BlockFolder:
     """Use as a context manager; `finish` gives it its name."""
 
     def __init__(
-        self, out: Path, parts: Mapping[str, str], *, index_file: str, mode: Mode, ranks: Ranks | None = None
+        self,
+        out: Path,
+        parts: Mapping[str, str],
+        *,
+        source: CheckpointReader,
+        index_file: str,
+        mode: Mode,
+        ranks: Ranks | None = None,
     ) -> None:
         """Rank 0 prepares the folder while the others wait. OutputError, AlreadyComplete.
 
+        source      the model, whose files a resumed run must find untouched
         parts       what decides the numbers of this run; which of them changed is what a refused --resume says
         index_file  the file whose "run_id" says which run made a complete folder
         """
         ranks = ranks or Ranks()
         self.paths = Paths.of(out)
         self.run_id = run_id_of(parts)
+        self._source = source
         self._index_file = index_file
         self._replace = mode == "overwrite"
         self._lock: RankLock | None = None
@@ -43,7 +53,7 @@ class BlockFolder:
             self._check_unfinished()
         ranks.barrier_unless_first()
         if ranks.rank == 0:
-            identity = RunIdentity(self.run_id, "", dict(parts), replaces=self._replace)
+            identity = RunIdentity(self.run_id, "", dict(parts), source.file_states(), self._replace)
             self._lock, found = prepare(self.paths, identity, mode=mode, index_file=index_file)
             self._replace = (found or identity).replaces
             with output_errors(self.paths.partial):
@@ -67,7 +77,8 @@ class BlockFolder:
                 self._journal.append([(unit, self.done[unit])], [])
 
     def finish(self, content: Mapping[str, Any]) -> None:
-        """Rank 0: the index, and the rename."""
+        """Rank 0: the index, and the rename. CheckpointError where the model has changed since it was opened."""
+        self._source.check_unchanged()
         file = self.paths.growing / self._index_file
         with output_errors(file), open(file, "wb") as handle:
             handle.write(json_bytes(content))

@@ -45,6 +45,7 @@ def write_checkpoint(
     layout: ShardLayout,
     *,
     jobs: Sequence[J],
+    source: CheckpointReader,
     run_parts: Mapping[str, str],
     mode: Mode,
     machine: Machine,
@@ -56,6 +57,7 @@ def write_checkpoint(
 ) -> R | None:
     """Does the jobs that this rank owns and that are not done yet; rank 0 then finishes and has the result.
 
+    source      what the jobs read
     work        (job, writer, bytes that it may cache) -> its record; called on several threads
     unit_bytes  what the largest job would like to cache
     extra_bytes  what a job needs beside that and what every worker has; jobs wait until there is so much
@@ -69,7 +71,14 @@ def write_checkpoint(
         check_unfinished(out, run_id)  # on every rank, before any of them waits for another
     ranks.barrier_unless_first()
     writer = CheckpointWriter.open(
-        out, layout, run_id=run_id, run_parts=run_parts, mode=mode, rank=ranks.rank, world=ranks.world
+        out,
+        layout,
+        run_id=run_id,
+        run_parts=run_parts,
+        source_files=source.file_states(),
+        mode=mode,
+        rank=ranks.rank,
+        world=ranks.world,
     )
     with writer:
         ranks.barrier_if_first()

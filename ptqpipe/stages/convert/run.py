@@ -82,6 +82,7 @@ def convert(
         prepared.out,
         prepared.outputs.layout,
         jobs=prepared.outputs.jobs,
+        source=prepared.source.reader,
         run_parts=prepared.run_parts,
         mode=mode,
         machine=machine,

@@ -180,6 +180,7 @@ def _reference(job: _Job, text: Text, other: _Model) -> Any:
     with CheckpointReader.open(other.path) as reader:
         key = {
             "model": reader.fingerprint(),
+            "files": reader.file_states(),  # a store is this machine's own: it can be sure of every byte
             "tokens": text.sha256,
             "window": job.window,
             "stride": job.stride,

@@ -116,6 +116,7 @@ def relayout(
             prepared.out,
             prepared.layout,
             jobs=prepared.jobs,
+            source=source.reader,
             run_parts=prepared.run_parts,
             mode=mode,
             machine=machine or Machine(),

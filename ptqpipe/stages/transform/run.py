@@ -85,6 +85,7 @@ def transform(
                 prepared.out,
                 prepared.layout,
                 jobs=prepared.jobs,
+                source=source.reader,
                 run_parts=prepared.run_parts,
                 mode=mode,
                 machine=machine or Machine(),

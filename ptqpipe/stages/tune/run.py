@@ -131,7 +131,7 @@ def tune(
             "the settings": json.dumps([options.method, options.share, asdict(options.settings)]),
             "the version of ptqpipe": __version__,
         }
-        folder = BlockFolder(out, parts, index_file=ROUNDING_FILE, mode=mode)
+        folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
         with folder, threads(machine.workers):
             _run(prepared, samples, folder, options, machine)
             content = _content(prepared, samples, options, folder)
