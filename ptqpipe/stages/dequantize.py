@@ -26,7 +26,9 @@ from ptqpipe.stages.common.jobs import (
     RECORD_FILE,
     copy_tensor,
     finish_checkpoint,
+    named_source,
     run_id_of,
+    run_parts_of,
     write_checkpoint,
 )
 from ptqpipe.stages.common.machine import Machine, Ranks, resident_bytes
@@ -71,12 +73,18 @@ class _Prepared:
 
     @property
     def run_parts(self) -> dict[str, str]:
+        parts = run_parts_of(self.asked, layout=self.layout.digest)
+        assert parts is not None  # it is a run of this stage
+        return parts
+
+    @property
+    def asked(self) -> dict[str, Any]:
         return {
-            "stage": "dequantize",
-            "source": self.source.reader.fingerprint(),
+            "ptqpipe": __version__,
+            "dequantized_from": self.made_by,
+            "source": named_source(self.source.reader),
+            "container": "plain",
             "dtype": self.dtype,
-            "layout": self.layout.digest,
-            "version": __version__,
         }
 
 
@@ -203,11 +211,8 @@ def _finish(prepared: _Prepared, writer: CheckpointWriter) -> dict[str, Any]:
 
 def _record(prepared: _Prepared, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        "ptqpipe": __version__,
+        **prepared.asked,
         "run_id": run_id_of(prepared.run_parts),
-        "dequantized_from": prepared.made_by,
-        "container": "plain",
-        "dtype": prepared.dtype,
         "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},
         "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
         "dropped": list(prepared.dropped),

@@ -40,6 +40,39 @@ def run_id_of(run_parts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(run_parts), sort_keys=True).encode()).hexdigest()
 
 
+# By stage, what a record says of the run that made it beside container and version: the same words in every record.
+_ASKED = {
+    "relayout": ("relayout_of", "relayout_from", "converted_as", "source", "statistics", "rounding"),
+    "dequantize": ("dequantized_from", "source", "dtype"),
+    "transform": ("transformed_from", "statistics", "transforms", "options", "exact", "dtype", "untied"),
+}
+
+
+def run_parts_of(record: Mapping[str, Any], *, layout: str) -> dict[str, str] | None:
+    """What decides the bytes of a run that changes a checkpoint, from what its record says before anything is written.
+
+    layout  the digest of names, dtypes, shapes and places of all tensors
+
+    None for a record of no such run.
+    """
+    stage = next((stage for stage, (first, *_) in _ASKED.items() if first in record), None)
+    if stage is None:
+        return None
+    asked = {key: json.dumps(record.get(key), sort_keys=True) for key in _ASKED[stage]}
+    return {
+        "stage": stage,
+        "container": str(record.get("container")),
+        "layout": layout,
+        "version": str(record.get("ptqpipe")),
+        **asked,
+    }
+
+
+def named_source(reader: CheckpointReader) -> dict[str, str]:
+    """How a record names the checkpoint that its own was made of."""
+    return {"name": reader.path.resolve().name, "fingerprint": reader.fingerprint()}
+
+
 def write_checkpoint(
     out: Path,
     layout: ShardLayout,

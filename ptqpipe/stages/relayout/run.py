@@ -33,16 +33,19 @@ from ptqpipe.stages.common.jobs import (
     RECORD_FILE,
     copy_tensor,
     finish_checkpoint,
+    named_source,
     run_id_of,
+    run_parts_of,
     write_checkpoint,
 )
 from ptqpipe.stages.common.machine import Machine, Ranks, resident_bytes
 from ptqpipe.stages.common.outputs import check_read_back
 from ptqpipe.stages.common.pieces import Moved, Piece, move
 from ptqpipe.stages.relayout.jobs import Job, dropped_parts, kept_job, specs_of, targets_of, warnings_of, weight_jobs
-from ptqpipe.stages.verify.record import read_record
+from ptqpipe.stages.verify.record import TAKEN_OVER, UNKNOWN, read_record
 
-_KEPT = "not quantized in the checkpoint whose layout was changed"
+# What holds of each part of a stack's weight that is split: how its numbers were found, not what they cost.
+_OF_EVERY_PART = ("search", "proven", "algorithm", "weighting", "damping", "reverted", "held_out", "input_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +63,28 @@ class Prepared:
     old_record: Mapping[str, Any]
 
     @property
+    def asked(self) -> dict[str, Any]:
+        """What the record says of this run and of what came before it."""
+        old, source = self.old_record, named_source(self.source.reader)
+        # The plan does not follow from the recipe any more: "recipe" is not at the top, where verify would replan it.
+        was = {key: old[key] for key in ("recipe", "container", "run_id", "ptqpipe") if key in old}
+        converted = old.get("converted_as") or (was if "recipe" in was else None)
+        return {
+            "ptqpipe": __version__,
+            "container": self.container_name,
+            "source": old.get("source", source),
+            "relayout_of": old.get("run_id"),
+            "relayout_from": source,
+            **({"converted_as": converted} if converted else {}),
+            **{key: old[key] for key in ("statistics", "rounding") if key in old},
+        }
+
+    @property
     def run_parts(self) -> dict[str, str]:
         """What decides the bytes of this run."""
-        return {
-            "stage": "relayout",
-            "source": self.source.reader.fingerprint(),
-            "container": self.container_name,
-            "layout": self.layout.digest,
-            "version": __version__,
-        }
+        parts = run_parts_of(self.asked, layout=self.layout.digest)
+        assert parts is not None  # it is a run of this stage
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +214,8 @@ def _do(job: Job, prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any
         sha256, nbytes = copy_tensor(reader, source, writer, job.kept.name)
         old = prepared.old_record.get("kept", {}).get(source, {})
         _check_same(source, sha256, old.get("sha256"), prepared)
-        return {"kept": {job.kept.name: {"reason": old.get("reason", _KEPT), "sha256": sha256, "bytes": nbytes}}}
+        told = {"reason": old.get("reason", TAKEN_OVER), "sha256": sha256, "bytes": nbytes}
+        return {"kept": {job.kept.name: told | {key: old[key] for key in ("not_finite",) if key in old}}}
     members: dict[str, Any] = {}
     changed, irreversible = [], []
     for piece in job.pieces:
@@ -219,7 +236,7 @@ def _member(piece: Piece, moved: Moved, prepared: Prepared) -> dict[str, Any]:
         "shape": list(piece.shape),
         "format": stored.scheme.fmt.name,
         "scheme": stored.scheme.name,
-        "search": "unknown",
+        "search": UNKNOWN,
         "proven": False,
         "global_scale": moved.global_scale,
         "bits_per_weight": get_format(stored.scheme.fmt.name).bits_per_weight(piece.shape),  # in any layout
@@ -228,7 +245,7 @@ def _member(piece: Piece, moved: Moved, prepared: Prepared) -> dict[str, Any]:
         _check_same(name, moved.hashes[Role.DATA.value], old.get("sha256", {}).get(Role.DATA.value), prepared)
         facts = {**old, **({} if old else facts)}
     else:
-        facts |= {key: old[key] for key in ("search", "proven") if key in old}
+        facts |= {key: old[key] for key in _OF_EVERY_PART if key in old}
     return {**facts, "sha256": moved.hashes}
 
 
@@ -272,17 +289,10 @@ def _config_files(prepared: Prepared) -> dict[str, dict[str, Any]]:
 def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """ptqpipe.json: what the source's says, with this layout, the new hashes, and the run that it came from."""
     old = prepared.old_record
-    source = prepared.source.reader
-    # The plan does not follow from the recipe any more, so "recipe" is not at the top, where verify would replan it.
-    converted = old.get("converted_as") or {key: old[key] for key in ("recipe", "container", "run_id") if key in old}
     return {
         **{key: value for key, value in old.items() if key not in ("recipe", "carried_files")},
-        **({"converted_as": converted} if converted else {}),
-        "ptqpipe": __version__,
+        **prepared.asked,
         "run_id": run_id_of(prepared.run_parts),
-        "relayout_of": old.get("run_id"),
-        "container": prepared.container_name,
-        "source": old.get("source", {"name": source.path.resolve().name, "fingerprint": prepared.run_parts["source"]}),
         "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},
         "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
         "decode_rounds_differently": [name for entry in records for name in entry.get("changed", ())],

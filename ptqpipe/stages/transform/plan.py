@@ -5,8 +5,9 @@ know how factors are found.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
@@ -15,6 +16,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import check_model
+from ptqpipe.stages.common.jobs import named_source, run_parts_of
 from ptqpipe.stages.dequantize import DTYPES
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms import ROTATIONS, SCALINGS, get_rotation, get_scaling, transform_names
@@ -84,13 +86,24 @@ class Prepared:
     @property
     def run_parts(self) -> dict[str, str]:
         """What decides the bytes of this run."""
+        parts = run_parts_of(self.asked, layout=self.layout.digest)
+        assert parts is not None  # it is a run of this stage
+        return parts
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What the record says of this run."""
+        options = asdict(self.options)
         return {
-            "stage": "transform",
-            "source": self.source.reader.fingerprint(),
-            "statistics": "" if self.statistics is None else self.statistics.digest,
-            "options": repr(self.options),
-            "layout": self.layout.digest,
-            "version": __version__,
+            "ptqpipe": __version__,
+            "container": "plain",
+            "transformed_from": named_source(self.source.reader),
+            "statistics": None if self.statistics is None else self.statistics.digest,
+            "transforms": list(self.names),
+            "options": {key: options[key] for key in ("alpha", "powers_of_two", "edges", "block", "untie", "format")},
+            "exact": self.exact,
+            "dtype": self.dtype,
+            "untied": sorted(self.origins),
         }
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ptqpipe._version import __version__
 from ptqpipe.checkpoint.layout import TensorSpec
 from ptqpipe.checkpoint.source import resolve_source
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
@@ -222,36 +221,16 @@ def _finish(prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
 
 
 def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    reader = prepared.source.reader
     written = {name: facts for entry in records for name, facts in entry.get("members", {}).items()}
     squared = sum(facts["squared_error"] for facts in written.values())
     energy = sum(facts["energy"] for facts in written.values())
     return {
-        "ptqpipe": __version__,
+        **prepared.asked,
         "run_id": run_id_of(prepared.run_parts),
-        "container": "plain",
-        "transformed_from": {"name": reader.path.name, "fingerprint": prepared.run_parts["source"]},
-        "statistics": prepared.run_parts["statistics"] or None,
-        "transforms": list(prepared.names),
-        "options": _described(prepared.options),
-        "exact": prepared.exact,
-        "dtype": prepared.dtype,
         "rounding": squared / energy if energy else 0.0,
         "foldings": [folding for entry in records for folding in entry.get("foldings", [])],
         "weights": written,
         "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
-        "untied": sorted(prepared.origins),
-    }
-
-
-def _described(options: TransformOptions) -> dict[str, Any]:
-    return {
-        "alpha": options.alpha,
-        "powers_of_two": options.powers_of_two,
-        "edges": None if options.edges is None else list(options.edges),
-        "block": options.block,
-        "untie": options.untie,
-        "format": options.format,
     }
 
 

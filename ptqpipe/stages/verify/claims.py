@@ -10,7 +10,7 @@ from ptqpipe.containers import Part
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import RECORD_FILE, file_sha256
 from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.record import Claim, Record
+from ptqpipe.stages.verify.record import Claim, Record, object_of
 from ptqpipe.stages.verify.structure import READ_BYTES, plain_tensors
 
 SUM_TOLERANCE = 1e-9  # float64 sums of up to 2^33 positive terms in another order differ by less
@@ -24,8 +24,12 @@ def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
         for expert in range(weight.experts or 1)
     }
     plain = set(plain_tensors(ckpt))
+    claims = set(record.weights)
+    if record.plain:  # decoded weights, and those that a transform changed, are tensors like others
+        claims = set(object_of(record.raw, "weights"))
+        stored, plain = plain & claims, plain - claims
     for found, claimed, what in (
-        (stored, set(record.weights), "a quantized weight"),
+        (stored, claims, "a weight" if record.plain else "a quantized weight"),
         (plain, set(record.kept), "a kept tensor"),
     ):
         for name in sorted(found - claimed):

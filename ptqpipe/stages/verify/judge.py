@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from ptqpipe.containers import StoredWeight
+import torch
+
+from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.formats import WHOLE, get_format
 from ptqpipe.plan import Slice
 from ptqpipe.source import Source
@@ -11,7 +13,7 @@ from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_hashes, check_numb
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.optimal import Optimality, prove_weight
 from ptqpipe.stages.verify.origin import Origins
-from ptqpipe.stages.verify.record import Claim, Record
+from ptqpipe.stages.verify.record import UNKNOWN, Claim, Record
 from ptqpipe.stages.verify.text import WeightReport
 from ptqpipe.stages.verify.weights import Illegal, Measured, illegal_numbers, measure_weight, scalar_fault, stored_runs
 
@@ -19,7 +21,6 @@ TOTAL_RATIO = 4.0  # error of a weight beside that of abs-max scales: error feed
 DATA_RATIO = 64.0  # the same where data chose the codes: error at inputs that are always small costs nothing
 ROW_RATIO = 16.0  # the same of its worst row; other tools' checkpoints reach 3
 NEAREST_SHARE = 0.1  # a checkpoint rounds to nearest if fewer of its codes are unlike ours (bfloat16 division: 0.035)
-UNKNOWN = "unknown"  # the search of a record whose numbers another tool made
 ROUNDED = 1e-5  # a relayout that inverted a global scale may change decodes in the last place
 SAVING_NOTE = 0.001  # what the exact search would save of the squared error, below which no line is worth it
 
@@ -52,7 +53,9 @@ def check_weight(
     report = WeightReport(name, fmt.name, stored.shape, versus_rtn=output, nearest=nearest)
     if claim is not None:
         check_hashes(ckpt, stored.weight, expert, claim, found)
-        _check_claim(stored, name, claim, found)
+        moved = record is not None and not record.converted
+        _check_claim(stored, name, claim, found, moved=moved)
+        _check_scalars(ckpt, stored, name, expert or 0, claim, found, moved=moved)
     if not _legal(ckpt, stored, name, expert, found) or where is None or origins is None:
         return report
     rows = origins.rows(where, stored.shape)
@@ -60,7 +63,7 @@ def check_weight(
     ours = claim is not None and claim.search != UNKNOWN
     _judge(name, measured, stored.shape[0] * stored.shape[1], claim if ours else None, found)
     if claim is not None and ours:
-        keys = ("squared_error", "energy", "relative_mse")
+        keys = ("squared_error", "energy", "relative_mse") if claim.numbers.keys() & {"squared_error"} else ()
         tolerance = ROUNDED if record is not None and name in record.rounded else SUM_TOLERANCE
         check_numbers(name, claim, {key: getattr(measured, key) for key in keys}, found, tolerance=tolerance)
     proof = None
@@ -79,19 +82,55 @@ def check_weight(
     )
 
 
-def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings) -> None:
-    """What the record says that needs no source."""
+def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings, *, moved: bool) -> None:
+    """What the record says that needs no source. A weight whose layout was changed may have no errors."""
     fmt = stored.scheme.fmt
     if claim.shape != stored.shape or claim.format != fmt.name:
         claimed = f"{claim.format} {list(claim.shape)}"
         found.fault("record", name, f"is {claimed} in {RECORD_FILE}, stored is {fmt.name} {list(stored.shape)}")
-    if (claim.global_scale is not None) != fmt.has_global:
-        found.fault("record", name, f"has global scale {claim.global_scale} in {RECORD_FILE}; {fmt.name} differs")
+    keys = ("squared_error", "energy", "relative_mse")
+    error, energy = (claim.numbers.get(key) for key in keys[:2])
+    missing = [key for key in keys if key not in claim.numbers]
+    if missing and not (moved and len(missing) == len(keys)):
+        found.fault("record", name, f"has no {missing[0]} in {RECORD_FILE}")
+    elif error is not None and energy is not None:
+        check_numbers(name, claim, {"relative_mse": error / energy if energy else 0.0}, found)
+    low, told = stored.scheme.low_rank, claim.told.get("low_rank")
+    ours = None if told is None else (told.get("rank"), told.get("dtype"))
+    if ours != (None if low is None else (low.of(stored.shape), low.dtype)):
+        found.fault("record", name, f"has the low-rank part {ours} in {RECORD_FILE}, stored is {low}")
+    gained = claim.numbers.get("versus_rtn", 1.0)
+    if gained > 1.0 or (claim.reverted and gained != 1.0):
+        found.fault(
+            "record", name, f"claims versus_rtn {gained}, reverted {claim.reverted}: these contradict each other"
+        )
     # The record counts scales as the format has them; a layout may store them wider (bfloat16 numbers as F32).
     bits = replace(stored.scheme, fmt=get_format(fmt.name)).bits_per_weight(stored.shape)
     if claim.numbers.get("bits_per_weight") != bits:
         claimed_bits = claim.numbers.get("bits_per_weight")
         found.fault("record", name, f"has {claimed_bits} bits_per_weight in {RECORD_FILE}, expected {bits}")
+
+
+def _check_scalars(
+    ckpt: Source, stored: StoredWeight, name: str, expert: int, claim: Claim, found: Findings, *, moved: bool
+) -> None:
+    """The global scale and the input's are the stored ones; ``moved``: or what inverting them again and again gives."""
+    for what, claimed, multiplies, divides in (
+        ("global_scale", claim.global_scale, Role.GLOBAL, Role.GLOBAL_DIVISOR),
+        ("input_scale", claim.input_scale, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR),
+    ):
+        part = stored.part(multiplies) or stored.part(divides)
+        if part is None or claimed is None:
+            if claimed is not None or (part is not None and (claim.search != UNKNOWN or what == "global_scale")):
+                found.fault("record", name, f"has {what} {claimed} in {RECORD_FILE}; {stored.scheme.name} differs")
+            continue
+        value = ckpt.reader.read(part.name).float().reshape(-1)[expert]
+        chain = [torch.tensor(claimed, dtype=torch.float32)]
+        for _ in range(5 if moved else 1):
+            chain.append(1.0 / chain[-1])
+        if not any(torch.equal(value, x) for x in chain[part.role is divides :: 2]):
+            shown = f"{float(value):.9g}{' (divides)' * (part.role is divides)}"
+            found.fault("record", name, f"claims {what} {claimed:.9g}, stored is {shown}")
 
 
 def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, found: Findings) -> bool:

@@ -9,9 +9,13 @@ from ptqpipe.containers import quantization_config
 from ptqpipe.errors import CheckpointError
 from ptqpipe.stages.common.jobs import RECORD_FILE
 
+UNKNOWN = "unknown"  # the search of a weight whose numbers another tool made
+TAKEN_OVER = "not quantized in the checkpoint whose layout was changed"  # why a tensor of such a checkpoint is kept
+
 _NUMBERS = (
-    "squared_error", "energy", "relative_mse", "versus_absmax", "versus_plain_global", "bits_per_weight", "versus_rtn",
-)  # fmt: skip
+    *("squared_error", "energy", "relative_mse", "versus_absmax", "versus_plain_global", "bits_per_weight"),
+    "versus_rtn",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,11 @@ class Claim:
     global_scale: float | None
     numbers: Mapping[str, float]
     sha256: Mapping[str, str]
+    told: Mapping[str, Any]  # the whole entry
     algorithm: str = "rtn"
     weighting: str = "none"
     reverted: bool = False
-    input_scale: float = 0.0
+    input_scale: float | None = None
 
     @property
     def nearest(self) -> bool:
@@ -52,6 +57,11 @@ class Record:
     kept: Mapping[str, tuple[str, int]]  # (sha256, bytes)
     files: Mapping[str, str] | None  # sha256 of what lies beside the weights; None in a record of before there were any
     rounded: frozenset[str]  # weights whose decode a relayout may have changed in the last place
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the record of a float checkpoint, decoded or transformed: then ``weights`` is empty."""
+        return "dequantized_from" in self.raw or "transformed_from" in self.raw
 
     @property
     def converted(self) -> bool:
@@ -78,9 +88,12 @@ def read_record(reader: CheckpointReader) -> Record:
     raw = reader.read_json(RECORD_FILE)
     if raw is None:
         raise CheckpointError(f"{RECORD_FILE} is missing, though config.json names ptqpipe as its producer")
-    if not isinstance(raw.get("recipe"), Mapping) and ("recipe" in raw or "relayout_of" not in raw):
+    others = ("relayout_of", "dequantized_from", "transformed_from")
+    if not isinstance(raw.get("recipe"), Mapping) and ("recipe" in raw or raw.keys().isdisjoint(others)):
         raise CheckpointError(f"{RECORD_FILE} has neither a recipe nor the run that was laid out anew; it is damaged")
-    weights = {name: _claim(name, entry) for name, entry in object_of(raw, "weights").items()}
+    weights = {}
+    if raw.keys().isdisjoint(others[1:]):
+        weights = {name: _claim(name, entry) for name, entry in object_of(raw, "weights").items()}
     kept = {name: _kept(name, entry) for name, entry in object_of(raw, "kept").items()}
     rounded = raw.get("decode_rounds_differently", [])
     if not isinstance(rounded, list):
@@ -122,14 +135,14 @@ def _claim(name: str, entry: Any) -> Claim:
     hashes = object_of(entry, "sha256")
     fmt, scheme, search = (text_of(entry, key, where) for key in ("format", "scheme", "search"))
     algorithm, weighting = entry.get("algorithm", "rtn"), entry.get("weighting", "none")
-    reverted, input_scale = entry.get("reverted"), entry.get("input_scale", 0.0)
+    reverted, input_scale = entry.get("reverted"), entry.get("input_scale")
     if not isinstance(algorithm, str) or not isinstance(weighting, str) or not isinstance(reverted, bool | None):
         raise CheckpointError(f"{where}: algorithm, weighting or reverted has the wrong type")
-    if not isinstance(input_scale, float | int):
+    if not isinstance(input_scale, float | int | None):
         raise CheckpointError(f"{where}: input_scale is {input_scale!r:.60}, expected a number")
     return Claim(
-        tuple(shape), fmt, scheme, search, proven, None if g is None else float(g), numbers, dict(hashes),
-        algorithm, weighting, bool(reverted), float(input_scale),
+        tuple(shape), fmt, scheme, search, proven, None if g is None else float(g), numbers, dict(hashes), entry,
+        algorithm, weighting, bool(reverted), None if input_scale is None else float(input_scale),
     )  # fmt: skip
 
 

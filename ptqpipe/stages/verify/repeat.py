@@ -6,6 +6,7 @@ search itself; that is what ``weights.py`` (torch reference) and ``optimal.py`` 
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import low_rank
 from ptqpipe.stages.common.input_scales import LARGEST
 from ptqpipe.stages.common.quantize_unit import choose_codes
-from ptqpipe.stages.verify.claims import check_numbers
+from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.judge import judge_proof
 from ptqpipe.stages.verify.optimal import prove_joint
@@ -66,7 +67,9 @@ def repeat_unit(
         if problem:
             differing[(member, row)] = problem
 
-    result = choose_codes(unit, rows, statistics=statistics, sink=compare).result
+    codes = choose_codes(unit, rows, statistics=statistics, sink=compare)
+    result = codes.result
+    _check_told(unit, codes.told, claims, findings)
     for (index, row), problem in sorted(differing.items()):
         findings.fault("repeat", unit.members[index].key, f"rows from {row} on: {problem} of the recorded recipe")
     if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
@@ -87,6 +90,16 @@ def repeat_unit(
         wanted = (unit.scheme.fmt.name, unit.scheme.name, unit.rule.search, result.proven, result.global_scale)
         if (claim.format, claim.scheme, claim.search, claim.proven, claim.global_scale) != wanted:
             findings.fault("record", name, f"claims format, scheme, search, proven, global scale that are not {wanted}")
+
+
+def _check_told(unit: Unit, told: Sequence[Mapping[str, Any]], claims: Mapping[str, Claim], findings: Findings) -> None:
+    """What the record says of how each weight was quantized with statistics."""
+    for member, outcome in zip(unit.members, told, strict=True):
+        found = claims[member.key].told
+        for key, wanted in outcome.items():
+            number = isinstance(wanted, float) and isinstance(found.get(key), float | int)
+            if not (math.isclose(found[key], wanted, rel_tol=SUM_TOLERANCE) if number else found.get(key) == wanted):
+                findings.fault("record", member.key, f"claims {key} {found.get(key)!r:.40}, recomputed {wanted!r:.40}")
 
 
 def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> bool:
@@ -142,7 +155,8 @@ def check_input_scales(ckpt: Source, planned: Replanned, record: Record, finding
                 continue
             for expert, value in enumerate(ckpt.reader.read(part.name).float().reshape(-1)):
                 claim = record.weights.get(name if stored.experts is None else f"{name}[{expert}]")
-                claimed = constant if not measured else torch.tensor(claim.input_scale if claim is not None else 0.0)
+                own = claim.input_scale if claim is not None else None
+                claimed = constant if not measured else torch.tensor(own or 0.0)
                 wanted = 1.0 / claimed if part.role is Role.INPUT_GLOBAL_DIVISOR else claimed
                 if not torch.equal(value, wanted):
                     given = f"is {value.item():.9g}, {'the record' if measured else 'the recipe'} gives"

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptqpipe.containers import get_container
-from ptqpipe.errors import CheckpointError, RecipeError
+from ptqpipe.errors import CheckpointError
 from ptqpipe.plan import Plan, make_plan
 from ptqpipe.recipe import Recipe
 from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import corrected_biases, with_reasons
 from ptqpipe.stages.common.jobs import RECORD_FILE, run_id_of
 from ptqpipe.stages.common.outputs import Outputs, abilities_of, check_supported, config_files, make_outputs
+from ptqpipe.stages.verify.asked import check_reasons, conversion_parts, recipe_of
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.record import Record, object_of, text_of
 
@@ -35,20 +36,12 @@ def replan(record: Record, source: Source) -> Replanned:
     conversion = record.conversion
     if conversion is None:
         raise CheckpointError(f"{RECORD_FILE} has no recipe")
-    recipe, name = _recipe_of(object_of(conversion, "recipe")), text_of(conversion, "container", RECORD_FILE)
+    recipe, name = recipe_of(object_of(conversion, "recipe")), text_of(conversion, "container", RECORD_FILE)
     container = get_container(name)
     check_supported(container, recipe)
     plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(name))
     plan = with_reasons(plan, corrected_biases(plan, source, recipe))
     return Replanned(recipe, plan, make_outputs(plan, source, container, container_name=name, recipe=recipe))
-
-
-def _recipe_of(described: Mapping[str, Any]) -> Recipe:
-    """The recipe that a record describes."""
-    try:
-        return Recipe.from_json(described)
-    except RecipeError as error:
-        raise CheckpointError(f"{RECORD_FILE}: {error}") from None
 
 
 def check_plan(ckpt: Source, source: Source, record: Record, planned: Replanned, findings: Findings) -> None:
@@ -69,17 +62,8 @@ def check_plan(ckpt: Source, source: Source, record: Record, planned: Replanned,
             layout.placements[name].offset,
         ):
             findings.fault("plan", name, "lies at another place than the recorded recipe puts it")
-    _check_reasons(record, planned.plan, findings)
+    check_reasons(record, planned.plan, findings, planned.recipe)
     _check_config_files(ckpt, source, record, planned, findings)
-    _check_identity(record, planned, findings)
-
-
-def _check_reasons(record: Record, plan: Plan, findings: Findings) -> None:
-    kept = record.raw.get("kept", {})
-    for entry in plan.kept:
-        claimed = kept.get(entry.name, {}).get("reason")
-        if entry.name in kept and claimed != entry.reason:
-            findings.fault("record", entry.name, f"is kept for {claimed!r}, the plan's reason is {entry.reason!r}")
 
 
 def _check_config_files(ckpt: Source, source: Source, record: Record, planned: Replanned, findings: Findings) -> None:
@@ -105,17 +89,14 @@ def _where(found: Any, wanted: Any, path: str = "") -> str:
     return f"{path.rstrip('.')} ({found!r:.60}, expected {wanted!r:.60})"
 
 
-def _check_identity(record: Record, planned: Replanned, findings: Findings) -> None:
-    """run_id binds recipe, layout, version and the source's fingerprint."""
-    fingerprint = record.raw.get("source", {}).get("fingerprint")
-    parts = {
-        "source": str(fingerprint),
-        "recipe": planned.recipe.digest,
-        "layout": planned.outputs.layout.digest,
-        "version": str(record.raw.get("ptqpipe")),
-    }
-    for key in ("statistics", "rounding"):
-        if isinstance(record.raw.get(key), Mapping):
-            parts[key] = str(record.raw[key].get("digest"))
-    if record.raw.get("run_id") != run_id_of(parts):
+def check_conversion(source: Source, record: Record, planned: Replanned, findings: Findings) -> None:
+    """The run that converted binds recipe and source to the layout that the recipe makes of it."""
+    conversion = record.conversion
+    assert conversion is not None  # it was planned again
+    raw = {**record.raw, "ptqpipe": conversion.get("ptqpipe", record.raw.get("ptqpipe"))}
+    parts = conversion_parts(raw, planned.recipe, layout=planned.outputs.layout.digest)
+    if conversion.get("run_id") != run_id_of(parts):
         findings.fault("record", RECORD_FILE, "its run_id is not that of its recipe, layout, version and source")
+    claimed = record.raw.get("consumed")
+    if claimed != sorted(source.consumed):
+        findings.fault("record", "consumed", "does not list the parts of the source's own quantized weights")

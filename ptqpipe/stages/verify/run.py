@@ -5,11 +5,13 @@ Another tool's checkpoint is checked for what makes it wrong or unreadable; matt
 notes. Never raises for a damaged checkpoint: that is a fault. Memory is a few runs of rows per worker.
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ptqpipe.containers import StoredWeight
 from ptqpipe.formats import WHOLE
@@ -18,15 +20,18 @@ from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import REASON as CORRECTED
 from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
+from ptqpipe.stages.common.moments import describe_statistics
+from ptqpipe.stages.verify.asked import check_identity, check_lists, check_rules
 from ptqpipe.stages.verify.claims import check_coverage, check_kept_hash, check_written_files
 from ptqpipe.stages.verify.config import check_config, check_readers
 from ptqpipe.stages.verify.findings import Finding, Findings, Severity
+from ptqpipe.stages.verify.floats import REWRITTEN, check_float, check_float_fates, check_float_tensor
 from ptqpipe.stages.verify.groups import check_groups, check_scalars, note_rounded_globals
 from ptqpipe.stages.verify.judge import Options, check_weight, note_savings
 from ptqpipe.stages.verify.origin import Origins
 from ptqpipe.stages.verify.record import Record, claims_ownership, read_record
 from ptqpipe.stages.verify.repeat import check_input_scales, prove_unit, repeat_unit
-from ptqpipe.stages.verify.replan import Replanned, check_plan, replan
+from ptqpipe.stages.verify.replan import Replanned, check_conversion, check_plan, replan
 from ptqpipe.stages.verify.structure import (
     check_dangling,
     check_fates,
@@ -130,7 +135,8 @@ def _verify(run: _Run, workers: int) -> None:
     findings.guard("record", RECORD_FILE, lambda: _read_own_record(run))
     if run.source is not None:
         findings.guard("names", "the source", lambda: _find_origins(run))
-    if ckpt.container is None:
+    plain = run.record is not None and run.record.plain
+    if ckpt.container is None and not plain:
         findings.fault("config", "config.json", "describes no quantization; this is a plain checkpoint")
     _check_headers(run)
     jobs = _jobs(run)
@@ -168,13 +174,22 @@ def _check_headers(run: _Run) -> None:
     guard("names", "tensors", lambda: check_dangling(ckpt, findings, kept=kept))
     if record is not None:
         guard("record", RECORD_FILE, lambda: check_coverage(ckpt, record, findings))
+        if record.plain:
+            guard("record", RECORD_FILE, lambda: check_float(ckpt, record, findings))
         guard("files", RECORD_FILE, lambda: check_written_files(ckpt, record, findings))
+        guard("record", RECORD_FILE, lambda: check_identity(ckpt, record, findings))
+        guard("record", RECORD_FILE, lambda: check_lists(ckpt, source, record, findings))
+        if not record.plain:
+            guard("record", RECORD_FILE, lambda: check_rules(ckpt, record, findings))
     if source is not None:
-        if run.origins is not None:
+        rewritten = REWRITTEN if record is not None and record.plain else frozenset()
+        if record is not None and record.plain:
+            guard("names", "tensors", lambda: check_float_fates(ckpt, source, record, findings))
+        elif run.origins is not None:
             origins = run.origins
             guard("names", "tensors", lambda: check_fates(ckpt, origins, findings))
         guard("files", "files", lambda: check_files(ckpt, source, findings, own_files=_OWN_FILES))
-        guard("config", "config.json", lambda: check_model_config(ckpt, source, findings))
+        guard("config", "config.json", lambda: check_model_config(ckpt, source, findings, rewritten=rewritten))
         if record is not None and record.conversion is not None and ckpt.container is not None:
             guard("plan", RECORD_FILE, lambda: _check_plan(run, source, record))
     check_readers(ckpt, source, findings)
@@ -198,15 +213,15 @@ def _check_plan(run: _Run, source: Source, record: Record) -> None:
     planned = replan(record, source)
     if record.converted:
         check_plan(run.ckpt, source, record, planned, run.findings)
+    check_conversion(source, record, planned, run.findings)
     check_input_scales(run.ckpt, planned, record, run.findings)
     made_with = record.raw.get("statistics")
-    if (
-        run.statistics is not None
-        and isinstance(made_with, Mapping)
-        and made_with.get("digest") != run.statistics.digest
-    ):
-        run.findings.fault("statistics", str(run.statistics.path), "is not what the checkpoint was made with")
-        run.statistics = None
+    if run.statistics is not None and isinstance(made_with, Mapping):
+        if made_with.get("digest") != run.statistics.digest:
+            run.findings.fault("statistics", str(run.statistics.path), "is not what the checkpoint was made with")
+            run.statistics = None
+        elif made_with != json.loads(json.dumps(describe_statistics(run.statistics))):
+            run.findings.fault("record", "statistics", f"do not say of {run.statistics.path} what that says of itself")
     run.planned = planned
 
 
@@ -259,16 +274,27 @@ def _kept_job(run: _Run, name: str) -> _Job:
         record, source = run.record, run.source
         if record is not None:
             found.guard("record", name, lambda: check_kept_hash(run.ckpt, name, record, found))
-        found.guard("values", name, lambda: check_kept_finite(run.ckpt, name, found))
         entry = {} if record is None else record.raw["kept"].get(name, {})
+        found.guard("values", name, lambda: _check_finite(run, name, entry, found))
         corrected = entry.get("reason") == CORRECTED  # by an error of the weight; its bytes have a hash
         origin = run.origins.kept.get(name) if run.origins is not None else None
+        if record is not None and record.plain and name not in record.kept:  # decoded, or changed by a transform
+            found.guard("record", name, lambda: check_float_tensor(run.ckpt, source, name, record, found))
+            return found, None
         calibrated = is_kv_scale(name) and not run.findings.own  # another tool's own, whatever the source has
         if source is not None and origin is not None and not calibrated and not corrected:
             found.guard("kept", name, lambda: check_kept(run.ckpt, source, name, origin, found))
         return found, None
 
     return job
+
+
+def _check_finite(run: _Run, name: str, entry: Mapping[str, Any], found: Findings) -> None:
+    bad, claimed = check_kept_finite(run.ckpt, name, found), entry.get("not_finite")
+    if claimed != bad and (claimed is not None or (run.record is not None and run.record.converted)):
+        found.fault(
+            "record", name, f"has {claimed or 'only numbers'} by {RECORD_FILE}, stored are {bad or 'only numbers'}"
+        )
 
 
 def _unit_job(run: _Run, index: int) -> _Job:

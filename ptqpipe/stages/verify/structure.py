@@ -120,14 +120,16 @@ def check_kept(ckpt: Source, source: Source, name: str, origin: str, findings: F
         _compare_rounded(ckpt, source, name, findings)
 
 
-def check_kept_finite(ckpt: Source, name: str, findings: Findings) -> None:
-    """A note on NaN and infinities in a kept tensor: they are the source's, and what the model computes is lost."""
+def check_kept_finite(ckpt: Source, name: str, findings: Findings) -> str | None:
+    """A note on NaN and infinities in a kept tensor: they are the source's, and what the model computes is lost. How
+    many there are, in words; None for none."""
     bad = NotFinite(ckpt.reader.entries[name].dtype)
     for start in range(0, ckpt.reader.entries[name].nbytes, READ_BYTES):
         stop = min(start + READ_BYTES, ckpt.reader.entries[name].nbytes)
         bad.look(torch.frombuffer(ckpt.reader.read_bytes(name, start_byte=start, stop_byte=stop), dtype=torch.uint8))
     if bad.count:
         findings.note("values", name, f"is kept and has {bad.text}; they are the source's")
+    return bad.text if bad.count else None
 
 
 def _compare_bytes(ckpt: Source, source: Source, name: str, origin: str, findings: Findings) -> None:
@@ -271,14 +273,17 @@ def _changed(a: Any, b: Any) -> list[str]:
     )
 
 
-def check_model_config(ckpt: Source, source: Source, findings: Findings) -> None:
-    """config.json describes the source's model: only its quantization may differ."""
-    a = {key: value for key, value in ckpt.reader.config.items() if key not in _QUANTIZATION}
-    b = {key: value for key, value in source.reader.config.items() if key not in _QUANTIZATION}
+def check_model_config(
+    ckpt: Source, source: Source, findings: Findings, *, rewritten: frozenset[str] = frozenset()
+) -> None:
+    """config.json describes the source's model: only its quantization may differ, and the keys ``rewritten``."""
+    differing = _QUANTIZATION | rewritten
+    a = {key: value for key, value in ckpt.reader.config.items() if key not in differing}
+    b = {key: value for key, value in source.reader.config.items() if key not in differing}
     for config in (a, b):
         text = config.get("text_config")
         if isinstance(text, Mapping):
-            config["text_config"] = {key: value for key, value in text.items() if key not in _QUANTIZATION}
+            config["text_config"] = {key: value for key, value in text.items() if key not in differing}
     for key in _changed(a, b):
         message = f"{key} is {a.get(key)!r:.80}, the source has {b.get(key)!r:.80}"
         if findings.chosen or key not in _REWRITTEN:

@@ -1,0 +1,179 @@
+"""Claims about the record: each of its fields is changed, and verify says so; what it cannot know is listed here.
+
+``docs/verify.md`` has the same table in words.
+"""
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ptqpipe
+from ptqpipe.stages.dequantize import dequantize
+from ptqpipe.stages.relayout.run import relayout
+from ptqpipe.stages.transform.run import transform
+from ptqpipe.stages.verify.run import verify
+from tests import tiny
+from tests.stages import damage
+from tests.stages.test_convert_stats import inputs_of_llama, run, write_statistics
+
+OUTPUTS = ("rtn", "gptq", "relayout", "foreign", "dequantized", "transformed")
+
+# Fields (a regular expression of output and path) that verify needs more for than the checkpoint: the first that fits.
+# Every other field is seen to be wrong without a source.
+NEEDS = {
+    # Numbers beside another choice of scales, which needs the weights to be quantized again.
+    r"rtn weights\..*(versus_plain_global|versus_absmax)": "source",
+    # The numbers of GPTQ need the inputs' moments as well.
+    r"(gptq|relayout) weights\..*(versus_\w+|weighted_error|output_error|damping|held_out)": "stats",
+    r"gptq statistics\.(model|data).*": "stats",  # a change of layout binds them to its run_id
+    r"(rtn|gptq|relayout) consumed": "source",
+    # The name of the format that was decoded: the float weight has another hash, but its own is recorded.
+    r"dequantized weights\..*format": "source",
+    # What was left out can only be looked for in the packed checkpoint, which is not the model that GPTQ began with.
+    r"(dequantized|foreign) dropped.*": "source",
+    r"relayout dropped.*": "nothing",
+    # What no bytes say: the version of torch, which changes none; a folder's name, which may be changed; the factors of
+    # a transform, which are not stored, beside the tensors that they are in.
+    r"\w+ torch": "nothing",
+    r"(rtn|gptq) source\.name": "nothing",
+    r"transformed foldings\..*\.(edge|kind|channels|least|largest|changed|alpha)": "nothing",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model, its statistics and one output of every kind."""
+    folder = tmp_path_factory.mktemp("records")
+    model = tiny.save(folder / "model", tiny.llama(layers=1))
+    inputs = {name: x for name, x in inputs_of_llama(tiny.llama()).items() if ".0." in name}
+    stats = write_statistics(folder / "stats", model, inputs)
+    ptqpipe.convert(model, format="nvfp4_w4a4", out=folder / "rtn", workers=1)
+    run(model, stats, folder / "gptq", scheme="nvfp4_w4a4", algorithm="gptq")
+    relayout(folder / "gptq", folder / "relayout", container="modelopt")
+    other = ptqpipe.convert(model, format="nvfp4", out=folder / "other", workers=1).out
+    (other / "ptqpipe.json").unlink()
+    relayout(other, folder / "foreign", container="modelopt")
+    dequantize(folder / "rtn", folder / "dequantized")
+    transform(model, folder / "transformed", stats=stats)
+    return folder
+
+
+def sources(made: Path, output: str) -> dict[str, dict[str, Path]]:
+    """What verify can be given beside the checkpoint, the least first."""
+    source = made / {"dequantized": "rtn", "foreign": "other"}.get(output, "model")
+    known: dict[str, dict[str, Path]] = {"alone": {}, "source": {"source": source}}
+    if output in ("gptq", "relayout"):
+        known["stats"] = {"source": source, "statistics": made / "stats"}
+    return known
+
+
+def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Every field of a record: of what is listed, the first entry."""
+    if isinstance(value, dict) and value:
+        entries = list(value.items())
+        for key, inner in entries[:1] if path and path[-1] in ("weights", "kept", "files") else entries:
+            yield from leaves(inner, (*path, key))
+    elif isinstance(value, list) and value:
+        yield from leaves(value[0], (*path, 0))
+    else:
+        yield path, value
+
+
+def changed(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 or 1
+    if isinstance(value, str):
+        return ("1" if value.startswith("0") else "0") + value[1:]
+    return {"x": 1} if isinstance(value, dict) else ["x"] if isinstance(value, list) else 1
+
+
+def put(record: dict[str, Any], path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+    found: Any = copy.deepcopy(record)
+    inner = found
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return found  # type: ignore[no-any-return]  # JSON
+
+
+def needed(field: str) -> str:
+    return next((what for pattern, what in NEEDS.items() if re.fullmatch(pattern, field)), "alone")
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_every_field_of_a_record_that_is_changed_is_a_fault(made: Path, output: str) -> None:
+    ckpt = made / output
+    known = sources(made, output)
+    for beside, given in known.items():
+        assert verify(ckpt, workers=1, **given).ok, f"{output} {beside}"
+    text = (ckpt / "ptqpipe.json").read_text()
+    record = json.loads(text)
+    unlike = []
+    for path, value in leaves(record):
+        field = f"{output} {'.'.join(map(str, path))}"
+        (ckpt / "ptqpipe.json").write_text(json.dumps(put(record, path, changed(value))))
+        first = next((beside for beside, given in known.items() if not verify(ckpt, workers=1, **given).ok), "nothing")
+        if first != needed(field):
+            unlike.append(f"{field}: seen with {first}, expected {needed(field)}")
+    (ckpt / "ptqpipe.json").write_text(text)
+    assert unlike == []
+
+
+def test_claims_that_contradict_each_other_are_faults(made: Path) -> None:
+    """Nothing of them needs a source, whatever else is changed along with them."""
+    ckpt = made / "gptq"
+    text = (ckpt / "ptqpipe.json").read_text()
+    for change in (
+        {"proven": True},
+        {"proven": True, "algorithm": "rtn", "weighting": "none"},
+        {"reverted": True},
+        {"versus_rtn": 1.5},
+        {"squared_error": 1e-6, "energy": 1.0},
+        {"scheme": "nvfp4"},
+        {"format": "mxfp4"},
+        {"global_scale": None},
+    ):
+        record = json.loads(text)
+        next(iter(record["weights"].values())).update(change)
+        (ckpt / "ptqpipe.json").write_text(json.dumps(record))
+        assert not verify(ckpt, workers=1).ok, change
+    (ckpt / "ptqpipe.json").write_text(text)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_lost_field_of_a_weight_is_a_fault(made: Path, output: str) -> None:
+    ckpt = made / output
+    text = (ckpt / "ptqpipe.json").read_text()
+    optional = {"versus_plain_global", "versus_absmax", "versus_rtn", "weighted_error", "output_error", "damping"}
+    optional |= {"held_out", "reverted"}
+    name, entry = next(iter(json.loads(text)["weights"].items()))
+    for key in entry.keys() - optional:
+        record = json.loads(text)
+        del record["weights"][name][key]
+        (ckpt / "ptqpipe.json").write_text(json.dumps(record))
+        given = sources(made, output)["source" if needed(f"{output} weights.x.{key}") == "source" else "alone"]
+        assert not verify(ckpt, workers=1, **given).ok, key
+    (ckpt / "ptqpipe.json").write_text(text)
+
+
+@pytest.mark.parametrize("output", ["dequantized", "transformed"])
+def test_float_outputs_are_verified_by_their_hashes(made: Path, tmp_path: Path, output: str) -> None:
+    folder = damage.copy(made / output, tmp_path / "damaged")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    damage.change_byte(folder, name, 3, lambda b: b ^ 1)
+    assert name in [fault.where for fault in verify(folder, workers=1).faults]
+    damage.edit_json(
+        folder / "ptqpipe.json",
+        lambda r: r["weights"][name].update(sha256=hashlib.sha256(damage.tensor_bytes(folder, name)).hexdigest()),
+    )
+    assert verify(folder, workers=1).ok
+    assert output == "transformed" or not verify(folder, source=made / "rtn", workers=1).ok
