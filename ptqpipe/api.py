@@ -16,6 +16,8 @@ from ptqpipe.stages.common.machine import Machine, default_workers
 from ptqpipe.stages.convert import run as stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def convert(
     model: str | Path,
@@ -110,15 +112,15 @@ def quantize(
 
     format  as `convert` takes it, whatever it says of activations, or the name of a weight format alone
 
-    Raises FormatError for shapes that do not divide, NumericsError for NaN and inf.
+    Raises FormatError for what is no dense float matrix with numbers in it and for shapes that do not divide,
+    NumericsError for NaN, inf and what the format rounds to inf.
     """
     fmt = _format_of(format) if isinstance(format, str) else format
-    if w.dim() != 2 or not w.is_floating_point():
-        raise FormatError(f"quantize takes a float matrix [N, K], got {w.dtype} {list(w.shape)}")
+    _check_matrix(w)
     fmt.scale_shape((w.shape[0], w.shape[1]))
     runs: dict[tuple[int, int], QTensor] = {}
-    rtn.quantize(
-        [rtn.Matrix(w)],
+    result = rtn.quantize(
+        [rtn.Matrix(w.detach())],
         fmt,
         names=["the tensor"],
         search=search,
@@ -126,7 +128,21 @@ def quantize(
         sink=lambda member, row, q: runs.__setitem__((member, row), q),
         device=w.device,
     )
+    rtn.check_decode(["the tensor"], result.errors, fmt)
     return rtn.joined(runs, 0)
+
+
+def _check_matrix(w: torch.Tensor) -> None:
+    """FormatError unless the memory of ``w`` holds floats that the kernels can be given."""
+    if not isinstance(w, torch.Tensor):
+        raise FormatError(f"quantize takes a torch tensor, got {type(w).__name__}; use torch.as_tensor")
+    got = f"{str(w.dtype).removeprefix('torch.')} {list(w.shape) if w.layout == torch.strided else w.layout}"
+    if w.layout != torch.strided or w.dim() != 2 or w.dtype not in _FLOATS:
+        raise FormatError(f"quantize takes a dense matrix [N, K] of bf16, fp16, fp32 or fp64, got {got}")
+    if w.device.type == "meta" or type(w).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise FormatError(f"quantize takes a tensor whose numbers are in memory, got {got} without them")
+    if not w.numel():
+        raise FormatError(f"quantize takes a matrix with numbers in it, got {got}")
 
 
 def _format_of(name: str) -> Format:

@@ -6,6 +6,7 @@ are the exception: these are in memory together. The size of a run depends on th
 the sums of the statistics, and with them every byte and every reported number, are the same on every machine.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -24,6 +25,7 @@ from ptqpipe.algorithms.rows import (
     search_scales,
     total_error,
 )
+from ptqpipe.errors import NumericsError
 from ptqpipe.formats import WHOLE, Format
 from ptqpipe.global_scale import absmax_global, pick, sample_rows
 from ptqpipe.packing import packed_columns
@@ -161,6 +163,16 @@ def quantize(
     proven = get_search(search).PROVEN
     promises = (Promise(scales=proven, codes=True),) * len(weights)
     return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises)
+
+
+def check_decode(names: Sequence[str], errors: Sequence[WeightError], fmt: Format) -> None:
+    """NumericsError for a weight with a number so large that the nearest code of the format decodes to infinity."""
+    for name, error in zip(names, errors, strict=True):
+        if not math.isfinite(error.squared_error):
+            raise NumericsError(
+                f"{name} has a number next to the largest of float32 (3.4e38), whose nearest in {fmt.name} is beyond "
+                "it: it would be read as infinity; repair the source, or keep the weight (an ignore rule)"
+            )
 
 
 def _pass(

@@ -104,9 +104,14 @@ def configs(
     provenance: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
     """config.json and hf_quant_config.json, saying the same."""
+    kept = module_list(kept_modules, targets)
+    if "" in kept:
+        raise FormatError(
+            "the source has a tensor '.weight', of a module without a name: modelopt lists kept modules by parts of "
+            "their names, and the empty one is part of all; rename it, or use another container"
+        )
     algorithms = {target.module: _algorithm(target) for target in targets}
     distinct = list(dict.fromkeys(algorithms.values()))
-    kept = module_list(kept_modules, targets)
     kept += kept_experts(kept, targets)  # vLLM asks for the module of the experts, not for single ones
     exclude = [_exclusion(name, list(algorithms)) for name in kept]
     nested: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import ptqpipe
-from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
+from ptqpipe.errors import AlreadyComplete, CheckpointError, FormatError, NumericsError, OutputError, UsageError
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert import text as tables
@@ -198,6 +198,28 @@ def test_a_weight_that_its_siblings_scale_would_erase_is_an_error_that_says_how_
     assert ptqpipe.convert(
         model, format=scheme, ignore=[remedy], out=tmp_path / "out", overwrite=True, workers=1
     ).out.is_dir()
+
+
+def test_a_number_beyond_the_format_is_not_called_a_loss_of_energy(tmp_path: Path) -> None:
+    tensors = small()
+    tensors[f"{OUT}.weight"][0, 0] = 3e38
+    model = tiny.save(tmp_path / "model", tensors)
+    with pytest.raises(NumericsError, match=f"{OUT}.weight has a number next to the largest of float32"):
+        ptqpipe.convert(model, format="mxfp4", out=tmp_path / "out", workers=1)
+
+
+@pytest.mark.parametrize("container", ["modelopt", "compressed_tensors", "ptqpipe"])
+def test_a_tensor_without_a_name_before_its_weight_is_kept_or_refused_in_one_line(
+    tmp_path: Path, container: str
+) -> None:
+    tensors = small(**{".weight": torch.randn(32, 32).to(torch.float64)})
+    model = tiny.save(tmp_path / "model", tensors)
+    if container == "modelopt":
+        with pytest.raises(FormatError, match="a module without a name"):
+            ptqpipe.convert(model, format="fp8_dynamic", container=container, out=tmp_path / "out", workers=1)
+        return
+    ptqpipe.convert(model, format="fp8_dynamic", container=container, out=tmp_path / "out", workers=1)
+    assert verify(tmp_path / "out", source=model, workers=1).ok
 
 
 def test_a_loud_sibling_costs_precision_and_verify_accepts_it(tmp_path: Path) -> None:

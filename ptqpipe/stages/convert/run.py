@@ -162,6 +162,7 @@ def _scratch() -> Scratch:
 
 def _check_kept_alive(unit: Unit, errors: Sequence[rtn.WeightError]) -> None:
     """NumericsError for a weight of which mostly zeros are left: its scale, often a shared one, cannot hold it."""
+    rtn.check_decode([member.weight for member in unit.members], errors, unit.scheme.fmt)
     for member, error in zip(unit.members, errors, strict=True):
         if error.relative_mse > LOST:
             others = [m.weight for m in unit.members if m is not member]

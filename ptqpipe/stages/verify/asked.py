@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.containers import quantization_config
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
 from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.recipe import Recipe
@@ -18,7 +19,6 @@ from ptqpipe.stages.common import kv_cache
 from ptqpipe.stages.common.biases import corrected_biases, with_reasons
 from ptqpipe.stages.common.jobs import RECORD_FILE, run_id_of, run_parts_of
 from ptqpipe.stages.common.outputs import abilities_of
-from ptqpipe.stages.verify.config import quantization_of
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of
 from ptqpipe.stages.verify.structure import is_kv_scale
@@ -53,7 +53,7 @@ def check_identity(ckpt: Source, record: Record, findings: Findings) -> None:
         return  # an older record, which names less
     if raw.get("run_id") != run_id_of(parts):
         findings.fault("record", RECORD_FILE, "its run_id is not that of its recipe, layout, version and source")
-    described = quantization_of(ckpt.reader.config).get("ptqpipe")
+    described = quantization_config(ckpt.reader.config).get("ptqpipe")
     if isinstance(described, Mapping) and described.get("version") != raw.get("ptqpipe"):
         message = f"was written by version {raw.get('ptqpipe')!r}, config.json by {described.get('version')!r}"
         findings.fault("record", RECORD_FILE, message)
