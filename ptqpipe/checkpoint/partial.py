@@ -341,7 +341,12 @@ def _refuse_replacing(paths: Paths, index_file: str | None) -> None:
 
 
 def _refuse_resume(paths: Paths, identity: RunIdentity) -> None:
+    """Raises where nothing is left to resume and something lies at OUT; else the run starts from its beginning."""
     out = shown(str(paths.out))
     if is_complete(paths.out, identity.run_id):
         raise AlreadyComplete(f"{out} is already complete, by this very run; nothing is left to do")
-    raise WrongOutput(f"{out} has no unfinished run beside it; start without --resume")
+    if paths.out.exists() and (not paths.out.is_dir() or any(paths.out.iterdir())):
+        raise WrongOutput(
+            f"{out} has no unfinished run beside it, and is no output of this run; --overwrite replaces it, or choose "
+            "another -o"
+        )

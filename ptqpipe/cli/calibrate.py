@@ -65,7 +65,7 @@ from ptqpipe.cli.common import (
     show_default=True,
     help="cpu, cuda:N, cuda (all GPUs share the samples; one for each rank of a torchrun), or auto.",
 )
-@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
@@ -107,7 +107,7 @@ def calibrate(
     devices = devices_of(device)
     machine = machine_of(workers, devices[0], max_memory, progress=not quiet and not as_json, waits=False)
     mode = mode_of(resume, overwrite)
-    with says_how_to_resume(out):
+    with says_how_to_resume(out, mode):
         done = stage.calibrate(
             model,
             data,

@@ -208,7 +208,7 @@ def _run_options(counted: str) -> list[Callable[[Callable[..., R]], Callable[...
     return [
         click.option("--workers", type=int, metavar="N", help=f"{counted}.  [default: processors, at most 16]"),
         click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory."),
-        click.option("--resume", is_flag=True, help="Continue an interrupted run."),
+        click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start."),
         click.option("--overwrite", is_flag=True, help="Replace an existing output."),
         click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
         click.option("-q", "--quiet", is_flag=True, help="No progress bar."),
@@ -223,13 +223,18 @@ def mode_of(resume: bool, overwrite: bool) -> Literal["new", "resume", "overwrit
 
 
 @contextmanager
-def says_how_to_resume(out: Path) -> Iterator[None]:
-    """Ctrl-C ends with the command that continues, where something is left of this run to continue from."""
+def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
+    """Ctrl-C ends with the command that continues, where something is left of this run to continue from.
+
+    ``--resume`` where nothing is, neither unfinished nor complete, is said: the run starts from its beginning.
+    """
+    from ptqpipe.stages.common.jobs import is_unfinished
+
+    if mode == "resume" and not is_unfinished(out) and not out.exists() and ranks_of().rank == 0:
+        click.echo(f"Nothing unfinished lies beside {out}: starting from the beginning.", err=True)
     try:
         yield
     except KeyboardInterrupt:
-        from ptqpipe.stages.common.jobs import is_unfinished
-
         if not is_unfinished(out):
             raise
         click.echo(f"\nInterrupted. What is finished is kept; continue with: {_resume_command()}", err=True)

@@ -96,7 +96,7 @@ from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks
 @click.option("--workers", type=int, metavar="N", help="Units in flight.  [default: processors, at most 16]")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and the exact size; read and write no weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -173,7 +173,7 @@ def convert(
             )
             return
         ranks = ranks_of()
-        with says_how_to_resume(prepared.out), _stop_is_interrupt():
+        with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
             if ranks.rank == 0 and not as_json:
                 click.echo(tables.header_text(prepared, machine))
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)

@@ -19,7 +19,7 @@ def relayout(ckpt: Path, container: str, out: Path | None, run: RunOptions) -> N
     from ptqpipe.stages.relayout import run as stage
 
     out = out if out is not None else Path(f"{ckpt.resolve().name}-{container.lower().replace('_', '-')}")
-    with says_how_to_resume(out):
+    with says_how_to_resume(out, run.mode):
         done = stage.relayout(ckpt, out, container=container, mode=run.mode, machine=run.machine(), ranks=ranks_of())
     if done is not None:
         click.echo(json.dumps(stage.to_json(done)) if run.as_json else stage.render(done))
@@ -42,7 +42,7 @@ def dequantize(ckpt: Path, dtype: str, out: Path | None, run: RunOptions) -> Non
     from ptqpipe.stages import dequantize as stage
 
     out = out if out is not None else Path(f"{ckpt.resolve().name}-{dtype}")
-    with says_how_to_resume(out):
+    with says_how_to_resume(out, run.mode):
         done = stage.dequantize(ckpt, out, dtype=dtype, mode=run.mode, machine=run.machine(), ranks=ranks_of())
     if done is not None:
         click.echo(json.dumps(stage.to_json(done)) if run.as_json else stage.render(done))

@@ -69,7 +69,7 @@ def transform(
         format=fmt,
         shard_bytes=shard_size,
     )
-    with says_how_to_resume(out):
+    with says_how_to_resume(out, run.mode):
         done = stage.transform(
             model, out, stats=stats, options=options, mode=run.mode, machine=run.machine(), ranks=ranks_of()
         )

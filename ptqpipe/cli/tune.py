@@ -49,7 +49,7 @@ from ptqpipe.errors import UsageError
 )
 @click.option("--workers", type=int, metavar="N", help="Threads.  [default: physical cores]")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
@@ -98,7 +98,8 @@ def tune(
         settings=stage.settings_of(steps, seed=seed),
     )
     machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json, waits=False)
-    with says_how_to_resume(out):
+    mode = mode_of(resume, overwrite)
+    with says_how_to_resume(out, mode):
         done = stage.tune(
             model,
             data,
@@ -107,7 +108,7 @@ def tune(
             recipe_path=recipe_path,
             stats=stats,
             options=options,
-            mode=mode_of(resume, overwrite),
+            mode=mode,
             machine=machine,
         )
     if as_json:

@@ -460,7 +460,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("no such device", {"args": ["--device", "tpu"]}, "tpu"),
     ("no gpu", {"args": ["--device", "cuda"]}, "GPU"),
     ("no such recipe", {"args": ["--recipe", "nowhere.yaml"]}, "nowhere.yaml"),
-    ("nothing to resume", {"args": ["--resume"]}, "resume"),
 ]
 
 
@@ -475,6 +474,24 @@ def test_bad_calls_are_one_line_and_a_non_zero_exit(
     assert words in run.stderr
     assert "Traceback" not in run.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_resuming_what_was_never_begun_starts_it_and_says_so(model: Path, tmp_path: Path) -> None:
+    """A loop that always gives --resume needs no other call for its first round."""
+    out = tmp_path / "out"
+    first = run_cli("convert", model, "-o", out, "--resume", "--quiet")
+    assert (first.returncode, "starting from the beginning" in first.stderr) == (0, True), first.stderr
+    before = tiny.bytes_of(out)
+    second = run_cli("convert", model, "-o", out, "--resume", "--quiet")
+    assert (second.returncode, "beginning" in second.stderr, "already complete" in second.stdout + second.stderr) == (
+        0,
+        False,
+        True,
+    )
+    assert tiny.bytes_of(out) == before
+    other = run_cli("convert", model, "-o", out, "--resume", "--format", "mxfp4")
+    assert (other.returncode, "--overwrite replaces it" in other.stderr) == (2, True)
+    assert tiny.bytes_of(out) == before
 
 
 def test_a_truncated_shard_is_one_line_before_anything_is_written(model: Path, tmp_path: Path) -> None:
