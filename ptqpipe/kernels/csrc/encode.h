@@ -50,7 +50,8 @@ template <class E, int B> INLINE void store_words(const vi *words, int any_block
     const int block = B ? B : any_block;
     const int bytes = block * E::code_bits / 8, count = (block + codes_per_word<E>() - 1) / codes_per_word<E>();
 #if defined(PTQ_AVX512)
-    if (E::code_bits != 6 && count == 2) {
+    const bool whole = bytes == 4 * count;  // not with codes of 6 bits, nor where the last word is not full
+    if (whole && count == 2) {
         __m512i a = _mm512_unpacklo_epi32((__m512i)words[0], (__m512i)words[1]);
         __m512i b = _mm512_unpackhi_epi32((__m512i)words[0], (__m512i)words[1]);
         const __m512i lo = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), hi = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
@@ -58,7 +59,7 @@ template <class E, int B> INLINE void store_words(const vi *words, int any_block
         _mm512_storeu_si512(out + 64, _mm512_permutex2var_epi64(a, hi, b));
         return;
     }
-    if (E::code_bits != 6 && count % 4 == 0) {
+    if (whole && count % 4 == 0) {
         for (int i = 0; i < count; i += 4) {
             __m512i a = _mm512_unpacklo_epi32((__m512i)words[i], (__m512i)words[i + 1]);
             __m512i b = _mm512_unpackhi_epi32((__m512i)words[i], (__m512i)words[i + 1]);

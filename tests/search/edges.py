@@ -1,0 +1,70 @@
+"""Blocks at the very edge of every bound, comparison and rounding of the scale searches, and a few of every kind.
+
+Small on purpose: brute force takes a fraction of a second, so that every implementation can be held to all of them.
+"""
+
+import torch
+
+from ptqpipe.formats import Format
+from tests.search import cases
+
+ULP = 2.0**-22  # of float32 in [2, 4)
+
+# (format, the block's first elements, the code that must win): by hand, in units of the scale 1
+BLOCKS: dict[str, tuple[str, list[float], int]] = {
+    # 3.5 is as far from 4 as 7 is from 6 at half the scale: a tie, which the smaller scale wins.
+    "a tie of a power of two with its half": ("mxfp4", [3.5, 1.0], 126),
+    "a hair above the tie the larger power wins": ("mxfp4", [3.5 + ULP, 1.0], 127),
+    "a hair below the tie the half wins": ("mxfp4", [3.5 - ULP, 1.0], 126),
+    "all of one magnitude": ("mxfp4", [1.25] * 32, 125),
+    "a largest element that is exact at its half": ("mxfp4", [6.0, 2.0, 1.0], 127),
+    "exact at two powers": ("mxfp4", [3.0, -1.0], 126),
+    # Exact at 1 and 1/2 but for the largest, whose error is a hair smaller at 1.
+    "a hair above the tie the larger scale wins": (
+        "e2m1/16/e4m3", [3.5 + ULP, *[3.0, 2.0, 1.5, 1.0, 0.5] * 3], 56,
+    ),
+    "a hair below the tie the half of the scale wins": (
+        "e2m1/16/e4m3", [3.5 - ULP, *[3.0, 2.0, 1.5, 1.0, 0.5] * 3], 48,
+    ),
+    "the published window ends at 12": ("e2m1/16/e4m3", [30 / 512, 22.5 / 512, *[7.5 / 512] * 14], 15),
+    "six and zeros are exact at seven scales": ("e2m1/16/e4m3", [6.0, 0.0, 0.0, -6.0], 56),
+    # At 2.75 all but the largest are exact, and it is clipped; at 3 the errors of all have the same float32 sum.
+    "a tie with a clipped scale": (
+        "e2m1/16/e4m3", [float.fromhex("0x1.186aaap+4"), 5.5, 1.375, 5.5, 5.5, 2.75], 67,
+    ),
+    "the largest scale": ("e2m1/16/e4m3", [6 * 448.0, 3 * 448.0, 448.0, 0.5 * 448.0], 126),
+    "far beyond the largest scale": ("e2m1/16/e4m3", [2.0**24, 2.0**24, 448.0], 126),
+    "the smallest scale": ("e2m1/16/e4m3", [6 / 512, 4 / 512, 1 / 512, 0.5 / 512], 1),
+    "hardly anything at the smallest scale": ("e2m1/16/e4m3", [0.2500001 / 512], 1),
+    "nothing at the smallest scale": ("e2m1/16/e4m3", [0.25 / 512, 0.2 / 512], 1),
+    "the halving edge of E4M3": ("mxfp8", [232.0, 1.0], 126),
+    "a hair above the halving edge of E4M3": ("mxfp8", [232.0 + 2.0**-16, 1.0], 127),
+    "the halving edge of E2M3": ("mxfp6_e2m3", [3.875, 0.125], 126),
+    "a hair above the halving edge of E2M3": ("mxfp6_e2m3", [3.875 + ULP, 0.125], 127),
+    "the halving edge of E3M2": ("mxfp6_e3m2", [15.0, 0.125], 126),
+    "a hair above the halving edge of E3M2": ("mxfp6_e3m2", [15.0 + 4 * ULP, 0.125], 127),
+}  # fmt: skip
+
+
+def edge(name: str) -> tuple[str, torch.Tensor, int]:
+    """(format, one block float32 ``[1, B]``, the code that wins) of an edge of BLOCKS."""
+    fmt, values, code = BLOCKS[name]
+    block = 32 if fmt.startswith("mx") else 16
+    return fmt, torch.tensor([values + [0.0] * (block - len(values))]), code
+
+
+def mixed(fmt: Format, seed: int) -> torch.Tensor:
+    """float32 ``[1, blocks * B]``: blocks of every kind in one row, magnitudes 2^-149 to the largest."""
+    g, block = cases.generator(seed), fmt.block[1]
+    blocks = [w[:, :block] for w in cases.weights(fmt, 2, 1, seed).values()]
+    largest = torch.tensor([[2.0**-31.5], [2.0**-32], [2.0**-32.5], [2.0**-33], [2.0**-34]])
+    dust = torch.zeros(5, block)
+    dust[:, 0], dust[:, 1] = 6.0, 6.0 * largest[:, 0]
+    points = torch.tensor(fmt.element.magnitudes)
+    grid = points[torch.randint(0, len(points), (4, block), generator=g)]
+    grid[:, 0] = fmt.element.max * torch.tensor([1.0, 1.0625, 1.25, 1.4375])
+    far = torch.randn(8, block, generator=g) * torch.tensor(
+        [[2.0**e] for e in (-147, -133, -127, -70, -20, -9, 60, 100)]
+    )
+    alike = 1.25 * (1 + 0.02 * torch.randn(4, block, generator=g))
+    return torch.cat([*blocks, dust, dust * 1.4375, grid, grid * 0.0625, far, alike]).reshape(1, -1)

@@ -1,0 +1,27 @@
+"""Claims: at the very edge of each of its bounds the exact search of short blocks is still brute force."""
+
+import pytest
+import torch
+
+from ptqpipe.formats import get_format
+from ptqpipe.search import brute_force, exact
+from tests.search import cases, edges
+
+
+@pytest.mark.parametrize("name", edges.BLOCKS)
+def test_the_code_at_an_edge_is_the_one_counted_by_hand(name: str) -> None:
+    fmt_name, w, code = edges.edge(name)
+    fmt = get_format(fmt_name)
+    assert brute_force.search(w, fmt).tolist() == [[code]]
+    assert exact.search(w, fmt).tolist() == [[code]]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "e2m1/16/e4m3", "mxfp4", "mxfp8", "mxfp6_e2m3"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_few_blocks_of_every_kind(name: str, weighted: bool) -> None:
+    fmt = get_format(name)
+    w = edges.mixed(fmt, seed=41)
+    g = torch.tensor(0.0123) if fmt.has_global else None
+    h = cases.importances(w.shape[1], 42)["2^-30 .. 2^30"] if weighted else None
+    expected = brute_force.search(w, fmt, global_scale=g, importance=h)
+    assert torch.equal(exact.search(w, fmt, global_scale=g, importance=h), expected)
