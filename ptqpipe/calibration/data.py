@@ -26,20 +26,30 @@ HELD_SHARE = 8  # one window is held out for so many samples, unless the caller 
 
 
 @dataclass(frozen=True, slots=True)
+class DataFile:
+    """One --data, as records name it: a file by its base name and its sha256, a data set by its name and None."""
+
+    name: str
+    sha256: str | None
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Samples:
     """What a model is calibrated on.
 
     windows     [samples, seqlen] int64
     held        [held out, seqlen] int64: other windows, for judging what the first ones led to
     sha256      of ``windows`` as little-endian int64
-    files       (name, rows, tokens) of every --data
+    files       of every --data
     candidates  how many windows there were to choose from
     """
 
     windows: torch.Tensor
     held: torch.Tensor
     sha256: str
-    files: tuple[tuple[str, int, int], ...]
+    files: tuple[DataFile, ...]
     candidates: int
 
 
@@ -71,7 +81,7 @@ def load_samples(
     if holdout is not None and holdout < 0:
         raise UsageError(f"--holdout {holdout}: expected 0 or more windows")
     tokenizer = cache(lambda: _load_tokenizer(model))  # rows of token ids need none
-    files: list[tuple[str, int, int]] = []
+    files: list[DataFile] = []
     stream = array("q")
     for name in names:
         before, rows = len(stream), 0
@@ -81,7 +91,7 @@ def load_samples(
             rows += 1
         if not rows:
             raise UsageError(f"{name} is empty; give a file with text")
-        files.append((name, rows, len(stream) - before))
+        files.append(_described(name, rows, len(stream) - before))
     candidates = len(stream) // seqlen
     if candidates < samples + (holdout or 0):
         wanted = f"{samples} and {holdout} held out" if holdout else f"{samples}"
@@ -95,6 +105,15 @@ def load_samples(
     order = torch.randperm(candidates, generator=torch.Generator().manual_seed(seed))
     chosen, held = windows[order[:samples].sort().values], windows[order[samples : samples + holdout].sort().values]
     return Samples(chosen, held, tokens_digest(chosen), tuple(files), candidates)
+
+
+def _described(name: str, rows: int, tokens: int) -> DataFile:
+    """Records are published: no folder's name may stand in them."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        return DataFile(name, None, rows, tokens)
+    with open(path, "rb") as file:
+        return DataFile(path.name, hashlib.file_digest(file, "sha256").hexdigest(), rows, tokens)
 
 
 def tokens_digest(windows: torch.Tensor) -> str:

@@ -72,7 +72,7 @@ def read_text(file: Path, tokenizer: Any, *, max_tokens: int | None = None) -> T
     if tokens.numel() < 2:
         raise UsageError(f"{file} gives {tokens.numel()} tokens, expected 2 or more; choose another file")
     digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
-    return Text(str(file), tokens, digest)
+    return Text(file.name, tokens, digest)
 
 
 def _content(file: Path) -> str | list[int]:

@@ -1,5 +1,6 @@
 """Claims of the samples: what each kind of file gives, that a seed decides, and one line for everything bad."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.calibration.data import PIECE, load_samples
+from ptqpipe.calibration.data import PIECE, DataFile, load_samples
 from ptqpipe.errors import CheckpointError, UsageError
 
 WORDS = [f"w{i}" for i in range(50)]
@@ -120,7 +121,7 @@ def test_a_seed_chooses_windows_without_replacement(tmp_path: Path) -> None:
     assert load_samples([str(file)], tmp_path, samples=20, seqlen=4, seed=1).sha256 == first.sha256
     other = load_samples([str(file)], tmp_path, samples=20, seqlen=4, seed=2)
     assert other.sha256 != first.sha256
-    assert first.files == ((str(file), 1, 403),)
+    assert first.files == (DataFile("a.jsonl", hashlib.sha256(file.read_bytes()).hexdigest(), 1, 403),)
 
 
 def bad_files() -> Iterator[tuple[str, bytes | None, str]]:

@@ -64,13 +64,13 @@ def test_the_file_says_everything(checkpoints: dict[str, Path], tmp_path: Path, 
     found = against_float(checkpoints["nvfp4"], tmp_path / "a.json", cache)
     record = json.loads((checkpoints["nvfp4"] / "ptqpipe.json").read_text())
     assert found["version"] == 1
-    assert found["checkpoint"] == {"name": "nvfp4", "path": str(checkpoints["nvfp4"]), "run_id": record["run_id"]}
-    assert found["baseline"] == {"name": "demo_model", "path": str(MODEL)}
+    assert found["checkpoint"] == {"name": "nvfp4", "run_id": record["run_id"]}
+    assert found["baseline"] == {"name": "demo_model"}
     assert found["settings"]["dtype"] == "float32"
     assert found["settings"]["activations"] == "simulated"
     assert found["tasks"] == []
     (row,) = found["perplexity"]
-    assert (row["data"], row["window"], row["stride"]) == (str(TEXT), 128, 128)
+    assert (row["data"], row["window"], row["stride"]) == (TEXT.name, 128, 128)
     assert row["tokens"] == 2048 - 2048 // 128
     assert row["checkpoint"] == pytest.approx(math.exp(row["nll"]))
     assert row["baseline"] == pytest.approx(math.exp(row["nll_baseline"]))

@@ -41,6 +41,7 @@ NEEDS = {
     # What no bytes say: the version of torch, which changes none; a folder's name, which may be changed; the factors of
     # a transform, which are not stored, beside the tensors that they are in.
     r"\w+ torch": "nothing",
+    r"\w+ weights\..*rechecked": "nothing",  # what convert looked at while it ran
     r"(rtn|gptq) source\.name": "nothing",
     r"transformed foldings\..*\.(edge|kind|channels|least|largest|changed|alpha)": "nothing",
 }

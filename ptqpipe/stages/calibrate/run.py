@@ -8,7 +8,7 @@ The folder appears under its name when stats.json, its last file, is in it.
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,7 @@ def _content(
         "digest": digest_of(blocks),
         "model": {"name": source.reader.path.resolve().name, "fingerprint": source.reader.fingerprint()},
         "data": {
-            "files": [{"name": name, "rows": rows, "tokens": tokens} for name, rows, tokens in samples.files],
+            "files": [asdict(file) for file in samples.files],
             "sha256": samples.sha256,
             "samples": samples.windows.shape[0],
             "seqlen": samples.windows.shape[1],

@@ -205,7 +205,7 @@ def _reference(job: _Job, text: Text, other: _Model) -> Any:
 
 
 def _measure(job: _Job, text: Text, model: _Model, reference: Any) -> Measured:
-    with _bar(text, shown=job.progress, label=Path(text.name).name) as advance:
+    with _bar(text, shown=job.progress, label=text.name) as advance:
         scores = score(
             model.get(), text.tokens, window=job.window, stride=job.stride, reference=reference, on_batch=advance
         )

@@ -52,8 +52,8 @@ def result_json(
     content = {
         "version": VERSION,
         "ptqpipe": __version__,
-        "checkpoint": {"name": _name(path), "path": str(path), "run_id": _run_id(path)},
-        "baseline": None if baseline is None else {"name": _name(baseline), "path": str(baseline)},
+        "checkpoint": {"name": _name(path), "run_id": _run_id(path)},
+        "baseline": None if baseline is None else {"name": _name(baseline)},
         "settings": dict(settings),
         "perplexity": [_perplexity_row(row) for row in measured],
         "kl": [{"data": row.data, **asdict(row.divergence)} for row in measured if row.divergence is not None],
@@ -181,7 +181,7 @@ def render(result: Mapping[str, Any]) -> str:
 def _perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
     body = [
         [
-            Path(row["data"]).name,
+            row["data"],
             str(row["tokens"]),
             f"{row['window']}/{row['stride']}",
             _number(row["checkpoint"], ".4f"),
@@ -198,7 +198,7 @@ def _perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _kl_table(rows: Sequence[Mapping[str, Any]]) -> str:
     body = [
         [
-            Path(row["data"]).name,
+            row["data"],
             _number(row["mean"], ".6f"),
             _number(row["standard_error"], ".6f"),
             _span(row["interval"], ".6f"),

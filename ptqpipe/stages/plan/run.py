@@ -215,11 +215,14 @@ def _curve(
 
 
 def write_recipe(plan: MixedPlan, path: Path) -> None:
-    """Writes the recipe as YAML. OutputError where ``path`` exists and is no recipe, or cannot be written."""
+    """Writes the recipe as YAML, which names no folder: it is made to be passed on.
+
+    OutputError where ``path`` exists and is no recipe, or cannot be written.
+    """
     check_recipe_target(path)
     text = recipe_text(plan.content)
     command = f"ptqpipe convert {plan.source} --recipe {path.name}"
-    command += "" if plan.stats is None else f" --stats {plan.stats}"
+    command += "" if plan.stats is None else f" --stats {plan.stats.resolve().name}"
     note = f"{_MARK}{plan.file_bytes} bytes of weights and index: {command}\n"
     write_file(path, note + text)
 

@@ -91,7 +91,8 @@ def _record(opened: Source) -> tuple[Record | None, list[str]]:
     try:
         return read_record(opened.reader), []
     except CheckpointError as error:
-        return None, [f"{error}; the record's numbers are left out"]
+        told = str(error).replace(f"{opened.reader.path}/", "")  # a report is published
+        return None, [f"{told}; the record's numbers are left out"]
 
 
 def _gather(

@@ -288,7 +288,7 @@ def _content(prepared: Prepared, samples: Samples, options: TuneOptions, folder:
         "recipe": prepared.recipe.to_json(),
         "statistics": prepared.run_parts.get("statistics"),
         "data": {
-            "files": [{"name": name, "rows": rows, "tokens": tokens} for name, rows, tokens in samples.files],
+            "files": [asdict(file) for file in samples.files],
             "sha256": samples.sha256,
             "samples": samples.windows.shape[0],
             "seqlen": samples.windows.shape[1],
