@@ -29,8 +29,8 @@ def table_data(report: Report) -> dict[str, object]:
         )
     for k in report.kept:
         shape = "x".join(map(str, k.shape)) or "scalar"
-        fate, why = word(f"kept {k.dtype}"), word(k.reason)
-        rows.append([shown(k.name), fate, word(shape), k.nbytes, None, None, None, None, why, None])
+        row = [shown(k.name), word(f"kept {k.dtype}"), word(shape), k.nbytes, None, None, None, None]
+        rows.append([*row, word(k.reason), None])
     return {"words": list(words), "rows": rows}
 
 
