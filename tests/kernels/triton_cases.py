@@ -15,6 +15,7 @@ from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import QTensor, encode, squared_error
 from ptqpipe.search import absmax, brute_force
 from ptqpipe.search.objective import importance_blocks, magnitude_blocks, scores
+from tests.search import hostile
 
 INTERPRETED = kernels.interpreting()
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -95,6 +96,23 @@ def test_weighted_scales_are_those_of_brute_force(name: str) -> None:
     w = weight(fmt, seed=2)
     importance = torch.rand(w.shape[1], generator=torch.Generator().manual_seed(3)) ** 12
     assert_exact(w, fmt, g=global_scale(w, fmt), importance=importance)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_drawn_to_break_bounds(name: str) -> None:
+    fmt = get_format(name)
+    shape = (1 if INTERPRETED else 64, 3 * fmt.block[1])
+    for seed, size in enumerate(hostile.SIZES):
+        dtype, importance = hostile.DTYPES[seed % 3], ("none", "2^-30 .. 2^30")[seed % 2]
+        case = hostile.make(
+            fmt, shape, kinds=tuple(hostile.KINDS), size=size, dtype=dtype, importance=importance, seed=seed
+        )
+        done = kernels.block_quantize(
+            case.w.to(DEVICE), fmt, global_scale=case.global_scale, importance=case.importance
+        )
+        assert done is not None
+        fault = case.fault("triton", done[1].cpu(), case.expected())
+        assert not fault, fault
 
 
 @pytest.mark.parametrize("name", FORMATS)
