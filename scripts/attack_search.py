@@ -3,7 +3,7 @@
 The torch path and the compiled kernels on every instruction set, over formats, dtypes, magnitudes and importances. The
 blocks are those of tests/search/hostile.py, and so is the bound-free search that they are held to. Prints one JSON line
 a format and search: blocks, seconds (of CPU time in that search), how many blocks have another scale, and Python that
-makes the first of them again. Exits 1 if any has. benchmarks/attack_search.jsonl is what the default run printed.
+makes the first of them again. Exits 1 if any has. Several runs: benchmarks/attack_search.jsonl.
 
     python scripts/attack_search.py [--blocks 1000000] [--seed 0] [--minutes 60] [--only mxfp4]
 """
