@@ -101,8 +101,6 @@ class Mutant:
         text = (ROOT / self.file).read_text()
         if text.count(self.find) != 1:
             raise TableError(f"mutant {self.name!r}: {self.find!r} lies {text.count(self.find)} times in {self.file}")
-        if self.find == self.put:
-            raise TableError(f"mutant {self.name!r} changes nothing")
         return text[: text.index(self.find)].count("\n") + 1
 
 
@@ -130,6 +128,8 @@ def table() -> list[Mutant]:
             raise TableError(f"{count} mutants are called {name!r}")
     for mutant in mutants:
         mutant.line()
+        if mutant.find == mutant.put:
+            raise TableError(f"mutant {mutant.name!r} changes nothing")
     return mutants
 
 
@@ -224,7 +224,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], seconds: dict[str, float]) -> 
 
 def judge(mutant: Mutant, seconds: dict[str, float]) -> Result:
     """Applies a mutant to a copy of the package and runs its tests, in the order of ``seconds``."""
-    began, line = time.monotonic(), (ROOT / mutant.file).read_text().partition(mutant.find)[0].count("\n") + 1
+    began, line = time.monotonic(), mutant.line()
     isas = known_isas()
     isa = (mutant.isa or isas[0]) if mutant.compiled else ""
 
