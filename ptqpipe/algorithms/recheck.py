@@ -3,8 +3,8 @@
 A kernel chooses scales and codes a thousand times faster than the definition is evaluated, and a fault of one would be
 recorded as a proof. So `Recheck` stands between an algorithm and its sink: it keeps a few blocks of what goes by, and
 `check` finds their scales (``search/least.py``) and codes (``qtensor.magnitude_codes``) again, with torch on the CPU.
-Which blocks these are depends on a weight's name, shape and numbers alone: spread from the first to the last, and with
-them those of the largest and the smallest crest factor in a few of the same rows. Changes no byte.
+Which blocks these are depends on a weight's name and shape alone: one of each of as many equal parts, the first and the
+last among them. Changes no byte.
 
 Knows tensors, formats and what an algorithm promises; must not know recipes or files.
 """
@@ -25,8 +25,7 @@ from ptqpipe.qtensor import QTensor, magnitude_codes, scale_values
 from ptqpipe.search.least import best_scales
 from ptqpipe.search.objective import flush
 
-SHORT_BLOCKS = 32  # of a weight whose scales have codes, and the two extreme ones
-LOOKED = 4  # of the first of these rows, in which the extreme blocks are looked for
+SHORT_BLOCKS = 32  # of a weight whose scales have codes, at most
 LONG_ELEMENTS = 1 << 25  # weights to each further long block: a row or tile whose scale is a number
 LONG_BLOCKS = 8  # at most
 EVERY = 8  # so many-th of the scales of a long block is tried, and the neighbours of its own
@@ -38,13 +37,13 @@ JOINT_ELEMENTS = 1 << 16  # of a unit with one scale for all, up to which that s
 class _Blocks:
     """Some blocks of one size, in a row of the list for each.
 
-    at      int64 ``[blocks, 2]``: row and column of each in the grid of scales
+    at      row and column of each in the grid of scales
     w       float32 ``[blocks, elements]``, as in ``to_blocks``
     codes   uint8 ``[blocks, elements]`` as they were sent
     scales  ``[blocks]`` as they were sent
     """
 
-    at: torch.Tensor
+    at: list[tuple[int, int]]
     w: torch.Tensor
     codes: torch.Tensor
     scales: torch.Tensor
@@ -54,8 +53,8 @@ class _Blocks:
         """All of them, in order."""
         if len(parts) == 1:
             return parts[0]
-        names = ("at", "w", "codes", "scales")
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        w, codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("w", "codes", "scales"))
+        return cls([at for part in parts for at in part.at], w, codes, scales)
 
 
 class Recheck:
@@ -86,23 +85,18 @@ class Recheck:
             ]
 
     def _short(self, member: int, row: int, q: QTensor, places: dict[int, list[int]]) -> _Blocks:
-        """The blocks at these places, and in the first rows those of the largest and smallest crest factor."""
+        """The blocks at these places."""
         size, grid = self._fmt.block[1], q.scales.shape[1]
         rows = {r: self._weights[member].rows(r, r + 1)[0] for r in places}
-        at = {(r, c) for r, columns in places.items() for c in columns}
-        if row == 0:
-            looked = list(rows)[:LOOKED]
-            blocks = torch.cat([rows[r] for r in looked]).reshape(-1, size)
-            at |= {(looked[i // grid], i % grid) for i in _extremes(blocks)}
-        kept = sorted(at)
-        w = torch.stack([rows[r][c * size : (c + 1) * size] for r, c in kept]).float()
-        where = torch.tensor([(r - row) * grid + c for r, c in kept], device=q.data.device)
+        at = [(r, c) for r, columns in places.items() for c in columns]
+        w = torch.stack([rows[r][c * size : (c + 1) * size] for r, c in at]).float()
+        where = torch.tensor([(r - row) * grid + c for r, c in at], device=q.data.device)
         if size * self._fmt.element.bits % 8:
             codes = q.codes.reshape(-1, size)[where]
         else:
             width = packed_columns(size, self._fmt.element.bits)
             codes = unpack(q.data.reshape(-1, width)[where], self._fmt.element.bits)
-        return _Blocks(torch.tensor(kept), w, codes.cpu(), q.scales.reshape(-1)[where].cpu())
+        return _Blocks(at, w, codes.cpu(), q.scales.reshape(-1)[where].cpu())
 
     def _long(self, member: int, row: int, q: QTensor, r: int, c: int) -> _Blocks:
         """One block, padded as in ``to_blocks``; a row of it where all weights share one scale."""
@@ -113,7 +107,7 @@ class Recheck:
         pad = (0, width - w.shape[1], 0, height - w.shape[0])
         w, codes = (torch.nn.functional.pad(x, pad).reshape(1, -1) for x in (w, codes.cpu()))
         scale = q.scales[0 if self._joint else r - row // height, c].reshape(1).cpu()
-        return _Blocks(torch.tensor([[r, c]]), w, codes, scale)
+        return _Blocks([(r, c)], w, codes, scale)
 
     def check(self, promises: Sequence[Promise]) -> list[int]:
         """How many blocks of each weight are what was promised; 0 where one scale of too many weights has no check.
@@ -143,7 +137,7 @@ class Recheck:
             h = torch.cat([self._importance(i, part, promises[i].importance) for i, part in group])
         x = blocks.w.abs()
         x = flush(x, x.amax(dim=1, keepdim=True))
-        first = zlib.crc32(f"{self._names[group[0][0]]} {blocks.at[0].tolist()}".encode())
+        first = zlib.crc32(f"{self._names[group[0][0]]} {blocks.at[0]}".encode())
         best = best_scales(
             x, blocks.scales, fmt=self._fmt, global_scale=self._global_scale, h=h, every=EVERY, first=first
         )
@@ -171,8 +165,7 @@ class Recheck:
         if not promise.scales or sum(weight.shape[0] * weight.shape[1] for weight in self._weights) > JOINT_ELEMENTS:
             return False
         w = torch.cat([weight.rows(0, weight.shape[0]).float() for weight in self._weights])
-        at = torch.zeros(1, 2, dtype=torch.int64)
-        block = _Blocks(at, w.reshape(1, -1), torch.empty(1, 0, dtype=torch.uint8), kept[0][0].scales[:1])
+        block = _Blocks([(0, 0)], w.reshape(1, -1), torch.empty(1, 0, dtype=torch.uint8), kept[0][0].scales[:1])
         self._check_scales([(0, block)], [promise])
         return True
 
@@ -183,13 +176,13 @@ class Recheck:
         shape = self._weights[member].shape
         width = self._fmt.block_extent(shape)[1]
         h = normalize_importance(importance)
-        h = torch.nn.functional.pad(h, (0, -len(h) % width)).reshape(-1, width)[blocks.at[:, 1]]
+        h = torch.nn.functional.pad(h, (0, -len(h) % width)).reshape(-1, width)[[c for _, c in blocks.at]]
         return h.repeat(1, blocks.w.shape[1] // width)
 
     def _fail(self, group: Sequence[tuple[int, _Blocks]], k: int, found: str, wanted: str) -> None:
         """Raises NumericsError for block number ``k`` of the group."""
         owners = [i for i, part in group for _ in range(len(part.at))]
-        member, (r, c) = owners[k], torch.cat([part.at for _, part in group])[k].tolist()
+        member, (r, c) = owners[k], [at for _, part in group for at in part.at][k]
         name = self._names[member]
         height, width = (1, 1) if self._joint else self._fmt.block_extent(self._weights[member].shape)
         remedy = "convert with --search brute_force, which is slow and uses none"
@@ -228,13 +221,6 @@ def _spread(total: int, count: int, seed: int) -> list[int]:
     shares = [((seed + k * 0x9E3779B1) & 0xFFFFFFFF) / 2**32 for k in range(1, count + 1)]
     found = [int((k + share) * total / count) for k, share in enumerate(shares)]
     return found if count < 3 else [0, *found[1:-1], total - 1]
-
-
-def _extremes(w: torch.Tensor) -> tuple[int, int]:
-    """Which of the blocks ``[blocks, elements]`` has the largest crest factor, and which the smallest."""
-    x = w.float()
-    crest = x.abs().amax(dim=1).square_() / x.square().sum(dim=1)
-    return int(crest.nan_to_num(0.0).argmax()), int(crest.nan_to_num(float("inf")).argmin())
 
 
 def _nearest(w: torch.Tensor, scales: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None) -> torch.Tensor:

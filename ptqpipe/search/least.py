@@ -148,16 +148,16 @@ class _Sums:
         self._step, self._step2 = magnitudes.diff(), magnitudes.square().diff()
         self._top = float(magnitudes[-1])
         if h is None:
-            self._x = torch.from_numpy(np.sort(x.numpy()))  # many times faster than torch's
-            exact = self._x.double()
-            p = torch.ones_like(exact)
+            self._x = _ascending(x)
+            exact = first = self._x.double()
+            self._count = torch.arange(len(x) + 1, dtype=torch.float64)
         else:
             self._x, order = x.sort()
             exact, p = self._x.double(), h[order].double()
-        zero = torch.zeros(1, dtype=torch.float64)
-        self._count = torch.cat((zero, p.cumsum(0)))
-        self._first = torch.cat((zero, (p * exact).cumsum(0)))
-        self._energy = float((p * exact.square()).sum())
+            first = p * exact
+            self._count = torch.cat((torch.zeros(1, dtype=torch.float64), p.cumsum(0)))
+        self._first = torch.cat((torch.zeros(1, dtype=torch.float64), first.cumsum(0)))
+        self._energy = float(first @ exact)
 
     def error(self, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float64, like ``s``: sum p (x - s q)^2, q the code nearest to x / s; and what the definition may differ by.
@@ -171,6 +171,15 @@ class _Sums:
         error = (self._energy - 2 * s * cross + s * s * square).clamp_(min=0.0)
         slack = ROUNDED * (error * self._energy).sqrt() + (ROUNDED**2 + SUMS) * self._energy + 2.0**-22 * error
         return error, slack
+
+
+def _ascending(x: torch.Tensor) -> torch.Tensor:
+    """Non-negative float32 sorted; numbers that are bfloat16 by their 16 bits, for which numpy counts digits."""
+    bits = x.view(torch.int32)
+    if bool((bits & 0xFFFF).any()):
+        return torch.from_numpy(np.sort(x.numpy()))
+    upper = np.sort((bits >> 16).to(torch.int16).numpy(), kind="stable")
+    return (torch.from_numpy(upper).int() << 16).view(torch.float32)
 
 
 @cache
