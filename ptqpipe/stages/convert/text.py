@@ -235,7 +235,7 @@ def converted_text(done: Converted) -> str:
             *(judged := _judgement(done.record)),
             _roles_table(by_role(done.record["weights"]), by_data=bool(judged)),
             *([_WEIGHT_ERROR] if judged else []),
-            f"{_rechecked(done.record['weights'])} blocks, a sample of every weight, were found again by brute force",
+            _looked_at(done.record["weights"]),
             *(
                 f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
                 for name, found in _not_finite(done.record["kept"]).items()
@@ -304,3 +304,9 @@ def _not_finite(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def _rechecked(weights: Mapping[str, Mapping[str, Any]]) -> int:
     """How many blocks were found again by brute force."""
     return sum(entry["rechecked"] for entry in weights.values())
+
+
+def _looked_at(weights: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many blocks were found again by brute force, and of how many weights."""
+    some = sum(entry["rechecked"] > 0 for entry in weights.values())
+    return f"{_rechecked(weights)} blocks of {some} of {len(weights)} weights were found again by brute force"
