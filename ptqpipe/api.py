@@ -1,5 +1,6 @@
 """The Python API: what the commands do, as three functions."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine, default_workers
 from ptqpipe.stages.convert import run as stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
+from ptqpipe.stages.convert.text import missing_config
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -97,6 +99,9 @@ def convert(
         progress=progress,
     )
     with prepared:
+        no_config = missing_config(prepared)
+        if no_config is not None:
+            warnings.warn(no_config, stacklevel=2)
         done = stage.convert(
             prepared, mode="resume" if resume else "overwrite" if overwrite else "new", machine=machine
         )

@@ -167,18 +167,28 @@ def convert(
     options = best_with(options, stats=stats, recipe_path=recipe_path, rounding=rounding)
     prepared = prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats, rounding=rounding)
     with prepared:
+        no_config = tables.missing_config(prepared)
         if dry_run:
+            _warn(no_config)
             click.echo(
                 json.dumps(tables.plan_json(prepared, machine)) if as_json else tables.plan_text(prepared, machine)
             )
             return
         ranks = ranks_of()
+        if ranks.rank == 0:
+            _warn(no_config)
         with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
             if ranks.rank == 0 and not as_json:
                 click.echo(tables.header_text(prepared, machine))
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
     if done is not None:
         click.echo(json.dumps(tables.converted_json(done)) if as_json else tables.converted_text(done))
+
+
+def _warn(line: str | None) -> None:
+    """A line on stderr, where there is one to say."""
+    if line is not None:
+        click.echo(f"warning: {line}", err=True)
 
 
 @contextmanager

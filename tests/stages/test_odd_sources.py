@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete, CheckpointError, FormatError, NumericsError, OutputError, UsageError
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages.common.machine import Machine
@@ -307,6 +309,24 @@ def test_patterns_that_match_nothing_are_told(tmp_path: Path) -> None:
         assert [line for line in tables.warnings_of(prepared) if "typo" in line] == [
             "'*.q_porj' of the recipe or of --ignore matches no tensor; is it a typo?"
         ]
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"], ["--json"]])
+def test_a_source_without_config_is_warned_of_once_on_stderr(tmp_path: Path, more: list[str]) -> None:
+    model = tiny.save(tmp_path / "model", small())
+    said = []
+    for _ in range(2):
+        done = CliRunner().invoke(
+            main, ["convert", str(model), "-o", str(tmp_path / "out"), "-q", "--overwrite", *more]
+        )
+        assert done.exit_code == 0
+        said.append(done)
+        (model / "config.json").unlink(missing_ok=True)
+    assert [done.stderr.count("has no config.json") for done in said] == [0, 1]
+    assert "transformers, vLLM and SGLang cannot load" in said[1].stderr
+    assert "has no config.json" not in said[1].stdout
+    with pytest.warns(UserWarning, match="has no config.json"):
+        ptqpipe.convert(model, out=tmp_path / "api", workers=1)
 
 
 def test_ignore_wins_over_the_keep_list_and_the_rules_of_a_recipe(tmp_path: Path) -> None:

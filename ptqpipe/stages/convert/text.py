@@ -95,6 +95,16 @@ def warnings_of(prepared: Prepared) -> list[str]:
     return lines + prepared.container.warnings(prepared.outputs.targets, prepared.source.reader.config)
 
 
+def missing_config(prepared: Prepared) -> str | None:
+    """The warning that a source without config.json deserves, None for one that has it."""
+    if prepared.source.reader.has_config:
+        return None
+    return (
+        f"{prepared.source_path} has no config.json: transformers, vLLM and SGLang cannot load what is made of it, and "
+        "nothing is known of its family (MTP layers); put the model's config.json there and convert again"
+    )
+
+
 def _kept(prepared: Prepared) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for kept in prepared.plan.kept:
