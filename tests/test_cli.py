@@ -102,6 +102,7 @@ BAD_CONVERTS: list[tuple[tuple[str, ...], str]] = [
     (("model", "--ignore", "re:("), "not a regular expression"),
     (("model", "--ignore", ""), "empty pattern"),
     (("model", "--ignore", "*"), "nothing would be quantized"),
+    (("model", "--ignore", "lm-head"), "did you mean 'lm_head'?"),
     (("model", "--recipe", "."), "Is a directory"),
     (("model", "--recipe", "file"), "must be a mapping"),
     (("model", "--recipe", "file", "--format", "mxfp4"), "contradict"),
@@ -255,13 +256,13 @@ def test_one_tensor_a_file_is_a_legal_wish(here: Path) -> None:
     assert run("verify", "out", "--source", "model").exit_code == 0
 
 
-def test_a_pattern_without_a_match_is_a_warning(here: Path) -> None:
+def test_a_pattern_of_a_recipe_without_a_match_is_a_warning(here: Path) -> None:
     (here / "recipe.yaml").write_text(
         "version: 1\nrules:\n- {match: '*.gaet_proj', format: nvfp4}\n- {match: '*', format: mxfp4}\n"
     )
-    shown = run("convert", "model", "--recipe", "recipe.yaml", "--ignore", "lm-head", "--dry-run").stdout
+    shown = run("convert", "model", "--recipe", "recipe.yaml", "--dry-run").stdout
     warnings = [line.strip() for line in shown.splitlines() if "typo" in line]
-    assert [line.split("'")[1] for line in warnings] == ["lm-head", "*.gaet_proj"]
+    assert [line.split("'")[1] for line in warnings] == ["*.gaet_proj"]
     plan = json.loads(run("convert", "model", "--recipe", "recipe.yaml", "--dry-run", "--json").stdout)
     assert sum("typo" in line for line in plan["warnings"]) == 1
 

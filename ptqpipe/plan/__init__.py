@@ -11,7 +11,7 @@ the *kept* ones, with the reason. No weight is read. The plan must not know how 
 """
 
 from ptqpipe.plan.candidates import INTERLEAVED_GATE_UP, conv1d_leaves
-from ptqpipe.plan.make import is_matrix, make_plan, unmatched_patterns
+from ptqpipe.plan.make import check_ignored, is_matrix, make_plan, unmatched_patterns
 from ptqpipe.plan.types import FLOAT_DTYPES, Abilities, Kept, Member, Plan, Slice, Unit
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "Slice",
     "Unit",
+    "check_ignored",
     "conv1d_leaves",
     "is_matrix",
     "make_plan",

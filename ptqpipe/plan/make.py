@@ -1,6 +1,7 @@
 """Plans are made here: candidates, the recipe's rule for each, whole groups, units."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.errors import UsageError
@@ -44,7 +45,11 @@ def make_plan(
     )
     if not units:
         raise UsageError(_nothing_to_do(kept))
-    return Plan(units, kept, "lm_head.weight" not in tensors)
+    modules = [candidate.member.module for candidate in candidates.values()]
+    modules += [name.removesuffix(".weight") for name in tensors]
+    tied = "lm_head.weight" not in tensors
+    modules += ["lm_head"] * tied
+    return Plan(units, kept, tied, tuple(dict.fromkeys(modules)))
 
 
 def _rule_or_reason(member: Member, recipe: Recipe) -> Rule | str:
@@ -76,11 +81,36 @@ def _units(
 
 def unmatched_patterns(plan: Plan, recipe: Recipe) -> list[str]:
     """Patterns of the recipe's rules and of its own keep list that name no module of the model: most likely typos."""
-    names = [member.module for unit in plan.units for member in unit.members]
-    names += [kept.name.removesuffix(".weight") for kept in plan.kept]
     own = [keep.pattern for keep in recipe.keep if keep.reason in (IGNORED, BY_RECIPE)]
     patterns = dict.fromkeys([*own, *(rule.match for rule in recipe.rules)])
-    return [pattern for pattern in patterns if not any(matches(pattern, name) for name in names)]
+    return [pattern for pattern in patterns if not _matches_any(pattern, plan)]
+
+
+def check_ignored(plan: Plan, patterns: Iterable[str]) -> None:
+    """UsageError for a pattern of --ignore that names no module of the model, with the nearest one that does."""
+    for pattern in patterns:
+        if not _matches_any(pattern, plan):
+            near = next((near for near in _near(pattern, plan) if _matches_any(near, plan)), None)
+            hint = f"names are like {plan.units[0].members[0].module!r}" if near is None else f"did you mean {near!r}?"
+            raise UsageError(f"--ignore {pattern!r} matches nothing in the model; {hint}")
+
+
+def _matches_any(pattern: str, plan: Plan) -> bool:
+    return any(matches(pattern, name) for name in plan.modules)
+
+
+def _near(pattern: str, plan: Plan) -> Iterator[str]:
+    """Patterns that may have been meant: not anchored at the name's start, or with the last word spelled right."""
+    if pattern.startswith("re:"):
+        yield f"re:.*{pattern[3:]}"
+        return
+    yield f"*{pattern}"
+    yield f"*{pattern}*"
+    cut = max(pattern.rfind("."), pattern.rfind("*")) + 1
+    words = dict.fromkeys(word for name in plan.modules for word in name.split(".") if not word.isdigit())
+    for word in difflib.get_close_matches(pattern[cut:], words, n=3):
+        meant = pattern[:cut] + word
+        yield from (meant, f"*{meant}", f"{meant}*", f"*{meant}*")
 
 
 def is_matrix(name: str, dtype: str, shape: tuple[int, ...]) -> bool:

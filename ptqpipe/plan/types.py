@@ -107,6 +107,7 @@ class Plan:
     units: tuple[Unit, ...]
     kept: tuple[Kept, ...]
     tied_head: bool  # the head is the embedding, so no tensor of its own names it
+    modules: tuple[str, ...]  # every name that a pattern may mean: of tensors, and of single experts in kept stacks
 
     @property
     def kept_modules(self) -> tuple[str, ...]:

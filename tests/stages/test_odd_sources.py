@@ -301,14 +301,50 @@ def test_options_of_the_api_that_contradict_or_do_not_exist_are_usage_errors(tmp
         ptqpipe.convert(model, out=tmp_path / "out", workers=0)
 
 
-def test_patterns_that_match_nothing_are_told(tmp_path: Path) -> None:
-    model = tiny.save(tmp_path / "model", small())
-    options = RecipeOptions(ignore=("*.q_porj", "*o_proj", "re:.*norm"))
-    prepared = prepare(model, options=options, out=tmp_path / "out")
-    with prepared:
+def test_patterns_of_a_recipe_that_match_nothing_are_told(tmp_path: Path) -> None:
+    """A recipe may be meant for many models, so it says more than this one has."""
+    model, recipe = tiny.save(tmp_path / "model", small()), tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "version: 1\nrules:\n- {match: '*.q_porj', format: mxfp4}\n- {match: '*', format: nvfp4}\n"
+        "keep: ['*o_proj', 're:.*experts']\n"
+    )
+    with prepare(model, recipe_path=recipe, out=tmp_path / "out") as prepared:
         assert [line for line in tables.warnings_of(prepared) if "typo" in line] == [
-            "'*.q_porj' of the recipe or of --ignore matches no tensor; is it a typo?"
+            "'re:.*experts' of the recipe matches no tensor; is it a typo?",
+            "'*.q_porj' of the recipe matches no tensor; is it a typo?",
         ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("down_proj", "did you mean '*down_proj'?"),
+        ("layers.0.mlp", "did you mean '*layers.0.mlp*'?"),
+        ("*.q_porj", "did you mean '*.q_proj'?"),
+        ("model.layers.0.self_atn", "did you mean 'model.layers.0.self_attn*'?"),
+        ("re:down_proj$", "did you mean 're:.*down_proj$'?"),
+        ("xyzzy", "names are like 'model.layers.0.mlp.down_proj'"),
+        ("re:xyzzy", "names are like 'model.layers.0.mlp.down_proj'"),
+    ],
+)
+def test_an_ignored_pattern_that_matches_nothing_is_refused_with_the_nearest(
+    tmp_path: Path, pattern: str, said: str
+) -> None:
+    model = tiny.save(tmp_path / "model", small())
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(UsageError) as caught:
+        ptqpipe.convert(model, out=tmp_path / "out", ignore=["*o_proj", pattern])
+    assert str(caught.value) == f"--ignore {pattern!r} matches nothing in the model; {said}"
+    assert caught.value.exit_code == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_an_ignored_pattern_may_mean_a_tied_head_or_an_expert_of_a_stack(tmp_path: Path) -> None:
+    tensors = tiny.fused_moe()
+    del tensors["lm_head.weight"]
+    patterns = ["lm_head", "*experts.1.down_proj", "*norm"]
+    _, record = converted(tmp_path, tensors, ignore=patterns)
+    assert "model.layers.0.mlp.experts.down_proj" in record["kept"]
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--json"]])

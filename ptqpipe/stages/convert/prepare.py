@@ -12,7 +12,7 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.containers import Container, get_container
 from ptqpipe.errors import UsageError
-from ptqpipe.plan import Plan, make_plan
+from ptqpipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
 from ptqpipe.rounding import Rounding
 from ptqpipe.search import get_search
@@ -138,6 +138,7 @@ def prepare(
         source.check_requantizable()
         recipe = recipe.for_model(source.reader.config)
         plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))
+        check_ignored(plan, (options or RecipeOptions()).ignore)
         plan = with_reasons(plan, corrected_biases(plan, source, recipe))
         outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
         check_readable(outputs, plan, source, container)

@@ -91,7 +91,7 @@ def _how(prepared: Prepared, machine: Machine) -> list[str]:
 def warnings_of(prepared: Prepared) -> list[str]:
     """What is worth a look before the run: patterns without a match, and what readers are known to get wrong."""
     unused = unmatched_patterns(prepared.plan, prepared.recipe)
-    lines = [f"{pattern!r} of the recipe or of --ignore matches no tensor; is it a typo?" for pattern in unused]
+    lines = [f"{pattern!r} of the recipe matches no tensor; is it a typo?" for pattern in unused]
     return lines + prepared.container.warnings(prepared.outputs.targets, prepared.source.reader.config)
 
 
