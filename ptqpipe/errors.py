@@ -4,7 +4,7 @@ A message is one line: what is wrong (its value and name), what was expected, wh
 it without a stack trace; anything that is not a PtqError is a bug and keeps its trace.
 """
 
-MAX_MESSAGE = 2000  # characters; names from a damaged file can be millions
+MAX_MESSAGE = 600  # characters; names and values from a damaged file can be millions
 
 
 def one_line(text: str, *, limit: int = MAX_MESSAGE) -> str:
