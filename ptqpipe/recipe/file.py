@@ -127,7 +127,10 @@ def _text(raw: Any, where: str) -> str:
 def _number(raw: Any, where: str) -> float:
     if isinstance(raw, bool) or not isinstance(raw, int | float):
         raise RecipeError(f"{where} must be a number, got {_shown(raw)}")
-    return float(raw)
+    try:
+        return float(raw)
+    except OverflowError:
+        raise RecipeError(f"{where} is a number of {len(str(abs(raw)))} digits, expected one below 1e308") from None
 
 
 def _whole(raw: Any, where: str) -> int:

@@ -29,7 +29,7 @@ def read_evaluation(path: Path, *, run_id: str | None) -> Evaluation:
         )
     try:
         return _parse(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"eval file {path} is damaged ({type(error).__name__}: {error})") from None
 
 

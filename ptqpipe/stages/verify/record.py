@@ -92,8 +92,11 @@ def read_record(reader: CheckpointReader) -> Record:
     if not isinstance(raw.get("recipe"), Mapping) and ("recipe" in raw or raw.keys().isdisjoint(others)):
         raise CheckpointError(f"{RECORD_FILE} has neither a recipe nor the run that was laid out anew; it is damaged")
     weights = {}
-    if raw.keys().isdisjoint(others[1:]):
-        weights = {name: _claim(name, entry) for name, entry in object_of(raw, "weights").items()}
+    try:
+        if raw.keys().isdisjoint(others[1:]):
+            weights = {name: _claim(name, entry) for name, entry in object_of(raw, "weights").items()}
+    except OverflowError:
+        raise CheckpointError(f"{RECORD_FILE} has a number beyond 1e308; it is damaged") from None
     kept = {name: _kept(name, entry) for name, entry in object_of(raw, "kept").items()}
     rounded = raw.get("decode_rounds_differently", [])
     if not isinstance(rounded, list):
