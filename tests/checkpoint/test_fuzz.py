@@ -28,6 +28,13 @@ VALUES: list[Any] = [
     *("", "U8", "F4", "F8_E4M3", "BF16", "u8", "a", "\0", "\ud800", "../x", "x" * 300),
     *([], [0], [0, 0], [[0]], {}, {"a": 1}),
 ]
+# Of other files than headers, too: what is no JSON, or no number that float can hold, paths, terminals, expressions.
+HOSTILE: list[Any] = [
+    *(float("nan"), float("inf"), -float("inf"), 10**400, -(10**400), -1e308, 5e-324, -0.0),
+    *("../../x", "/etc/passwd", "a\nb", "\x1b[2J", "\u202e", "\ud800", "x" * 20_000, "re:(.*)*(.*)*!$", "re:(", "*"),
+    *("nan", "1e999", "0x10", "true", "e2m1/0/e4m3", "e9m9/16/e8m0", "nvfp4", "-", " ", "%s", "{}"),
+    *([None], [[]] * 50, {"": None}, {"*": {}}, {"re:(.*)*!$": {}}, {"a": {"b": {"c": [1, {"d": None}]}}}),
+]
 BYTES = [b"", b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\0", b"\xff", b"0"]
 BYTES += [b"9", b"-", b".", b"e5", b"null", b"\n"]
 
@@ -62,7 +69,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from places(child)
 
 
-def mutate_json(text: bytes, rng: random.Random) -> bytes:
+def mutate_json(text: bytes, rng: random.Random, values: list[Any] = VALUES) -> bytes:
     value = json.loads(text)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         spots = list(places(value))
@@ -73,14 +80,14 @@ def mutate_json(text: bytes, rng: random.Random) -> bytes:
         if action == 0:
             del container[key]
         elif action == 1:
-            container[key] = copy.deepcopy(rng.choice(VALUES))
+            container[key] = copy.deepcopy(rng.choice(values))
         elif action == 2 and isinstance(container[key], int):
             container[key] += rng.choice([-8, -2, -1, 1, 2, 8])
         elif action == 3:
             other, other_key = rng.choice(spots)
             container[key] = copy.deepcopy(other.get(other_key) if isinstance(other, dict) else value)
         elif action == 4 and isinstance(container, list):
-            container.insert(key, rng.choice(VALUES))
+            container.insert(key, copy.deepcopy(rng.choice(values)))
         elif isinstance(container, dict):
             container[rng.choice(["a", "b", "", "__metadata__", "dtype", "é"])] = container.pop(key)
     if rng.random() < 0.1:  # a duplicate key, which json.dumps cannot make
