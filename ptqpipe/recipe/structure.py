@@ -60,8 +60,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         Keep(r"re:((language_)?model\.)*layers\.\d+\.eh_proj$", "projection into the multi-token prediction layer"),
         fails=(
-            "vLLM and SGLang build it as a plain linear layer: vLLM stops with a KeyError, SGLang drafts with random "
-            "weights; the model without its speculative decoding loads"
+            "vLLM and SGLang build it as a plain linear layer: they stop with a KeyError, or draft with random weights "
+            "or with codes for numbers; the model without its speculative decoding loads"
         ),
         unread=True,
     ),
