@@ -63,9 +63,9 @@ def test_any_path_can_be_the_output(here: Path, out: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("model/", "model"), ("./model", "model"), ("link", "model"), ("link/", "model"), ("empty/../model//", "model")],
+    [("model/", "model"), ("./model", "model"), ("link", "link"), ("link/", "link"), ("empty/../model//", "model")],
 )
-def test_the_derived_name_is_that_of_the_folder_however_it_is_spelled(here: Path, model: str, name: str) -> None:
+def test_the_derived_name_is_the_last_part_of_the_path_however_it_is_spelled(here: Path, model: str, name: str) -> None:
     (here / "link").symlink_to("model")
     assert run("convert", model, "-q").exit_code == 0
     assert (here / f"{name}-NVFP4A16" / "config.json").is_file()

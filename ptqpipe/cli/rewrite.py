@@ -16,9 +16,10 @@ from ptqpipe.cli.common import Dtype, Existing, RunOptions, one_line_errors, ran
 @run_options("Weights in flight")
 def relayout(ckpt: Path, container: str, out: Path | None, run: RunOptions) -> None:
     """Rewrite CKPT in another container: the same codes and scales, nothing is quantized again."""
+    from ptqpipe.stages.common.identity import name_of
     from ptqpipe.stages.relayout import run as stage
 
-    out = out if out is not None else Path(f"{ckpt.resolve().name}-{container.lower().replace('_', '-')}")
+    out = out if out is not None else Path(f"{name_of(ckpt)}-{container.lower().replace('_', '-')}")
     with says_how_to_resume(out, run.mode):
         done = stage.relayout(ckpt, out, container=container, mode=run.mode, machine=run.machine(), ranks=ranks_of())
     if done is not None:
@@ -40,8 +41,9 @@ def relayout(ckpt: Path, container: str, out: Path | None, run: RunOptions) -> N
 def dequantize(ckpt: Path, dtype: str, out: Path | None, run: RunOptions) -> None:
     """Write CKPT as a plain float checkpoint that every tool loads."""
     from ptqpipe.stages import dequantize as stage
+    from ptqpipe.stages.common.identity import name_of
 
-    out = out if out is not None else Path(f"{ckpt.resolve().name}-{dtype}")
+    out = out if out is not None else Path(f"{name_of(ckpt)}-{dtype}")
     with says_how_to_resume(out, run.mode):
         done = stage.dequantize(ckpt, out, dtype=dtype, mode=run.mode, machine=run.machine(), ranks=ranks_of())
     if done is not None:

@@ -1,4 +1,4 @@
-"""Claims about which model statistics and codes are of: any copy of it, and no other; one message says so."""
+"""Claims about which model it is: what it is called, and that statistics are of every copy of it and no other."""
 
 import json
 import os
@@ -7,13 +7,92 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import ptqpipe
+from ptqpipe.checkpoint import source
+from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
+from ptqpipe.stages import demo
+from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.transform.run import TransformOptions, transform
 from tests.transforms.models import make_model, make_statistics, token_ids
+
+DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("models/acme-7b", "acme-7b"),
+        ("models/acme-7b/", "acme-7b"),
+        ("link", "link"),
+        ("models/acme-7b/sub/..", "acme-7b"),
+        ("models/acme-7b/.", "acme-7b"),
+        ("link/..", "models"),  # as the system reads it: above what the link leads to
+        ("hub/models--acme--tiny-1.5/snapshots/0f1e2d", "tiny-1.5"),
+        ("hub/models--gpt2/snapshots/0f1e2d", "gpt2"),
+        ("snapshots/0f1e2d", "0f1e2d"),
+        ("/", "model"),
+    ],
+)
+def test_a_model_is_called_as_its_path_was_typed_and_a_hub_model_as_its_repository(
+    typed: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/acme-7b/sub", "snapshots/0f1e2d"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("models/acme-7b")
+    assert name_of(Path(typed)) == name
+
+
+def test_a_model_in_the_working_folder_is_called_as_that_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert name_of(Path(".")) == "here"
+
+
+def test_outputs_and_records_have_the_name_that_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command's default output, and the name in its record, through a link to a folder of another name."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(DEMO, tmp_path / "store" / "hf")
+    Path("bench").symlink_to("store/hf")
+
+    def run(*arguments: str) -> None:
+        done = CliRunner().invoke(main, [*arguments])
+        assert done.exit_code == 0, done.output
+
+    run("convert", "bench", "-q")
+    record = json.loads(Path("bench-NVFP4A16/ptqpipe.json").read_text())
+    assert record["source"]["name"] == "bench"
+    Path("packed").symlink_to("bench-NVFP4A16")
+    run("relayout", "packed", "--container", "modelopt", "-q")
+    run("dequantize", "packed", "-q")
+    run("report", "packed")
+    run("eval", "packed", "--data", "bench/heldout.txt", "--max-tokens", "64", "--window", "32", "-q")
+    made = {"bench-NVFP4A16", "packed-modelopt", "packed-bf16", "packed.eval.json"}
+    assert made <= {path.name for path in tmp_path.iterdir()}
+    assert any(path.name.startswith("packed") and path.suffix == ".html" for path in tmp_path.iterdir())
+    assert json.loads(Path("packed.eval.json").read_text())["checkpoint"]["name"] == "packed"
+    run("transform", "bench", "--apply", "rotate", "--untie", "-o", "turned", "-q")
+    assert json.loads(Path("turned/ptqpipe.json").read_text())["transformed_from"]["name"] == "bench"
+    run("plan", "bench", "--budget", "6bits", "--formats", "mxfp4,fp8", "-o", "recipe.yaml", "-q")
+    assert "ptqpipe convert bench --recipe recipe.yaml\n" in Path("recipe.yaml").read_text()
+
+
+def test_a_hub_model_gives_its_repository_s_name_to_output_and_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "cache" / "models--acme--tiny-1.5" / "snapshots" / "0f1e2d"
+    shutil.copytree(DEMO, snapshot)
+    monkeypatch.setattr(source, "_download", lambda model, revision: snapshot)
+    monkeypatch.chdir(tmp_path)
+    done = ptqpipe.convert("acme/tiny-1.5", format="mxfp4")
+    assert (done.out, done.record["source"]["name"]) == (Path("tiny-1.5-MXFP4"), "tiny-1.5")
 
 
 def copy_of(model: Path, where: Path) -> Path:
@@ -83,8 +162,8 @@ def test_a_changed_config_is_said_to_be_what_differs(use: str, measured: tuple[P
 def test_a_copy_gives_the_same_bytes_down_to_the_record(measured: tuple[Path, Path], tmp_path: Path) -> None:
     model, stats = measured
     copy = copy_of(model, tmp_path / "copy" / "original")
-    for source, out in ((model, tmp_path / "one"), (copy, tmp_path / "two")):
-        ptqpipe.convert(source, stats=stats, out=out, format="mxfp4")
+    for folder, out in ((model, tmp_path / "one"), (copy, tmp_path / "two")):
+        ptqpipe.convert(folder, stats=stats, out=out, format="mxfp4")
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert "ptqpipe.json" in names
     for name in names:

@@ -28,6 +28,7 @@ from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.blocks import HEAD, Watch, run_blocks
 from ptqpipe.stages.common.block_folder import BlockFolder
+from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, compute_threads, resident_bytes, threads
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
@@ -192,7 +193,7 @@ def _content(
         "ptqpipe": __version__,
         "run_id": output.run_id,
         "digest": digest_of(blocks),
-        "model": {"name": source.reader.path.resolve().name, "fingerprint": source.reader.fingerprint()},
+        "model": {"name": name_of(source.reader.path), "fingerprint": source.reader.fingerprint()},
         "data": {
             "files": [asdict(file) for file in samples.files],
             "sha256": samples.sha256,

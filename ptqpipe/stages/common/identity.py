@@ -1,7 +1,9 @@
-"""Which model it is: whether statistics or learned codes are of the model that is at hand.
+"""Which model it is: what it is called, and whether statistics or learned codes are of it.
 
-Knows fingerprints and records, not what is done with them.
+Knows names, fingerprints and records, not what is done with them.
 """
+
+from pathlib import Path
 
 from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.errors import UsageError
@@ -12,13 +14,26 @@ from ptqpipe.statistics import Statistics
 _SHOWN = 12  # hex digits of a fingerprint in a message
 
 
+def name_of(folder: Path) -> str:
+    """What a folder is called: the last part of its path as it was typed, a link by the link's own name.
+
+    A snapshot in the hub's cache is called as the repository; "." and ".." as the folders that they stand for.
+    """
+    if folder.name in ("", ".."):
+        folder = folder.resolve()
+    snapshots, repository = folder.parent, folder.parent.parent.name
+    if snapshots.name == "snapshots" and repository.startswith("models--"):
+        return repository.rpartition("--")[2]
+    return folder.name or "model"
+
+
 def check_model(made: Statistics | Rounding, source: Source) -> None:
     """UsageError, with both fingerprints and the remedy, where ``made`` is of another model than ``source``."""
     theirs, ours = made.model_fingerprint, source.reader.fingerprint()
     if theirs == ours:
         return
     what, verb = ("statistics", "calibrate") if isinstance(made, Statistics) else ("learned codes", "tune")
-    told, name = made.content["model"].get("name"), source.reader.path.name
+    told, name = made.content["model"].get("name"), name_of(source.reader.path)
     known = f"the model {told}" if told else "another model"
     if theirs[:OF_WEIGHTS] == ours[:OF_WEIGHTS]:
         raise UsageError(

@@ -24,6 +24,7 @@ from ptqpipe.checkpoint.partial import Paths, check_unfinished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import CheckpointError, OutputError
+from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.machine import Machine, Ranks, one_thread_each
 from ptqpipe.stages.common.progress import AnyJob, Progress
 
@@ -70,7 +71,7 @@ def run_parts_of(record: Mapping[str, Any], *, layout: str) -> dict[str, str] | 
 
 def named_source(reader: CheckpointReader) -> dict[str, str]:
     """How a record names the checkpoint that its own was made of."""
-    return {"name": reader.path.resolve().name, "fingerprint": reader.fingerprint()}
+    return {"name": name_of(reader.path), "fingerprint": reader.fingerprint()}
 
 
 def write_checkpoint(

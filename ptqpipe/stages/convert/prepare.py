@@ -19,7 +19,7 @@ from ptqpipe.search import get_search
 from ptqpipe.source import Source
 from ptqpipe.stages.common import kv_cache
 from ptqpipe.stages.common.biases import corrected_biases, with_reasons
-from ptqpipe.stages.common.identity import check_model
+from ptqpipe.stages.common.identity import check_model, name_of
 from ptqpipe.stages.common.input_scales import LARGEST, InputScales
 from ptqpipe.stages.common.jobs import (
     run_id_of,
@@ -149,7 +149,7 @@ def prepare(
         if learned is not None:
             check_codes(learned, source, plan, recipe=recipe, options=options, statistics=statistics)
         kv_cache.check_statistics(dict(job.cache for job in outputs.jobs if job.cache is not None), statistics)
-        target = out if out is not None else default_out(str(model), path, recipe)
+        target = out if out is not None else default_out(path, recipe)
         check_disjoint(path, target)
         parts = {
             "source": source.reader.fingerprint(),
@@ -182,8 +182,7 @@ def check_rounding(found: Rounding | None, source: Source, plan: Plan) -> None:
         raise UsageError(f"{found.path} has codes of no weight that the recipe quantizes; tune with the same recipe")
 
 
-def default_out(model: str, path: Path, recipe: Recipe) -> Path:
+def default_out(path: Path, recipe: Recipe) -> Path:
     """``<model>-NVFP4A16`` in the working directory; ``-MIXED`` for several schemes."""
     schemes = recipe.schemes()
-    name = path.resolve().name if Path(model).exists() else model.rsplit("/", 1)[-1]
-    return Path(f"{name}-{schemes[0].suffix if len(schemes) == 1 else 'MIXED'}")
+    return Path(f"{name_of(path)}-{schemes[0].suffix if len(schemes) == 1 else 'MIXED'}")

@@ -23,6 +23,7 @@ from ptqpipe.plan import Unit
 from ptqpipe.source import Scratch, SourceRows
 from ptqpipe.stages.common import kv_cache
 from ptqpipe.stages.common.biases import MeanErrors
+from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.jobs import (
     finish_checkpoint,
     write_checkpoint,
@@ -185,7 +186,7 @@ def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[st
         "torch": torch.__version__,
         "run_id": prepared.run_id,
         "container": prepared.outputs.container_name,
-        "source": {"name": prepared.source_path.name, "fingerprint": prepared.run_parts["source"]},
+        "source": {"name": name_of(prepared.source_path), "fingerprint": prepared.run_parts["source"]},
         "recipe": prepared.recipe.to_json(),
         **({} if prepared.statistics is None else {"statistics": describe_statistics(prepared.statistics)}),
         **({} if prepared.rounding is None else {"rounding": prepared.rounding.describe()}),

@@ -14,6 +14,7 @@ from ptqpipe.errors import OutputExists
 from ptqpipe.evaluation.harness import Metric, compare
 from ptqpipe.evaluation.measures import Divergence, Perplexity
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.text import table
 
@@ -52,8 +53,8 @@ def result_json(
     content = {
         "version": VERSION,
         "ptqpipe": __version__,
-        "checkpoint": {"name": _name(path), "run_id": _run_id(path)},
-        "baseline": None if baseline is None else {"name": _name(baseline)},
+        "checkpoint": {"name": name_of(path), "run_id": _run_id(path)},
+        "baseline": None if baseline is None else {"name": name_of(baseline)},
         "settings": dict(settings),
         "perplexity": [_perplexity_row(row) for row in measured],
         "kl": [{"data": row.data, **asdict(row.divergence)} for row in measured if row.divergence is not None],
@@ -69,12 +70,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _name(path: Path) -> str:
-    """The folder's name; that of its parent where it only says that the weights are Hugging Face's."""
-    full = path.resolve()
-    return full.parent.name if full.name == "hf" else full.name
 
 
 def _perplexity_row(row: Measured) -> dict[str, Any]:
@@ -123,8 +118,7 @@ def default_out(ckpt: str) -> Path:
     """Where the JSON goes unless told: beside the checkpoint, or in the working folder for a hub name."""
     path = Path(ckpt).expanduser()
     if path.exists():
-        path = path.resolve()
-        return path.parent / f"{path.name}.eval.json"
+        return (path.resolve() if path.name in ("", "..") else path).parent / f"{name_of(path)}.eval.json"
     return Path(f"{ckpt.rpartition('/')[2]}.eval.json")
 
 

@@ -17,7 +17,7 @@ from ptqpipe.checkpoint.source import resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Member
 from ptqpipe.source import Source
-from ptqpipe.stages.common.identity import check_model
+from ptqpipe.stages.common.identity import check_model, name_of
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.common.text import layer_of, role_of, size_text, table
 from ptqpipe.stages.plan.cost import Costs, choose_moment, estimate
@@ -179,7 +179,7 @@ def _decide(
         if limits.file_budget is None or size <= limits.file_budget:
             point = _point(groups, solution)
             curve = _curve(groups, rows, limits.sizes, point)
-            name = source.reader.path.resolve().name
+            name = name_of(source.reader.path)
             return MixedPlan(name, tuple(groups), chosen, costs, how, point, curve, size, content)
         limit = solution.nbytes - (1 if attempt < _ATTEMPTS // 2 else max(1, size - limits.file_budget))
     raise UsageError("no choice of formats was found within this budget; give a few kilobytes more")
@@ -222,7 +222,7 @@ def write_recipe(plan: MixedPlan, path: Path) -> None:
     check_recipe_target(path)
     text = recipe_text(plan.content)
     command = f"ptqpipe convert {plan.source} --recipe {path.name}"
-    command += "" if plan.stats is None else f" --stats {plan.stats.resolve().name}"
+    command += "" if plan.stats is None else f" --stats {name_of(plan.stats)}"
     note = f"{_MARK}{plan.file_bytes} bytes of weights and index: {command}\n"
     write_file(path, note + text)
 

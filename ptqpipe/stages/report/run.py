@@ -27,6 +27,7 @@ from ptqpipe.report.content import (
 )
 from ptqpipe.report.write import is_report
 from ptqpipe.source import Source
+from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
 from ptqpipe.stages.common.output_error import judged_by, samples_text, tuned_blocks, tuned_from
@@ -127,7 +128,7 @@ def _gather(
     if original is not None:
         before = sum(entry.nbytes for entry in original.reader.entries.values())
     return Report(
-        name=ckpt.resolve().name,
+        name=name_of(ckpt),
         version=__version__,
         producer=overview.producer,
         container=overview.container,
@@ -203,7 +204,7 @@ def _provenance(
     rows: list[tuple[str, Any]] = [
         ("written by", producer or "unknown"),
         ("layout", opened.container_name),
-        ("source", source.get("name") or (original.reader.path.name if original is not None else None)),
+        ("source", source.get("name") or (name_of(original.reader.path) if original is not None else None)),
         ("source fingerprint", source.get("fingerprint")),
         ("recipe", recipe.get("description") if isinstance(recipe, Mapping) else None),
         ("run id", raw.get("run_id")),
@@ -266,7 +267,7 @@ def make_report(
         kind = "html" if out is None else KINDS.get(out.suffix.lower())
     if kind is None:
         raise UsageError(f"{out} ends in neither .html nor .md, the kinds of reports; name it so, or give --format")
-    target = out if out is not None else default_path(ckpt.resolve().name, kind=kind)
+    target = out if out is not None else default_path(name_of(ckpt), kind=kind)
     check_kind(kind)
     check_file(target, own=is_report, what="a report of ptqpipe")
     if all_rows and source is None:

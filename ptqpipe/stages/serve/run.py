@@ -138,6 +138,7 @@ def _lead(
     from ptqpipe.server.app import ServerOptions, create_app
     from ptqpipe.server.metrics import AllReduceCounts
     from ptqpipe.server.run import run
+    from ptqpipe.stages.common.identity import name_of
 
     tokenizer, template, context = model
     leaders: list[Leader] = []
@@ -174,7 +175,7 @@ def _lead(
 
     service = Service(build, max_queue=options.max_queue, threads=threads, beat=beat, close=close)
     ranks.watch(service.fail)
-    name = options.name or Path(options.ckpt).resolve().name
+    name = options.name or name_of(Path(options.ckpt))
     hosts = host_names(options.host, options.allowed_hosts)
     server = ServerOptions((name,), context, hosts, options.api_key, options.max_body, template)
 

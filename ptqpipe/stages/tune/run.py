@@ -35,6 +35,7 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import default_length, read_config
 from ptqpipe.stages.common.block_folder import BlockFolder
+from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.machine import Machine, compute_threads, resident_bytes, threads
 from ptqpipe.stages.common.progress import Progress, Step
 from ptqpipe.stages.convert.prepare import Prepared, prepare
@@ -284,7 +285,7 @@ def _content(prepared: Prepared, samples: Samples, options: TuneOptions, folder:
         "ptqpipe": __version__,
         "run_id": folder.run_id,
         "digest": hashlib.sha256(json.dumps(blocks, sort_keys=True).encode()).hexdigest(),
-        "model": {"name": prepared.source_path.resolve().name, "fingerprint": source.reader.fingerprint()},
+        "model": {"name": name_of(prepared.source_path), "fingerprint": source.reader.fingerprint()},
         "recipe": prepared.recipe.to_json(),
         "statistics": prepared.run_parts.get("statistics"),
         "data": {
