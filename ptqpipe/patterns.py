@@ -5,11 +5,14 @@ own ``re`` needs for ever for some of them: ``(.*)*(.*)*(.*)*!$`` on a name of 4
 the same and takes a time limit. Nothing is known here of what is named, or of the files.
 """
 
+import math
 import time
 from functools import lru_cache
 
 import regex
 
+_COUNTED = regex.compile(r"\{(\d*),?(\d*)\}")
+MAX_REPEATS = 100_000  # that the counts of one expression make together: compiling it takes as many steps
 MAX_LETTERS = 32768  # of one expression; those of 256 experts times 60 layers, all listed, have fewer
 # An expression may take a second, and every name adds a little: in use they take some microseconds a name.
 _SECONDS = 1.0
@@ -27,6 +30,9 @@ class Expression:
     def __init__(self, text: str) -> None:
         if len(text) > MAX_LETTERS:
             raise ValueError(f"it has {len(text)} letters, expected at most {MAX_LETTERS}")
+        repeats = math.prod(max(1, *(int(count or 1) for count in counts)) for counts in _COUNTED.findall(text))
+        if repeats > MAX_REPEATS:
+            raise ValueError(f"its counts multiply to more than {MAX_REPEATS} repeats; write it simpler")
         try:
             self._pattern = regex.compile(text)
         except (RecursionError, MemoryError):
