@@ -104,6 +104,8 @@ def test_blocks_drawn_to_break_bounds(name: str) -> None:
     shape = (1 if INTERPRETED else 64, 3 * fmt.block[1])
     for seed, size in enumerate(hostile.SIZES):
         dtype, importance = hostile.DTYPES[seed % 3], ("none", "2^-30 .. 2^30")[seed % 2]
+        if INTERPRETED and size == "smallest of the dtype":
+            dtype = torch.float32  # the interpreter widens subnormal bfloat16 to other numbers than a device does
         case = hostile.make(
             fmt, shape, kinds=tuple(hostile.KINDS), size=size, dtype=dtype, importance=importance, seed=seed
         )
