@@ -86,3 +86,13 @@ def test_codes_of_wider_elements_are_packed_without_gaps(name):
     done = cpu.block_quantize(w, fmt)
     assert done is not None
     assert torch.equal(done[0], encode(w, done[1], fmt=fmt).data)
+
+
+@pytest.mark.parametrize("name", edges.ROWS)
+def test_the_scale_of_a_row_at_an_edge_is_the_one_counted_by_hand(name):
+    values, scale = edges.ROWS[name]
+    for w in (torch.tensor([values]), torch.tensor([values]).bfloat16()):
+        if torch.equal(w.float(), torch.tensor([values])):
+            done = cpu.block_quantize(w, get_format("fp8_channel"))
+            assert done is not None
+            assert done[1].tolist() == [[scale]]

@@ -46,6 +46,21 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
 }  # fmt: skip
 
 
+_ODD = [8.0, 9.0, 11.0, 13.0, 15.0]  # exact together at powers of two alone
+_LOW = 2.0**-126 * (1 + 120 / 128)
+
+# (columns, the scale that must win): rows and tensors of FP8 by hand
+ROWS: dict[str, tuple[list[float], float]] = {
+    # Exact at 2^-8, where y is 256, and at 127 octaves above it: ties, which the smallest scale wins.
+    "one magnitude is exact at many scales": ([1.0] * 40, 2.0**-8),
+    "more than a look half way sees": ([1.0] * 70000, 2.0**-8),
+    # y is 384 there, and 256 at 1.5 times that, where dust that is not flushed would cost a rounding less or more.
+    **{f"dust {k}": ([6.0, 6.0 * 2.0**-34 * (1 + k / 16)], 2.0**-6) for k in range(16)},
+    "the smallest scale": ([2.0**-126 * y for y in (448.0, *_ODD)], 2.0**-126),
+    "a scale of the lowest octave, which has no half": ([_LOW * y for y in (208.0, *_ODD)], _LOW),
+}
+
+
 def edge(name: str) -> tuple[str, torch.Tensor, int]:
     """(format, one block float32 ``[1, B]``, the code that wins) of an edge of BLOCKS."""
     fmt, values, code = BLOCKS[name]

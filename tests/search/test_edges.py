@@ -1,4 +1,4 @@
-"""Claims: at the very edge of each of its bounds the exact search of short blocks is still brute force."""
+"""Claims: at the very edge of each of its bounds the exact search is still brute force."""
 
 import pytest
 import torch
@@ -25,3 +25,9 @@ def test_a_few_blocks_of_every_kind(name: str, weighted: bool) -> None:
     h = cases.importances(w.shape[1], 42)["2^-30 .. 2^30"] if weighted else None
     expected = brute_force.search(w, fmt, global_scale=g, importance=h)
     assert torch.equal(exact.search(w, fmt, global_scale=g, importance=h), expected)
+
+
+@pytest.mark.parametrize("name", edges.ROWS)
+def test_the_scale_of_a_row_at_an_edge_is_the_one_counted_by_hand(name: str) -> None:
+    values, scale = edges.ROWS[name]
+    assert exact.search(torch.tensor([values]), get_format("fp8_channel")).tolist() == [[scale]]
