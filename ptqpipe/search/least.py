@@ -1,9 +1,9 @@
 """The best scales of a few blocks, from the definition alone: brute force quick enough to run beside a conversion.
 
 Leaves out only the scales that cannot win, by bounds as plain as they can be and with margins far above rounding: those
-at which the whole block rounds to zero, those so small that the largest element's clipping alone costs more than the
-whole error at another scale, and those whose half reaches the same values (the first proof of ``objective.py``). Shares
-no code with the searches that it judges.
+at which the whole block rounds to zero, those so small that clipping alone costs more than the whole error at another
+scale, and those whose half reaches the same values (the first proof of ``objective.py``). Shares no code with the
+searches that it judges.
 
 Scales that are plain numbers (bfloat16, float16) are hundreds even so, and their blocks long. With the magnitudes
 sorted, the error at a scale is a sum over the codes, of differences of prefix sums in float64, whatever the length of
@@ -104,7 +104,8 @@ def _among_numbers(
     index = torch.arange(int(torch.searchsorted(s, low)), int(torch.searchsorted(reach, high, right=True)))
     near = (index - torch.searchsorted(s, stored.double())).abs() <= NEIGHBOURS
     rest = numbers[index[near | (index % every == first % every)]]
-    rest = rest[x.amax() * _inverse(rest, fmt, global_scale) > fmt.element.min_positive / 2]
+    rest = rest[sums.amax * _inverse(rest, fmt, global_scale) > fmt.element.min_positive / 2]
+    rest = rest[~(sums.clipping(rest.double() * g) > limit * g**2)]
     if not len(rest):
         return numbers[:1]
     error, slack = sums.error(rest.double() * g)
@@ -122,8 +123,8 @@ def _bounds(
     """float64 ``[blocks]`` each: the scale below which clipping alone costs more than the score ``limit``, and the
     ``_reach`` above which no scale need be looked at."""
     g = 1.0 if global_scale is None else float(global_scale)
-    amax, top = x.max(dim=1)
-    loss = limit if h is None else limit / h.gather(1, top.unsqueeze(1))[:, 0]
+    amax = x.amax(dim=1)
+    loss = limit if h is None else limit / h.gather(1, x.argmax(dim=1, keepdim=True))[:, 0]
     clips = (amax.double() * (1 - MARGIN) - loss.sqrt() * (g * (1 + MARGIN))) / (fmt.element.max * g)
     return clips, amax.double() * ((1 + MARGIN) / g)
 
@@ -143,10 +144,8 @@ class _Sums:
     """Prefix sums of a block's sorted magnitudes."""
 
     def __init__(self, x: torch.Tensor, element: Codec, h: torch.Tensor | None) -> None:
-        magnitudes = torch.tensor(element.magnitudes, dtype=torch.float64)
-        self._middle = ((magnitudes[:-1] + magnitudes[1:]) / 2).float()
-        self._step, self._step2 = magnitudes.diff(), magnitudes.square().diff()
-        self._top = float(magnitudes[-1])
+        self._middle, self._step, self._step2 = _steps(element)
+        self._top = element.max
         if h is None:
             self._x = _ascending(x)
             exact = first = self._x.double()
@@ -157,7 +156,9 @@ class _Sums:
             first = p * exact
             self._count = torch.cat((torch.zeros(1, dtype=torch.float64), p.cumsum(0)))
         self._first = torch.cat((torch.zeros(1, dtype=torch.float64), first.cumsum(0)))
-        self._energy = float(first @ exact)
+        self._second = torch.cat((torch.zeros(1, dtype=torch.float64), (first * exact).cumsum(0)))
+        self._energy = float(self._second[-1])
+        self.amax = self._x[-1]
 
     def error(self, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float64, like ``s``: sum p (x - s q)^2, q the code nearest to x / s; and what the definition may differ by.
@@ -172,6 +173,13 @@ class _Sums:
         slack = ROUNDED * (error * self._energy).sqrt() + (ROUNDED**2 + SUMS) * self._energy + 2.0**-22 * error
         return error, slack
 
+    def clipping(self, s: torch.Tensor) -> torch.Tensor:
+        """float64, like ``s``: the least that the clipped elements alone add to the error."""
+        top = s * self._top
+        whole = torch.bucketize(top.float(), self._x)
+        count, first, second = (sums[-1] - sums[whole] for sums in (self._count, self._first, self._second))
+        return (second - 2 * top * first + top * top * count) * (1 - MARGIN) - SUMS * self._energy
+
 
 def _ascending(x: torch.Tensor) -> torch.Tensor:
     """Non-negative float32 sorted; numbers that are bfloat16 by their 16 bits, for which numpy counts digits."""
@@ -180,6 +188,13 @@ def _ascending(x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(np.sort(x.numpy()))
     upper = np.sort((bits >> 16).to(torch.int16).numpy(), kind="stable")
     return (torch.from_numpy(upper).int() << 16).view(torch.float32)
+
+
+@cache
+def _steps(element: Codec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Between neighbouring magnitudes: their middle (float32), their difference and that of their squares (float64)."""
+    magnitudes = torch.tensor(element.magnitudes, dtype=torch.float64)
+    return ((magnitudes[:-1] + magnitudes[1:]) / 2).float(), magnitudes.diff(), magnitudes.square().diff()
 
 
 @cache
