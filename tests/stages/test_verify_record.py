@@ -166,6 +166,18 @@ def test_a_lost_field_of_a_weight_is_a_fault(made: Path, output: str) -> None:
     (ckpt / "ptqpipe.json").write_text(text)
 
 
+def test_a_reason_that_only_the_source_shows_is_believed_without_it(tmp_path: Path) -> None:
+    """Of two stacks the first is split into weights; that the second fits no block follows from both together."""
+    tensors = tiny.fused_moe(hidden=64, inner=16)
+    config = {**tiny.LLAMA_CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    model = tiny.save(tmp_path / "model", tensors, config=config)
+    out = ptqpipe.convert(model, format="mxfp8", out=tmp_path / "out", workers=1).out
+    kept = json.loads((out / "ptqpipe.json").read_text())["kept"]
+    assert "does not divide" in kept["model.layers.0.mlp.experts.down_proj"]["reason"]
+    for source in (None, model):
+        assert verify(out, source=source, workers=1).faults == ()
+
+
 @pytest.mark.parametrize("output", ["dequantized", "transformed"])
 def test_float_outputs_are_verified_by_their_hashes(made: Path, tmp_path: Path, output: str) -> None:
     folder = damage.copy(made / output, tmp_path / "damaged")
