@@ -166,6 +166,18 @@ def test_a_lost_field_of_a_weight_is_a_fault(made: Path, output: str) -> None:
     (ckpt / "ptqpipe.json").write_text(text)
 
 
+def test_nan_in_a_decoded_tensor_that_is_kept_is_recorded(made: Path, tmp_path: Path) -> None:
+    source = ptqpipe.convert(made / "model", format="fp8_block", out=tmp_path / "source", workers=1).out
+    damage.put(source, "model.layers.0.mlp.down_proj.weight_scale_inv", bytes.fromhex("0000c07f") * 2)
+    out = ptqpipe.convert(source, format="nvfp4", ignore=["*down_proj"], out=tmp_path / "out", workers=1).out
+    kept = json.loads((out / "ptqpipe.json").read_text())["kept"]["model.layers.0.mlp.down_proj.weight"]
+    assert kept["not_finite"] == f"{128 * 256} NaN and 0 inf"
+    for given in (None, source):
+        report = verify(out, source=given, workers=1)
+        assert "down_proj" in "".join(note.where for note in report.notes if note.check == "values")
+        assert [fault.message for fault in report.faults if fault.check == "record"] == []
+
+
 def test_a_reason_that_only_the_source_shows_is_believed_without_it(tmp_path: Path) -> None:
     """Of two stacks the first is split into weights; that the second fits no block follows from both together."""
     tensors = tiny.fused_moe(hidden=64, inner=16)

@@ -4,7 +4,7 @@ Knows containers, jobs and the writer; must not know how rows were quantized.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,18 +69,20 @@ def keep_tensor(job: Job, source: Source, writer: CheckpointWriter) -> dict[str,
     """
     assert job.kept is not None
     name = job.kept.name
-    bad: dict[str, str] = {}
     if name in source.stored:
-        sha256, nbytes = _write_decoded(source, name, writer)
+        found = NotFinite("BF16")
+        sha256, nbytes = _write_decoded(source, name, writer, look=found.look)
     else:
         found = NotFinite(source.reader.entries[name].dtype)
         sha256, nbytes = copy_tensor(source.reader, name, writer, name, look=found.look)
-        bad = {"not_finite": found.text} if found.count else {}
+    bad = {"not_finite": found.text} if found.count else {}
     return {"kept": {name: {"reason": job.kept.reason, "sha256": sha256, "bytes": nbytes, **bad}}}
 
 
-def _write_decoded(source: Source, name: str, writer: CheckpointWriter) -> tuple[str, int]:
-    """Writes a stored quantized weight as bfloat16; (sha256, bytes)."""
+def _write_decoded(
+    source: Source, name: str, writer: CheckpointWriter, *, look: Callable[[torch.Tensor], None]
+) -> tuple[str, int]:
+    """Writes a stored quantized weight as bfloat16; (sha256, bytes). ``look`` sees every chunk."""
     stored = source.stored[name]
     digest, offset = hashlib.sha256(), 0
     for expert in range(stored.experts or 1):
@@ -88,6 +90,7 @@ def _write_decoded(source: Source, name: str, writer: CheckpointWriter) -> tuple
         w = q.dequantize().bfloat16()
         raw = (w.t() if stored.transposed else w).contiguous().reshape(-1).view(torch.uint8)
         writer.write(name, raw, byte_offset=offset)
+        look(raw)
         digest.update(raw.numpy().data)
         offset += raw.nbytes
     return digest.hexdigest(), offset
