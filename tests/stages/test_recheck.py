@@ -138,7 +138,7 @@ def test_the_record_and_the_last_lines_say_how_many_blocks(model: Path, tmp_path
     assert done.exit_code == 0
     record = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())
     blocks = sum(entry["rechecked"] for entry in record["weights"].values())
-    assert f"{blocks} blocks of 14 of 14 weights were found again by brute force" in done.output
+    assert f"re-checked by brute force: {blocks} blocks of 14 of 14 weights, no difference" in done.output
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp8_channel", "fp8_block", "fp8_tensor"])

@@ -245,7 +245,7 @@ def converted_text(done: Converted) -> str:
             *(judged := _judgement(done.record)),
             _roles_table(by_role(done.record["weights"]), by_data=bool(judged)),
             *([_WEIGHT_ERROR] if judged else []),
-            _looked_at(done.record["weights"]),
+            *_looked_at(done.record["weights"]),
             *(
                 f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
                 for name, found in _not_finite(done.record["kept"]).items()
@@ -316,7 +316,11 @@ def _rechecked(weights: Mapping[str, Mapping[str, Any]]) -> int:
     return sum(entry["rechecked"] for entry in weights.values())
 
 
-def _looked_at(weights: Mapping[str, Mapping[str, Any]]) -> str:
-    """How many blocks were found again by brute force, and of how many weights."""
+def _looked_at(weights: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """How many blocks were found again by brute force, where a search promised anything."""
     some = sum(entry["rechecked"] > 0 for entry in weights.values())
-    return f"{_rechecked(weights)} blocks of {some} of {len(weights)} weights were found again by brute force"
+    if not some:
+        return []
+    return [
+        f"re-checked by brute force: {_rechecked(weights)} blocks of {some} of {len(weights)} weights, no difference"
+    ]
