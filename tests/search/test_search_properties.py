@@ -63,7 +63,7 @@ def test_blocks_are_brute_force(name: str) -> None:
 
 
 @settings(
-    max_examples=24,
+    max_examples=32,
     deadline=None,
     derandomize=True,
     database=None,
@@ -74,7 +74,7 @@ def test_blocks_are_brute_force(name: str) -> None:
     st.sampled_from(
         [
             ("fp8_channel", (4, 72)), ("fp8_tensor", (3, 50)), ("fp8_block", (130, 20)), ("tile", (20, 60)),
-            ("e4m3/16/bf16", (2, 64)),
+            ("e4m3/16/bf16", (2, 64)), ("e2m1/16/fp16", (2, 64)), ("e2m1/16/bf16/global", (1, 32)),
         ]
     ),
     st.sampled_from(list(hostile.KINDS)), sizes, dtypes, importances, seeds,
