@@ -21,6 +21,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,7 @@ FLAGS = ("-g0", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "
 NO_SEARCH = {"columns.h", "linear.h", "collective.h", "norm.h"}  # what body.h includes besides
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])  # half of what a short run of tests costs
-TEST_SECONDS = 900  # a mutant that loops for ever is killed, too
+CPU_SECONDS = 600  # of a run of tests: a mutant that loops for ever is killed, too, however busy the machine is
 
 # What ctypes calls, for the one instruction set that is built.
 EXPORTS = """
@@ -190,6 +191,7 @@ class Watch:
 def child(tree: str, tests: tuple[str, ...], seconds: dict[str, float]) -> None:
     """Runs the tests in ``tree``; a process of its own, in which nothing of the package is imported yet."""
     assert not any(name.startswith("ptqpipe") for name in sys.modules)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     folder = Path(tree)
     out = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1), os.dup2(out, 2)
@@ -206,19 +208,18 @@ def run_tests(tree: Path, tests: tuple[str, ...], seconds: dict[str, float]) -> 
     """The first test that does not pass in ``tree``, or "". ``seconds`` is read, and grows by what passed."""
     process = FORKS.Process(target=child, args=(str(tree), tests, seconds))
     process.start()
-    process.join(TEST_SECONDS)
-    ended = process.exitcode is not None
-    if not ended:
-        process.kill()
-        process.join()
+    process.join()
     diary = tree / "diary"
     lines = [json.loads(line) for line in diary.read_text().splitlines()] if diary.exists() else []
     if not lines:
         raise TableError(f"no test ran: {(tree / 'output').read_text()[-2000:]}")
     nodeid, outcome, _ = lines[-1]
-    if outcome == "failed" or not ended or process.exitcode != 0:
-        return str(nodeid)  # the one that failed, or during which the process ended or did not
-    seconds.update({nodeid: took for nodeid, outcome, took in lines if outcome == "passed"})
+    if outcome == "failed" or process.exitcode != 0:
+        return str(nodeid)  # the one that failed, or that ended the process
+    passed = {nodeid: took for nodeid, outcome, took in lines if outcome == "passed"}
+    if not passed:
+        raise TableError(f"every test was skipped: {(tree / 'output').read_text()[-2000:]}")
+    seconds.update(passed)
     return ""
 
 
@@ -229,8 +230,8 @@ def judge(mutant: Mutant, seconds: dict[str, float]) -> Result:
     isa = (mutant.isa or isas[0]) if mutant.compiled else ""
 
     def result(status: str, killed_by: str) -> Result:
-        seconds = round(time.monotonic() - began, 1)
-        return Result(mutant.name, mutant.file, line, mutant.breaks, status, killed_by, isa, seconds, mutant.equivalent)
+        took = round(time.monotonic() - began, 1)
+        return Result(mutant.name, mutant.file, line, mutant.breaks, status, killed_by, isa, took, mutant.equivalent)
 
     if isa and isa not in isas:
         return result("skipped", "")

@@ -96,3 +96,11 @@ def test_the_scale_of_a_row_at_an_edge_is_the_one_counted_by_hand(name):
             done = cpu.block_quantize(w, get_format("fp8_channel"))
             assert done is not None
             assert done[1].tolist() == [[scale]]
+
+
+@pytest.mark.parametrize("name", edges.WEIGHTED)
+def test_the_code_at_a_weighted_edge_is_the_one_counted_by_hand(name):
+    fmt_name, values, weights, code = edges.WEIGHTED[name]
+    done = cpu.block_quantize(torch.tensor([values]), get_format(fmt_name), importance=torch.tensor(weights))
+    assert done is not None
+    assert done[1].tolist() == [[code]]

@@ -17,6 +17,7 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
     "a hair above the tie the larger power wins": ("mxfp4", [3.5 + ULP, 1.0], 127),
     "a hair below the tie the half wins": ("mxfp4", [3.5 - ULP, 1.0], 126),
     "all of one magnitude": ("mxfp4", [1.25] * 32, 125),
+    "the largest power that can win": ("mxfp4", [3.3e38], 253),
     "a largest element that is exact at its half": ("mxfp4", [6.0, 2.0, 1.0], 127),
     "exact at two powers": ("mxfp4", [3.0, -1.0], 126),
     # Exact at 1 and 1/2 but for the largest, whose error is a hair smaller at 1.
@@ -32,6 +33,10 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
     "a tie with a clipped scale": (
         "e2m1/16/e4m3", [float.fromhex("0x1.186aaap+4"), 5.5, 1.375, 5.5, 5.5, 2.75], 67,
     ),
+    # Exact at 1 but for the dust, and at 1.5 as well, where float32 makes the dust's score a rounding smaller.
+    "dust just above 2^-32 counts": ("e2m1/16/e4m3", [6.0, float.fromhex("0x1.f6d6acp-30")], 60),
+    "dust just below 2^-32 does not count": ("e2m1/16/e4m3", [6.0, float.fromhex("0x1.682142p-30")], 56),
+    "dust of exactly 2^-32 counts": ("e2m1/16/e4m3", [6.0, 6.0 * 2.0**-32, float.fromhex("0x1.b32f46p-30")], 60),
     "the largest scale": ("e2m1/16/e4m3", [6 * 448.0, 3 * 448.0, 448.0, 0.5 * 448.0], 126),
     "far beyond the largest scale": ("e2m1/16/e4m3", [2.0**24, 2.0**24, 448.0], 126),
     "the smallest scale": ("e2m1/16/e4m3", [6 / 512, 4 / 512, 1 / 512, 0.5 / 512], 1),
@@ -46,16 +51,26 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
 }  # fmt: skip
 
 
+# (format, the block, weights of its columns, the code that must win): by hand
+WEIGHTED: dict[str, tuple[str, list[float], list[float], int]] = {
+    # At 1 the small elements are zeroed, which costs 31/16, and 48 is clipped to 6, 42^2 * 0.0007 = 1.23; at 1/2 they are
+    # exact and clipping costs 45^2 * 0.0007 = 1.42; at 1/4 46.5^2 * 0.0007 = 1.51. At 8 48 is exact: 31/16.
+    "clipping one element that hardly counts": ("mxfp4", [48.0, *[0.25] * 31], [0.0007, *[1.0] * 31], 126),
+    "the same with minifloat scales": ("e2m1/16/e4m3", [48.0, *[0.25] * 15], [0.0003, *[1.0] * 15], 48),
+}
 _ODD = [8.0, 9.0, 11.0, 13.0, 15.0]  # exact together at powers of two alone
 _LOW = 2.0**-126 * (1 + 120 / 128)
 
 # (columns, the scale that must win): rows and tensors of FP8 by hand
 ROWS: dict[str, tuple[list[float], float]] = {
-    # Exact at 2^-8, where y is 256, and at 127 octaves above it: ties, which the smallest scale wins.
-    "one magnitude is exact at many scales": ([1.0] * 40, 2.0**-8),
-    "more than a look half way sees": ([1.0] * 70000, 2.0**-8),
-    # y is 384 there, and 256 at 1.5 times that, where dust that is not flushed would cost a rounding less or more.
-    **{f"dust {k}": ([6.0, 6.0 * 2.0**-34 * (1 + k / 16)], 2.0**-6) for k in range(16)},
+    # Exact at 2^-6, where y is 384, and at 1.5 times that: a tie, which the smaller scale wins.
+    "one magnitude is exact at two scales": ([6.0] * 40, 2.0**-6),
+    "the same beyond a look half way": ([6.0] * 70000, 2.0**-6),
+    # The same with dust, which would cost a rounding less at the larger scale if it counted.
+    **{
+        f"dust of {dust} does not count": ([6.0, float.fromhex(dust)], 2.0**-6)
+        for dust in ("0x1.535c64p-30", "0x1.3ebaf6p-30", "0x1.a17350p-31")
+    },
     "the smallest scale": ([2.0**-126 * y for y in (448.0, *_ODD)], 2.0**-126),
     "a scale of the lowest octave, which has no half": ([_LOW * y for y in (208.0, *_ODD)], _LOW),
 }

@@ -31,3 +31,11 @@ def test_a_few_blocks_of_every_kind(name: str, weighted: bool) -> None:
 def test_the_scale_of_a_row_at_an_edge_is_the_one_counted_by_hand(name: str) -> None:
     values, scale = edges.ROWS[name]
     assert exact.search(torch.tensor([values]), get_format("fp8_channel")).tolist() == [[scale]]
+
+
+@pytest.mark.parametrize("name", edges.WEIGHTED)
+def test_the_code_at_a_weighted_edge_is_the_one_counted_by_hand(name: str) -> None:
+    fmt_name, values, weights, code = edges.WEIGHTED[name]
+    w, fmt, h = torch.tensor([values]), get_format(fmt_name), torch.tensor(weights)
+    assert brute_force.search(w, fmt, importance=h).tolist() == [[code]]
+    assert exact.search(w, fmt, importance=h).tolist() == [[code]]
