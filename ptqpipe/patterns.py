@@ -5,18 +5,17 @@ own ``re`` needs for ever for some of them: ``(.*)*(.*)*(.*)*!$`` on a name of 4
 the same and takes a time limit. Nothing is known here of what is named, or of the files.
 """
 
-import math
 import time
 from functools import lru_cache
 
 import regex
 
-_COUNTED = regex.compile(r"\{(\d*),?(\d*)\}")
 MAX_REPEATS = 100_000  # that the counts of one expression make together: compiling it takes as many steps
 MAX_LETTERS = 32768  # of one expression; those of 256 experts times 60 layers, all listed, have fewer
 # An expression may take a second, and every name adds a little: in use they take some microseconds a name.
 _SECONDS = 1.0
 _SECONDS_A_NAME = 1e-4
+_TOKEN = regex.compile(r"\\.|\[\^?\]?(?:\\.|[^\]])*\]|\{(?P<count>\d+(?:,\d*)?|,\d+)\}|.", regex.DOTALL)
 
 
 class Expression:
@@ -30,9 +29,8 @@ class Expression:
     def __init__(self, text: str) -> None:
         if len(text) > MAX_LETTERS:
             raise ValueError(f"it has {len(text)} letters, expected at most {MAX_LETTERS}")
-        repeats = math.prod(max(1, *(int(count or 1) for count in counts)) for counts in _COUNTED.findall(text))
-        if repeats > MAX_REPEATS:
-            raise ValueError(f"its counts multiply to more than {MAX_REPEATS} repeats; write it simpler")
+        if _repeats(text) > MAX_REPEATS:
+            raise ValueError(f"its counts make more than {MAX_REPEATS} repeats; write it simpler")
         try:
             self._pattern = regex.compile(text)
         except (RecursionError, MemoryError):
@@ -57,6 +55,24 @@ class Expression:
             raise ValueError(f"it needs too much memory on a name of {len(name)} letters; write it simpler") from None
         self._seconds_left = max(0.0, allowed - (time.monotonic() - started))
         return found
+
+
+def _repeats(text: str) -> int:
+    """How often the parts of an expression are repeated by counts, at most: those within another's group multiply."""
+    groups, last = [0], 0  # what the open groups hold so far, the outermost first; what the last part holds
+    for token in _TOKEN.finditer(text):
+        if token["count"]:
+            count = max(int(number) for number in token["count"].split(",") if number)
+            groups[-1] += max(1, last) * count - last
+            last = max(1, last) * count
+        elif token[0] == "(":
+            groups.append(0)
+        elif token[0] == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] += last
+        else:
+            last = 0
+    return sum(groups)
 
 
 @lru_cache(maxsize=4096)

@@ -36,7 +36,7 @@ def read_regular(path: Path, *, limit: int) -> bytes:
     """All bytes of a regular file, or of one that a link leads to.
 
     Raises OSError as `open` does, and, with words of its own for ``strerror``, for anything else than a regular file
-    and for more than ``limit`` bytes; never waits, and never holds more than ``limit`` bytes.
+    and for more than ``limit`` bytes; never waits, and never holds more than twice ``limit`` bytes.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:

@@ -88,9 +88,8 @@ class Rounding:
         """What the record of a checkpoint made of them says: the digest, how they were found, on which data, and what
         each decoder block gained by them."""
         found = {key: self.content[key] for key in ("digest", "method", "data") if key in self.content}
-        blocks = self.content.get("blocks")
-        told = blocks.items() if isinstance(blocks, dict) else ()
-        gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in told if isinstance(e, dict)}
+        told = (self.content.get("blocks") or {}).items()
+        gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in told}
         return found | ({"blocks": gains} if gains else {})
 
     def has(self, weight: str) -> bool:

@@ -155,3 +155,10 @@ def test_a_config_with_an_endless_expression_is_read() -> None:
     quantization["ignore"] = [f"re:{TOO_LONG}"]
     with pytest.raises(CheckpointError, match=r"in config.json cannot be matched with 'aaa.*: it takes too long"):
         container.stored_weights({"quantization_config": quantization}, names)
+
+
+def test_counts_side_by_side_add_up() -> None:
+    name = "model.layers.7.x"
+    assert Expression(r"model\.layers\.\d{1,200}\.\w{1,600}").match(name)
+    assert Expression("|".join(rf"model\.layers\.{n}\d{{0,2}}\.x" for n in range(40))).match(name)
+    assert Expression(r"[{9999}]{2}(a{3}){2}|model").match(name)

@@ -55,6 +55,8 @@ class DirectFile:
         """``cached_fd`` is an open descriptor of the same file; it stays its owner's. Raises OSError."""
         self._cached = cached_fd
         self._fd = open_direct(path, os.O_RDONLY)
+        if self._fd is not None and not os.path.sameopenfile(self._fd, cached_fd):
+            self.close()  # another file has taken the name meanwhile; whoever reads sees that at the end
 
     def read(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor | None:
         """Bytes [offset, offset + nbytes) somewhere in ``memory`` (uint8, ``nbytes + margin()`` of them).

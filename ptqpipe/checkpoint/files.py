@@ -103,7 +103,8 @@ def refuse_pipes(folder: Path) -> None:
     Who lets another library read the folder's files (config, tokenizer, chat template) asks this first: opening a pipe
     waits for ever, and a device need not end. Weights are not looked at: their readers are our own.
     """
-    for root, _, names in os.walk(folder):
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
         for name in names:
             path = Path(root, name)
             try:
@@ -114,22 +115,20 @@ def refuse_pipes(folder: Path) -> None:
                 _refuse_kind(path, kind)
 
 
-def refuse_foreign_links(folder: Path, files: Iterable[Path]) -> None:
+def refuse_foreign_links(folder: Path, files: Iterable[Path], *, weights: Iterable[Path]) -> None:
     """CheckpointError for a file of a model's folder whose content lies elsewhere: its copy would be published.
 
-    A link may lead within the folder, and from a snapshot of the hub's cache into the blobs of the same model. Weights
-    need not be asked about: what is no safetensors file is refused anyhow, and large shards often lie on another disk.
+    A link may lead within the folder, and into the blobs of the hub's cache where the weights lie as well. Weights need
+    not be asked about: what is no safetensors file is refused anyhow, and large shards often lie on another disk.
     """
-    home = folder.resolve()
-    homes = [home]
-    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
-        homes.append((home.parent.parent / "blobs").resolve())
+    blobs = {path.resolve().parent for path in weights}
+    homes = [folder.resolve(), *(b for b in blobs if b.name == "blobs" and b.parent.name.startswith("models--"))]
     for path in files:
         found = path.resolve()
-        if not any(found.is_relative_to(place) for place in homes):
+        if not any(found.is_relative_to(home) for home in homes):
             raise CheckpointError(
                 f"{shown(str(path))} is a link that leaves the model's folder, to {shown(_target(path))}; its content "
-                "would become part of the output: put a copy of the file there, or delete the link"
+                "would become part of the output: copy the folder with cp -rL, or delete the link"
             )
 
 

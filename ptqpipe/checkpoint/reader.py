@@ -155,7 +155,7 @@ class CheckpointReader:
     def check_links(self) -> None:
         """CheckpointError if a file that would be carried over, or a config, is a link out of the model's folder."""
         configs = [path for name in sorted(OWN_FILES) if (path := self.path / name).exists()]
-        refuse_foreign_links(self.path, [*self.extra_files, *configs])
+        refuse_foreign_links(self.path, [*self.extra_files, *configs], weights=self.files)
 
     def _find_fingerprint(self) -> str:
         headers = list(self._headers.values())
@@ -193,8 +193,10 @@ class CheckpointReader:
             if (status.st_size, status.st_mtime_ns) != (header.file_bytes, header.mtime_ns):
                 _raise_changed(path)
             touched |= status.st_ctime_ns != header.ctime_ns
-        if touched and self._fingerprint not in (None, self._find_fingerprint()):
-            _raise_changed(self.path)
+        if touched and self._fingerprint is not None:
+            self.close()  # what is open may be a file that another one has taken the name of
+            if self._find_fingerprint() != self._fingerprint:
+                _raise_changed(self.path)
 
     def close(self) -> None:
         """Closes the files. Reading again opens them again."""

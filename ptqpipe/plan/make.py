@@ -106,6 +106,7 @@ def _near(pattern: str, plan: Plan) -> Iterator[str]:
         return
     yield f"*{pattern}"
     yield f"*{pattern}*"
+    pattern = pattern.rstrip("*")
     cut = max(pattern.rfind("."), pattern.rfind("*")) + 1
     words = dict.fromkeys(word for name in plan.modules for word in name.split(".") if not word.isdigit())
     for word in difflib.get_close_matches(pattern[cut:], words, n=3):

@@ -148,7 +148,7 @@ class Recipe:
 
     def for_model(self, config: Mapping[str, Any]) -> "Recipe":
         """The recipe with what its default keep rules say of the model of this config.json alone: layers by number."""
-        numbered = tuple(row.keep for row in rows_of(config) if row.counted_by)
+        numbered = tuple(row.keep for row in rows_of(config) if row.counted_by and row.keep not in self.keep)
         return replace(self, keep=numbered + self.keep)
 
     def rule_for(self, module: str) -> tuple[Rule | None, str]:

@@ -193,6 +193,31 @@ def test_a_snapshot_links_into_the_blobs_of_its_own_model_alone(target: str, all
         reader.check_links()
 
 
+def test_a_folder_of_links_into_a_hub_cache_may_link_what_belongs_to_its_weights(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    for folder in (model, tmp_path / "models--a--b" / "blobs"):
+        folder.mkdir(parents=True)
+    u8_file(tmp_path / "models--a--b" / "blobs" / "0123", "a")
+    (tmp_path / "models--a--b" / "blobs" / "4567").write_text("{}")
+    (model / "model.safetensors").symlink_to("../models--a--b/blobs/0123")
+    (model / "tokenizer.json").symlink_to("../models--a--b/blobs/4567")
+    CheckpointReader.open(model).check_links()
+
+
+def test_a_file_that_takes_the_name_of_another_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    u8_file(path, "a")
+    reader = CheckpointReader.open(tmp_path)
+    reader.fingerprint()
+    assert reader.read("a").tolist() == [0]
+    raw, status = path.read_bytes(), path.stat()
+    (tmp_path / "other").write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    os.utime(tmp_path / "other", ns=(status.st_atime_ns, status.st_mtime_ns))
+    os.replace(tmp_path / "other", path)
+    with pytest.raises(CheckpointError, match="has changed"):
+        reader.check_unchanged()
+
+
 def make_indexed(folder: Path) -> None:
     u8_file(folder / "x.safetensors", "a", "b")
     u8_file(folder / "y.safetensors", "c")

@@ -21,6 +21,7 @@ from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import default_length, positions_of
 from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
+from ptqpipe.stages.common.jobs import file_sha256
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.evaluate.run import Options, evaluate
@@ -135,6 +136,7 @@ def test_mtp_layers_are_numbered_as_the_text_config_says() -> None:
     inner = {"num_hidden_layers": 4, "num_nextn_predict_layers": 2}
     for config in (inner, {"num_hidden_layers": 1, "text_config": inner}):
         known = recipe.for_model(config)
+        assert known.for_model(config) == known
         for layer, kept in ((3, False), (4, True), (5, True), (6, False), (40, False)):
             for prefix in ("model.", "model.language_model.", ""):
                 rule, _ = known.rule_for(f"{prefix}layers.{layer}.mlp.up_proj")
@@ -342,6 +344,8 @@ def test_a_description_inside_the_text_config_is_seen_by_verify_and_inspect(make
         outer = {key: value for key, value in config.items() if key != "quantization_config"}
         outer["text_config"] = {**config["text_config"], "quantization_config": inner}
         file.write_text(json.dumps(outer))
+        record = done.record | {"files": {**done.record["files"], file.name: file_sha256(file)}}
+        (done.out / "ptqpipe.json").write_text(json.dumps(record))
 
     moved()
     assert [fault.message for fault in verify(done.out, workers=1).faults] == []

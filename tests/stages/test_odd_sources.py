@@ -321,6 +321,7 @@ def test_patterns_of_a_recipe_that_match_nothing_are_told(tmp_path: Path) -> Non
         ("down_proj", "did you mean '*down_proj'?"),
         ("layers.0.mlp", "did you mean '*layers.0.mlp*'?"),
         ("*.q_porj", "did you mean '*.q_proj'?"),
+        ("*self_atn*", "did you mean '*self_attn*'?"),
         ("model.layers.0.self_atn", "did you mean 'model.layers.0.self_attn*'?"),
         ("re:down_proj$", "did you mean 're:.*down_proj$'?"),
         ("xyzzy", "names are like 'model.layers.0.mlp.down_proj'"),

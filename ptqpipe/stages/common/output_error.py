@@ -35,9 +35,7 @@ def tuned_blocks(record: Mapping[str, Any]) -> tuple[TunedBlock, ...]:
         before, after = _number(entry.get("start_loss")), _number(entry.get("learned_loss"))
         if before is not None and after is not None and before > 0:
             kept = entry.get("kept") is True
-            # earlier builds of tune do not say it, and held samples out wherever they had two batches
-            held = entry.get("held_out", True) is True
-            found.append(TunedBlock(name, after / before if kept else 1.0, held))
+            found.append(TunedBlock(name, after / before if kept else 1.0, entry.get("held_out") is True))
     return tuple(found)
 
 

@@ -98,10 +98,9 @@ def _fates(plan: Plan) -> dict[str, _Fate]:
 
 def _check_input_scales(codes: Rounding, recipe: Recipe, statistics: Statistics | None) -> None:
     """Codes were learned behind inputs at static scales: those must be the ones that are written."""
-    known = "statistics" in codes.content  # codes of earlier builds do not say it
     made_with = codes.content.get("statistics")
     given = None if statistics is None else statistics.digest
-    if known and made_with != given:
+    if made_with != given:
         if made_with is None:
             raise UsageError(
                 f"{codes.path} was tuned without statistics, its input scales are constant; leave --stats out, or tune "

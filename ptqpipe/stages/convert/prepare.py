@@ -83,7 +83,7 @@ def best_with(
         with Statistics.open(stats) as statistics:
             full = any(statistics.has(module, "full_moment") for module in statistics.modules)
         options = replace(options, algorithm="gptq" if full else "rtn")
-    if options.algorithm == "rtn" and options.weighting is None:
+    if options.algorithm == "rtn" and options.weighting is None and options.search in (None, "exact", "brute_force"):
         options = replace(options, weighting="diagonal")
     return options
 
@@ -138,7 +138,7 @@ def prepare(
         source.check_requantizable()
         recipe = recipe.for_model(source.reader.config)
         plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))
-        check_ignored(plan, (options or RecipeOptions()).ignore)
+        check_ignored(plan, options.ignore)
         plan = with_reasons(plan, corrected_biases(plan, source, recipe))
         outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
         check_readable(outputs, plan, source, container)

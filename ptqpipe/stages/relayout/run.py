@@ -290,7 +290,7 @@ def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[st
     """ptqpipe.json: what the source's says, with this layout, the new hashes, and the run that it came from."""
     old = prepared.old_record
     return {
-        **{key: value for key, value in old.items() if key not in ("recipe", "carried_files")},
+        **{key: value for key, value in old.items() if key != "recipe"},
         **prepared.asked,
         "run_id": run_id_of(prepared.run_parts),
         "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},

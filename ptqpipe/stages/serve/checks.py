@@ -36,7 +36,8 @@ def host_names(host: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
         if not re.fullmatch(r"[\w.*-]+", name):
             raise UsageError(f"--allowed-host is {name!r}, expected a name without scheme and port, as api.example.com")
     own = socket.gethostname()
-    return host, own, f"{own}.local", *allowed
+    short = own.partition(".")[0]
+    return host, own, short, f"{short}.local", *allowed
 
 
 def require_packages() -> None:

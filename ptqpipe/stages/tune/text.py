@@ -20,7 +20,7 @@ def to_json(done: Tuned) -> dict[str, Any]:
 
 def render(done: Tuned) -> str:
     """A line a block, then the cost."""
-    judged = samples_text([entry.get("held_out", True) for entry in done.content["blocks"].values()])
+    judged = samples_text([entry["held_out"] for entry in done.content["blocks"].values()])
     lines = [f"{'block':<24} {'start':>10} {'found':>10} {'ratio':>6} {'moved':>6}   output error on {judged}"]
     lines += [_line(name, entry) for name, entry in done.content["blocks"].items()]
     left = [weight for entry in done.content["blocks"].values() for weight in entry["not_learned"]]

@@ -50,8 +50,6 @@ def check_identity(ckpt: Source, record: Record, findings: Findings) -> None:
     parts = run_parts_of(raw, layout=layout_digest(ckpt.reader))
     if parts is None:
         parts = conversion_parts(raw, recipe_of(object_of(raw, "recipe")), layout=layout_digest(ckpt.reader))
-    elif record.files is None:
-        return  # an older record, which names less
     if raw.get("run_id") != run_id_of(parts):
         findings.fault("record", RECORD_FILE, "its run_id is not that of its recipe, layout, version and source")
     described = quantization_config(ckpt.reader.config).get("ptqpipe")

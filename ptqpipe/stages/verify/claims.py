@@ -15,6 +15,8 @@ from ptqpipe.stages.verify.structure import READ_BYTES, plain_tensors
 
 SUM_TOLERANCE = 1e-9  # float64 sums of up to 2^33 positive terms in another order differ by less
 
+_PAGES = frozenset({"README.md", ".gitattributes", "LICENSE"})  # no program reads them
+
 
 def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
     """The record lists exactly what is stored: quantized weights, kept tensors, the container."""
@@ -43,11 +45,11 @@ def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
 
 
 def check_written_files(ckpt: Source, record: Record, findings: Findings) -> None:
-    """Every file that was written beside the weights is there, byte for byte. Others may lie there, too: a note."""
+    """Every file that was written beside the weights is there, byte for byte. Others may lie there, too: a note.
+
+    So is a changed page of the model: whoever publishes it writes a model card, and the hub its .gitattributes.
+    """
     folder, index = ckpt.reader.path, ckpt.reader.index
-    if record.files is None:
-        findings.note("files", RECORD_FILE, "has no hashes of config.json, the tokenizer and the like: not checked")
-        return
     extra = {path.relative_to(folder).as_posix() for path in ckpt.reader.extra_files}
     described = {name for name in OWN_FILES - {RECORD_FILE} if (folder / name).is_file()}
     described |= {index.name} if index is not None else set()
@@ -56,11 +58,12 @@ def check_written_files(ckpt: Source, record: Record, findings: Findings) -> Non
     for name in sorted(extra - record.files.keys()):
         findings.note("files", name, "was added after conversion")
     for name, written in sorted(record.files.items()):
+        wrong = findings.note if name in _PAGES else findings.fault
         if name not in extra | described:
-            findings.fault("files", name, f"is missing, though {RECORD_FILE} lists it as written")
+            wrong("files", name, f"is missing, though {RECORD_FILE} lists it as written")
         elif (found := file_sha256(folder / name)) != written:
             hashes = f"sha256 {found[:12]}..., written {written[:12]}..."
-            findings.fault("files", name, f"is not the file that was written ({hashes}): changed after conversion")
+            wrong("files", name, f"is not the file that was written ({hashes}): changed after conversion")
 
 
 def check_hashes(ckpt: Source, weight: str, expert: int | None, claim: Claim, findings: Findings) -> None:

@@ -55,7 +55,7 @@ class Record:
     container: str
     weights: Mapping[str, Claim]
     kept: Mapping[str, tuple[str, int]]  # (sha256, bytes)
-    files: Mapping[str, str] | None  # sha256 of what lies beside the weights; None in a record of before there were any
+    files: Mapping[str, str]  # sha256 of what lies beside the weights
     rounded: frozenset[str]  # weights whose decode a relayout may have changed in the last place
 
     @property
@@ -104,9 +104,7 @@ def read_record(reader: CheckpointReader) -> Record:
     return Record(raw, text_of(raw, "container", RECORD_FILE), weights, kept, _files(raw), frozenset(map(str, rounded)))
 
 
-def _files(raw: Mapping[str, Any]) -> dict[str, str] | None:
-    if "files" not in raw and "carried_files" in raw:  # an older record, which has names alone
-        return None
+def _files(raw: Mapping[str, Any]) -> dict[str, str]:
     listed = object_of(raw, "files")
     return {name: text_of(listed, name, f"{RECORD_FILE}, files") for name in listed}
 
