@@ -209,7 +209,7 @@ def _record_reader(model: Path) -> Callable[[], object]:
     def read() -> None:
         completed_run(model)
         record = read_record(source.reader)
-        check_config(source, Findings(own=True))
+        check_config(source, Findings(own=True, chosen=True))
         if record.conversion is not None:
             Recipe.from_json(record.conversion["recipe"])
 

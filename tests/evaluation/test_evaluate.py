@@ -221,7 +221,7 @@ def test_the_bench_model_has_the_recorded_perplexity(shared_dir: Path, tmp_path:
         tmp_path / "a.json", out, "--baseline", model, "--data", text, "--window", 256, "--max-tokens", 8192,
         "--cache-dir", tmp_path / "cache",
     )  # fmt: skip
-    assert found["baseline"]["name"] == "bench-4m"
+    assert found["baseline"]["name"] == "hf"
     assert found["perplexity"][0]["baseline"] == pytest.approx(56.05, rel=0.15)
     assert found["kl"][0]["mean"] == pytest.approx(0.0080, abs=0.0003)
 

@@ -50,7 +50,7 @@ def test_a_mutant_that_applies_nowhere_or_twice_is_an_error(script: ModuleType) 
     broken = script.Mutant("gone", "ptqpipe/search/objective.py", "no such line", "", "nothing", ())
     with pytest.raises(script.TableError, match=r"'no such line' lies 0 times in ptqpipe/search/objective.py"):
         broken.line()
-    with pytest.raises(script.TableError, match=r"lies [2-9] times"):
+    with pytest.raises(script.TableError, match=r"lies [0-9]+ times"):
         script.Mutant("many", "ptqpipe/search/objective.py", "torch.Tensor", "", "nothing", ()).line()
 
 

@@ -106,7 +106,7 @@ def test_with_statistics_the_recipe_converts_with_them(bits: float, moments: tup
     plan = plan_mixed(model, Budget(bits=bits), stats=stats)
     recipe = tmp_path / "recipe.yaml"
     write_recipe(plan, recipe)
-    assert recipe.read_text().splitlines()[0].endswith(f"convert model --recipe recipe.yaml --stats {stats}")
+    assert recipe.read_text().splitlines()[0].endswith(f"convert model --recipe recipe.yaml --stats {stats.name}")
     with pytest.raises(UsageError, match="needs statistics"):
         prepare(model, recipe_path=recipe, out=tmp_path / "out")
     prepared = prepare(model, recipe_path=recipe, out=tmp_path / "out", stats=stats)

@@ -70,7 +70,7 @@ def test_no_file_of_a_pipeline_names_the_folder_that_it_ran_in(pipeline: Path) -
 @pytest.mark.parametrize("file", ["stats/stats.json", "codes/rounding.json", "gptq/ptqpipe.json", "tuned/ptqpipe.json"])
 def test_data_are_known_by_base_name_and_sha256(file: str, pipeline: Path) -> None:
     content = json.loads((pipeline / file).read_text())
-    made_with = content.get("rounding") or content.get("statistics") or content
+    made_with = content if "data" in content else content.get("rounding") or content["statistics"]
     text, rows = pipeline / "model" / "heldout.txt", pipeline / "rows.jsonl"
     given = [text] if file in ("codes/rounding.json", "tuned/ptqpipe.json") else [rows, text]
     found = [(entry["name"], entry["sha256"]) for entry in made_with["data"]["files"]]
