@@ -53,8 +53,8 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
 
 # (format, the block, weights of its columns, the code that must win): by hand
 WEIGHTED: dict[str, tuple[str, list[float], list[float], int]] = {
-    # At 1 the small elements are zeroed, which costs 31/16, and 48 is clipped to 6, 42^2 * 0.0007 = 1.23; at 1/2 they
-    # are exact and clipping costs 45^2 * 0.0007 = 1.42; at 1/4 46.5^2 * 0.0007 = 1.51. At 8 48 is exact: 31/16.
+    # At 1 the small elements are zeroed, which costs 31/16, and 48 is clipped to 6: 42^2 * 0.0007 = 1.23. At 1/2 they
+    # are exact, and clipping costs 45^2 * 0.0007 = 1.42; at 1/4 46.5^2 * 0.0007 = 1.51. At 8 48 is exact: 31/16.
     "clipping one element that hardly counts": ("mxfp4", [48.0, *[0.25] * 31], [0.0007, *[1.0] * 31], 126),
     "the same with minifloat scales": ("e2m1/16/e4m3", [48.0, *[0.25] * 15], [0.0003, *[1.0] * 15], 48),
 }
