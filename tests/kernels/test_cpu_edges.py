@@ -9,7 +9,7 @@ import torch
 from ptqpipe.formats import get_format
 from ptqpipe.kernels import cpu, reference
 from ptqpipe.qtensor import encode
-from ptqpipe.search import brute_force
+from ptqpipe.search import absmax, brute_force
 from ptqpipe.search.objective import formula, importance_blocks, magnitude_blocks
 from tests.search import cases, edges
 
@@ -67,6 +67,26 @@ def test_the_total_of_a_few_blocks_of_every_kind(name, weighted):
     total = reference.sum_blocks(scores) * (1.0 if g is None else float(g) ** 2)
     assert 0 < total < float("inf")
     assert cpu.score_total(w, fmt, global_scale=g, importance=importance) == total
+
+
+def test_the_total_of_blocks_far_below_their_scale_is_that_of_the_formula():
+    """Abs-max gives them 64 times the smallest scale; the squares of their y are subnormal."""
+    fmt = get_format("e2m1/16/e4m3")
+    w = torch.zeros(1, 64 * 16)
+    w[0, ::16] = torch.randn(64, generator=cases.generator(49)) * 2.0**-73
+    codes = absmax.search(w, fmt).reshape(-1)
+    scores, _ = formula(magnitude_blocks(w, fmt), codes, fmt=fmt)
+    assert 0 < float(scores.max()) < 2.0**-126
+    assert cpu.score_total(w, fmt, rule="absmax") == reference.sum_blocks(scores)
+
+
+def test_the_total_of_subnormal_weights_is_that_of_the_formula():
+    fmt = get_format("mxfp4")
+    w = torch.randn(2, 160, generator=cases.generator(50)) * 2.0**-140
+    codes = brute_force.search(w, fmt).reshape(-1)
+    scores, _ = formula(magnitude_blocks(w, fmt), codes, fmt=fmt)
+    assert float(scores.min()) > 0
+    assert cpu.score_total(w, fmt) == reference.sum_blocks(scores)
 
 
 @pytest.mark.parametrize("name", [f"e2m1/{block}/e4m3" for block in (4, 6, 8, 10, 12, 14, 16, 18, 26, 28, 30, 32, 64)])

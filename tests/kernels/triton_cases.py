@@ -15,7 +15,7 @@ from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import QTensor, encode, squared_error
 from ptqpipe.search import absmax, brute_force
 from ptqpipe.search.objective import importance_blocks, magnitude_blocks, scores
-from tests.search import hostile
+from tests.search import edges, hostile
 
 INTERPRETED = kernels.interpreting()
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -88,6 +88,14 @@ def test_scales_and_bytes_are_those_of_brute_force(name: str) -> None:
     fmt = get_format(name)
     w = weight(fmt, seed=1)
     assert_exact(w, fmt, g=global_scale(w, fmt, 1.37))
+
+
+@pytest.mark.parametrize("name", ["e2m1/16/e4m3", "mxfp4", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2"])
+def test_the_codes_at_the_edges_are_those_counted_by_hand(name: str) -> None:
+    w, codes = edges.edges_of(name)
+    done = kernels.block_quantize(w.to(DEVICE), get_format(name))
+    assert done is not None
+    assert done[1].flatten().tolist() == codes
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "e2m1/8/ue5m3", "mxfp4", "mxfp8", "mxfp6_e2m3"])

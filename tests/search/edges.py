@@ -41,6 +41,9 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
     "far beyond the largest scale": ("e2m1/16/e4m3", [2.0**24, 2.0**24, 448.0], 126),
     "the smallest scale": ("e2m1/16/e4m3", [6 / 512, 4 / 512, 1 / 512, 0.5 / 512], 1),
     "hardly anything at the smallest scale": ("e2m1/16/e4m3", [0.2500001 / 512], 1),
+    "the smallest magnitude alone is exact": ("e2m1/16/e4m3", [2.5 / 512], 5),
+    # Twice the scale 384 is none, so clipping 3673 to 6 * 384 is best, where all others are exact.
+    "clipping in the top octave": ("e2m1/16/e4m3", [3673.0, *[2304.0] * 15], 124),
     "nothing at the smallest scale": ("e2m1/16/e4m3", [0.25 / 512, 0.2 / 512], 1),
     "the halving edge of E4M3": ("mxfp8", [232.0, 1.0], 126),
     "a hair above the halving edge of E4M3": ("mxfp8", [232.0 + 2.0**-16, 1.0], 127),
@@ -98,3 +101,9 @@ def mixed(fmt: Format, seed: int) -> torch.Tensor:
     )
     alike = 1.25 * (1 + 0.02 * torch.randn(4, block, generator=g))
     return torch.cat([*blocks, dust, dust * 1.4375, grid, grid * 0.0625, far, alike]).reshape(1, -1)
+
+
+def edges_of(fmt_name: str) -> tuple[torch.Tensor, list[int]]:
+    """(the blocks of BLOCKS of this format, float32 ``[blocks, B]``, the code that wins of each)."""
+    found = [edge(name) for name, block in BLOCKS.items() if block[0] == fmt_name]
+    return torch.cat([w for _, w, _ in found]), [code for _, _, code in found]
