@@ -25,7 +25,7 @@ from ptqpipe.qtensor import QTensor, magnitude_codes, scale_values
 from ptqpipe.search.least import best_scales
 from ptqpipe.search.objective import flush
 
-SHORT_BLOCKS = 32  # of a weight whose scales have codes, at most
+SHORT_BLOCKS = 12  # of a weight whose scales have codes, at most
 LONG_ELEMENTS = 1 << 25  # weights to each further long block: a row or tile whose scale is a number
 LONG_BLOCKS = 8  # at most
 EVERY = 8  # so many-th of the scales of a long block is tried, and the neighbours of its own
