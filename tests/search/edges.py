@@ -17,6 +17,7 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
     "a hair above the tie the larger power wins": ("mxfp4", [3.5 + ULP, 1.0], 127),
     "a hair below the tie the half wins": ("mxfp4", [3.5 - ULP, 1.0], 126),
     "all of one magnitude": ("mxfp4", [1.25] * 32, 125),
+    "the second smallest power": ("mxfp4", [6 * 2.0**-126, 2.0**-126], 1),
     "the largest power that can win": ("mxfp4", [3.3e38], 253),
     "a largest element that is exact at its half": ("mxfp4", [6.0, 2.0, 1.0], 127),
     "exact at two powers": ("mxfp4", [3.0, -1.0], 126),
@@ -36,7 +37,7 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
     # Exact at 1 but for the dust, and at 1.5 as well, where float32 makes the dust's score a rounding smaller.
     "dust just above 2^-32 counts": ("e2m1/16/e4m3", [6.0, float.fromhex("0x1.f6d6acp-30")], 60),
     "dust just below 2^-32 does not count": ("e2m1/16/e4m3", [6.0, float.fromhex("0x1.682142p-30")], 56),
-    "dust of exactly 2^-32 counts": ("e2m1/16/e4m3", [6.0, 6.0 * 2.0**-32, float.fromhex("0x1.b32f46p-30")], 60),
+    "dust of exactly 2^-32 counts": ("e2m1/16/e4m3", [6.0, 6.0 * 2.0**-32, float.fromhex("0x1.b32f46p-30"), 6.0 * 2.0**-40], 60),
     "the largest scale": ("e2m1/16/e4m3", [6 * 448.0, 3 * 448.0, 448.0, 0.5 * 448.0], 126),
     "far beyond the largest scale": ("e2m1/16/e4m3", [2.0**24, 2.0**24, 448.0], 126),
     "the smallest scale": ("e2m1/16/e4m3", [6 / 512, 4 / 512, 1 / 512, 0.5 / 512], 1),
