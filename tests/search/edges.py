@@ -39,7 +39,7 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
     "dust just below 2^-32 does not count": ("e2m1/16/e4m3", [6.0, float.fromhex("0x1.682142p-30")], 56),
     "dust of exactly 2^-32 counts": (
         "e2m1/16/e4m3", [6.0, 6.0 * 2.0**-32, float.fromhex("0x1.b32f46p-30"), 6.0 * 2.0**-40], 60,
-    ),  # fmt: skip
+    ),
     "the largest scale": ("e2m1/16/e4m3", [6 * 448.0, 3 * 448.0, 448.0, 0.5 * 448.0], 126),
     "far beyond the largest scale": ("e2m1/16/e4m3", [2.0**24, 2.0**24, 448.0], 126),
     "the smallest scale": ("e2m1/16/e4m3", [6 / 512, 4 / 512, 1 / 512, 0.5 / 512], 1),
