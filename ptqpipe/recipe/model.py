@@ -201,7 +201,7 @@ class Recipe:
             given["fuse"] = tuple(tuple(map(str, leaves)) for leaves in given["fuse"])
             recipe = Recipe(**given)
             again = recipe.to_json()
-        except (PtqError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except (PtqError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RecipeError(f"the recipe cannot be read: {type(error).__name__} {error}") from None
         if again != described:
             keys = sorted(again.keys() | described.keys())

@@ -277,16 +277,6 @@ def test_codes_whose_recipe_is_gone_or_of_another_version_are_one_line(
         ptqpipe.convert(model, rounding=folder, out=tmp_path / "out")
 
 
-def test_codes_of_an_earlier_build_that_do_not_name_their_statistics_still_convert(
-    model: Path, w4a4_stats: Path, stats: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(w4a4_stats, tmp_path / "codes")
-    content = json.loads((folder / "rounding.json").read_text())
-    del content["statistics"]
-    (folder / "rounding.json").write_text(json.dumps(content))
-    ran("convert", model, "--rounding", folder, "--stats", stats, "-o", tmp_path / "out")
-
-
 def test_a_refused_call_leaves_no_file_of_the_codes_open(
     model: Path, w4a4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
