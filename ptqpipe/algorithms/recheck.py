@@ -2,9 +2,9 @@
 
 A kernel chooses scales and codes a thousand times faster than the definition is evaluated, and a fault of one would be
 recorded as a proof. So `Recheck` stands between an algorithm and its sink: it keeps a few blocks of what goes by, and
-`check` finds their scales (``search/least.py``) and codes (``qtensor.magnitude_codes``) again, with torch on the CPU.
-Which blocks these are depends on a weight's name and shape alone: one of each of as many equal parts, the first and the
-last among them. Changes no byte.
+`check` finds their scales and codes again (``search/least.py``), with numpy on the CPU.
+Which blocks these are depends on a weight's name and shape alone: of a few rows (the first, the last, and one from each
+equal part between) a few blocks spread in the same way. Changes no byte.
 
 Knows tensors, formats and what an algorithm promises; must not know recipes or files.
 """
@@ -13,23 +13,24 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ptqpipe.algorithms.rows import kernels_of
 from ptqpipe.algorithms.rtn import Promise, Sink, Weight
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import WHOLE, Format
+from ptqpipe.formats import WHOLE, Codec, Format
 from ptqpipe.kernels.importance import normalize_importance
-from ptqpipe.packing import packed_columns, unpack
-from ptqpipe.qtensor import QTensor, magnitude_codes, scale_values
-from ptqpipe.search.least import best_scales
-from ptqpipe.search.objective import flush
+from ptqpipe.packing import unpack
+from ptqpipe.qtensor import QTensor
+from ptqpipe.search.least import best_scales, nearest_codes
 
 SHORT_BLOCKS = 12  # of a weight whose scales have codes, at most
+SHORT_ROWS = 4  # of the weight in which these lie, or more where a row has fewer of them
 LONG_ELEMENTS = 1 << 25  # weights to each further long block: a row or tile whose scale is a number
 LONG_BLOCKS = 8  # at most
-EVERY = 8  # so many-th of the scales of a long block is tried, and the neighbours of its own
-LONG_CODES = 1 << 11  # codes that are looked at of a long block
+EVERY = 16  # so many-th of the scales of a long block is tried, and the neighbours of its own
+LONG_CODES = 1 << 9  # codes that are looked at of a long block
 JOINT_ELEMENTS = 1 << 16  # of a unit with one scale for all, up to which that scale is found again
 
 
@@ -38,8 +39,8 @@ class _Blocks:
     """Some blocks of one size, in a row of the list for each.
 
     at      row and column of each in the grid of scales
-    w       float32 ``[blocks, elements]``, as in ``to_blocks``
-    codes   uint8 ``[blocks, elements]`` as they were sent
+    w       ``[blocks, elements]`` of the weight's dtype, as in ``to_blocks``
+    codes   uint8 ``[blocks, elements]`` as they were sent, or their packed bytes
     scales  ``[blocks]`` as they were sent
     """
 
@@ -49,12 +50,14 @@ class _Blocks:
     scales: torch.Tensor
 
     @classmethod
-    def join(cls, parts: Sequence["_Blocks"]) -> "_Blocks":
-        """All of them, in order."""
-        if len(parts) == 1:
-            return parts[0]
-        w, codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("w", "codes", "scales"))
-        return cls([at for part in parts for at in part.at], w, codes, scales)
+    def join(cls, parts: Sequence["_Blocks"], element: Codec) -> "_Blocks":
+        """All of them, in order, with the weights as float32 and the codes unpacked."""
+        first = parts[0]
+        w, codes, scales = first.w, first.codes, first.scales
+        if len(parts) > 1:
+            w, codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("w", "codes", "scales"))
+        codes = codes if codes.shape == w.shape else unpack(codes, element.bits)
+        return cls([at for part in parts for at in part.at], w.float(), codes, scales)
 
 
 class Recheck:
@@ -85,94 +88,96 @@ class Recheck:
             ]
 
     def _short(self, member: int, row: int, q: QTensor, places: dict[int, list[int]]) -> _Blocks:
-        """The blocks at these places."""
+        """The blocks at these places; their codes still packed where a block fills whole bytes."""
         size, grid = self._fmt.block[1], q.scales.shape[1]
-        rows = {r: self._weights[member].rows(r, r + 1)[0] for r in places}
         at = [(r, c) for r, columns in places.items() for c in columns]
-        w = torch.stack([rows[r][c * size : (c + 1) * size] for r, c in at]).float()
-        where = torch.tensor([(r - row) * grid + c for r, c in at], device=q.data.device)
-        if size * self._fmt.element.bits % 8:
-            codes = q.codes.reshape(-1, size)[where]
-        else:
-            width = packed_columns(size, self._fmt.element.bits)
-            codes = unpack(q.data.reshape(-1, width)[where], self._fmt.element.bits)
-        return _Blocks(at, w, codes.cpu(), q.scales.reshape(-1)[where].cpu())
+        read = torch.cat([self._weights[member].rows(r, r + 1) for r in places]).reshape(-1, size)
+        index = torch.tensor([i * grid + c for i, columns in enumerate(places.values()) for c in columns])
+        where = torch.tensor([(r - row) * grid + c for r, c in at]).to(q.data.device)
+        codes = q.codes if size * self._fmt.element.bits % 8 else q.data
+        codes = codes.reshape(q.scales.numel(), -1)[where]
+        return _Blocks(at, read[index.to(read.device)], codes.cpu(), q.scales.reshape(-1)[where].cpu())
 
     def _long(self, member: int, row: int, q: QTensor, r: int, c: int) -> _Blocks:
         """One block, padded as in ``to_blocks``; a row of it where all weights share one scale."""
         height, width = (1, q.shape[1]) if self._joint else self._fmt.block_extent(self._weights[member].shape)
         top, left = r * height, c * width
-        w = self._weights[member].rows(top, min(top + height, row + q.shape[0]))[:, left : left + width].float()
-        codes = unpack(q.data[top - row : top - row + len(w)], self._fmt.element.bits)[:, left : left + width]
-        pad = (0, width - w.shape[1], 0, height - w.shape[0])
-        w, codes = (torch.nn.functional.pad(x, pad).reshape(1, -1) for x in (w, codes.cpu()))
+        w = self._weights[member].rows(top, min(top + height, row + q.shape[0]))[:, left : left + width]
+        codes = unpack(q.data[top - row : top - row + len(w)], self._fmt.element.bits)[:, left : left + width].cpu()
+        if w.shape != (height, width):
+            pad = (0, width - w.shape[1], 0, height - len(w))
+            w, codes = (torch.nn.functional.pad(x, pad) for x in (w, codes))
         scale = q.scales[0 if self._joint else r - row // height, c].reshape(1).cpu()
-        return _Blocks([(r, c)], w, codes, scale)
+        return _Blocks([(r, c)], w.reshape(1, -1), codes.reshape(1, -1), scale)
 
     def check(self, promises: Sequence[Promise]) -> list[int]:
         """How many blocks of each weight are what was promised; 0 where one scale of too many weights has no check.
 
         Raises NumericsError naming the weight and the first block that is not.
         """
-        kept = [
-            [part for at in sorted(self._kept) if at[0] == i for part in self._kept[at]] for i in range(len(promises))
-        ]
-        scales = [(i, part) for i, parts in enumerate(kept) for part in parts if promises[i].scales]
-        codes = [(i, part) for i, parts in enumerate(kept) for part in parts if promises[i].codes]
-        counted = [sum(len(part.at) for part in parts) for parts in kept]
+        kept = [(at[0], part) for at in sorted(self._kept) for part in self._kept[at]]
+        counted = [sum(len(part.at) for i, part in kept if i == member) for member in range(len(promises))]
         if self._joint:
-            counted = [int(self._check_joint(promises[0], kept))] * len(kept)
-            scales = []
+            counted = [int(self._check_joint(promises[0], kept[0][1].scales))] * len(promises)
         together = self._fmt.scale.enumerable  # short blocks, all of one size: one call for all costs as one
-        for group in [scales] if together and scales else [[one] for one in scales]:
-            self._check_scales(group, promises)
-        for group in [codes] if together and codes else [[one] for one in codes]:
-            self._check_codes(group)
+        for group in [kept] if together and kept else [[one] for one in kept]:
+            self._check(group, promises)
         return [n if promise.scales or promise.codes else 0 for n, promise in zip(counted, promises, strict=True)]
 
-    def _check_scales(self, group: Sequence[tuple[int, _Blocks]], promises: Sequence[Promise]) -> None:
-        blocks = _Blocks.join([part for _, part in group])
+    def _check(self, group: Sequence[tuple[int, _Blocks]], promises: Sequence[Promise]) -> None:
+        """Scales and codes of these blocks, each with the number of its weight."""
+        scales = [one for one in group if promises[one[0]].scales and not self._joint]
+        codes = [one for one in group if promises[one[0]].codes]
+        blocks = _Blocks.join([part for _, part in scales or codes or group], self._fmt.element)
+        if scales:
+            self._check_scales(scales, blocks, promises)
+        if codes:
+            same = len(codes) == len(scales) or not scales
+            self._check_codes(codes, blocks if same else _Blocks.join([part for _, part in codes], self._fmt.element))
+
+    def _check_scales(self, group: Sequence[tuple[int, _Blocks]], blocks: _Blocks, promises: Sequence[Promise]) -> None:
         h = None
         if any(promises[i].importance is not None for i, _ in group):
-            h = torch.cat([self._importance(i, part, promises[i].importance) for i, part in group])
-        x = blocks.w.abs()
-        x = flush(x, x.amax(dim=1, keepdim=True))
-        first = zlib.crc32(f"{self._names[group[0][0]]} {blocks.at[0]}".encode())
+            h = torch.cat([self._importance(i, part, promises[i].importance) for i, part in group]).numpy()
         best = best_scales(
-            x, blocks.scales, fmt=self._fmt, global_scale=self._global_scale, h=h, every=EVERY, first=first
+            np.abs(blocks.w.numpy()),
+            blocks.scales,
+            fmt=self._fmt,
+            global_scale=self._global_scale,
+            h=h,
+            every=EVERY,
+            first=zlib.crc32(f"{self._names[group[0][0]]} {blocks.at[0]}".encode()),
         )
-        wrong = (best != blocks.scales).nonzero()
-        if len(wrong):
-            k = int(wrong[0])
-            found, wanted = (f"{float(scales[k]):.9g}" for scales in (blocks.scales, best))
-            word = "scale code" if self._fmt.scale.enumerable else "scale"
-            self._fail(group, k, f"has the {word} {found}", f"brute force gives {wanted}")
+        if torch.equal(best, blocks.scales):
+            return
+        k = int((best != blocks.scales).nonzero()[0])
+        found, wanted = (f"{float(scales[k]):.9g}" for scales in (blocks.scales, best))
+        word = "scale code" if self._fmt.scale.enumerable else "scale"
+        self._fail(group, k, f"has the {word} {found}", f"brute force gives {wanted}")
 
-    def _check_codes(self, group: Sequence[tuple[int, _Blocks]]) -> None:
-        blocks = _Blocks.join([part for _, part in group])
+    def _check_codes(self, group: Sequence[tuple[int, _Blocks]], blocks: _Blocks) -> None:
         step = max(1, blocks.w.shape[1] // LONG_CODES) | 1  # odd: no multiple of a vector's width
-        w, codes = blocks.w[:, ::step], blocks.codes[:, ::step]
-        nearest = _nearest(w, blocks.scales, self._fmt, self._global_scale)
-        wrong = (nearest != codes).nonzero()
-        if len(wrong):
-            k, column = wrong[0].tolist()
-            found, wanted = int(codes[k, column]), int(nearest[k, column])
-            where = f"has the code {found} for its weight number {column * step}"
-            self._fail(group, k, where, f"the nearest is {wanted}")
+        w, codes = blocks.w.numpy()[:, ::step], blocks.codes.numpy()[:, ::step]
+        nearest = nearest_codes(w, blocks.scales, fmt=self._fmt, global_scale=self._global_scale)
+        if np.array_equal(nearest, codes):
+            return
+        k, column = (int(i[0]) for i in (nearest != codes).nonzero())
+        where = f"has the code {codes[k, column]} for its weight number {column * step}"
+        self._fail(group, k, where, f"the nearest is {nearest[k, column]}")
 
-    def _check_joint(self, promise: Promise, kept: Sequence[Sequence[_Blocks]]) -> bool:
+    def _check_joint(self, promise: Promise, scale: torch.Tensor) -> bool:
         """Finds the one scale of all weights again where they are few; whether it did."""
         if not promise.scales or sum(weight.shape[0] * weight.shape[1] for weight in self._weights) > JOINT_ELEMENTS:
             return False
         w = torch.cat([weight.rows(0, weight.shape[0]).float() for weight in self._weights])
-        block = _Blocks([(0, 0)], w.reshape(1, -1), torch.empty(1, 0, dtype=torch.uint8), kept[0][0].scales[:1])
-        self._check_scales([(0, block)], [promise])
+        block = _Blocks([(0, 0)], w.reshape(1, -1), torch.empty(1, 0, dtype=torch.uint8), scale[:1])
+        self._check_scales([(0, block)], block, [promise])
         return True
 
     def _importance(self, member: int, blocks: _Blocks, importance: torch.Tensor | None) -> torch.Tensor:
         """float32, the shape of ``blocks.w``: the columns' weights as the objective takes them, ones without any."""
         if importance is None:
-            return torch.ones_like(blocks.w)
+            return torch.ones(blocks.w.shape)
         shape = self._weights[member].shape
         width = self._fmt.block_extent(shape)[1]
         h = normalize_importance(importance)
@@ -197,17 +202,16 @@ class Recheck:
 
 def _places(name: str, shape: tuple[int, int], fmt: Format) -> dict[int, list[int]]:
     """Row of the grid of scales -> its columns, ascending: what is kept of a weight."""
-    if fmt.block == (WHOLE, WHOLE):
-        grid = (shape[0], 1)
-    else:
-        grid = fmt.scale_shape(shape)
+    rows, columns = (shape[0], 1) if fmt.block == (WHOLE, WHOLE) else fmt.scale_shape(shape)
     seed = zlib.crc32(f"{name} {shape[0]}x{shape[1]}".encode())
-    count = SHORT_BLOCKS
-    if not fmt.scale.enumerable:
-        count = min(LONG_BLOCKS, 1 + shape[0] * shape[1] // LONG_ELEMENTS)
     found: dict[int, list[int]] = {}
-    for flat in _spread(grid[0] * grid[1], count, seed):
-        found.setdefault(flat // grid[1], []).append(flat % grid[1])
+    if fmt.scale.enumerable:  # several of a row, since a row may have to be read
+        few = min(rows, max(SHORT_ROWS, -(-SHORT_BLOCKS // columns)))
+        for i, row in enumerate(_spread(rows, few, seed)):
+            found[row] = _spread(columns, -(-SHORT_BLOCKS // few), seed + i)
+        return found
+    for flat in _spread(rows * columns, min(LONG_BLOCKS, 1 + shape[0] * shape[1] // LONG_ELEMENTS), seed):
+        found.setdefault(flat // columns, []).append(flat % columns)
     return found
 
 
@@ -221,11 +225,3 @@ def _spread(total: int, count: int, seed: int) -> list[int]:
     shares = [((seed + k * 0x9E3779B1) & 0xFFFFFFFF) / 2**32 for k in range(1, count + 1)]
     found = [int((k + share) * total / count) for k, share in enumerate(shares)]
     return found if count < 3 else [0, *found[1:-1], total - 1]
-
-
-def _nearest(w: torch.Tensor, scales: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None) -> torch.Tensor:
-    """uint8, the shape of ``w`` ``[blocks, elements]``: the codes that ``qtensor.encode`` defines at these scales."""
-    s = scale_values(scales, fmt.scale)
-    s = s if global_scale is None else s * global_scale
-    codes = magnitude_codes(w.abs() * (1.0 / s).unsqueeze(1), fmt.element).to(torch.uint8)
-    return codes | torch.signbit(w).to(torch.uint8) << (fmt.element.bits - 1)

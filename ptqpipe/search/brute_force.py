@@ -40,6 +40,5 @@ def all_scales(codec: Codec) -> torch.Tensor:
         return torch.arange(codec.first_scale_code, len(codec.magnitudes)).to(torch.uint8)
     if codec.dtype not in (torch.bfloat16, torch.float16):
         raise FormatError(f"{codec.name} scales cannot be enumerated; use bf16 or fp16 scales, or another search")
-    bits = torch.arange(1, 0x7C00 if codec.dtype == torch.float16 else 0x7F80, dtype=torch.int32).to(torch.int16)
-    values = bits.view(codec.dtype)
-    return values[values >= torch.finfo(codec.dtype).smallest_normal]
+    first, end = (0x0400, 0x7C00) if codec.dtype == torch.float16 else (0x0080, 0x7F80)  # bits of normal numbers
+    return torch.arange(first, end, dtype=torch.int16).view(codec.dtype)

@@ -1,4 +1,4 @@
-"""The best scales of a few blocks, from the definition alone: brute force quick enough to run beside a conversion.
+"""The best scales and codes of a few blocks, from the definition alone: brute force that a conversion has time for.
 
 Leaves out only the scales that cannot win, by bounds as plain as they can be and with margins far above rounding: those
 at which the whole block rounds to zero, those so small that clipping alone costs more than the whole error at another
@@ -9,210 +9,261 @@ Scales that are plain numbers (bfloat16, float16) are hundreds even so, and thei
 sorted, the error at a scale is a sum over the codes, of differences of prefix sums in float64, whatever the length of
 the block. That rounds otherwise than the definition, by a bounded amount; scales that come so near to the least are
 scored by the definition.
+
+In numpy: the arrays are small, and torch takes several times as long to begin an operation.
 """
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ptqpipe.formats import Codec, Format
-from ptqpipe.qtensor import round_to, scale_values
+from ptqpipe.qtensor import scale_values
 from ptqpipe.search.brute_force import all_scales
-from ptqpipe.search.objective import scores
+from ptqpipe.search.objective import FLUSH, scores
 
 MARGIN = 1e-4  # relative; float32 quotients, products and sums of a block of 256 round by less
 ROUNDED = 2.0**-20  # of y, relative: more than twice what its own roundings and those of a middle come to
 SUMS = 2.0**-40  # of the sum of the squares: far above the rounding of prefix sums in float64
-NEIGHBOURS = 4  # scales on either side of the one that is judged, which are never left out
+NEIGHBOURS = 2  # scales on either side of the one that is judged, which are never left out
+
+Array = npt.NDArray[Any]
 
 
 def best_scales(
-    x: torch.Tensor,
+    x: Array,
     stored: torch.Tensor,
     *,
     fmt: Format,
     global_scale: torch.Tensor | None = None,
-    h: torch.Tensor | None = None,
+    h: Array | None = None,
     every: int = 1,
     first: int = 0,
 ) -> torch.Tensor:
     """What ``brute_force.search`` gives for these blocks, ``[blocks]`` like ``stored``.
 
-    x       float32 ``[blocks, elements]`` flushed magnitudes
+    x       float32 ``[blocks, elements]`` magnitudes
     stored  ``[blocks]`` the scales that are judged
     h       float32 ``[blocks, elements]`` normalized weights, or None
     every   where scales are numbers, only so many-th are tried, from ``first`` on, and the neighbours of ``stored``
     """
-    if fmt.scale.enumerable:
-        return _among_codes(x, stored, fmt, global_scale, h)
-    found = []
-    for i in range(len(x)):
-        weights = None if h is None else h[i : i + 1]
-        found.append(_among_numbers(x[i : i + 1], stored[i : i + 1], fmt, global_scale, weights, every, first))
-    return torch.cat(found)
+    small = x < x.max(axis=1, keepdims=True) * np.float32(FLUSH)
+    if small.any():
+        x = np.where(small, np.float32(0), x)
+    blocks = _Blocks(x, h, fmt, global_scale)
+    with np.errstate(all="ignore"):  # scales far from a block's overflow, and lose
+        if fmt.scale.enumerable:
+            index = _among_codes(blocks, scale_values(stored, fmt.scale).numpy())
+        else:
+            index = np.array([_among_numbers(blocks.only(i), stored[i].item(), every, first) for i in range(len(x))])
+    return _scales(fmt).stored[torch.from_numpy(index)]
 
 
-def _among_codes(
-    x: torch.Tensor, stored: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None, h: torch.Tensor | None
-) -> torch.Tensor:
-    """`best_scales` where scales have codes: every pair of a block and a code that may win is scored at once."""
-    codes, (s, reach) = all_scales(fmt.scale), _reach(fmt)
-    amax = x.amax(dim=1)
+def nearest_codes(w: Array, scales: torch.Tensor, *, fmt: Format, global_scale: torch.Tensor | None = None) -> Array:
+    """uint8, the shape of ``w`` (float32 ``[blocks, elements]``): the codes that ``qtensor.encode`` defines at
+    ``scales`` ``[blocks]``."""
+    value = scale_values(scales, fmt.scale).numpy()
+    y = np.abs(w) * _Blocks(w, None, fmt, global_scale).inverse(value)[:, None]
+    codes = np.searchsorted(_steps(fmt.element).upper, y).astype(np.uint8)
+    return codes | np.signbit(w).astype(np.uint8) << (fmt.element.bits - 1)
 
-    def rough(block: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """The score but for the order of its sum."""
-        y = x[block] * _inverse(scales, fmt, global_scale).unsqueeze(1)
-        t = (y - round_to(y, fmt.element)).square_()
-        score = (t if h is None else t * h[block]).sum(dim=1).double() * scale_values(
-            scales, fmt.scale
-        ).double().square()
+
+class _Blocks(NamedTuple):
+    """The arguments of `best_scales`."""
+
+    x: Array
+    h: Array | None
+    fmt: Format
+    global_scale: torch.Tensor | None
+
+    def only(self, i: int) -> "_Blocks":
+        """Block ``i`` alone."""
+        return self._replace(x=self.x[i : i + 1], h=None if self.h is None else self.h[i : i + 1])
+
+    def inverse(self, value: Array) -> Array:
+        """float32, like ``value``: what the definition multiplies magnitudes by at these scales."""
+        g = np.float32(1.0 if self.global_scale is None else float(self.global_scale))
+        return np.float32(1.0) / (value * g)
+
+    def exact(self, block: Array, index: Array) -> Array:
+        """float64: the scores by the definition of these pairs of a block and a scale."""
+        h = None if self.h is None else torch.from_numpy(self.h[block])
+        codes = _scales(self.fmt).stored[torch.from_numpy(index)]
+        x = torch.from_numpy(self.x[block])
+        score: Array = scores(x, codes, fmt=self.fmt, global_scale=self.global_scale, h=h).numpy()
         return score
 
-    low, high = _bounds(x, rough(torch.arange(len(x)), stored), fmt, global_scale, h)
-    live = amax.unsqueeze(1) * _inverse(codes, fmt, global_scale) > fmt.element.min_positive / 2
-    block, code = (live & (reach <= high.unsqueeze(1)) & ~(s < low.unsqueeze(1))).nonzero(as_tuple=True)
-    score = rough(block, codes[code])
-    near = score <= _least(score, block, len(x))[block] * (1 + MARGIN)
-    block, code = block[near], code[near]
-    if bool((block[1:] == block[:-1]).any()):  # more than one for a block: the definition decides
-        score = scores(x[block], codes[code], fmt=fmt, global_scale=global_scale, h=None if h is None else h[block])
-        won = score == _least(score, block, len(x))[block]
-        block, code = block[won], code[won]
-    first = torch.full((len(x),), len(codes)).scatter_reduce_(0, block, code, "amin")  # ties go to the smallest code
-    return codes[torch.where(first == len(codes), 0, first)]  # a block that every scale zeroes has the smallest
+
+def _among_codes(blocks: _Blocks, stored: Array) -> Array:
+    """Indices of the best scales where scales have codes: every pair of a block and a code that may win is scored."""
+    fmt, scales, count = blocks.fmt, _scales(blocks.fmt), np.arange(len(blocks.x))
+    inverse = blocks.inverse(scales.value)
+    low, high = _bounds(blocks, _rough(blocks, count, stored, blocks.inverse(stored)))
+    live = blocks.x.max(axis=1)[:, None] * inverse > fmt.element.min_positive / 2
+    live &= (scales.reach <= high[:, None]) & ~(scales.value < low[:, None])
+    block, index = live.nonzero()
+    score = np.full(live.shape, np.inf)
+    score[live] = _rough(blocks, block, scales.value[index], inverse[index])
+    near = live & (score <= np.fmin.reduce(score, axis=1)[:, None] * (1 + MARGIN))
+    if bool((near.sum(axis=1) > 1).any()):  # the definition decides
+        score[near] = blocks.exact(*near.nonzero())
+        near &= score == np.fmin.reduce(np.where(near, score, np.inf), axis=1)[:, None]
+    best: Array = near.argmax(axis=1)
+    return best  # ties go to the smallest code, and so does a block that every scale zeroes
 
 
-def _among_numbers(
-    x: torch.Tensor,
-    stored: torch.Tensor,
-    fmt: Format,
-    global_scale: torch.Tensor | None,
-    h: torch.Tensor | None,
-    every: int,
-    first: int,
-) -> torch.Tensor:
-    """`best_scales` of one block ``[1, elements]`` whose scales are numbers."""
-    numbers, (s, reach) = _numbers(fmt.scale), _reach(fmt)
-    g = 1.0 if global_scale is None else float(global_scale)
-    sums = _Sums(x[0], fmt.element, None if h is None else h[0])
-    limit = torch.tensor([float("inf")], dtype=torch.float64)
-    if bool(torch.isfinite(stored) & (stored > 0)):
-        error, slack = sums.error(stored.double() * g)
-        limit = (error + slack) / g**2
-    low, high = _bounds(x, limit, fmt, global_scale, h)
-    index = torch.arange(int(torch.searchsorted(s, low)), int(torch.searchsorted(reach, high, right=True)))
-    near = (index - torch.searchsorted(s, stored.double())).abs() <= NEIGHBOURS
-    rest = numbers[index[near | (index % every == first % every)]]
-    rest = rest[sums.amax * _inverse(rest, fmt, global_scale) > fmt.element.min_positive / 2]
-    rest = rest[~(sums.clipping(rest.double() * g) > limit * g**2)]
+def _rough(blocks: _Blocks, block: Array, value: Array, inverse: Array) -> Array:
+    """float64: the scores of these pairs of a block and a scale but for the order of the sum."""
+    steps = _steps(blocks.fmt.element)
+    y = blocks.x[block] * inverse[:, None]
+    t = y - steps.magnitudes[np.searchsorted(steps.middle, y)]
+    t *= t
+    if blocks.h is not None:
+        t *= blocks.h[block]
+    score: Array = t.sum(axis=1, dtype=np.float64) * value.astype(np.float64) ** 2
+    return score
+
+
+def _among_numbers(blocks: _Blocks, stored: float, every: int, first: int) -> int:
+    """The index of the best scale of one block whose scales are numbers."""
+    fmt, scales, sums = blocks.fmt, _scales(blocks.fmt), _Sums(blocks)
+    g = 1.0 if blocks.global_scale is None else float(blocks.global_scale)
+    limit = np.inf
+    if 0 < stored < np.inf:
+        error, slack = sums.error(np.array([stored * g]))
+        limit = float(error[0] + slack[0]) / g**2
+    low, high = (float(bound[0]) for bound in _bounds(blocks, np.array([limit])))
+    index = np.arange(np.searchsorted(scales.value, low), np.searchsorted(scales.reach, high, side="right"))
+    near = np.abs(index - np.searchsorted(scales.value, stored)) <= NEIGHBOURS
+    rest = index[near | (index % every == first % every)]
+    rest = rest[sums.amax * blocks.inverse(scales.value[rest]) > fmt.element.min_positive / 2]
+    rest = rest[~(sums.clipping(scales.exact[rest] * g) > limit * g**2)]
     if not len(rest):
-        return numbers[:1]
-    error, slack = sums.error(rest.double() * g)
+        return 0
+    error, slack = sums.error(scales.exact[rest] * g)
     rest = rest[error - slack <= (error + slack).min()]
     if len(rest) > 1:
-        weights = None if h is None else h.expand(len(rest), -1)
-        exact = scores(x.expand(len(rest), -1), rest, fmt=fmt, global_scale=global_scale, h=weights)
-        rest = rest[exact.argmin()].reshape(1)  # the first of equal ones: scales ascend
-    return rest
+        rest = rest[blocks.exact(np.zeros_like(rest), rest).argmin() :]  # the first of equal ones: scales ascend
+    return int(rest[0])
 
 
-def _bounds(
-    x: torch.Tensor, limit: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None, h: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _bounds(blocks: _Blocks, limit: Array) -> tuple[Array, Array]:
     """float64 ``[blocks]`` each: the scale below which clipping alone costs more than the score ``limit``, and the
-    ``_reach`` above which no scale need be looked at."""
-    g = 1.0 if global_scale is None else float(global_scale)
-    amax = x.amax(dim=1)
-    loss = limit if h is None else limit / h.gather(1, x.argmax(dim=1, keepdim=True))[:, 0]
-    clips = (amax.double() * (1 - MARGIN) - loss.sqrt() * (g * (1 + MARGIN))) / (fmt.element.max * g)
-    return clips, amax.double() * ((1 + MARGIN) / g)
-
-
-def _inverse(scales: torch.Tensor, fmt: Format, global_scale: torch.Tensor | None) -> torch.Tensor:
-    """float32: what the definition multiplies magnitudes by."""
-    value = scale_values(scales, fmt.scale)
-    return 1.0 / (value if global_scale is None else value * global_scale)
-
-
-def _least(score: torch.Tensor, block: torch.Tensor, count: int) -> torch.Tensor:
-    """float64 ``[count]``: the least score of each block, inf where it has none."""
-    return torch.full((count,), float("inf"), dtype=torch.float64).scatter_reduce_(0, block, score, "amin")
+    ``reach`` above which no scale need be looked at."""
+    g = 1.0 if blocks.global_scale is None else float(blocks.global_scale)
+    amax = blocks.x.max(axis=1).astype(np.float64)
+    loss = limit if blocks.h is None else limit / blocks.h[np.arange(len(amax)), blocks.x.argmax(axis=1)]
+    clips = (amax * (1 - MARGIN) - np.sqrt(loss) * (g * (1 + MARGIN))) / (blocks.fmt.element.max * g)
+    return clips, amax * ((1 + MARGIN) / g)
 
 
 class _Sums:
-    """Prefix sums of a block's sorted magnitudes."""
+    """Prefix sums of a block: of p x and p x^2 of the first 0, 1, ... all magnitudes x, ascending, with weights p."""
 
-    def __init__(self, x: torch.Tensor, element: Codec, h: torch.Tensor | None) -> None:
-        self._middle, self._step, self._step2 = _steps(element)
-        self._top = element.max
-        if h is None:
-            self._x = _ascending(x)
-            exact = first = self._x.double()
-            self._count = torch.arange(len(x) + 1, dtype=torch.float64)
+    def __init__(self, blocks: _Blocks) -> None:
+        self._steps = _steps(blocks.fmt.element)
+        self._top = blocks.fmt.element.max
+        if blocks.h is None:
+            self._x = _ascending(blocks.x[0])
+            weights, self._count = np.float64(1.0), None
         else:
-            self._x, order = x.sort()
-            exact, p = self._x.double(), h[order].double()
-            first = p * exact
-            self._count = torch.cat((torch.zeros(1, dtype=torch.float64), p.cumsum(0)))
-        self._first = torch.cat((torch.zeros(1, dtype=torch.float64), first.cumsum(0)))
-        self._second = torch.cat((torch.zeros(1, dtype=torch.float64), (first * exact).cumsum(0)))
+            order = blocks.x[0].argsort()
+            self._x = blocks.x[0][order]
+            weights = blocks.h[0][order].astype(np.float64)
+            self._count = np.concatenate(([0.0], weights.cumsum()))
+        sums = np.zeros((2, len(self._x) + 1))
+        of = sums[:, 1:]
+        np.multiply(weights, self._x, out=of[0])
+        np.multiply(of[0], self._x, out=of[1])
+        np.cumsum(of, axis=1, out=of)
+        self._first, self._second = sums
         self._energy = float(self._second[-1])
         self.amax = self._x[-1]
 
-    def error(self, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def error(self, s: Array) -> tuple[Array, Array]:
         """float64, like ``s``: sum p (x - s q)^2, q the code nearest to x / s; and what the definition may differ by.
 
         With i_j the number of x below the middle of the magnitudes q_j and q_j+1, sum p x q is the largest magnitude
         times all of sum p x, less (q_j+1 - q_j) times the sum of the first i_j for every j; sum p q^2 likewise.
         """
-        below = torch.bucketize(s.float().unsqueeze(1) * self._middle, self._x)
-        cross = self._top * self._first[-1] - self._first[below] @ self._step
-        square = self._top**2 * self._count[-1] - self._count[below] @ self._step2
-        error = (self._energy - 2 * s * cross + s * s * square).clamp_(min=0.0)
-        slack = ROUNDED * (error * self._energy).sqrt() + (ROUNDED**2 + SUMS) * self._energy + 2.0**-22 * error
+        below = np.searchsorted(self._x, s.astype(np.float32)[:, None] * self._steps.middle)
+        cross = self._top * self._first[-1] - self._first[below] @ self._steps.step
+        square = self._top**2 * self._weight(len(self._x)) - self._weight(below) @ self._steps.step2
+        error = np.maximum(self._energy - 2 * s * cross + s * s * square, 0.0)
+        slack = ROUNDED * np.sqrt(error * self._energy) + (ROUNDED**2 + SUMS) * self._energy + 2.0**-22 * error
         return error, slack
 
-    def clipping(self, s: torch.Tensor) -> torch.Tensor:
+    def clipping(self, s: Array) -> Array:
         """float64, like ``s``: the least that the clipped elements alone add to the error."""
         top = s * self._top
-        whole = torch.bucketize(top.float(), self._x)
-        count, first, second = (sums[-1] - sums[whole] for sums in (self._count, self._first, self._second))
-        return (second - 2 * top * first + top * top * count) * (1 - MARGIN) - SUMS * self._energy
+        whole = np.searchsorted(self._x, top.astype(np.float32))
+        count = self._weight(len(self._x)) - self._weight(whole)
+        first, second = (sums[-1] - sums[whole] for sums in (self._first, self._second))
+        least: Array = (second - 2 * top * first + top * top * count) * (1 - MARGIN) - SUMS * self._energy
+        return least
+
+    def _weight(self, count: Any) -> Any:
+        """The sum of the first ``count`` weights: ``count`` itself without any."""
+        return count if self._count is None else self._count[count]
 
 
-def _ascending(x: torch.Tensor) -> torch.Tensor:
+def _ascending(x: Array) -> Array:
     """Non-negative float32 sorted; numbers that are bfloat16 by their 16 bits, for which numpy counts digits."""
-    bits = x.view(torch.int32)
-    if bool((bits & 0xFFFF).any()):
-        return torch.from_numpy(np.sort(x.numpy()))
-    upper = np.sort((bits >> 16).to(torch.int16).numpy(), kind="stable")
-    return (torch.from_numpy(upper).int() << 16).view(torch.float32)
+    bits = x.view(np.int32)
+    if (bits & 0xFFFF).any():
+        return np.sort(x)
+    upper = np.sort((bits >> 16).astype(np.int16), kind="stable")
+    return (upper.astype(np.int32) << 16).view(np.float32)
 
 
-@cache
-def _steps(element: Codec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Between neighbouring magnitudes: their middle (float32), their difference and that of their squares (float64)."""
-    magnitudes = torch.tensor(element.magnitudes, dtype=torch.float64)
-    return ((magnitudes[:-1] + magnitudes[1:]) / 2).float(), magnitudes.diff(), magnitudes.square().diff()
+class _Steps(NamedTuple):
+    """The magnitudes of a codec, and of neighbours what lies between them.
 
-
-@cache
-def _numbers(codec: Codec) -> torch.Tensor:
-    """``all_scales`` of a codec of tens of thousands."""
-    return all_scales(codec)
-
-
-@cache
-def _reach(fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64: the value of every scale, and the least amax, for a global scale of 1, at which it need be looked at.
-
-    Below it the scale has a half that is legal and no code is above half of the largest; or all codes are zero.
+    magnitudes  float32
+    middle      float32, halfway between
+    upper       float32, the largest number that rounds to the lower one: a tie goes to the even code
+    step        float64, their difference
+    step2       float64, the difference of their squares
     """
-    value = scale_values(all_scales(fmt.scale), fmt.scale).double()
+
+    magnitudes: Array
+    middle: Array
+    upper: Array
+    step: Array
+    step2: Array
+
+
+@cache
+def _steps(element: Codec) -> _Steps:
+    exact = np.array(element.magnitudes)
+    middle = ((exact[:-1] + exact[1:]) / 2).astype(np.float32)
+    upper = np.where(np.arange(len(middle)) % 2 == 1, np.nextafter(middle, np.float32(0)), middle)
+    return _Steps(exact.astype(np.float32), middle, upper, np.diff(exact), np.diff(exact**2))
+
+
+class _Scales(NamedTuple):
+    """Every scale of a format, ascending: as it is stored, its value in float32 and in float64, and the least amax
+    (float64, for a global scale of 1) at which it need be looked at. Below that it has a half that is legal and no code
+    is above half of the largest; or all codes are zero."""
+
+    stored: torch.Tensor
+    value: Array
+    exact: Array
+    reach: Array
+
+
+@cache
+def _scales(fmt: Format) -> _Scales:
+    stored = all_scales(fmt.scale)
+    value = scale_values(stored, fmt.scale).numpy()
+    exact = value.astype(np.float64)
     mags = fmt.element.magnitudes
     known = set(mags)
     past = next(i for i, m in enumerate(mags) if 2 * m not in known)
     half, zero = (mags[past - 1] + mags[past]) / 2, fmt.element.min_positive / 2
     proven = fmt.element.min_positive >= 2.0**-18  # else products may underflow, which the proof rules out
-    return value, value * torch.where(torch.isin(value / 2, value) & proven, half, zero)
+    halved = exact[np.searchsorted(exact, exact / 2)] == exact / 2
+    return _Scales(stored, value, exact, exact * np.where(halved & proven, half, zero))
