@@ -27,13 +27,14 @@ def _isa(request):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("blocks", [1, 64])  # fewer than the kernel takes at once, and only such
 @pytest.mark.parametrize("name", edges.BLOCKS)
-def test_the_code_at_an_edge_is_the_one_counted_by_hand(name):
+def test_the_code_at_an_edge_is_the_one_counted_by_hand(name, blocks):
     fmt_name, w, code = edges.edge(name)
-    fmt = get_format(fmt_name)
+    fmt, w = get_format(fmt_name), w.repeat(1, blocks)
     done = cpu.block_quantize(w, fmt)
     assert done is not None
-    assert done[1].tolist() == [[code]]
+    assert done[1].tolist() == [[code] * blocks]
     assert torch.equal(done[0], encode(w, done[1], fmt=fmt).data)
 
 
