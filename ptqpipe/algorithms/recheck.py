@@ -18,7 +18,7 @@ import torch
 from ptqpipe.algorithms.rows import kernels_of
 from ptqpipe.algorithms.rtn import Promise, Sink, Weight
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import WHOLE, Format
+from ptqpipe.formats import Format
 from ptqpipe.kernels.importance import normalize_importance
 from ptqpipe.packing import packed_columns, unpack
 from ptqpipe.qtensor import QTensor, magnitude_codes, scale_values
@@ -62,8 +62,9 @@ class Recheck:
 
     def __init__(self, weights: Sequence[Weight], fmt: Format, *, names: Sequence[str], sink: Sink) -> None:
         self._weights, self._fmt, self._names, self._sink = weights, fmt, names, sink
-        self._joint = fmt.block == (WHOLE, WHOLE)
-        self._places = [_places(name, w.shape, fmt) for name, w in zip(names, weights, strict=True)]
+        self._joint = fmt.one_scale
+        pairs = zip(names, weights, strict=True)  # other elements are searched by brute force already
+        self._places = [_places(name, w.shape, fmt) if fmt.element.symmetric else {} for name, w in pairs]
         self._kept: dict[tuple[int, int], list[_Blocks]] = {}
         self._global_scale: torch.Tensor | None = None
         self._device = torch.device("cpu")
@@ -162,7 +163,8 @@ class Recheck:
 
     def _check_joint(self, promise: Promise, kept: Sequence[Sequence[_Blocks]]) -> bool:
         """Finds the one scale of all weights again where they are few; whether it did."""
-        if not promise.scales or sum(weight.shape[0] * weight.shape[1] for weight in self._weights) > JOINT_ELEMENTS:
+        count = sum(weight.shape[0] * weight.shape[1] for weight in self._weights)
+        if not promise.scales or count > JOINT_ELEMENTS or not self._fmt.element.symmetric:
             return False
         w = torch.cat([weight.rows(0, weight.shape[0]).float() for weight in self._weights])
         block = _Blocks([(0, 0)], w.reshape(1, -1), torch.empty(1, 0, dtype=torch.uint8), kept[0][0].scales[:1])
@@ -197,7 +199,7 @@ class Recheck:
 
 def _places(name: str, shape: tuple[int, int], fmt: Format) -> dict[int, list[int]]:
     """Row of the grid of scales -> its columns, ascending: what is kept of a weight."""
-    if fmt.block == (WHOLE, WHOLE):
+    if fmt.one_scale:
         grid = (shape[0], 1)
     else:
         grid = fmt.scale_shape(shape)
