@@ -24,6 +24,7 @@ from ptqpipe.search.objective import scores
 MARGIN = 1e-4  # relative; float32 quotients, products and sums of a block of 256 round by less
 ROUNDED = 2.0**-20  # of y, relative: more than twice what its own roundings and those of a middle come to
 SUMS = 2.0**-40  # of the sum of the squares: far above the rounding of prefix sums in float64
+AT_ONCE = 1 << 22  # elements that are scored in one go: a weight with one scale is one block
 NEIGHBOURS = 4  # scales on either side of the one that is judged, which are never left out
 
 
@@ -111,10 +112,16 @@ def _among_numbers(
     error, slack = sums.error(rest.double() * g)
     rest = rest[error - slack <= (error + slack).min()]
     if len(rest) > 1:
-        weights = None if h is None else h.expand(len(rest), -1)
-        exact = scores(x.expand(len(rest), -1), rest, fmt=fmt, global_scale=global_scale, h=weights)
+        parts = torch.split(rest, max(1, AT_ONCE // x.shape[1]))
+        exact = torch.cat(
+            [scores(x.expand(len(p), -1), p, fmt=fmt, global_scale=global_scale, h=_rows(h, len(p))) for p in parts]
+        )
         rest = rest[exact.argmin()].reshape(1)  # the first of equal ones: scales ascend
     return rest
+
+
+def _rows(h: torch.Tensor | None, count: int) -> torch.Tensor | None:
+    return None if h is None else h.expand(count, -1)
 
 
 def _bounds(
