@@ -74,29 +74,34 @@ def repeat_unit(
         findings.fault("repeat", unit.members[index].key, message)
     if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
         again = low_rank.correct_unit(unit, rows, quantized, result.errors, statistics=statistics, sink=lambda *_: None)
-        for member, error in zip(unit.members, again.errors, strict=True):
-            claimed = claims[member.key].numbers.get("squared_error", 0.0)
-            if not math.isclose(claimed, error.squared_error, rel_tol=LOW_RANK_TOLERANCE):
-                message = f"the low-rank part leaves a squared error of {claimed:.6g}; re-quantizing with the recorded"
-                findings.fault("repeat", member.key, f"{message} recipe leaves {error.squared_error:.6g}")
+        _check_low_rank(unit, [error.squared_error for error in again.errors], claims, findings)
     for member, error in zip(unit.members, result.errors, strict=True):
-        name = member.key
-        claim = claims[name]
-        ratio = 1.0
+        claim, ratio = claims[member.key], 1.0
         if unit.scheme.low_rank is not None and error.squared_error:
             ratio = claim.numbers.get("squared_error", 0.0) / error.squared_error
         actual = {"versus_absmax": error.versus_absmax * ratio, "versus_plain_global": result.versus_plain_global}
-        check_numbers(name, claim, actual, findings)
-        scheme, search = unit.scheme, unit.rule.search
+        check_numbers(member.key, claim, actual, findings)
         for what, recorded, expected in (
-            ("format", claim.format, scheme.fmt.name),
-            ("scheme", claim.scheme, scheme.name),
-            ("search", claim.search, search),
+            ("format", claim.format, unit.scheme.fmt.name),
+            ("scheme", claim.scheme, unit.scheme.name),
+            ("search", claim.search, unit.rule.search),
             ("proven", claim.proven, result.proven),
             ("global_scale", claim.global_scale, result.global_scale),
         ):
             if recorded != expected:
-                findings.fault("record", name, f"says {what}={recorded} in {RECORD_FILE}; the recipe gives {expected}")
+                message = f"says {what}={recorded} in {RECORD_FILE}; the recipe gives {expected}"
+                findings.fault("record", member.key, message)
+
+
+def _check_low_rank(unit: Unit, errors: Sequence[float], claims: Mapping[str, Claim], findings: Findings) -> None:
+    """The squared error that each low-rank part leaves, against that of the record."""
+    for member, error in zip(unit.members, errors, strict=True):
+        claimed = claims[member.key].numbers.get("squared_error", 0.0)
+        if not math.isclose(claimed, error, rel_tol=LOW_RANK_TOLERANCE):
+            message = (
+                f"the low-rank part leaves a squared error of {claimed:.6g}; re-quantizing with the recorded recipe"
+            )
+            findings.fault("repeat", member.key, f"{message} leaves {error:.6g}")
 
 
 def _check_outcomes(
