@@ -25,9 +25,11 @@ WHOLE = 0  # a block extent of 0 means "the whole axis"
 class Codec:
     """A finite set of numbers and their codes.
 
-    The code of a number is its magnitude's index in ``magnitudes`` (ascending, finite), with the sign in bit
-    ``bits - 1`` when ``signed``. Codecs that are too large to enumerate (float32, bfloat16, float16 scales)
-    have ``magnitudes == ()`` and a ``dtype``: their "code" is the number itself, held in that dtype.
+    Without a ``grid`` the code of a number is its magnitude's index in ``magnitudes`` (ascending, finite), with the
+    sign in bit ``bits - 1`` when ``signed``. Other codes (two's complement, a zero point) list the number of every
+    code in ``grid``; their ``magnitudes`` are those that every sign has. Codecs that are too large to enumerate
+    (float32, bfloat16, float16 scales) have ``magnitudes == ()`` and a ``dtype``: their "code" is the number itself,
+    stored in that dtype.
     """
 
     name: str
@@ -35,6 +37,21 @@ class Codec:
     signed: bool
     magnitudes: tuple[float, ...]
     dtype: torch.dtype | None = None
+    grid: tuple[float, ...] = ()
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether a number and its negative have the same code but for a sign bit: searches may look at magnitudes."""
+        return not self.grid
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The number of each of the 2^bits codes of an enumerable codec; NaN for codes that are reserved."""
+        if self.grid:
+            return self.grid
+        reserved = (math.nan,) * ((1 << (self.bits - self.signed)) - len(self.magnitudes))
+        negative = (*(-m for m in self.magnitudes), *reserved) if self.signed else ()
+        return (*self.magnitudes, *reserved, *negative)
 
     @property
     def enumerable(self) -> bool:
@@ -43,7 +60,7 @@ class Codec:
 
     @property
     def max(self) -> float:
-        """The largest finite magnitude."""
+        """The largest finite magnitude that every sign has."""
         if self.dtype is not None:
             return float(torch.finfo(self.dtype).max)
         return self.magnitudes[-1]
@@ -91,6 +108,22 @@ def minifloat(
     return Codec(name, exponent_bits + mantissa_bits + signed, signed, tuple(values))
 
 
+def integers(name: str, bits: int, *, zero: int | None = None) -> Codec:
+    """Integers in two's complement, or, with ``zero``, unsigned codes minus this zero point: 8 gives -8 to 7 to INT4.
+
+    ``magnitudes`` end at the largest integer that both signs have, so that abs-max scales clip neither.
+    """
+    codes = range(1 << bits)
+    if zero is None:
+        grid = tuple(float(code - ((code >> (bits - 1)) << bits)) for code in codes)
+    else:
+        grid = tuple(float(code - zero) for code in codes)
+    top = int(min(-min(grid), max(grid)))
+    if top < 1:
+        raise FormatError(f"{name}: zero point {zero} leaves one sign no number; use 1 to {len(grid) - 2}")
+    return Codec(name, bits, True, tuple(map(float, range(top + 1))), grid=grid)
+
+
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
@@ -115,6 +148,7 @@ class Format:
 
     ``block`` is (rows, columns) of the weight ``[out, in]`` that share one scale; ``WHOLE`` (0) spans the axis.
     ``partial_blocks`` says whether the last block along an axis may be short (readers of 128x128 FP8 allow it).
+    ``has_zeros`` says that every block has a zero point, too: an element code whose number is subtracted.
     """
 
     name: str
@@ -123,6 +157,17 @@ class Format:
     scale: Codec
     has_global: bool = False
     partial_blocks: bool = False
+    has_zeros: bool = False
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether a weight has a single block scale, whatever its shape (FP8 per tensor)."""
+        return self.block == (WHOLE, WHOLE)
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether all rows of a weight share their block scales."""
+        return self.block[0] == WHOLE
 
     @property
     def max_product(self) -> float:
@@ -132,6 +177,15 @@ class Format:
     def block_extent(self, shape: tuple[int, int]) -> tuple[int, int]:
         """(rows, columns) of one block of a weight of this ``shape``, with WHOLE resolved."""
         return (self.block[0] or shape[0], self.block[1] or shape[1])
+
+    def step(self, dim: int) -> int:
+        """Rows (dim 0) or columns (dim 1) can be cut at multiples of this: anywhere where all of them share scales."""
+        return self.block[dim] or 1
+
+    def scale_run(self, dim: int, start: int, stop: int) -> tuple[int, int]:
+        """[first, last) along an axis of the scale grid: the scales of rows or columns [start, stop)."""
+        extent = self.block[dim]
+        return (start // extent, -(-stop // extent)) if extent else (0, 1)
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Shape of the scale grid of a weight of this ``shape``; FormatError where blocks do not divide."""
@@ -150,9 +204,10 @@ class Format:
         return whole and shape[0] > 0 and shape[1] > 0 and shape[1] * self.element.bits % 8 == 0
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
-        """Stored bits per weight: elements, scales and the global scale."""
+        """Stored bits per weight: elements, scales, zero points and the global scale."""
         grid = self.scale_shape(shape)
-        extra = grid[0] * grid[1] * self.scale.bits + 32 * self.has_global
+        own = self.scale.bits + self.element.bits * self.has_zeros
+        extra = grid[0] * grid[1] * own + 32 * self.has_global
         return self.element.bits + extra / (shape[0] * shape[1])
 
 

@@ -67,22 +67,18 @@ def canonical(g: torch.Tensor, fmt: Format) -> torch.Tensor:
     significand, exponent = math.frexp(float(g.float()))
     bits = max(8, 24 - significant_bits(fmt.scale))
     units = significand * 2.0**bits
-    values = _odd_values(fmt.scale)
     nearest = math.floor(units)
     for distance in range(1 << bits):
         for unit in sorted({nearest - distance, nearest + 1 + distance}, key=lambda u: (abs(u - units), -u)):
             candidate = torch.tensor(math.ldexp(unit, exponent - bits))
-            if _passes(candidate, values):
+            if is_canonical(candidate, fmt):
                 return candidate
     raise AssertionError("unreachable: powers of two are canonical")
 
 
 def is_canonical(g: torch.Tensor, fmt: Format) -> bool:
     """Whether the float32 ``g`` decodes to the same bits as a multiplier and as the divisor 1/g, at every scale."""
-    return _passes(g.float().cpu(), _odd_values(fmt.scale))
-
-
-def _passes(g: torch.Tensor, values: torch.Tensor) -> bool:
+    g, values = g.float().cpu(), _odd_values(fmt.scale)
     inv = 1.0 / g  # a division of two tensors below: a number divided by a tensor is a product with its reciprocal
     return bool(1.0 / inv == g) and torch.equal(values / inv, values * g)
 

@@ -5,13 +5,16 @@
 Everything that is reported about a quantized weight is measured on this decode. A checkpoint whose container
 stores the global scale as a divisor decodes as ``value(code) * (value(scale) / divisor)``
 (``global_divides``); the two agree bit for bit when the divisor is canonical (see ``global_scale.py``).
+Where blocks have zero points, value(code) - value(zero) takes the place of value(code).
 A weight with a low-rank part has its product added, float32, at the end.
 
 Knows formats and packing; must not know searches, files or containers.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -74,6 +77,7 @@ class QTensor:
     global_scale  float32 0-d, None when the format has none
     global_divides  whether ``global_scale`` divides the block scales instead of multiplying them
     low_rank      what is added to the decode, None for nothing
+    zeros         uint8 codes of ``fmt.element`` ``[N/bn, K/bk]``, None when the format has no zero points
     """
 
     fmt: Format
@@ -83,6 +87,7 @@ class QTensor:
     global_scale: torch.Tensor | None = None
     global_divides: bool = False
     low_rank: Factors | None = None
+    zeros: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         want_data = (self.shape[0], packed_columns(self.shape[1], self.fmt.element.bits))
@@ -99,6 +104,10 @@ class QTensor:
             )
         if self.fmt.has_global != (self.global_scale is not None):
             raise FormatError(f"{self.fmt.name} {'needs a' if self.fmt.has_global else 'has no'} global scale")
+        found = None if self.zeros is None else (self.zeros.dtype, tuple(self.zeros.shape))
+        if found != ((torch.uint8, want) if self.fmt.has_zeros else None):
+            wanted = f"needs uint8 zero points {list(want)}" if self.fmt.has_zeros else "has no zero points"
+            raise FormatError(f"{self.fmt.name} {wanted}, got {'none' if found is None else found}")
         if self.low_rank is not None and self.low_rank.shape != self.shape:
             raise FormatError(
                 f"the low-rank part of a {self.shape[0]}x{self.shape[1]} weight is {list(self.low_rank.shape)}"
@@ -119,8 +128,8 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales (and global scale, and low-rank part)."""
-        more = 0 if self.low_rank is None else self.low_rank.nbytes
+        """Bytes of codes and scales (and global scale, zero points and low-rank part)."""
+        more = sum(part.nbytes for part in (self.low_rank, self.zeros) if part is not None)
         return self.data.nbytes + self.scales.nbytes + (4 if self.global_scale is not None else 0) + more
 
     def block_scales(self) -> torch.Tensor:
@@ -132,40 +141,42 @@ class QTensor:
 
     def dequantize(self) -> torch.Tensor:
         """float32 ``[N, K]``, exactly as defined at the top of this file."""
-        values = code_values(self.codes, self.fmt.element)
-        decoded = from_blocks(
-            to_blocks(values, self.fmt) * self.block_scales().reshape(-1, 1), fmt=self.fmt, shape=self.shape
-        )
+        values = to_blocks(code_values(self.codes, self.fmt.element), self.fmt)
+        if self.zeros is not None:
+            values = values - code_values(self.zeros, self.fmt.element).reshape(-1, 1)
+        decoded = from_blocks(values * self.block_scales().reshape(-1, 1), fmt=self.fmt, shape=self.shape)
         return decoded if self.low_rank is None else decoded + self.low_rank.product()
 
+    def multiplying(self) -> "QTensor":
+        """With the global scale as a factor and without the low-rank part, as searches and :func:`encode` take it."""
+        q = self if self.low_rank is None else replace(self, low_rank=None)
+        if q.global_scale is None or not q.global_divides:
+            return q
+        return replace(q, global_scale=1.0 / q.global_scale, global_divides=False)
+
     def narrow(self, dim: int, start: int, length: int) -> "QTensor":
-        """Rows (dim 0) or columns (dim 1) ``[start, start+length)``; both ends must lie on block edges."""
-        extent = self.fmt.block_extent(self.shape)[dim]
-        end = start + length
-        whole = self.fmt.block[dim] == 0
-        if whole and (start, length) != (0, self.shape[dim]):
-            raise FormatError(
-                f"{self.fmt.name} shares a scale over the whole of dim {dim}; it cannot be narrowed there"
-            )
-        if (
-            start < 0
-            or length <= 0
-            or end > self.shape[dim]
-            or start % extent
-            or (end % extent and end != self.shape[dim])
-        ):
+        """Rows (dim 0) or columns (dim 1) ``[start, start+length)``; FormatError unless both ends lie on block edges.
+
+        Along an axis that shares its scales the part keeps them, and may begin anywhere.
+        """
+        step, end = self.fmt.step(dim), start + length
+        inside = 0 <= start < end <= self.shape[dim]
+        if not inside or start % step or (end % step and end != self.shape[dim]):
             raise FormatError(
                 f"narrow({dim}, {start}, {length}) of a {self.fmt.name} {self.shape[0]}x{self.shape[1]} does not lie "
-                f"on block edges; use multiples of {extent}"
+                f"on block edges; use multiples of {step}"
             )
-        scales = self.scales.narrow(dim, start // extent, -(-end // extent) - start // extent)
-        low_rank = None if self.low_rank is None else self.low_rank.narrow(dim, start, length)
-        if dim == 0:
-            data = self.data.narrow(0, start, length)
-            return replace(self, shape=(length, self.shape[1]), data=data, scales=scales, low_rank=low_rank)
+        first, last = self.fmt.scale_run(dim, start, end)
         bits = self.fmt.element.bits
-        data = self.data.narrow(1, packed_columns(start, bits), packed_columns(length, bits))
-        return replace(self, shape=(self.shape[0], length), data=data, scales=scales, low_rank=low_rank)
+        at, count = (start, length) if dim == 0 else (packed_columns(start, bits), packed_columns(length, bits))
+        return replace(
+            self,
+            shape=(length, self.shape[1]) if dim == 0 else (self.shape[0], length),
+            data=self.data.narrow(dim, at, count),
+            scales=self.scales.narrow(dim, first, last - first),
+            low_rank=None if self.low_rank is None else self.low_rank.narrow(dim, start, length),
+            zeros=None if self.zeros is None else self.zeros.narrow(dim, first, last - first),
+        )
 
 
 def to_blocks(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -193,26 +204,37 @@ def from_blocks(blocks: torch.Tensor, *, fmt: Format, shape: tuple[int, int]) ->
 @cache
 def _value_table(codec: Codec, device: torch.device) -> torch.Tensor:
     """float32 ``[2^bits]``: the value of every code; NaN for codes that the codec reserves."""
-    table = torch.full((1 << codec.bits,), float("nan"))
-    magnitudes = torch.tensor(codec.magnitudes, dtype=torch.float64).float()
-    table[: len(magnitudes)] = magnitudes
-    if codec.signed:
-        half = 1 << (codec.bits - 1)
-        table[half : half + len(magnitudes)] = -magnitudes
-    return table.to(device)
+    return torch.tensor(codec.values, dtype=torch.float64).float().to(device)
+
+
+@cache
+def _ordered_codes(codec: Codec, device: torch.device) -> torch.Tensor:
+    """uint8: the codes of a codec with a grid, in ascending order of their numbers."""
+    return torch.tensor(codec.grid, dtype=torch.float64).argsort().to(torch.uint8).to(device)
+
+
+@cache
+def _place_table(codec: Codec, device: torch.device) -> torch.Tensor:
+    """int16 ``[2^bits]``: the place of every code's number among those of the codec, 0 for zero."""
+    values = _value_table(codec, torch.device("cpu"))
+    distinct = torch.unique(values[~values.isnan()])
+    places = torch.searchsorted(distinct, values) - torch.searchsorted(distinct, torch.zeros(1))
+    return places.to(torch.int16).to(device)
 
 
 @cache
 def _boundaries(codec: Codec, device: torch.device) -> torch.Tensor:
-    """float32 thresholds: the code of ``v`` is the number of thresholds below ``v``.
+    """float32 thresholds: the index of the number nearest to ``v`` is the number of thresholds below ``v``.
 
-    Threshold i is the midpoint of magnitudes i and i+1; where the even code is the upper one it is moved down by
-    one ulp, so that a tie goes to the even code.
+    The numbers are the magnitudes, those of the grid in order for a codec that has one. Threshold i is the midpoint of
+    numbers i and i+1; where the even code is the upper one it is moved down by one ulp, so that a tie goes to the even
+    code.
     """
-    magnitudes = torch.tensor(codec.magnitudes, dtype=torch.float64)
-    middle = ((magnitudes[:-1] + magnitudes[1:]) / 2).float()
-    below = torch.nextafter(middle, torch.zeros_like(middle))
-    odd = torch.arange(len(middle)) % 2 == 1
+    numbers = torch.tensor(sorted(codec.grid) or codec.magnitudes, dtype=torch.float64)
+    middle = ((numbers[:-1] + numbers[1:]) / 2).float()
+    below = torch.nextafter(middle, torch.full_like(middle, -math.inf) if codec.grid else torch.zeros_like(middle))
+    codes = _ordered_codes(codec, torch.device("cpu")).int() if codec.grid else torch.arange(len(numbers))
+    odd = codes[:-1] % 2 == 1
     return torch.where(odd, below, middle).to(device)
 
 
@@ -222,8 +244,39 @@ def magnitude_codes(y: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 
 def round_to(y: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Non-negative float32 ``y`` rounded to the nearest magnitude (float32), as :func:`magnitude_codes` does."""
-    return _value_table(codec, y.device)[magnitude_codes(y, codec)]
+    """float32 ``y`` rounded to the nearest number of the codec, ties to the even code, saturating.
+
+    ``y`` is not negative for a symmetric codec, whose magnitudes alone are looked at.
+    """
+    if codec.symmetric:
+        return _value_table(codec, y.device)[magnitude_codes(y, codec)]
+    return code_values(_grid_codes(y, codec), codec)
+
+
+def _grid_codes(y: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """uint8: the codes nearest to float32 ``y``, of a codec with a grid."""
+    return _ordered_codes(codec, y.device)[torch.bucketize(y, _boundaries(codec, y.device), right=False)]
+
+
+def nearest_codes(
+    x: torch.Tensor, inverse: torch.Tensor, element: Codec, zeros: torch.Tensor | None = None
+) -> torch.Tensor:
+    """uint8: the codes nearest to float32 ``x * inverse`` (+ ``zeros``); shapes broadcast.
+
+    For a symmetric codec y = |x| * inverse decides the magnitude, and the sign bit is that of ``x``.
+    """
+    if not element.symmetric or zeros is not None:
+        y = x * inverse if zeros is None else x * inverse + zeros
+        if not element.symmetric:
+            return _grid_codes(y, element)
+        x, inverse = y, torch.ones((), device=y.device)
+    codes = magnitude_codes(x.abs() * inverse, element).to(torch.uint8)
+    return codes.bitwise_or_(torch.signbit(x).to(torch.uint8) << (element.bits - 1)) if element.signed else codes
+
+
+def code_places(codes: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """int16: places of uint8 codes on the number line, 0 for zero and for its negative; neighbours differ by 1."""
+    return _place_table(codec, codes.device)[codes.int()]
 
 
 def code_values(codes: torch.Tensor, codec: Codec) -> torch.Tensor:
@@ -236,27 +289,65 @@ def scale_values(scales: torch.Tensor, codec: Codec) -> torch.Tensor:
     return code_values(scales, codec) if codec.enumerable else scales.float()
 
 
-def encode(w: torch.Tensor, scales: torch.Tensor, *, fmt: Format, global_scale: torch.Tensor | None = None) -> QTensor:
+def encode(
+    w: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    fmt: Format,
+    global_scale: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
+) -> QTensor:
     """Encodes ``w`` ``[N, K]`` (any float dtype) with the given block scales: the only rounding that is written.
 
     y = |w| * (1 / (value(scale) * global_scale)) in float32, then the nearest magnitude, ties to the even code,
-    saturating at the largest; the sign is the sign bit of ``w``, so tiny negatives become -0. This is the same ``y``
-    that every search scores, so the codes written are the codes searched. Raises NumericsError for NaN and inf.
+    saturating at the largest; the sign is the sign bit of ``w``, so tiny negatives become -0. Codecs that are not
+    symmetric take w for |w|; zero points add their value to y. This is the same ``y`` that every search scores, so the
+    codes written are the codes searched. Raises NumericsError for NaN and inf.
     """
     check_finite(w)
-    q = QTensor(fmt, (w.shape[0], w.shape[1]), _no_codes(w, fmt), scales, global_scale)
-    x = to_blocks(w.float(), fmt)
-    y = x.abs() * (1.0 / q.block_scales().reshape(-1, 1))
-    codes = magnitude_codes(y, fmt.element).to(torch.uint8)
-    codes |= torch.signbit(x).to(torch.uint8) << (fmt.element.bits - 1)
-    codes = from_blocks(codes, fmt=fmt, shape=q.shape)
-    return replace(q, data=pack(codes, fmt.element.bits))
+    q = QTensor(fmt, (w.shape[0], w.shape[1]), _no_codes(w, fmt), scales, global_scale, zeros=zeros)
+    inverse = 1.0 / q.block_scales().reshape(-1, 1)
+    added = None if zeros is None else code_values(zeros, fmt.element).reshape(-1, 1)
+    codes = nearest_codes(to_blocks(w.float(), fmt), inverse, fmt.element, added)
+    return replace(q, data=pack(from_blocks(codes, fmt=fmt, shape=q.shape), fmt.element.bits))
 
 
 def _no_codes(w: torch.Tensor, fmt: Format) -> torch.Tensor:
     """A placeholder of the right shape without memory behind it."""
     columns = packed_columns(w.shape[1], fmt.element.bits)
     return torch.empty(1, dtype=torch.uint8, device=w.device).expand(w.shape[0], columns)
+
+
+def scale_faults(scales: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks like ``scales``: those that are zero, and those that are NaN, infinite, negative or reserved."""
+    values = scale_values(scales, codec)
+    return values == 0, ~torch.isfinite(values) | (values < 0)
+
+
+def used_blocks(q: QTensor) -> torch.Tensor:
+    """bool ``[N/bn, K/bk]``: blocks with a code that is not zero, or reserved; the others decode to zeros."""
+    values = to_blocks(code_values(q.codes, q.fmt.element), q.fmt)
+    zero = 0.0 if q.zeros is None else code_values(q.zeros, q.fmt.element).reshape(-1, 1)
+    return (values != zero).any(dim=1).reshape(q.scales.shape)
+
+
+class Illegal(NamedTuple):
+    """Counts of stored numbers that no quantizer may write."""
+
+    zero_scales: int = 0  # with codes that are not zero
+    empty_scales: int = 0  # zero, over codes that are all zero
+    bad_scales: int = 0  # NaN, infinite, negative or reserved
+    bad_codes: int = 0  # codes that the element type reserves (NaN, infinity)
+
+
+def illegal_numbers(q: QTensor) -> Illegal:
+    """Counts codes and scales that no quantizer may write."""
+    zero, bad = scale_faults(q.scales, q.fmt.scale)
+    zeros = int(zero.sum())
+    lost = int((zero & used_blocks(q)).sum()) if zeros else 0
+    reserved = _value_table(q.fmt.element, q.data.device).isnan()
+    bad_codes = int(reserved[q.codes.int()].sum()) if bool(reserved.any()) else 0
+    return Illegal(lost, zeros - lost, int(bad.sum()), bad_codes)
 
 
 def check_finite(w: torch.Tensor, name: str = "the tensor") -> None:
@@ -276,9 +367,3 @@ def squared_error(q: QTensor, w: torch.Tensor) -> float:
     """sum (decode - w)^2 in float64, the differences taken exactly from the float32 decode."""
     diff = q.dequantize().double() - w.double()
     return float((diff * diff).sum())
-
-
-def relative_mse(q: QTensor, w: torch.Tensor) -> float:
-    """sum (decode - w)^2 / sum w^2."""
-    energy = float((w.double() ** 2).sum())
-    return squared_error(q, w) / energy if energy else 0.0

@@ -119,6 +119,58 @@ def _rows() -> tuple[Scheme, ...]:
     )
 
 
+MIXED = {"deepseek_fp8": "compressed_tensors"}
+"""Default containers of one scheme alone -> the one that takes this scheme beside others."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """How a layout stores the scales of a quantized kv cache; its config says that there is one.
+
+    name      the name of a scale as a template for ``re``: group 1 is the attention module, group 2 is k or v. None
+              keeps the names that the source has
+    shape     of one number
+    written   whether convert may add scales that were measured
+    per_head  whether a scale may have one number for each head
+    """
+
+    name: str | None = None
+    shape: tuple[int, ...] = (1,)
+    written: bool = False
+    per_head: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a layout can store beside the number formats, and what its readers need.
+
+    matrices      weights of linear layers, one tensor each
+    stacks        3-D stacks of experts as one tensor; without it each is ``...experts.<e>.<projection>.weight``
+    transposed    weights that the model has as [in, out] (Conv1D), marked as such
+    low_rank      a low-rank part that is added to a weight
+    kv_cache      scales of a quantized kv cache; None where no config announces them
+    float32_scales  float scales are stored as float32, whatever they are: a bfloat16 scale comes back from it as itself
+    found_by_name  readers look for codes by name, so that no config has to list what is not quantized
+    hf_quant_config  hf_quant_config.json describes the quantization, too
+    own_reader    ptqpipe alone reads the layout, and takes every weight of every model
+    methods       other spellings of ``quant_method`` than the container's own
+    transformers  "reads" what the container stores; "never": has no quantizer of that method; "kernels": with kernels
+                  of its own where there is an accelerator; otherwise the package that it needs for it
+    """
+
+    matrices: bool = True
+    stacks: bool = False
+    transposed: bool = False
+    low_rank: bool = False
+    kv_cache: KvCache | None = None
+    float32_scales: bool = False
+    found_by_name: bool = False
+    hf_quant_config: bool = False
+    own_reader: bool = False
+    methods: tuple[str, ...] = ()
+    transformers: str = "reads"
+
+
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _rows()}
 
 

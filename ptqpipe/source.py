@@ -4,7 +4,8 @@ A plain checkpoint's tensors are its weights. A quantized one's stored parts (co
 weight each, which is decoded when it is read.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,12 @@ import torch
 from ptqpipe.checkpoint.reader import CheckpointReader, Memory
 from ptqpipe.containers import Container, StoredWeight, decode, detect_container, get_container, merged_config
 from ptqpipe.errors import UsageError
+from ptqpipe.formats import Format
 from ptqpipe.plan import Slice
 from ptqpipe.qtensor import QTensor
+
+RUN_ELEMENTS = 1 << 20
+_ALIGN = 128  # rows: a multiple of every block that a source or a format has, whole columns aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,11 @@ class Source:
         consumed = frozenset(part.name for weight in stored.values() for part in weight.parts)
         return cls(reader, container, name, stored, consumed, _logical(reader, stored))
 
+    @property
+    def plain(self) -> list[str]:
+        """Stored tensors that are no part of a quantized weight, in the order of the files."""
+        return [name for name in self.reader.entries if name not in self.consumed]
+
     def check_requantizable(self) -> None:
         """UsageError when the stored weights are already below 8 bits: quantizing them again only adds error."""
         low = next((weight for weight in self.stored.values() if weight.scheme.fmt.element.bits < 8), None)
@@ -66,9 +76,30 @@ class Source:
 
     def quantized(self, weight: str, *, expert: int | None = None, rows: tuple[int, int] | None = None) -> QTensor:
         """A stored weight (one expert of a stack), or some of its rows, as a QTensor."""
-        return decode(self.stored[weight], self._load, expert=expert, rows=rows)
+        return decode(self.stored[weight], self.load, expert=expert, rows=rows)
 
-    def _load(self, name: str, start: int | None, stop: int | None) -> torch.Tensor:
+    def runs(
+        self,
+        weight: str,
+        *,
+        expert: int | None = None,
+        elements: int = RUN_ELEMENTS,
+        runs: Sequence[tuple[int, int]] | None = None,
+    ) -> Iterator[tuple[int, QTensor]]:
+        """(first row, rows) of a stored weight, or of one expert of a stack, which is read whole.
+
+        By default all rows, in runs of about ``elements`` weights; else those of ``runs``, [start, stop) each.
+        """
+        stored = self.stored[weight]
+        whole = None if expert is None else self.quantized(weight, expert=expert)
+        for start, stop in row_runs(stored.shape, stored.scheme.fmt, elements) if runs is None else runs:
+            if whole is None:
+                yield start, self.quantized(weight, rows=(start, stop))
+            else:
+                yield start, whole.narrow(0, start, stop - start)
+
+    def load(self, name: str, start: int | None, stop: int | None) -> torch.Tensor:
+        """Rows [start, stop) of a stored tensor's first axis, all of it for None: what containers read with."""
         return self.reader.read(name, start=start or 0, stop=stop)
 
     def __enter__(self) -> "Source":
@@ -80,6 +111,13 @@ class Source:
     def close(self) -> None:
         """Closes the files."""
         self.reader.close()
+
+
+def row_runs(shape: tuple[int, int], fmt: Format, elements: int = RUN_ELEMENTS) -> list[tuple[int, int]]:
+    """Runs of rows [start, stop) of about ``elements`` weights, on the edges of blocks of every format."""
+    step = max(_ALIGN, elements // max(1, shape[1]) // _ALIGN * _ALIGN)
+    step = math.lcm(step, fmt.step(0))
+    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
 def _logical(reader: CheckpointReader, stored: Mapping[str, StoredWeight]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -183,7 +221,7 @@ class SourceRows:
         """Rows of a stored weight, decoded. Its codes are [out, in] whatever the orientation of the float tensor."""
         where = self._where
         stored = self._source.stored[where.tensor]
-        block_rows = stored.scheme.fmt.block_extent(stored.shape)[0]
+        block_rows = stored.scheme.fmt.step(0)
         first = where.start + start * where.step
         last = where.start + (stop - 1) * where.step + 1
         begin = first // block_rows * block_rows  # whole blocks only

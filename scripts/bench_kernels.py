@@ -70,11 +70,6 @@ def kernel_cases(w: torch.Tensor) -> Iterator[tuple[str, Call]]:
             lambda x, f=fmt, s=g: cpu.block_quantize(x, f, global_scale=s, importance=importance),
         )
         yield f"{name} score_total", lambda x, f=fmt, s=g: cpu.score_total(x, f, global_scale=s)
-    fmt = get_format("nvfp4")
-    g = global_scale(w, fmt)
-    assert g is not None
-    eight = g * torch.exp2(torch.arange(8) / 8)
-    yield "nvfp4 score_totals of 8", lambda x: cpu.score_totals(x, fmt, global_scales=eight)
     for name in ("nvfp4", "mxfp8", "fp8_channel"):
         yield from decode_cases(w, get_format(name))
 

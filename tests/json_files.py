@@ -31,17 +31,17 @@ from ptqpipe.formats import get_format
 from ptqpipe.plan import make_plan
 from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.file import load_recipe
+from ptqpipe.record import read_record
 from ptqpipe.rounding import Rounding
 from ptqpipe.runtime.loading import read_config, read_generation_config
 from ptqpipe.source import Source
 from ptqpipe.stages.evaluate.text import check_target
-from ptqpipe.stages.inspect.run import inspect
-from ptqpipe.stages.inspect.run import render as render_inspected
-from ptqpipe.stages.inspect.run import to_json as inspected_json
+from ptqpipe.stages.inspect import inspect
+from ptqpipe.stages.inspect import render as render_inspected
+from ptqpipe.stages.inspect import to_json as inspected_json
 from ptqpipe.stages.report.eval_file import read_evaluation
 from ptqpipe.stages.verify.config import check_config
 from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.record import read_record
 from ptqpipe.statistics import Statistics
 from tests import tiny
 from tests.checkpoint.test_fuzz import HOSTILE, VALUES, mutate_bytes, mutate_json

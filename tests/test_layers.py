@@ -18,8 +18,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
 NUMBERS = {"errors", "formats", "schemes", "packing", "qtensor"}
 STAGES = NUMBERS | {
     "_version", "patterns", "regular_file", "global_scale", "kernels", "search", "algorithms", "transforms",
-    "containers", "checkpoint", "recipe", "plan", "source", "statistics", "rounding", "calibration", "runtime",
-    "evaluation", "report", "engine", "server", "collectives",
+    "containers", "checkpoint", "recipe", "plan", "source", "origins", "record", "measured", "statistics", "rounding",
+    "calibration", "runtime", "evaluation", "report", "engine", "server", "collectives",
 }  # fmt: skip
 
 # fmt: off
@@ -43,6 +43,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipe":       NUMBERS | {"patterns", "regular_file"},
     "plan":         NUMBERS | {"recipe", "checkpoint"},
     "source":       NUMBERS | {"checkpoint", "containers", "plan", "recipe"},
+    "origins":      {"errors", "schemes", "containers", "recipe", "plan", "source"},
+    "record":       {"errors", "checkpoint", "containers"},
+    "measured":     NUMBERS | {"global_scale", "search", "source"},
     "statistics":   {"errors", "checkpoint", "regular_file"},
     "rounding":     NUMBERS | {"checkpoint", "regular_file"},
     "calibration":  NUMBERS | {"checkpoint", "recipe", "plan", "source", "statistics", "runtime", "regular_file"},
@@ -68,8 +71,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 COMMANDS: dict[str, set[str]] = {
     "demo": {"convert", "verify"},
     "diff": {"verify"},
-    "inspect": {"verify"},
-    "relayout": {"verify"},
     "report": {"inspect", "verify"},
     "transform": {"dequantize"},
     "tune": {"convert"},

@@ -21,7 +21,7 @@ from ptqpipe.regular_file import read_regular, read_regular_text
 from ptqpipe.rounding import Rounding
 from ptqpipe.runtime.loading import read_config
 from ptqpipe.source import Source
-from ptqpipe.stages.inspect.run import inspect
+from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.report.eval_file import read_evaluation
 from ptqpipe.stages.serve.checks import read_template, read_tokenizer
 from ptqpipe.statistics import Statistics

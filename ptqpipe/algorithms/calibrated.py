@@ -28,7 +28,7 @@ from ptqpipe.algorithms.rows import (
 )
 from ptqpipe.algorithms.rtn import ROUNDING_MARGIN, Promise, Sink, UnitResult, Weight, WeightError, gather, joint
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import WHOLE, Format
+from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global, pick, sample_rows
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
@@ -133,7 +133,7 @@ def quantize(
     for weight, known, name in zip(weights, inputs, names, strict=True):
         _check_width(weight, known, name)
     plain, g, versus_plain = _global_scale(weights, fmt, names, inputs, options, search, search_global, device)
-    shared = _joint_scales(weights, fmt, inputs[0], options, search, device) if fmt.block == (WHOLE, WHOLE) else None
+    shared = _joint_scales(weights, fmt, inputs[0], options, search, device) if fmt.one_scale else None
     errors, outcomes = [], []
     metric: Metric | None = None
     for index, (weight, known, name) in enumerate(zip(weights, inputs, names, strict=True)):
@@ -162,7 +162,7 @@ def _promise(fmt: Format, known: LayerInput, options: Options, search: str, *, r
     proven = get_search(search).PROVEN
     importance = _importance(known, options)
     if reverted:
-        return Promise(scales=proven, codes=True, importance=importance if fmt.block == (WHOLE, WHOLE) else None)
+        return Promise(scales=proven, codes=True, importance=importance if fmt.one_scale else None)
     moved = options.algorithm == "gptq" and (
         options.at_entry(fmt) or bool(options.refine and gptq.has_block_scales(fmt))
     )

@@ -11,7 +11,7 @@ import torch
 
 from ptqpipe.algorithms.rows import kernel_for
 from ptqpipe.formats import Codec, Format
-from ptqpipe.qtensor import QTensor, code_values, from_blocks, magnitude_codes, scale_values, to_blocks
+from ptqpipe.qtensor import QTensor, code_values, from_blocks, nearest_codes, scale_values, to_blocks
 
 
 def column_scales(
@@ -26,8 +26,7 @@ def column_scales(
 
 def nearest(target: torch.Tensor, s: torch.Tensor, element: Codec) -> tuple[torch.Tensor, torch.Tensor]:
     """(uint8 codes, float32 decoded values) nearest to ``target`` at scales ``s``, as ``qtensor.encode`` rounds."""
-    codes = magnitude_codes(target.abs() * (1.0 / s), element).to(torch.uint8)
-    codes |= torch.signbit(target).to(torch.uint8) << (element.bits - 1)
+    codes = nearest_codes(target, 1.0 / s, element)
     return codes, code_values(codes, element) * s
 
 

@@ -19,7 +19,7 @@ import torch
 from ptqpipe.algorithms.rows import kernels_of
 from ptqpipe.algorithms.rtn import Promise, Sink, Weight
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import WHOLE, Codec, Format
+from ptqpipe.formats import Codec, Format
 from ptqpipe.kernels.importance import normalize_importance
 from ptqpipe.packing import unpack
 from ptqpipe.qtensor import QTensor
@@ -65,8 +65,9 @@ class Recheck:
 
     def __init__(self, weights: Sequence[Weight], fmt: Format, *, names: Sequence[str], sink: Sink) -> None:
         self._weights, self._fmt, self._names, self._sink = weights, fmt, names, sink
-        self._joint = fmt.block == (WHOLE, WHOLE)
-        self._places = [_places(name, w.shape, fmt) for name, w in zip(names, weights, strict=True)]
+        self._joint = fmt.one_scale
+        pairs = zip(names, weights, strict=True)  # other elements are searched by brute force already
+        self._places = [_places(name, w.shape, fmt) if fmt.element.symmetric else {} for name, w in pairs]
         self._kept: dict[tuple[int, int], list[_Blocks]] = {}
         self._global_scale: torch.Tensor | None = None
         self._device = torch.device("cpu")
@@ -117,7 +118,7 @@ class Recheck:
         """
         kept = [(at[0], part) for at in sorted(self._kept) for part in self._kept[at]]
         counted = [sum(len(part.at) for i, part in kept if i == member) for member in range(len(promises))]
-        if self._joint:
+        if self._joint and kept:
             counted = [int(self._check_joint(promises[0], kept[0][1].scales))] * len(promises)
         together = self._fmt.scale.enumerable  # short blocks, all of one size: one call for all costs as one
         for group in [kept] if together and kept else [[one] for one in kept]:
@@ -167,7 +168,8 @@ class Recheck:
 
     def _check_joint(self, promise: Promise, scale: torch.Tensor) -> bool:
         """Finds the one scale of all weights again where they are few; whether it did."""
-        if not promise.scales or sum(weight.shape[0] * weight.shape[1] for weight in self._weights) > JOINT_ELEMENTS:
+        count = sum(weight.shape[0] * weight.shape[1] for weight in self._weights)
+        if not promise.scales or count > JOINT_ELEMENTS:
             return False
         w = torch.cat([weight.rows(0, weight.shape[0]).float() for weight in self._weights])
         block = _Blocks([(0, 0)], w.reshape(1, -1), torch.empty(1, 0, dtype=torch.uint8), scale[:1])
@@ -202,7 +204,7 @@ class Recheck:
 
 def _places(name: str, shape: tuple[int, int], fmt: Format) -> dict[int, list[int]]:
     """Row of the grid of scales -> its columns, ascending: what is kept of a weight."""
-    rows, columns = (shape[0], 1) if fmt.block == (WHOLE, WHOLE) else fmt.scale_shape(shape)
+    rows, columns = (shape[0], 1) if fmt.one_scale else fmt.scale_shape(shape)
     seed = zlib.crc32(f"{name} {shape[0]}x{shape[1]}".encode())
     found: dict[int, list[int]] = {}
     if fmt.scale.enumerable:  # several of a row, since a row may have to be read

@@ -26,7 +26,7 @@ from ptqpipe.algorithms.rows import (
     total_error,
 )
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import WHOLE, Format
+from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global, pick, sample_rows
 from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import QTensor
@@ -64,7 +64,7 @@ def joined(runs: Mapping[tuple[int, int], QTensor], member: int) -> QTensor:
     if len(parts) == 1:
         return first
     shape = (sum(q.shape[0] for q in parts), first.shape[1])
-    scales = first.scales if first.fmt.block[0] == WHOLE else torch.cat([q.scales for q in parts])
+    scales = first.scales if first.fmt.shares_rows else torch.cat([q.scales for q in parts])
     return QTensor(first.fmt, shape, torch.cat([q.data for q in parts]), scales, first.global_scale)
 
 
@@ -137,7 +137,7 @@ def quantize(
     Raises NumericsError naming the weight for NaN, inf, or magnitudes that float32 arithmetic cannot hold.
     """
     device = device or torch.device("cpu")
-    if fmt.block == (WHOLE, WHOLE):
+    if fmt.one_scale:
         return _quantize_as_one(weights, fmt, names=names, search=search, sink=sink, device=device)
     amax = max(_amax(weight, fmt, name) for weight, name in zip(weights, names, strict=True))
     samples = [_sample(weight, fmt).to(device) for weight in weights]

@@ -34,7 +34,7 @@ def quantize(
         squared = energy = absmax = 0.0
         for start, stop in chunks(weight.shape, fmt):
             w = weight.rows(start, stop)
-            rows = _rows(q, start, stop)
+            rows = q.narrow(0, start, stop - start)
             sink(index, start, rows)
             error, power = measure(rows, w)
             squared, energy = squared + error, energy + power
@@ -42,12 +42,3 @@ def quantize(
         errors.append(WeightError(squared, energy, squared / absmax if absmax else 1.0))
     promises = (Promise(scales=False, codes=False),) * len(weights)
     return UnitResult(None if g is None else float(g), 1.0, tuple(errors), proven=False, promises=promises)
-
-
-def _rows(q: QTensor, start: int, stop: int) -> QTensor:
-    """Rows [start, stop) of a QTensor, on block edges."""
-    rows = q.fmt.block_extent(q.shape)[0]
-    scales = q.scales if q.fmt.block[0] == 0 else q.scales[start // rows : -(-stop // rows)]
-    return QTensor(
-        q.fmt, (stop - start, q.shape[1]), q.data[start:stop].contiguous(), scales.contiguous(), q.global_scale
-    )

@@ -27,7 +27,10 @@ from ptqpipe.regular_file import MAX_JSON_BYTES, kind_of, read_regular
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 #: Written anew by every converter, so never carried over.
-OWN_FILES: Final = frozenset({"config.json", "hf_quant_config.json", "ptqpipe.json"})
+RECORD_FILE: Final = "ptqpipe.json"
+"""The record that makes a folder one of ours."""
+
+OWN_FILES: Final = frozenset({"config.json", "hf_quant_config.json", RECORD_FILE})
 
 _SAFETENSORS: Final = ".safetensors"
 _WEIGHT_SUFFIXES: Final = (

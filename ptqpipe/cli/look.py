@@ -23,13 +23,14 @@ from ptqpipe.errors import UsageError
 def verify(ckpt: Path, source: Path | None, stats: Path | None, optimal: bool, all_blocks: bool, as_json: bool) -> None:
     """Recompute every claim of CKPT from its bytes; exit 1 on any fault."""
     from ptqpipe.stages.verify import run as stage
+    from ptqpipe.stages.verify.text import render, to_json
 
     if all_blocks and not optimal:
         raise UsageError("--all says how many blocks --optimal proves; add --optimal")
     if stats is not None and source is None:
         raise UsageError("--stats needs --source: with both the weights are quantized again; add --source")
     report = stage.verify(ckpt, source=source, statistics=stats, optimal=optimal, all_blocks=all_blocks)
-    click.echo(json.dumps(stage.to_json(report)) if as_json else stage.render(report))
+    click.echo(json.dumps(to_json(report)) if as_json else render(report))
     sys.exit(1 if report.faults else 0)
 
 
@@ -39,7 +40,7 @@ def verify(ckpt: Path, source: Path | None, stats: Path | None, optimal: bool, a
 @one_line_errors
 def inspect(ckpt: Path, as_json: bool) -> None:
     """Show what is in CKPT: formats by role, sizes, bits per weight, suspicious scales."""
-    from ptqpipe.stages.inspect import run as stage
+    from ptqpipe.stages import inspect as stage
 
     report = stage.inspect(ckpt)
     click.echo(json.dumps(stage.to_json(report)) if as_json else stage.render(report))
@@ -52,7 +53,7 @@ def inspect(ckpt: Path, as_json: bool) -> None:
 @one_line_errors
 def diff(a: Path, b: Path, as_json: bool) -> None:
     """Compare two checkpoints, in one layout or two; exit 1 if they differ."""
-    from ptqpipe.stages.diff import run as stage
+    from ptqpipe.stages import diff as stage
 
     report = stage.diff(a, b)
     click.echo(json.dumps(stage.to_json(report)) if as_json else stage.render(report))

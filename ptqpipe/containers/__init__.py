@@ -6,9 +6,9 @@ files are written. The walk of a weight: ``parts`` says from the shape alone whi
 quantized weights of a checkpoint from its headers and config, and ``decode`` reads one back as a QTensor.
 """
 
+import pkgutil
 from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any, cast
 
 from ptqpipe.containers._codec import (
@@ -20,15 +20,35 @@ from ptqpipe.containers._codec import (
     part_bytes,
     part_offset,
 )
-from ptqpipe.containers._config import merged_config, quantization_config, without_quantization
-from ptqpipe.containers._kv import WITH_KV_CACHE, kv_scale
-from ptqpipe.containers._types import DECODED_ROLES, Container, Load, Names, Part, Role, StoredWeight, Target
+from ptqpipe.containers._config import (
+    HF_QUANT_CONFIG,
+    merged_config,
+    quantization_config,
+    same_value,
+    short_json,
+    without_quantization,
+)
+from ptqpipe.containers._kv import announces_kv_cache, is_kv_scale, kv_scale, kv_scale_place
+from ptqpipe.containers._types import (
+    DECODED_ROLES,
+    ConfigFiles,
+    ConfigRequest,
+    Container,
+    Load,
+    Names,
+    Part,
+    Role,
+    StoredWeight,
+    Target,
+)
 from ptqpipe.errors import CheckpointError, UsageError
 
 __all__ = [
     "DECODED_ROLES",
+    "HF_QUANT_CONFIG",
     "WHOLE_ROLES",
-    "WITH_KV_CACHE",
+    "ConfigFiles",
+    "ConfigRequest",
     "Container",
     "Load",
     "Names",
@@ -36,6 +56,7 @@ __all__ = [
     "Role",
     "StoredWeight",
     "Target",
+    "announces_kv_cache",
     "container_names",
     "decode",
     "decode_input_global",
@@ -43,18 +64,22 @@ __all__ = [
     "detect_container",
     "encode_part",
     "get_container",
+    "is_kv_scale",
     "kv_scale",
+    "kv_scale_place",
     "merged_config",
     "part_bytes",
     "part_offset",
     "quantization_config",
+    "same_value",
+    "short_json",
     "without_quantization",
 ]
 
 
 def container_names() -> list[str]:
-    """The names that :func:`get_container` knows: one a file, those with a leading underscore aside."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
+    """The names that :func:`get_container` knows: one for each module here, those with a leading underscore aside."""
+    return sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
 
 
 def get_container(name: str) -> Container:

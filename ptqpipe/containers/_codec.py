@@ -59,12 +59,12 @@ def part_offset(
     base = one * (expert or 0)
     if part.role in WHOLE_ROLES or row_start == 0:
         return base
-    rows = fmt.block_extent(shape)[0]
+    rows = fmt.step(0)
     if not 0 <= row_start < shape[0] or row_start % rows:
         raise FormatError(f"row {row_start} of {part.name} does not begin a block; use multiples of {rows}")
     if part.role in (Role.DATA, Role.LOW_RANK_LEFT):
         return base + row_start * (one // shape[0])
-    return base + row_start // rows * (one // fmt.scale_shape(shape)[0])
+    return base + fmt.scale_run(0, row_start, row_start + 1)[0] * (one // fmt.scale_shape(shape)[0])
 
 
 def encode_part(part: Part, q: QTensor, *, input_global_scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -103,10 +103,10 @@ def decode(
         raise ValueError(f"{stored.weight} has {stored.experts} experts, but expert is {expert}")
     fmt, (n, k) = stored.scheme.fmt, stored.shape
     start, stop = rows if rows is not None else (0, n)
-    extent = fmt.block_extent(stored.shape)[0]
-    if not 0 <= start < stop <= n or start % extent or (stop % extent and stop != n):
-        raise FormatError(f"rows [{start}, {stop}) of {stored.weight} are not whole blocks; use multiples of {extent}")
-    grid = (start // extent, -(-stop // extent))
+    step = fmt.step(0)
+    if not 0 <= start < stop <= n or start % step or (stop % step and stop != n):
+        raise FormatError(f"rows [{start}, {stop}) of {stored.weight} are not whole blocks; use multiples of {step}")
+    grid = fmt.scale_run(0, start, stop)
     data = _read(_need(stored, Role.DATA), load, expert=expert, rows=(start, stop), total=n)
     scales = _read(_need(stored, Role.SCALES), load, expert=expert, rows=grid, total=fmt.scale_shape(stored.shape)[0])
     if fmt.scale.enumerable:

@@ -1,6 +1,7 @@
 """What containers share about config files and schemes: where a quantization is described, which scheme it means,
 and which modules are not quantized."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,9 @@ from ptqpipe.containers._types import Names, Part, Role, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import Format
 from ptqpipe.schemes import SCHEMES, Activation, Scheme
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+"""ModelOpt's own config file, which describes the quantization once more, or alone."""
 
 _KEYS = ("quantization_config", "compression_config")
 
@@ -100,7 +104,7 @@ def refuse(weight: str, *, container: str, scheme_reason: str | None, experts: i
     if not weight.endswith(".weight"):
         raise FormatError(f"{weight}: {container} stores weights called <module>.weight only; use ptqpipe for it")
     if experts is not None:
-        raise FormatError(f"{weight}: {container} has no stacks of experts; write one weight an expert, or use ptqpipe")
+        raise FormatError(f"{weight}: {container} has no stacks of experts; store each as a weight, or use ptqpipe")
     if transposed:
         raise FormatError(f"{weight}: {container} has no [in, out] weights (Conv1D); use ptqpipe for it")
 
@@ -116,6 +120,17 @@ def as_found(expected: Sequence[Part], names: Names) -> tuple[Part, ...]:
             dtype = part.dtype
         changed.append(replace(part, dtype=dtype, shape=shape))
     return tuple(changed)
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values of configs mean the same: readers ignore the case of names."""
+    return (a.lower() if isinstance(a, str) else a) == (b.lower() if isinstance(b, str) else b)
+
+
+def short_json(value: Any, limit: int = 80) -> str:
+    """A value as JSON, cut to ``limit`` characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def strings(value: Any, key: str) -> list[str]:

@@ -3,8 +3,8 @@
 The scale multiplies despite its name. Knows spelling only.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ptqpipe.containers._codec import FLOAT_SCALES
@@ -17,9 +17,10 @@ from ptqpipe.containers._config import (
     quantization_config,
     refuse,
     scheme_for,
+    structure,
     without_quantization,
 )
-from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
+from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import CODECS, Format
 from ptqpipe.schemes import Activation, Scheme
@@ -27,48 +28,67 @@ from ptqpipe.schemes import Activation, Scheme
 SUFFIXES = (".weight_scale_inv", ".weight_scale")
 
 
-def parts(
-    weight: str,
-    shape: tuple[int, int],
-    scheme: Scheme,
-    *,
-    container: str,
-    reason: str | None,
-    experts: int | None,
-    transposed: bool,
-    scale_dtype: str,
-) -> tuple[Part, ...]:
-    """The two tensors of a weight."""
-    refuse(weight, container=container, scheme_reason=reason, experts=experts, transposed=transposed)
-    return (
-        Part(weight, "F8_E4M3", shape, Role.DATA),
-        Part(f"{weight}_scale_inv", scale_dtype, scheme.fmt.scale_shape(shape), Role.SCALES),
-    )
+@dataclass(frozen=True, slots=True)
+class ScaleInv:
+    """One of the two layouts: a single scheme, and how its config describes it.
+
+    name, method  of the container, and its ``quant_method``
+    scale_dtype   of ``weight_scale_inv``
+    described     the plain keys of its ``quantization_config``
+    ignore_keys   keys that list what is kept; readers look under different ones
+    """
+
+    name: str
+    method: str
+    scheme: Scheme
+    scale_dtype: str
+    described: Mapping[str, Any]
+    ignore_keys: tuple[str, ...]
+
+    def supports(self, scheme: Scheme) -> str | None:
+        """None for the one scheme, with its activations, else what to use."""
+        own = self.scheme
+        if structure(scheme.fmt) == structure(own.fmt) and scheme.activation is own.activation:
+            return None
+        return f"{self.name} stores {own.fmt.name} only, not {scheme.name}; use the {scheme.container} container"
+
+    def parts(
+        self,
+        weight: str,
+        shape: tuple[int, int],
+        scheme: Scheme,
+        *,
+        experts: int | None = None,
+        transposed: bool = False,
+    ) -> tuple[Part, ...]:
+        """The two tensors of a weight. FormatError for what the layout cannot spell."""
+        reason = self.supports(scheme)
+        refuse(weight, container=self.name, scheme_reason=reason, experts=experts, transposed=transposed)
+        return (
+            Part(weight, "F8_E4M3", shape, Role.DATA),
+            Part(f"{weight}_scale_inv", self.scale_dtype, scheme.fmt.scale_shape(shape), Role.SCALES),
+        )
+
+    def configs(self, request: ConfigRequest) -> dict[str, dict[str, Any]]:
+        """config.json with everything kept listed by its exact name: transformers' default skip list is replaced."""
+        request.check(self.supports)
+        kept = module_list(request.kept_modules, request.targets)
+        # Readers ask for the module of the experts, not for those of single ones or for the tensors of a kept stack.
+        kept = list(dict.fromkeys([*kept, *kept_experts(kept, request.targets)]))
+        lists = {key: list(kept) for key in self.ignore_keys}
+        described = {"quant_method": self.method, **self.described, **lists, "ptqpipe": dict(request.provenance)}
+        return {"config.json": {**without_quantization(request.base), "quantization_config": described}}
+
+    def detect(self, config: Mapping[str, Any], names: Names) -> bool:
+        """Whether a checkpoint with this config has this layout."""
+        return str(quantization_config(config).get("quant_method", "")).lower() == self.method
+
+    def config_faults(self, files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
+        """Nothing beyond the plain keys."""
+        return iter(())
 
 
-def configs(
-    base: Mapping[str, Any],
-    targets: Sequence[Target],
-    *,
-    kept_modules: Sequence[str],
-    provenance: Mapping[str, Any],
-    quantization: Mapping[str, Any],
-    ignore_keys: Sequence[str],
-) -> dict[str, dict[str, Any]]:
-    """config.json with everything kept listed by its exact name: transformers' default skip list is replaced by it."""
-    kept = module_list(kept_modules, targets)
-    # Readers ask for the module of the experts, not for those of single ones or for the tensors of a kept stack.
-    kept += kept_experts(kept, targets)
-    described = {**quantization, **{key: list(dict.fromkeys(kept)) for key in ignore_keys}, "ptqpipe": dict(provenance)}
-    return {"config.json": {**without_quantization(base), "quantization_config": described}}
-
-
-def method(config: Mapping[str, Any]) -> str:
-    """The ``quant_method`` of a config, lower case."""
-    return str(quantization_config(config).get("quant_method", "")).lower()
-
-
-def stored_weights(names: Names, fmt: Format, activation: Activation) -> dict[str, StoredWeight]:
+def stored_weights_of(names: Names, fmt: Format, activation: Activation) -> dict[str, StoredWeight]:
     """Every F8_E4M3 weight with a scale. ``fmt`` is what the config says; the scale's dtype decides its codec."""
     found = {}
     _check_known(names)
@@ -116,7 +136,7 @@ def _stored(
         grid: tuple[int, ...] = fmt.scale_shape(shape)
     except FormatError as error:
         raise CheckpointError(f"{weight}: {error}") from None
-    if fmt.block == (0, 0):
+    if fmt.one_scale:
         grid = (1,)
     module = weight.removesuffix(".weight")
     expected = [Part(weight, "F8_E4M3", shape, Role.DATA), Part(scale, names[scale][0], grid, Role.SCALES)]

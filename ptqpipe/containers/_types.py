@@ -1,16 +1,20 @@
 """The types that containers share: stored tensors, stored weights, and the shape of a container module."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
 
-from ptqpipe.schemes import Scheme
+from ptqpipe.errors import FormatError
+from ptqpipe.schemes import Abilities, Scheme
 
 Names = Mapping[str, tuple[str, tuple[int, ...]]]
 """The tensors of a checkpoint: name -> (safetensors dtype, shape)."""
+
+ConfigFiles = Mapping[str, Mapping[str, Any] | None]
+"""The config files of a checkpoint by name, None for one that is missing."""
 
 Load = Callable[[str, int | None, int | None], torch.Tensor]
 """Reads rows [start, stop) of a stored tensor's first axis (all of it for None)."""
@@ -86,10 +90,37 @@ class Target:
         return self.weight.removesuffix(".weight")
 
 
+@dataclass(frozen=True, slots=True)
+class ConfigRequest:
+    """What the config files of a checkpoint are written from.
+
+    base          the source's config.json
+    targets       the weights that are stored quantized
+    kept_modules  modules whose matrices are not
+    provenance    what the config says of its producer
+    """
+
+    base: Mapping[str, Any]
+    targets: Sequence[Target]
+    kept_modules: Sequence[str] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self, supports: Callable[[Scheme], str | None]) -> None:
+        """FormatError for the first target whose scheme the container cannot store."""
+        for target in self.targets:
+            reason = supports(target.scheme)
+            if reason is not None:
+                raise FormatError(f"{target.weight}: {reason}")
+
+
 class Container(Protocol):
-    """The shape of a container module. A read-only one answers ``supports`` with its reason and refuses ``parts``."""
+    """The shape of a container module: all that there is to know about one layout stands in its file.
+
+    A read-only one answers ``supports`` with its reason and refuses ``parts``.
+    """
 
     QUANT_METHOD: str
+    ABILITIES: Abilities
 
     def supports(self, scheme: Scheme, /) -> str | None:
         """None if the layout can spell this scheme, else one line that says why not and what can."""
@@ -109,16 +140,11 @@ class Container(Protocol):
         FormatError where the layout cannot spell the scheme, the name, a stack of experts or a transposed weight.
         """
 
-    def configs(
-        self,
-        base: Mapping[str, Any],
-        targets: Sequence[Target],
-        /,
-        *,
-        kept_modules: Sequence[str],
-        provenance: Mapping[str, Any],
-    ) -> dict[str, dict[str, Any]]:
-        """The config files by file name ("config.json", ...): the source's config with the quantization described."""
+    def configs(self, request: ConfigRequest, /) -> dict[str, dict[str, Any]]:
+        """The config files by file name ("config.json", ...): the source's config with the quantization described.
+
+        FormatError naming the weight whose scheme the layout cannot store.
+        """
 
     def warnings(self, targets: Sequence[Target], config: Mapping[str, Any], /) -> list[str]:
         """What readers are known to get wrong about this output: one line each, with the remedy. ``config`` is the
@@ -129,3 +155,8 @@ class Container(Protocol):
 
     def stored_weights(self, config: Mapping[str, Any], names: Names, /) -> dict[str, StoredWeight]:
         """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
+
+    def config_faults(self, files: ConfigFiles, stored: Mapping[str, StoredWeight], /) -> Iterator[tuple[str, str]]:
+        """(key or file, message): what readers act on in the config ``files`` and what is ``stored`` contradicts.
+
+        Keys that every config with this layout has, with one plain value, are compared elsewhere."""

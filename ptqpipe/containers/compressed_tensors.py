@@ -6,7 +6,7 @@ reader accepts: no unknown key inside a group, ``quantization_status`` and both 
 shape [1], FP8 channel scales [N, 1]. Knows spelling only: no search, no files, no model code.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.containers._codec import scale_dtype, with_scale_dtype
@@ -26,14 +26,15 @@ from ptqpipe.containers._config import (
     structure,
     without_quantization,
 )
+from ptqpipe.containers._config_groups import group_faults, resolver
 from ptqpipe.containers._patterns import name_patterns
-from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
-from ptqpipe.errors import CheckpointError, FormatError, one_line
+from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS, Format
-from ptqpipe.patterns import expression
-from ptqpipe.schemes import Activation, Scheme
+from ptqpipe.schemes import Abilities, Activation, KvCache, Scheme
 
 QUANT_METHOD = "compressed-tensors"
+ABILITIES = Abilities(kv_cache=KvCache(r"\1.\2_scale", written=True))
 
 _E4M3, _U8 = "torch.float8_e4m3fn", "torch.uint8"
 
@@ -109,7 +110,7 @@ def parts(
         raise FormatError(f"{weight}: {QUANT_METHOD} needs K in multiples of {fmt.block[1]}, got {shape[1]}; keep it")
     n, k = shape
     grid: tuple[int, ...] = fmt.scale_shape(shape)
-    if fmt.block == (0, 0):
+    if fmt.one_scale:
         grid = (1,)
     packed = fmt.element.bits < 8
     data = Part(
@@ -131,22 +132,17 @@ def parts(
 # --- Writing the config
 
 
-def configs(
-    base: Mapping[str, Any],
-    targets: Sequence[Target],
-    *,
-    kept_modules: Sequence[str],
-    provenance: Mapping[str, Any],
-) -> dict[str, dict[str, Any]]:
+def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
     """config.json with ``quantization_config``.
 
     One scheme: the class target "Linear" and the exact names of everything kept. Several: one group a scheme with
     disjoint anchored expressions, since readers resolve overlapping targets differently. The group of the routed
     experts comes first: transformers takes the first group whose expression mentions "experts".
     """
-    groups = _grouped(targets)
-    ignore = module_list(kept_modules, targets)
-    ignore += [name for name in _kept_stack_patterns(ignore, targets) if name not in ignore]
+    request.check(supports)
+    groups = _grouped(request.targets)
+    ignore = module_list(request.kept_modules, request.targets)
+    ignore += [name for name in _kept_stack_patterns(ignore, request.targets) if name not in ignore]
     mixed = len(groups) > 1
     described: dict[str, Any] = {}
     for number, (scheme, modules) in enumerate(groups):
@@ -159,21 +155,18 @@ def configs(
         "quantization_status": "compressed",
         "config_groups": described,
         "ignore": ignore,
-        "ptqpipe": dict(provenance),
+        "ptqpipe": dict(request.provenance),
     }
-    kv_cache = kv_cache_scheme(base)
+    kv_cache = kv_cache_scheme(request.base)
     if kv_cache is not None:
         quantization["kv_cache_scheme"] = {"symmetric": True, **kv_cache}
-    return {"config.json": {**without_quantization(base), "quantization_config": quantization}}
+    return {"config.json": {**without_quantization(request.base), "quantization_config": quantization}}
 
 
 def _grouped(targets: Sequence[Target]) -> list[tuple[Scheme, list[str]]]:
     """Modules by scheme, schemes with routed experts first."""
     found: dict[tuple[Any, Activation], tuple[Scheme, list[str]]] = {}
     for target in targets:
-        reason = supports(target.scheme)
-        if reason is not None:
-            raise FormatError(f"{target.weight}: {reason}")
         key = (structure(target.scheme.fmt), target.scheme.activation)
         found.setdefault(key, (target.scheme, []))[1].append(target.module)
     return sorted(found.values(), key=lambda group: not any(is_routed_expert(name) for name in group[1]))
@@ -189,6 +182,18 @@ def _group(scheme: Scheme, names: Sequence[str]) -> dict[str, Any]:
 
 def _args(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "float", "symmetric": True, "dynamic": False, **row}
+
+
+def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
+    """Groups that do not say what is stored, in words that readers accept; a status that makes them read garbage."""
+    described = quantization_config(files["config.json"] or {})
+    schemes, groups = dict.fromkeys(weight.scheme for weight in stored.values()), described.get("config_groups")
+    if isinstance(groups, Mapping) and all(supports(scheme) is None for scheme in schemes):
+        wanted = [_group(scheme, ["Linear"]) for scheme in schemes]
+        yield from group_faults(groups, wanted, [weight.removesuffix(".weight") for weight in stored])
+    status = described.get("quantization_status")
+    if status != "compressed":
+        yield "quantization_status", f"is {status!r}, expected 'compressed'; transformers loads garbage"
 
 
 def _kept_stack_patterns(kept: Sequence[str], targets: Sequence[Target]) -> list[str]:
@@ -256,15 +261,18 @@ def detect(config: Mapping[str, Any], names: Names) -> bool:
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
-    groups = _read_groups(described)
-    ignore = strings(described.get("ignore") or [], "ignore")
+    scheme_of = resolver(_read_groups(described))
+    ignored = resolver([(strings(described.get("ignore") or [], "ignore"), True)], classes=False)
     found = {}
     for module in dict.fromkeys(
         name.rpartition(".")[0] for name in names if name.endswith((".weight_packed", ".weight_scale"))
     ):
-        if any(_matches(module, target) for target in ignore):
+        if ignored(module):
             raise CheckpointError(f"{module} is quantized, but config.json lists it under 'ignore'; readers drop it")
-        found[f"{module}.weight"] = _stored(module, _find_group(module, groups), names)
+        scheme = scheme_of(module)
+        if scheme is None:
+            raise CheckpointError(f"{module} is quantized, but no config group targets it; readers drop it")
+        found[f"{module}.weight"] = _stored(module, scheme, names)
     for name, (dtype, shape) in names.items():
         if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in found:
             raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; the checkpoint is damaged")
@@ -342,27 +350,3 @@ def _read_activation(inputs: Any) -> Activation:
             if all(inputs.get(field) == row.get(field) for field in ("num_bits", "strategy", "group_size", "dynamic")):
                 return activation
     return Activation.UNKNOWN
-
-
-def _find_group(module: str, groups: Sequence[tuple[list[str], Scheme]]) -> Scheme:
-    """As compressed-tensors resolves it: exact names, then expressions in alphabetical order, then class names."""
-    by_target = {target: scheme for targets, scheme in groups for target in targets}
-    for target in sorted(by_target, key=lambda t: ("re:" in t, t)):
-        if _matches(module, target):
-            return by_target[target]
-    for target, scheme in by_target.items():
-        if "." not in target and not target.startswith("re:"):  # a class: names cannot tell which one a module has
-            return scheme
-    raise CheckpointError(f"{module} is quantized, but no config group targets it; readers drop it")
-
-
-def _matches(module: str, target: str) -> bool:
-    if not target.startswith("re:"):
-        return target == module
-    try:
-        return expression(target.removeprefix("re:")).match(module)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{one_line(repr(target), limit=200)} in config.json cannot be matched with "
-            f"{one_line(module, limit=200)!r}: {error}"
-        ) from None

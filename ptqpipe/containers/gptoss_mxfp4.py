@@ -5,7 +5,7 @@ it as [E, K, N]. Rows of gate and up alternate, as the columns of the float mode
 gpt-oss alone: in any other model they leave the weights out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.containers._config import (
@@ -17,12 +17,13 @@ from ptqpipe.containers._config import (
     structure,
     without_quantization,
 )
-from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
+from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS
-from ptqpipe.schemes import Activation, Scheme
+from ptqpipe.schemes import Abilities, Activation, Scheme
 
 QUANT_METHOD = "mxfp4"
+ABILITIES = Abilities(matrices=False, stacks=True, found_by_name=True, transformers="kernels")
 _FMT = FORMATS["mxfp4"]
 _BLOCK_BYTES = 16
 
@@ -50,18 +51,17 @@ def parts(
     )
 
 
-def configs(
-    base: Mapping[str, Any],
-    targets: Sequence[Target],
-    *,
-    kept_modules: Sequence[str],
-    provenance: Mapping[str, Any],
-) -> dict[str, dict[str, Any]]:
+def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
     """config.json with ``quantization_config``."""
-    kept = module_list(kept_modules, targets)
-    kept += kept_stacks(kept, targets)
-    quantization = {"quant_method": QUANT_METHOD, "modules_to_not_convert": kept, "ptqpipe": dict(provenance)}
-    return {"config.json": {**without_quantization(base), "quantization_config": quantization}}
+    kept = module_list(request.kept_modules, request.targets)
+    kept += kept_stacks(kept, request.targets)
+    quantization = {"quant_method": QUANT_METHOD, "modules_to_not_convert": kept, "ptqpipe": dict(request.provenance)}
+    return {"config.json": {**without_quantization(request.base), "quantization_config": quantization}}
+
+
+def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
+    """Nothing beyond the plain keys."""
+    return iter(())
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:

@@ -5,11 +5,12 @@ are 1-D, block scales 4-D. The NVFP4 payload is that of compressed-tensors under
 same: vLLM and SGLang prefer the first, TensorRT-LLM the second. Knows spelling only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.containers._codec import with_scale_dtype
 from ptqpipe.containers._config import (
+    HF_QUANT_CONFIG,
     as_found,
     check_parts,
     is_routed_expert,
@@ -19,18 +20,27 @@ from ptqpipe.containers._config import (
     module_list,
     quantization_config,
     refuse,
+    same_value,
     scheme_for,
     sglang_scale_warnings,
+    short_json,
     strings,
     structure,
     without_quantization,
 )
-from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
+from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS, Format, get_format
-from ptqpipe.schemes import Activation, Scheme
+from ptqpipe.schemes import Abilities, Activation, KvCache, Scheme
 
 QUANT_METHOD = "modelopt"
+ABILITIES = Abilities(
+    kv_cache=KvCache(r"\1.\2_proj.\2_scale", (), written=True, per_head=False),
+    float32_scales=True,
+    hf_quant_config=True,
+    methods=("modelopt_fp4", "modelopt_mixed"),
+    transformers="never",
+)
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # the layout's version; some readers test the name
 
 # algorithm -> format name, activations. The first rows are written, the others read only.
@@ -96,27 +106,22 @@ def _parts(weight: str, shape: tuple[int, int], scheme: Scheme, float_dtype: str
 # --- Writing the config
 
 
-def configs(
-    base: Mapping[str, Any],
-    targets: Sequence[Target],
-    *,
-    kept_modules: Sequence[str],
-    provenance: Mapping[str, Any],
-) -> dict[str, dict[str, Any]]:
+def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
     """config.json and hf_quant_config.json, saying the same."""
-    kept = module_list(kept_modules, targets)
+    request.check(supports)
+    kept = module_list(request.kept_modules, request.targets)
     if "" in kept:
         raise FormatError(
             "the source has a tensor '.weight', of a module without a name: modelopt lists kept modules by parts of "
             "their names, and the empty one is part of all; rename it, or use another container"
         )
-    algorithms = {target.module: _algorithm(target) for target in targets}
+    algorithms = {target.module: _algorithm(target.scheme) for target in request.targets}
     distinct = list(dict.fromkeys(algorithms.values()))
-    kept += kept_experts(kept, targets)  # vLLM asks for the module of the experts, not for single ones
+    kept += kept_experts(kept, request.targets)  # vLLM asks for the module of the experts, not for single ones
     exclude = [_exclusion(name, list(algorithms)) for name in kept]
     nested: dict[str, Any] = {
         "quant_algo": distinct[0] if len(distinct) == 1 else _MIXED,
-        "kv_cache_quant_algo": None if kv_cache_scheme(base) is None else "FP8",
+        "kv_cache_quant_algo": None if kv_cache_scheme(request.base) is None else "FP8",
         "exclude_modules": exclude,
     }
     flat: dict[str, Any] = {"quant_method": QUANT_METHOD, "quant_algo": nested["quant_algo"], "ignore": exclude}
@@ -136,18 +141,36 @@ def configs(
     if nested["kv_cache_quant_algo"]:
         flat["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     flat["producer"] = dict(PRODUCER)
-    flat["ptqpipe"] = dict(provenance)
+    flat["ptqpipe"] = dict(request.provenance)
     return {
-        "config.json": {**without_quantization(base), "quantization_config": flat},
-        "hf_quant_config.json": {"producer": dict(PRODUCER), "quantization": nested},
+        "config.json": {**without_quantization(request.base), "quantization_config": flat},
+        HF_QUANT_CONFIG: {"producer": dict(PRODUCER), "quantization": nested},
     }
 
 
-def _algorithm(target: Target) -> str:
-    reason = supports(target.scheme)
-    if reason is not None:
-        raise FormatError(f"{target.weight}: {reason}")
-    return _ALGORITHMS[(structure(target.scheme.fmt), target.scheme.activation)]
+def _algorithm(scheme: Scheme) -> str:
+    return _ALGORITHMS[(structure(scheme.fmt), scheme.activation)]
+
+
+def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
+    """Where hf_quant_config.json and config.json differ: vLLM and SGLang read one, TensorRT-LLM the other."""
+    nested = (files[HF_QUANT_CONFIG] or {}).get("quantization")
+    described = quantization_config(files["config.json"] or {})
+    if not isinstance(nested, Mapping):
+        return
+    inner = described.get("quantization")
+    inner = inner if isinstance(inner, Mapping) else described
+    for key, other in (
+        ("quant_algo", "quant_algo"),
+        ("quantized_layers", "quantized_layers"),
+        ("exclude_modules", "ignore"),
+    ):
+        a, b = nested.get(key) or None, inner.get(other) or None
+        if key == "exclude_modules":
+            a, b = (sorted(map(str, names)) if isinstance(names, list) else names for names in (a or [], b or []))
+        if (b is not None or described) and not same_value(a, b):
+            message = f"says {key} {short_json(a)}, config.json {short_json(b)}; readers take one of the two"
+            yield HF_QUANT_CONFIG, message
 
 
 def _layer(algorithm: str) -> dict[str, Any]:

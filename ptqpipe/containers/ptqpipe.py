@@ -17,18 +17,22 @@ input, quantized or not. The config:
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ptqpipe.containers._codec import scale_dtype
 from ptqpipe.containers._config import check_parts, quantization_config, scheme_for, without_quantization
-from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
+from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import Format, get_codec, get_format
-from ptqpipe.schemes import LOW_RANK_DTYPES, Activation, LowRank, Scheme
+from ptqpipe.schemes import LOW_RANK_DTYPES, Abilities, Activation, KvCache, LowRank, Scheme
 
 QUANT_METHOD = "ptqpipe"
+ABILITIES = Abilities(
+    stacks=True, transposed=True, low_rank=True, kv_cache=KvCache(), found_by_name=True, own_reader=True,
+    transformers="never",
+)  # fmt: skip
 VERSION = 1
 LOW_RANK_VERSION = 2  # readers that do not know low-rank parts must not read past them
 
@@ -69,19 +73,13 @@ def parts(
     return tuple(found)
 
 
-def configs(
-    base: Mapping[str, Any],
-    targets: Sequence[Target],
-    *,
-    kept_modules: Sequence[str],
-    provenance: Mapping[str, Any],
-) -> dict[str, dict[str, Any]]:
+def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
     """config.json with ``quantization_config``; the format of most weights is the default, the others are listed."""
-    entries = {target.weight: _entry(target.scheme) for target in targets}
+    entries = {target.weight: _entry(target.scheme) for target in request.targets}
     common = Counter(_frozen(entry) for entry in entries.values()).most_common(1)
     default = dict(common[0][0]) if common else {}
     listed: dict[str, Any] = {}
-    for target in targets:
+    for target in request.targets:
         entry = entries[target.weight]
         own = {} if _frozen(entry) == _frozen(default) else entry
         if target.transposed:
@@ -90,12 +88,20 @@ def configs(
             listed[target.weight] = own
     quantization = {
         "quant_method": QUANT_METHOD,
-        "version": VERSION if all(target.scheme.low_rank is None for target in targets) else LOW_RANK_VERSION,
+        "version": VERSION if all(target.scheme.low_rank is None for target in request.targets) else LOW_RANK_VERSION,
         "default": default,
         "weights": listed,
-        "ptqpipe": dict(provenance),
+        "ptqpipe": dict(request.provenance),
     }
-    return {"config.json": {**without_quantization(base), "quantization_config": quantization}}
+    kv_cache = quantization_config(request.base).get("kv_cache_scheme")
+    if kv_cache is not None:  # its scales are kept as they are, so it stays described as it is
+        quantization["kv_cache_scheme"] = kv_cache
+    return {"config.json": {**without_quantization(request.base), "quantization_config": quantization}}
+
+
+def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
+    """Nothing beyond the plain keys."""
+    return iter(())
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:

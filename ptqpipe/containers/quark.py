@@ -4,18 +4,19 @@ As amd-quark 0.13 exports it (``pack_method: reorder``, real quantized). Nothing
 the same numbers and more readers take it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ptqpipe.containers._codec import with_scale_dtype
 from ptqpipe.containers._config import as_found, check_parts, matrix_shape, quantization_config, scheme_for
-from ptqpipe.containers._types import Names, Part, Role, StoredWeight, Target
+from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS
-from ptqpipe.schemes import Activation, Scheme
+from ptqpipe.schemes import Abilities, Activation, Scheme
 
 QUANT_METHOD = "quark"
+ABILITIES = Abilities(transformers="quark")
 
 # (dtype, qscheme) of the weight's spec -> format name
 _WEIGHTS = {
@@ -37,15 +38,14 @@ def parts(
     raise FormatError(f"{weight}: {supports(scheme)}")
 
 
-def configs(
-    base: Mapping[str, Any],
-    targets: Sequence[Target],
-    *,
-    kept_modules: Sequence[str],
-    provenance: Mapping[str, Any],
-) -> dict[str, dict[str, Any]]:
+def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
     """FormatError: the layout is read only."""
     raise FormatError("quark is read only; choose another container")
+
+
+def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
+    """Nothing: the layout is read only."""
+    return iter(())
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
@@ -95,7 +95,7 @@ def _stored(module: str, spec: Mapping[str, Any], names: Names) -> StoredWeight:
         grid: tuple[int, ...] = fmt.scale_shape(shape)
     except FormatError as error:
         raise CheckpointError(f"{weight}: {error}") from None
-    if fmt.block == (0, 0):
+    if fmt.one_scale:
         grid = (1,)
     if fmt.block == (1, 0) and len(scale[1]) == 1:
         grid = (n,)

@@ -10,7 +10,7 @@ from ptqpipe.kernels.cpu_decode import decode_error, dequantize
 from ptqpipe.kernels.cpu_library import available, force_isa, why_missing
 from ptqpipe.kernels.cpu_library import current_isa as isa
 from ptqpipe.kernels.cpu_library import known_isas as isas
-from ptqpipe.kernels.cpu_search import amax, block_quantize, fp8_encode, score_total, score_totals
+from ptqpipe.kernels.cpu_search import amax, block_quantize, fp8_encode, score_total
 
 __all__ = [
     "amax",
@@ -26,6 +26,5 @@ __all__ = [
     "isa",
     "isas",
     "score_total",
-    "score_totals",
     "why_missing",
 ]

@@ -21,28 +21,20 @@ _WORTH_A_THREAD = 1 << 16  # numbers read, below which waking another thread cos
 _PRODUCTS_WORTH_A_THREAD = 1 << 21  # the same for products of several queries, a quarter for one: it reads more
 
 
-class _Attention(ctypes.Structure):
-    """``struct ptq_attention``."""
-
-    _fields_ = (
-        ("q", _POINTER), ("keys", _POINTER), ("values", _POINTER), ("key_table", _POINTER), ("value_table", _POINTER),
-        ("tables", _POINTER), ("totals", _POINTER), ("sinks", _POINTER), ("out", _POINTER),
-        ("spans", _LONG), ("heads", _LONG), ("kv_heads", _LONG), ("key_dim", _LONG), ("value_dim", _LONG),
-        ("block_size", _LONG), ("table_stride", _LONG), ("table_heads", _LONG), ("window", _LONG), ("threads", _LONG),
-        ("scaling", _FLOAT), ("softcap", _FLOAT), ("kind", _INT), ("unused", _INT),
-    )  # fmt: skip
-
-
-class _Prefill(ctypes.Structure):
-    """``struct ptq_prefill``."""
-
-    _fields_ = (
-        ("q", _POINTER), ("keys", _POINTER), ("values", _POINTER), ("key_table", _POINTER), ("value_table", _POINTER),
-        ("tables", _POINTER), ("starts", _POINTER), ("totals", _POINTER), ("sinks", _POINTER), ("out", _POINTER),
-        ("spans", _LONG), ("heads", _LONG), ("kv_heads", _LONG), ("key_dim", _LONG), ("value_dim", _LONG),
-        ("block_size", _LONG), ("table_stride", _LONG), ("q_token", _LONG), ("q_head", _LONG), ("table_heads", _LONG),
-        ("window", _LONG), ("threads", _LONG), ("scaling", _FLOAT), ("softcap", _FLOAT),
-    )  # fmt: skip
+_Attention = lib.struct(
+    "ptq_attention",
+    q=_POINTER, keys=_POINTER, values=_POINTER, key_table=_POINTER, value_table=_POINTER, tables=_POINTER,
+    totals=_POINTER, sinks=_POINTER, out=_POINTER, spans=_LONG, heads=_LONG, kv_heads=_LONG, key_dim=_LONG,
+    value_dim=_LONG, block_size=_LONG, table_stride=_LONG, table_heads=_LONG, window=_LONG, threads=_LONG,
+    scaling=_FLOAT, softcap=_FLOAT, kind=_INT, unused=_INT,
+)  # fmt: skip
+_Prefill = lib.struct(
+    "ptq_prefill",
+    q=_POINTER, keys=_POINTER, values=_POINTER, key_table=_POINTER, value_table=_POINTER, tables=_POINTER,
+    starts=_POINTER, totals=_POINTER, sinks=_POINTER, out=_POINTER, spans=_LONG, heads=_LONG, kv_heads=_LONG,
+    key_dim=_LONG, value_dim=_LONG, block_size=_LONG, table_stride=_LONG, q_token=_LONG, q_head=_LONG,
+    table_heads=_LONG, window=_LONG, threads=_LONG, scaling=_FLOAT, softcap=_FLOAT,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

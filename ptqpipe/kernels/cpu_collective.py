@@ -109,7 +109,7 @@ def _plain(values: torch.Tensor, *others: torch.Tensor) -> bool:
     return fits and values.dtype in _DTYPES and bool(lib.known_isas())
 
 
-def _job(step: int, values: torch.Tensor, codec: Wire) -> lib.Collective:
+def _job(step: int, values: torch.Tensor, codec: Wire) -> ctypes.Structure:
     return lib.Collective(
         step=step,
         dtype=_DTYPES[values.dtype],
@@ -122,5 +122,5 @@ def _job(step: int, values: torch.Tensor, codec: Wire) -> lib.Collective:
     )
 
 
-def _run(job: lib.Collective) -> bool:
+def _run(job: ctypes.Structure) -> bool:
     return lib.call("ptq_collective_step", ctypes.byref(job)) == lib.OK

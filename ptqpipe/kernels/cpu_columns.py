@@ -74,7 +74,7 @@ def _fits(element: Codec, like: torch.Tensor, *others: torch.Tensor) -> bool:
     return plain and element.name in ELEMENTS and 0 < like.shape[0] <= _MOST_COLUMNS and bool(lib.known_isas())
 
 
-def _job(kind: int, like: torch.Tensor, element: Codec, matrix: torch.Tensor) -> lib.Columns:
+def _job(kind: int, like: torch.Tensor, element: Codec, matrix: torch.Tensor) -> ctypes.Structure:
     return lib.Columns(
         columns=like.shape[0],
         rows=like.shape[1],
@@ -84,5 +84,5 @@ def _job(kind: int, like: torch.Tensor, element: Codec, matrix: torch.Tensor) ->
     )
 
 
-def _run(job: lib.Columns) -> bool:
+def _run(job: ctypes.Structure) -> bool:
     return lib.call("ptq_columns_step", ctypes.byref(job)) == lib.OK

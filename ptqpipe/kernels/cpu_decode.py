@@ -66,12 +66,6 @@ def decode_error(
     return float(sums[0]), float(sums[1])
 
 
-class _DecodeJob(lib.Decode):
-    """A struct with the tensors that it points into, which must outlive the call."""
-
-    kept: tuple[torch.Tensor | None, ...]
-
-
 def _decode_job(
     data: torch.Tensor,
     scales: torch.Tensor,
@@ -79,7 +73,7 @@ def _decode_job(
     shape: tuple[int, int],
     global_scale: torch.Tensor | None,
     global_divides: bool,
-) -> _DecodeJob | None:
+) -> ctypes.Structure | None:
     """The common fields of a decode, or None where there is no kernel. FormatError for a grid of another shape."""
     check_global(fmt, global_scale)
     grid = checked_grid(scales, fmt, shape)
@@ -96,13 +90,13 @@ def _decode_job(
         if global_scale is not None:
             table = table / global_scale.float() if global_divides else table * global_scale.float()
     block = fmt.block_extent(shape)
-    job = _DecodeJob(
+    job = lib.Decode(
         data=data.data_ptr(), data_stride=data.stride(0), rows=shape[0], cols=shape[1], scales=numbers.data_ptr(),
         scale_cols=grid[1], block_rows=block[0], block_cols=block[1], values=values.data_ptr(),
         scale_values=None if table is None else table.data_ptr(), code_bits=fmt.element.bits,
         scale_codes=int(fmt.scale.enumerable),
     )  # fmt: skip
-    job.kept = (data, numbers, values, table)
+    job.kept = (data, numbers, values, table)  # the tensors that it points into must outlive the call
     return job
 
 

@@ -17,98 +17,59 @@ OK, NOT_FINITE, UNSUPPORTED, NO_MEMORY = 0, 1, 2, 3  # what a call returns
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
-class Blocks(ctypes.Structure):
-    """``struct ptq_blocks``."""
-
-    _fields_ = (
-        ("w", _POINTER), ("rows", _LONG), ("cols", _LONG), ("row_stride", _LONG),
-        ("dtype", _INT), ("block", _INT), ("element", _INT), ("scale_kind", _INT),
-        ("scale_bias", _INT), ("scale_top", _INT), ("rule", _INT), ("flush_code", _INT),
-        ("importance", _POINTER), ("global_scales", _POINTER), ("n_global", _LONG),
-        ("data", _POINTER), ("scales", _POINTER), ("totals", _POINTER),
-    )  # fmt: skip
+def struct(name: str, **fields: type) -> type[ctypes.Structure]:
+    """A struct of ``csrc/api.h``: its fields in order, with their C types. Tensors that it points into may be kept with
+    it as any other attribute."""
+    return type(name, (ctypes.Structure,), {"_fields_": tuple(fields.items()), "__doc__": f"``struct {name}``."})
 
 
-class Amax(ctypes.Structure):
-    """``struct ptq_amax``."""
-
-    _fields_ = (
-        ("w", _POINTER), ("rows", _LONG), ("cols", _LONG), ("row_stride", _LONG), ("dtype", _INT), ("unused", _INT),
-    )  # fmt: skip
-
-
-class Decode(ctypes.Structure):
-    """``struct ptq_decode``."""
-
-    _fields_ = (
-        ("data", _POINTER), ("data_stride", _LONG), ("rows", _LONG), ("cols", _LONG),
-        ("scales", _POINTER), ("scale_cols", _LONG), ("block_rows", _LONG), ("block_cols", _LONG),
-        ("values", _POINTER), ("scale_values", _POINTER), ("code_bits", _INT), ("scale_codes", _INT),
-        ("out_dtype", _INT), ("w_dtype", _INT), ("out", _POINTER), ("w", _POINTER), ("w_stride", _LONG),
-        ("sums", _POINTER),
-    )  # fmt: skip
-
-
-class Encode(ctypes.Structure):
-    """``struct ptq_encode``."""
-
-    _fields_ = (
-        ("w", _POINTER), ("rows", _LONG), ("cols", _LONG), ("row_stride", _LONG), ("scales", _POINTER),
-        ("scale_cols", _LONG), ("block_rows", _LONG), ("block_cols", _LONG), ("dtype", _INT), ("element", _INT),
-        ("data", _POINTER),
-    )  # fmt: skip
-
-
-class Long(ctypes.Structure):
-    """``struct ptq_long``."""
-
-    _fields_ = (
-        ("w", _POINTER), ("rows", _LONG), ("cols", _LONG), ("row_stride", _LONG),
-        ("block_rows", _LONG), ("block_cols", _LONG),
-        ("dtype", _INT), ("element", _INT), ("rule", _INT), ("unused", _INT),
-        ("importance", _POINTER), ("scales", _POINTER),
-    )  # fmt: skip
-
-
-class Columns(ctypes.Structure):
-    """``struct ptq_columns``."""
-
-    _fields_ = (
-        ("columns", _LONG), ("rows", _LONG), ("kind", _INT), ("element", _INT),
-        ("exact", _POINTER), ("target", _POINTER), ("s", _POINTER), ("error", _POINTER), ("slope", _POINTER),
-        ("matrix", _POINTER), ("weight", _POINTER), ("ladder", _POINTER), ("ladder_size", _LONG), ("count", _LONG),
-        ("first", _POINTER), ("codes", _POINTER), ("scales", _POINTER), ("cost", _POINTER),
-    )  # fmt: skip
-
-
-class Linear(ctypes.Structure):
-    """``struct ptq_linear``."""
-
-    _fields_ = (
-        ("data", _POINTER), ("data_stride", _LONG), ("n", _LONG), ("k", _LONG),
-        ("scales", _POINTER), ("scale_stride", _LONG), ("scale_rows", _LONG), ("element", _INT), ("scale_kind", _INT),
-        ("factor", _POINTER), ("factor_step", _LONG), ("x", _POINTER), ("m", _LONG), ("bias", _POINTER),
-        ("out", _POINTER), ("threads", _LONG), ("panels", _LONG), ("one_order", _LONG),
-    )  # fmt: skip
-
-
-class Norm(ctypes.Structure):
-    """``struct ptq_norm``."""
-
-    _fields_ = (
-        ("x", _POINTER), ("weight", _POINTER), ("out", _POINTER), ("rows", _LONG), ("n", _LONG), ("threads", _LONG),
-        ("eps", ctypes.c_float), ("unused", _INT),
-    )  # fmt: skip
-
-
-class Collective(ctypes.Structure):
-    """``struct ptq_collective``."""
-
-    _fields_ = (
-        ("step", _INT), ("dtype", _INT), ("element", _INT), ("scale", _INT), ("block", _INT), ("hadamard", _INT),
-        ("group", _INT), ("unused", _INT), ("elements", _LONG), ("ranks", _LONG), ("x", _POINTER),
-        ("messages", _POINTER), ("message", _POINTER), ("out", _POINTER),
-    )  # fmt: skip
+Blocks = struct(
+    "ptq_blocks",
+    w=_POINTER, rows=_LONG, cols=_LONG, row_stride=_LONG, dtype=_INT, block=_INT, element=_INT, scale_kind=_INT,
+    scale_bias=_INT, scale_top=_INT, rule=_INT, flush_code=_INT, importance=_POINTER, global_scales=_POINTER,
+    n_global=_LONG, data=_POINTER, scales=_POINTER, totals=_POINTER,
+)  # fmt: skip
+Amax = struct(
+    "ptq_amax",
+    w=_POINTER, rows=_LONG, cols=_LONG, row_stride=_LONG, dtype=_INT, unused=_INT,
+)  # fmt: skip
+Decode = struct(
+    "ptq_decode",
+    data=_POINTER, data_stride=_LONG, rows=_LONG, cols=_LONG, scales=_POINTER, scale_cols=_LONG, block_rows=_LONG,
+    block_cols=_LONG, values=_POINTER, scale_values=_POINTER, code_bits=_INT, scale_codes=_INT, out_dtype=_INT,
+    w_dtype=_INT, out=_POINTER, w=_POINTER, w_stride=_LONG, sums=_POINTER,
+)  # fmt: skip
+Encode = struct(
+    "ptq_encode",
+    w=_POINTER, rows=_LONG, cols=_LONG, row_stride=_LONG, scales=_POINTER, scale_cols=_LONG, block_rows=_LONG,
+    block_cols=_LONG, dtype=_INT, element=_INT, data=_POINTER,
+)  # fmt: skip
+Long = struct(
+    "ptq_long",
+    w=_POINTER, rows=_LONG, cols=_LONG, row_stride=_LONG, block_rows=_LONG, block_cols=_LONG, dtype=_INT,
+    element=_INT, rule=_INT, unused=_INT, importance=_POINTER, scales=_POINTER,
+)  # fmt: skip
+Columns = struct(
+    "ptq_columns",
+    columns=_LONG, rows=_LONG, kind=_INT, element=_INT, exact=_POINTER, target=_POINTER, s=_POINTER, error=_POINTER,
+    slope=_POINTER, matrix=_POINTER, weight=_POINTER, ladder=_POINTER, ladder_size=_LONG, count=_LONG,
+    first=_POINTER, codes=_POINTER, scales=_POINTER, cost=_POINTER,
+)  # fmt: skip
+Linear = struct(
+    "ptq_linear",
+    data=_POINTER, data_stride=_LONG, n=_LONG, k=_LONG, scales=_POINTER, scale_stride=_LONG, scale_rows=_LONG,
+    element=_INT, scale_kind=_INT, factor=_POINTER, factor_step=_LONG, x=_POINTER, m=_LONG, bias=_POINTER,
+    out=_POINTER, threads=_LONG, panels=_LONG, one_order=_LONG,
+)  # fmt: skip
+Norm = struct(
+    "ptq_norm",
+    x=_POINTER, weight=_POINTER, out=_POINTER, rows=_LONG, n=_LONG, threads=_LONG, eps=ctypes.c_float, unused=_INT,
+)  # fmt: skip
+Collective = struct(
+    "ptq_collective",
+    step=_INT, dtype=_INT, element=_INT, scale=_INT, block=_INT, hadamard=_INT, group=_INT, unused=_INT,
+    elements=_LONG, ranks=_LONG, x=_POINTER, messages=_POINTER, message=_POINTER, out=_POINTER,
+)  # fmt: skip
 
 
 @cache

@@ -31,7 +31,7 @@ _LANES, _UNIT = 16, 64  # rows and columns of a weight that a panel's units have
 class Operand:
     """A weight's part of a job for the kernels, made once, and the bytes that it points to."""
 
-    def __init__(self, job: lib.Linear, kept: tuple[torch.Tensor | None, ...]) -> None:
+    def __init__(self, job: ctypes.Structure, kept: tuple[torch.Tensor | None, ...]) -> None:
         self._job, self._kept = job, kept
 
     @property
@@ -46,7 +46,7 @@ class Operand:
         """
         self._job.one_order = 1
 
-    def job(self, rows: int) -> lib.Linear:
+    def job(self, rows: int) -> ctypes.Structure:
         """For ``rows`` of x, on as many threads as torch uses and are worth it."""
         job = lib.Linear.from_buffer_copy(self._job)
         job.threads = min(torch.get_num_threads(), 1 + job.n * job.k * rows // _WORTH_A_THREAD)

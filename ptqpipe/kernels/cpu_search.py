@@ -68,30 +68,14 @@ def score_total(
     Without weights this is the squared error that ``block_quantize`` leaves, up to the float32 rounding of each block's
     score. The sum is in float64, in the order of ``reference.sum_blocks``. None where ``block_quantize`` has no kernel.
     """
-    scales = None if global_scale is None else global_scale.reshape(1)
-    totals = score_totals(w, fmt, rule=rule, global_scales=scales, importance=importance)
-    return None if totals is None else totals[0]
-
-
-def score_totals(
-    w: torch.Tensor,
-    fmt: Format,
-    *,
-    rule: str = "exact",
-    global_scales: torch.Tensor | None = None,
-    importance: torch.Tensor | None = None,
-) -> list[float] | None:
-    """:func:`score_total` for each of ``global_scales`` (float32 ``[n]``), reading ``w`` once."""
-    job = _job(w, fmt, rule=rule, global_scale=global_scales, importance=importance)
+    job = _job(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
     if job is None:
         return None
-    totals = torch.zeros(job.n_global, dtype=torch.float64)
-    job.totals = totals.data_ptr()
+    total = torch.zeros(1, dtype=torch.float64)
+    job.totals = total.data_ptr()
     if not _run(job, w):
         return None
-    if global_scales is not None:
-        totals *= global_scales.double().square()
-    return [float(total) for total in totals]
+    return float(total if global_scale is None else total * global_scale.double().square())
 
 
 def _fp8_quantize(
@@ -158,15 +142,9 @@ def amax(w: torch.Tensor) -> tuple[float, int] | None:
     return None if status == lib.UNSUPPORTED else (largest.value, first_bad.value)
 
 
-class _Job(lib.Blocks):
-    """A struct with the tensors that it points into, which must outlive the call."""
-
-    kept: tuple[torch.Tensor | None, ...]
-
-
 def _job(
     w: torch.Tensor, fmt: Format, *, rule: str, global_scale: torch.Tensor | None, importance: torch.Tensor | None
-) -> _Job | None:
+) -> ctypes.Structure | None:
     """The common fields of a search, or None where there is no kernel for it. FormatError for unfit shapes."""
     check_global(fmt, global_scale)
     block = fmt.block[1]
@@ -182,13 +160,13 @@ def _job(
     if not bool(((factors >= 1 / _GLOBAL_RANGE) & (factors <= _GLOBAL_RANGE)).all()):
         return None
     h = None if importance is None or rule not in _WEIGHTED else column_weights(importance, w)
-    job = _Job(
+    job = lib.Blocks(
         w=w.data_ptr(), rows=w.shape[0], cols=w.shape[1], row_stride=w.stride(0), dtype=DTYPES[w.dtype], block=block,
         element=element, scale_kind=kind, scale_bias=bias, scale_top=len(fmt.scale.magnitudes) - 1, rule=_RULES[rule],
         flush_code=_flush_code(fmt), importance=None if h is None else h.data_ptr(),
         global_scales=factors.data_ptr(), n_global=len(factors),
     )  # fmt: skip
-    job.kept = (w, factors, h)
+    job.kept = (w, factors, h)  # the tensors that it points into must outlive the call
     return job
 
 
@@ -199,7 +177,7 @@ def _flush_code(fmt: Format) -> int:
     return next(large, fmt.scale.first_scale_code)
 
 
-def _run(job: _Job, w: torch.Tensor) -> bool:
+def _run(job: ctypes.Structure, w: torch.Tensor) -> bool:
     """Runs a search: False where the kernel declines, NumericsError for NaN and inf."""
     status = lib.call("ptq_quantize_blocks", ctypes.byref(job))
     if status == lib.NOT_FINITE:

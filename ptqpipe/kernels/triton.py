@@ -121,24 +121,6 @@ def score_total(
     return total if global_scale is None else total * float(global_scale.double().square())
 
 
-def score_totals(
-    w: torch.Tensor,
-    fmt: Format,
-    *,
-    rule: str = "exact",
-    global_scales: torch.Tensor | None = None,
-    importance: torch.Tensor | None = None,
-) -> list[float] | None:
-    """:func:`score_total` for each of ``global_scales`` (float32 ``[n]``)."""
-    totals: list[float] = []
-    for g in (None,) if global_scales is None else global_scales.reshape(-1).unbind():
-        total = score_total(w, fmt, rule=rule, global_scale=g, importance=importance)
-        if total is None:
-            return None
-        totals.append(total)
-    return totals
-
-
 def dequantize(
     data: torch.Tensor,
     scales: torch.Tensor,

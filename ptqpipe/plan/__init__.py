@@ -12,12 +12,11 @@ the *kept* ones, with the reason. No weight is read. The plan must not know how 
 
 from ptqpipe.plan.candidates import INTERLEAVED_GATE_UP, conv1d_leaves
 from ptqpipe.plan.make import check_ignored, is_matrix, make_plan, unmatched_patterns
-from ptqpipe.plan.types import FLOAT_DTYPES, Abilities, Kept, Member, Plan, Slice, Unit
+from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Slice, Unit
 
 __all__ = [
     "FLOAT_DTYPES",
     "INTERLEAVED_GATE_UP",
-    "Abilities",
     "Kept",
     "Member",
     "Plan",

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptqpipe.errors import CheckpointError
-from ptqpipe.plan.types import FLOAT_DTYPES, Abilities, Member, Shapes, Slice
+from ptqpipe.plan.types import FLOAT_DTYPES, Member, Shapes, Slice
+from ptqpipe.schemes import Abilities
 
 # Architectures whose fused gate_up_proj alternates gate and up rows instead of stacking them: a fact of the published
 # files that no shape shows.

@@ -7,8 +7,9 @@ from typing import Any
 from ptqpipe.errors import UsageError
 from ptqpipe.plan.candidates import Candidate, find_candidates
 from ptqpipe.plan.groups import fused_groups, keep_whole_groups, reject_split_stacks, siblings_outside
-from ptqpipe.plan.types import FLOAT_DTYPES, Abilities, Kept, Member, Plan, Shapes, Unit
+from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Shapes, Unit
 from ptqpipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, matches
+from ptqpipe.schemes import Abilities
 
 # Numbers of linear layers that are not quantized here, though readers could look for them.
 _OTHER_FLOAT_DTYPES = frozenset({"F64", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"})

@@ -13,20 +13,6 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
-    """What a layout can store, beside the number formats.
-
-    matrices    weights of linear layers, one tensor each
-    stacks      3-D stacks of experts as one tensor; without it each expert is ``...experts.<e>.<projection>.weight``
-    transposed  weights that the model holds as [in, out] (Conv1D), marked as such
-    """
-
-    matrices: bool = True
-    stacks: bool = False
-    transposed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Slice:
     """Where the rows of a weight lie in a source tensor: rows start, start+step, ... of [out, in].
 

@@ -15,7 +15,7 @@ from typing import Any
 from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
 from ptqpipe.patterns import expression
 from ptqpipe.recipe.structure import DEFAULT_FUSE, DEFAULT_KEEP, Keep, rows_of
-from ptqpipe.schemes import LOW_RANK_DTYPES, LowRank, Scheme, get_scheme
+from ptqpipe.schemes import LOW_RANK_DTYPES, MIXED, LowRank, Scheme, get_scheme
 
 GLOBAL_SCALE_MODES = ("search", "absmax")
 INPUT_SCALES = ("absmax", "percentile", "mse")
@@ -180,8 +180,9 @@ class Recipe:
             raise UsageError("every rule of the recipe keeps; give at least one rule with a format")
         if len(names) == 1:
             return names.pop()
-        if names == {"compressed_tensors", "deepseek_fp8"}:
-            return "compressed_tensors"  # it spells both, mixed
+        together = {MIXED.get(name, name) for name in names}
+        if len(together) == 1:
+            return together.pop()
         raise UsageError(f"the recipe's formats default to different containers ({', '.join(sorted(names))}); name one")
 
     def to_json(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ptqpipe.containers import get_container
+from ptqpipe.containers import container_names, get_container
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime.fill import Filling, override_loading, prepare
 from ptqpipe.runtime.linear import PackedLinear
@@ -40,14 +40,12 @@ from ptqpipe.runtime.parallel import AllReduce, TensorParallel
 from ptqpipe.source import Source
 
 METHOD = "ptqpipe"
-_OURS = (METHOD, "modelopt", "modelopt_fp4", "modelopt_mixed")  # transformers has no quantizer of these names
-_SHARED = {
-    "compressed-tensors": "compressed_tensors",
-    "quark": "quark",
-    "fp8": "deepseek_fp8",
-    "mxfp8": "mxfp8_hf",
-    "mxfp4": "gptoss_mxfp4",
+_CONTAINERS = {
+    method: container
+    for container in map(get_container, container_names())
+    for method in (container.QUANT_METHOD, *container.ABILITIES.methods)
 }
+_OURS = [method for method, container in _CONTAINERS.items() if container.ABILITIES.transformers == "never"]
 
 
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -195,16 +193,17 @@ def takes(described: Mapping[str, Any]) -> bool:
     method = str(described.get("quant_method"))
     if method in _OURS:
         return True
-    container = _SHARED.get(method)
+    container = _CONTAINERS.get(method)
     config = {"quantization_config": described}
-    if container is None or not get_container(container).detect(config, {}):
+    if container is None or not container.detect(config, {}):
         return False
-    if container == "quark":  # transformers' way needs the package
-        return find_spec("quark") is None
-    if method in ("fp8", "mxfp8", "mxfp4") and torch.accelerator.is_available():
-        return False  # transformers runs these with its own kernels
+    way = container.ABILITIES.transformers
+    if way not in ("reads", "kernels"):  # transformers needs a package for it
+        return find_spec(way) is None
+    if way == "kernels" and torch.accelerator.is_available():
+        return False
     try:
-        get_container(container).stored_weights(config, {})
+        container.stored_weights(config, {})
     except CheckpointError:  # a scheme that ptqpipe does not read
         return False
     return True

@@ -6,14 +6,13 @@ a tensor or one a key-value head. The query is not quantized. transformers' atte
 where all models hand over keys and values.
 """
 
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ptqpipe.containers import kv_scale, quantization_config
+from ptqpipe.containers import kv_scale_place, quantization_config
 from ptqpipe.errors import CheckpointError
 from ptqpipe.runtime.activations import round_to_e4m3
 from ptqpipe.runtime.names import Home
@@ -24,7 +23,6 @@ from ptqpipe.source import Source
 IMPLEMENTATION = "ptqpipe_kv_fp8"
 KV_SCALES = "ptqpipe_kv_scales"
 """The attribute of attention modules with (keys', values') scales. The engine has the same name, and reads them."""
-_SCALE = re.compile(r"(.*)\.([kv])_scale")
 
 
 def simulate_kv_cache(
@@ -68,14 +66,12 @@ def _scales(source: Source) -> dict[str, dict[str, torch.Tensor]]:
     """Attention module (as in the checkpoint) -> "k", "v" -> float32 scale that broadcasts over [batch, heads, tokens,
     head_dim]."""
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for name, entry in source.reader.entries.items():
-        part = kv_scale(name, entry.dtype, entry.shape, container="compressed_tensors")
-        match = None if part is None else _SCALE.fullmatch(part.name)
-        if match is not None:
-            parent = match[1].removesuffix(".k_proj").removesuffix(".v_proj")
+    for name in source.reader.entries:
+        place = kv_scale_place(name)
+        if place is not None and place[1] in ("k", "v"):
             scale = source.reader.read(name).float()
             check_positive(scale, name)
-            found.setdefault(parent, {})[match[2]] = scale.reshape(-1, 1, 1)
+            found.setdefault(place[0], {})[place[1]] = scale.reshape(-1, 1, 1)
     return found
 
 

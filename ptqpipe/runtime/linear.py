@@ -153,7 +153,7 @@ def side_by_side(parts: list[QTensor]) -> QTensor | None:
         and part.shape[0] % part.fmt.block_extent(part.shape)[0] == 0
         for part in parts
     )
-    if not same or first.fmt.block[0] == 0:  # a scale of the whole matrix
+    if not same or first.fmt.shares_rows:
         return None
     return replace(
         first,

@@ -91,11 +91,7 @@ class LazyTensor:
 
 def parameter_names(source: Source) -> list[str]:
     """Every logical tensor of a checkpoint but the scales of its kv cache, which belong to no parameter."""
-    return [
-        name
-        for name, (dtype, shape) in source.tensors.items()
-        if kv_scale(name, dtype, shape, container="plain") is None
-    ]
+    return [name for name, (dtype, shape) in source.tensors.items() if kv_scale(name, dtype, shape) is None]
 
 
 def lazy_state(source: Source, regions: Mapping[str, Region] | None = None) -> dict[str, LazyTensor]:

@@ -13,7 +13,7 @@ import torch
 from ptqpipe.errors import UsageError
 from ptqpipe.formats import Format
 
-_SHARED = {"objective", "least"}  # and files whose names begin with an underscore
+_SHARED = {"objective", "least", "proof"}  # and files whose names begin with an underscore
 
 
 class Search(Protocol):

@@ -13,7 +13,8 @@ proof cares for the weights, so the search is exact with importance too. About 9
 and one or two for MX formats. The scan runs on chunks that stay in the second-level cache, elements along the rows
 and blocks along the columns, so that the sum in element order is a sequence of contiguous additions.
 
-Long blocks (FP8 rows, tiles, tensors) with bfloat16 or float16 scales take the way of ``_long.py``.
+Long blocks (FP8 rows, tiles, tensors) with bfloat16 or float16 scales take the way of ``_long.py``. Elements whose
+codec is not symmetric have neither proof: ``brute_force.py`` scores every scale for them.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from ptqpipe.errors import FormatError
 from ptqpipe.formats import Format
 from ptqpipe.kernels.importance import column_weights
 from ptqpipe.qtensor import check_finite, to_blocks
-from ptqpipe.search import _long
+from ptqpipe.search import _long, brute_force
 from ptqpipe.search._grid import MARGIN, ElementGrid, Ladder, deviations, element_grid, ladder
 from ptqpipe.search.objective import FLUSH, LANES, fold
 
@@ -56,6 +57,8 @@ def search(
         raise FormatError(
             f"{fmt.name} has {fmt.scale.name} scales, over which nothing can be proven; use the refit search"
         )
+    if not fmt.element.symmetric:
+        return brute_force.search(w, fmt, global_scale=global_scale, importance=importance)
     grid = element_grid(fmt.element)
     steps = ladder(fmt, global_scale=global_scale, grid=grid, device=w.device)
     h = None if importance is None else column_weights(importance, w)
@@ -84,8 +87,8 @@ def _scan(blocks: torch.Tensor, h: torch.Tensor | None, *, grid: ElementGrid, st
     count, block = blocks.shape
     chosen = torch.zeros(count, dtype=torch.int64, device=blocks.device)
     size = max(1, CHUNK // block)
-    work = _Work.make(block, min(size, count), blocks.device)
-    scan = partial(_descend, chosen=chosen, grid=grid, steps=steps, work=work)
+    y, q, shift = (torch.empty(block * min(size, count), device=blocks.device) for _ in range(3))
+    scan = partial(_descend, chosen=chosen, grid=grid, steps=steps, work=(y, q, shift))
     h_columns = None if h is None else h.t().contiguous()
     rest: list[_Lanes] = []
     for first in range(0, count, size):
@@ -189,18 +192,8 @@ def _anchors(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return anchor, anchor_h
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Scratch of one search, float32 ``[elements, blocks]`` flat, used for chunks of any size up to theirs."""
-
-    y: torch.Tensor
-    q: torch.Tensor
-    shift: torch.Tensor
-
-    @classmethod
-    def make(cls, block: int, count: int, device: torch.device) -> "_Work":
-        y, q, shift = (torch.empty(block * count, device=device) for _ in range(3))
-        return cls(y, q, shift)
+_Work = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Scratch of one search, float32 ``[elements, blocks]`` flat each, used for chunks of any size up to theirs."""
 
 
 def _descend(
@@ -243,7 +236,7 @@ def _score(
 ) -> torch.Tensor:
     """``[lanes]``: the scores at the scales 1/inv, in the dtype of ``weight`` (value^2)."""
     x = lanes.x
-    y, q, shift = (flat[: x.numel()].view(x.shape) for flat in (work.y, work.q, work.shift))
+    y, q, shift = (flat[: x.numel()].view(x.shape) for flat in work)
     torch.mul(x, inv, out=y)
     largest = lanes.anchor[0] * inv
     deviations(y, q, shift, grid=grid, saturates=float(largest.max()) > grid.wrap)

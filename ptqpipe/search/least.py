@@ -28,6 +28,7 @@ from ptqpipe.search.objective import FLUSH, scores
 MARGIN = 1e-4  # relative; float32 quotients, products and sums of a block of 256 round by less
 ROUNDED = 2.0**-20  # of y, relative: more than twice what its own roundings and those of a middle come to
 SUMS = 2.0**-40  # of the sum of the squares: far above the rounding of prefix sums in float64
+AT_ONCE = 1 << 22  # elements that are scored in one go: a weight with one scale is one block
 NEIGHBOURS = 2  # scales on either side of the one that is judged, which are never left out
 
 Array = npt.NDArray[Any]
@@ -90,6 +91,12 @@ class _Blocks(NamedTuple):
 
     def exact(self, block: Array, index: Array) -> Array:
         """float64: the scores by the definition of these pairs of a block and a scale."""
+        step = max(1, AT_ONCE // self.x.shape[1])
+        return np.concatenate(
+            [self._exact(block[i : i + step], index[i : i + step]) for i in range(0, len(block), step)]
+        )
+
+    def _exact(self, block: Array, index: Array) -> Array:
         h = None if self.h is None else torch.from_numpy(self.h[block])
         codes = _scales(self.fmt).stored[torch.from_numpy(index)]
         x = torch.from_numpy(self.x[block])

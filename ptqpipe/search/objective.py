@@ -10,7 +10,8 @@ For a block of magnitudes x_k (float32), a scale s = value(code) * global_scale 
     acc = ((t_0 + t_1) + t_2) + ...      float32, in element order
     score = acc * value(code)^2          rounded to float32; exact (float64) where ``exact_weights`` says so
 
-and the chosen code is the smallest one with the least score. A scale at which the whole block rounds to zero (its
+Elements whose codec is not symmetric (two's complement) keep the sign of x_k, and a zero point is added to y_k.
+The chosen code is the smallest one with the least score. A scale at which the whole block rounds to zero (its
 largest y is at most half the smallest magnitude) scores infinity: such scales all have the same error, sum x_k^2
 h_k, and no other scale has a larger one because zero is among the magnitudes. A block for which that holds at every
 scale (an all-zero one) gets the smallest scale. The score is the squared error divided by global_scale^2, which is
@@ -48,11 +49,13 @@ LANES = 1024  # partial sums of a block whose scale codec is not enumerable
 def magnitude_blocks(w: torch.Tensor, fmt: Format) -> torch.Tensor:
     """float32 ``[blocks, elements]``: |w| by block, flushed, blocks in the order of the scale grid.
 
-    Raises NumericsError for NaN and inf.
+    Elements whose codec is not symmetric keep their sign. Raises NumericsError for NaN and inf.
     """
     check_finite(w)
-    x = to_blocks(w.float(), fmt).abs()
-    return flush(x, x.amax(dim=1, keepdim=True))
+    blocks = to_blocks(w.float(), fmt)
+    x = blocks.abs()
+    flush(x, x.amax(dim=1, keepdim=True))
+    return x if fmt.element.symmetric else x.copysign_(blocks)
 
 
 def flush(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -74,14 +77,16 @@ def scores(
     fmt: Format,
     global_scale: torch.Tensor | None = None,
     h: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """float64 ``[blocks]``: the score of one candidate scale per block, as defined at the top of this file.
 
-    x      float32 ``[blocks, elements]`` magnitudes
+    x      float32 ``[blocks, elements]`` magnitudes; with their signs for elements that are not symmetric
     codes  ``[blocks]`` scale codes (uint8), or the scales themselves for a codec that is not enumerable
     h      float32 ``[blocks, elements]`` non-negative weights, or None for all ones
+    zeros  float32 ``[blocks]`` numbers of the zero points, which are added to y; None for a format without them
     """
-    score, largest = formula(x, codes, fmt=fmt, global_scale=global_scale, h=h)
+    score, largest = formula(x, codes, fmt=fmt, global_scale=global_scale, h=h, zeros=zeros)
     return torch.where(largest <= fmt.element.min_positive / 2, float("inf"), score)
 
 
@@ -92,6 +97,7 @@ def formula(
     fmt: Format,
     global_scale: torch.Tensor | None = None,
     h: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(what the formula gives for every block, float64; the largest y): no scale is ruled out for zeroing a block.
 
@@ -100,6 +106,8 @@ def formula(
     value = scale_values(codes, fmt.scale)
     s = value if global_scale is None else value * global_scale
     y = x * (1.0 / s).unsqueeze(1)
+    largest = (y if fmt.element.symmetric else y.abs()).amax(dim=1)
+    y = y if zeros is None else y + zeros.unsqueeze(1)
     d = y - round_to(y, fmt.element)
     t = d * d
     if h is not None:
@@ -110,7 +118,7 @@ def formula(
             acc += t[:, k]
     else:
         acc = lane_sum(t)
-    return weigh(acc, value, fmt.scale), y.amax(dim=1)
+    return weigh(acc, value, fmt.scale), largest
 
 
 def lane_sum(t: torch.Tensor) -> torch.Tensor:

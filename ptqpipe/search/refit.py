@@ -32,10 +32,13 @@ def search(
 ) -> torch.Tensor:
     """float32 scales ``[N/bn, K/bk]``.
 
-    Raises FormatError unless the format has float32 scales; NumericsError for NaN, inf and unusable importance.
+    Raises FormatError unless the format has float32 scales and elements with a sign bit; NumericsError for NaN, inf and
+    unusable importance.
     """
     if fmt.scale.dtype != torch.float32:
         raise FormatError(f"refit is for float32 scales, {fmt.name} has {fmt.scale.name} scales; use exact")
+    if not fmt.element.symmetric:
+        raise FormatError(f"refit is for elements with a sign bit, {fmt.name} has {fmt.element.name}; use absmax")
     check_finite(w)
     h = None if importance is None else to_blocks(column_weights(importance, w).expand_as(w), fmt)
     blocks = to_blocks(w, fmt)

@@ -36,7 +36,7 @@ def search(
     h = importance_blocks(importance, w, fmt)
     first, last = fmt.scale.first_scale_code, len(fmt.scale.magnitudes) - 1
     values = scale_values(torch.arange(last + 1, device=w.device).to(torch.uint8), fmt.scale)
-    fitted = fitted_scale(x.amax(dim=1), fmt, global_scale=global_scale)
+    fitted = fitted_scale(x.abs().amax(dim=1), fmt, global_scale=global_scale)
     base = (torch.bucketize(fitted, values, right=True) - 1).clamp(first, last)
     best = torch.full_like(fitted, float("inf"), dtype=torch.float64)
     chosen = torch.full_like(base, first)

@@ -149,7 +149,7 @@ def _prepare(source: Source, dtype: str) -> _Prepared:
             dropped += [part.name for part in stored.parts if part.role not in DECODED_ROLES]
             size = sum(source.reader.entries[part].nbytes for part in parts)
             jobs.append(Job(name, len(jobs), size, TensorSpec(name, DTYPES[dtype][0], shape), stored))
-        elif kv_scale(name, stored_dtype, shape, container="plain") is not None:
+        elif kv_scale(name, stored_dtype, shape) is not None:
             dropped.append(name)
         else:
             size = source.reader.entries[name].nbytes

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.containers import Container, Names, StoredWeight, Target, decode, encode_part, get_container
+from ptqpipe.containers import ConfigRequest, Container, Names, StoredWeight, Target, decode, encode_part, get_container
 from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global
 from ptqpipe.qtensor import QTensor, encode, magnitude_codes, to_blocks
@@ -121,7 +121,7 @@ def quantize(
         shared = _shared_global(source.tensors, module, scheme.fmt, fused)
         tensors.update(stored_parts(layout, name, absmax(tensor, scheme.fmt, global_scale=shared), scheme))
         targets.append(Target(name, scheme))
-    configs = layout.configs(source.config, targets, kept_modules=kept, provenance={"version": "test"})
+    configs = layout.configs(ConfigRequest(source.config, targets, kept, {"version": "test"}))
     return Checkpoint(configs, tensors)
 
 

@@ -10,6 +10,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 
 from ptqpipe.containers import (
+    ConfigRequest,
     Part,
     Role,
     StoredWeight,
@@ -44,7 +45,7 @@ def written(container: str, scheme_name: str) -> tuple[QTensor, Checkpoint]:
     """A weight, and the checkpoint that holds it alone."""
     scheme, layout = get_scheme(scheme_name), get_container(container)
     q = absmax(weight(), scheme.fmt)
-    configs = layout.configs({}, [Target(W, scheme)], kept_modules=[], provenance={})
+    configs = layout.configs(ConfigRequest({}, [Target(W, scheme)], [], {}))
     return q, Checkpoint(configs, stored_parts(layout, W, q, scheme))
 
 
@@ -105,7 +106,7 @@ def test_stacks_are_written_expert_by_expert() -> None:
         dtypes = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
         tensors = {part.name: files[part.name].view(dtypes[part.dtype]).reshape(part.shape) for part in parts}
         target = Target(stack, scheme, experts, transposed=True)
-        configs = get_container(container).configs({}, [target], kept_modules=[], provenance={})
+        configs = get_container(container).configs(ConfigRequest({}, [target], [], {}))
         checkpoint = Checkpoint(configs, tensors)
         stored = checkpoint.stored(container)[stack]
         assert (stored.experts, stored.shape, stored.transposed) == (experts, shape, True)
@@ -124,7 +125,7 @@ def test_a_transposed_weight_is_marked_and_stored_as_out_by_in() -> None:
     scheme, name = get_scheme("nvfp4"), "h.0.attn.c_attn.weight"
     layout = get_container("ptqpipe")
     q = absmax(weight().T.contiguous().T, scheme.fmt)
-    configs = layout.configs({}, [Target(name, scheme, transposed=True)], kept_modules=[], provenance={})
+    configs = layout.configs(ConfigRequest({}, [Target(name, scheme, transposed=True)], [], {}))
     checkpoint = Checkpoint(configs, stored_parts(layout, name, q, scheme))
     stored = checkpoint.stored("ptqpipe")[name]
     assert (stored.shape, stored.transposed) == (SHAPE, True)
@@ -168,7 +169,7 @@ def test_another_layout_and_back_is_the_same_bytes(scheme: str) -> None:
     stored = first.stored("compressed_tensors")[W]
     other = get_container("modelopt")
     middle_scheme = stored.scheme
-    configs = other.configs(first.config, [Target(W, middle_scheme)], kept_modules=[], provenance={})
+    configs = other.configs(ConfigRequest(first.config, [Target(W, middle_scheme)], [], {}))
     middle = Checkpoint(configs, stored_parts(other, W, decode(stored, first.load), middle_scheme))
     back = decode(middle.stored("modelopt")[W], middle.load)
     for part in stored.parts:

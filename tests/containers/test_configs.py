@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import match_named_modules, match_targets
 
-from ptqpipe.containers import Target, get_container
+from ptqpipe.containers import ConfigRequest, Target, get_container
 from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.errors import FormatError
 from ptqpipe.schemes import get_scheme
@@ -34,9 +34,7 @@ def targets(names: Sequence[str], scheme: str) -> list[Target]:
 
 
 def quantization(container: str, wanted: Sequence[Target], kept: Sequence[str] = (), **source: Any) -> dict[str, Any]:
-    written = get_container(container).configs(
-        {**SOURCE, **source}, wanted, kept_modules=kept, provenance={"version": "1"}
-    )
+    written = get_container(container).configs(ConfigRequest({**SOURCE, **source}, wanted, kept, {"version": "1"}))
     found: dict[str, Any] = written["config.json"]["quantization_config"]
     return found
 
@@ -101,7 +99,7 @@ def test_the_library_accepts_the_config_and_knows_every_key(scheme: str) -> None
 def test_the_source_keeps_its_keys_and_loses_its_old_quantization() -> None:
     wanted = targets(["model.layers.0.mlp.up_proj"], "nvfp4")
     text = {"text_config": {"model_type": "x", "quantization_config": {"quant_method": "fp8"}}}
-    written = get_container("compressed_tensors").configs({**SOURCE, **text}, wanted, kept_modules=[], provenance={})
+    written = get_container("compressed_tensors").configs(ConfigRequest({**SOURCE, **text}, wanted, [], {}))
     config = written["config.json"]
     assert {k: config[k] for k in ("model_type", "dtype", "hidden_size")} == {
         "model_type": "llama",
@@ -303,9 +301,7 @@ def test_expressions_match_exactly_their_modules(seed: int) -> None:
 
 def test_modelopt_says_the_same_twice() -> None:
     wanted = targets(modules(MLP, range(2)), "nvfp4_w4a4")
-    written = get_container("modelopt").configs(
-        SOURCE, wanted, kept_modules=["model.embed_tokens"], provenance={"v": 1}
-    )
+    written = get_container("modelopt").configs(ConfigRequest(SOURCE, wanted, ["model.embed_tokens"], {"v": 1}))
     flat, nested = written["config.json"]["quantization_config"], written["hf_quant_config.json"]
     arguments = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     assert flat == {
@@ -339,7 +335,7 @@ def test_modelopt_says_the_same_twice() -> None:
 )
 def test_modelopt_algorithms(scheme: str, algorithm: str, group_size: int | None) -> None:
     """Weight-only NVFP4 is never called NVFP4, which zeroes experts in vLLM for want of an input scale."""
-    written = get_container("modelopt").configs(SOURCE, targets(["a.b"], scheme), kept_modules=[], provenance={})
+    written = get_container("modelopt").configs(ConfigRequest(SOURCE, targets(["a.b"], scheme), [], {}))
     flat, nested = written["config.json"]["quantization_config"], written["hf_quant_config.json"]["quantization"]
     assert flat["quant_algo"] == nested["quant_algo"] == algorithm
     assert nested.get("group_size") == group_size
@@ -348,7 +344,7 @@ def test_modelopt_algorithms(scheme: str, algorithm: str, group_size: int | None
 
 def test_modelopt_mixed_lists_every_layer_in_both_files() -> None:
     wanted, kept = mixed_model()
-    written = get_container("modelopt").configs(SOURCE, wanted, kept_modules=kept, provenance={})
+    written = get_container("modelopt").configs(ConfigRequest(SOURCE, wanted, kept, {}))
     flat, nested = written["config.json"]["quantization_config"], written["hf_quant_config.json"]["quantization"]
     assert flat["quant_algo"] == nested["quant_algo"] == "MIXED_PRECISION"
     assert flat["quantized_layers"] == nested["quantized_layers"]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ptqpipe.containers import (
+    ConfigRequest,
     Role,
     Target,
     decode,
@@ -203,13 +204,13 @@ def test_kv_scales_change_their_name_and_shape_only(shared_dir: Path) -> None:
     scales = [name for name in checkpoint.names if name.endswith((".k_scale", ".v_scale"))]
     assert len(scales) == 4
     for name in scales:
-        spelled = kv_scale(name, *checkpoint.names[name], container="modelopt")
+        spelled = kv_scale(name, *checkpoint.names[name], container=get_container("modelopt"))
         assert spelled is not None
         assert other.names[spelled.name][1] == spelled.shape == ()
-        back = kv_scale(spelled.name, spelled.dtype, spelled.shape, container="compressed_tensors")
+        back = kv_scale(spelled.name, spelled.dtype, spelled.shape, container=get_container("compressed_tensors"))
         assert back is not None
         assert (back.name, (back.dtype, back.shape)) == (name, checkpoint.names[name])
-    assert kv_scale("model.layers.0.mlp.up_proj.weight_scale", "F32", (1,), container="modelopt") is None
+    assert kv_scale("model.layers.0.mlp.up_proj.weight_scale", "F32", (1,), container=get_container("modelopt")) is None
 
 
 def test_hf_quant_config_alone_describes_a_checkpoint(shared_dir: Path) -> None:
@@ -226,7 +227,7 @@ def test_a_quantized_kv_cache_stays_described(shared_dir: Path, name: str) -> No
     source = golden(shared_dir / "golden" / name)
     targets = [Target("model.layers.0.mlp.up_proj.weight", get_scheme("nvfp4"))]
     written = {
-        container: get_container(container).configs(source.config, targets, kept_modules=[], provenance={})
+        container: get_container(container).configs(ConfigRequest(source.config, targets, [], {}))
         for container in ("compressed_tensors", "modelopt")
     }
     ours, theirs = (written[c]["config.json"]["quantization_config"]["kv_cache_scheme"] for c in written)

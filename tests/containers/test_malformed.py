@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.containers import Target, detect_container, get_container, merged_config
+from ptqpipe.containers import ConfigRequest, Target, detect_container, get_container, merged_config
 from ptqpipe.errors import CheckpointError
 from ptqpipe.schemes import get_scheme
 from tests.containers.builders import Checkpoint, absmax, stored_parts
@@ -26,7 +26,7 @@ def sound(container: str, scheme_name: str | None = None) -> Checkpoint:
     """A checkpoint with one quantized 256 x 256 weight and a kept one."""
     scheme, layout = get_scheme(scheme_name or SCHEMES[container]), get_container(container)
     w = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    configs = layout.configs({}, [Target(f"{M}.weight", scheme)], kept_modules=["model.norm"], provenance={})
+    configs = layout.configs(ConfigRequest({}, [Target(f"{M}.weight", scheme)], ["model.norm"], {}))
     tensors = stored_parts(layout, f"{M}.weight", absmax(w, scheme.fmt), scheme)
     return Checkpoint(configs, {**tensors, "model.norm.weight": torch.ones(256)})
 
@@ -84,6 +84,7 @@ def test_the_sound_checkpoints_are_sound(container: str) -> None:
         ("compressed_tensors", lambda q, n: group(q).update(targets="Linear"), "must be a list of strings"),
         ("compressed_tensors", lambda q, n: group(q).update(targets=["re:("]), "cannot be matched with"),
         ("compressed_tensors", lambda q, n: group(q).update(targets=["model.other"]), "no config group targets it"),
+        ("compressed_tensors", lambda q, n: group(q).update(targets=["lm_head"]), "no config group targets it"),
         ("compressed_tensors", lambda q, n: q.update(ignore=[M]), "under 'ignore'"),
         ("compressed_tensors", lambda q, n: q.update(ignore={"a": 1}), "must be a list of strings"),
         ("compressed_tensors", lambda q, n: n.update({"x.weight": ("F8_E4M3", (4, 4))}), "without a 'x.weight_scale'"),

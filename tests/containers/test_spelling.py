@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptqpipe.containers import Role, container_names, get_container
+from ptqpipe.containers import ConfigRequest, Role, container_names, get_container
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.formats import CODECS, FORMATS
 from ptqpipe.schemes import SCHEMES, Activation, Scheme, get_scheme
@@ -111,7 +111,7 @@ def test_quark_is_read_only() -> None:
     with pytest.raises(FormatError, match="read only"):
         get_container("quark").parts(W, (64, 64), scheme)
     with pytest.raises(FormatError, match="read only"):
-        get_container("quark").configs({}, [], kept_modules=[], provenance={})
+        get_container("quark").configs(ConfigRequest({}, [], [], {}))
 
 
 @pytest.mark.parametrize("container", container_names())

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from ptqpipe.containers import Target, decode, encode_part, get_container
+from ptqpipe.containers import ConfigRequest, Target, decode, encode_part, get_container
 from ptqpipe.containers._config import _NO_PER_EXPERT_NAMES, _ONLY_COMPRESSED_TENSORS
 from ptqpipe.runtime.hf import register, unregister
 from ptqpipe.schemes import get_scheme
@@ -249,7 +249,7 @@ def test_gpt_oss_stacks_load_exactly(sources: Mapping[str, Path], tmp_path: Path
             tensors[part.name] = torch.stack([encode_part(part, q) for q in experts])
         targets.append(Target(name, scheme, len(experts), transposed=True))
         values[name] = torch.stack([q.dequantize().T for q in experts]).bfloat16()
-    configs = layout.configs(original.config, targets, kept_modules=kept, provenance={})
+    configs = layout.configs(ConfigRequest(original.config, targets, kept, {}))
     checkpoint = Checkpoint(configs, tensors)
     for name, found in checkpoint.stored("gptoss_mxfp4").items():
         again = torch.stack([decode(found, checkpoint.load, expert=e).dequantize().T for e in range(4)])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.containers import Target, get_container
+from ptqpipe.containers import ConfigRequest, Target, get_container
 from ptqpipe.schemes import get_scheme
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed here; it pins its own transformers")
@@ -32,7 +32,7 @@ def wanted() -> list[Target]:
 
 def quantization(container: str, targets: list[Target], kept: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(quantization_config, hf_quant_config.json or {}), as JSON gives them back."""
-    written = get_container(container).configs({}, targets, kept_modules=kept, provenance={"version": "1"})
+    written = get_container(container).configs(ConfigRequest({}, targets, kept, {"version": "1"}))
     again = json.loads(json.dumps(written))
     return again["config.json"]["quantization_config"], again.get("hf_quant_config.json", {})
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ptqpipe
-from ptqpipe.containers import Target, encode_part, get_container
+from ptqpipe.containers import ConfigRequest, Target, encode_part, get_container
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.hf import register, unregister
@@ -94,7 +94,7 @@ def test_conv1d_weights_are_turned_back(tmp_path: Path) -> None:
         tensors.update({p.name: encode_part(p, q) for p in layout.parts(name, q.shape, scheme, transposed=True)})
         targets.append(Target(name, scheme, transposed=True))
         values[name] = q.dequantize().t().contiguous()
-    configs = layout.configs(original.config, targets, kept_modules=[], provenance={})
+    configs = layout.configs(ConfigRequest(original.config, targets, [], {}))
     loaded = load_model(Checkpoint(configs, tensors).save(tmp_path / "q"))
     twin = float_twin(tmp_path / "f", values, tmp_path / "t")
     assert len(values) == 2
@@ -116,7 +116,7 @@ def test_stacked_experts_of_gpt_oss(tmp_path: Path) -> None:
         targets.append(Target(name, scheme, 4, transposed=True))
         values[name] = torch.stack([q.dequantize().T for q in experts])
     kept = [name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.dim() == 2]
-    configs = layout.configs(original.config, targets, kept_modules=kept, provenance={})
+    configs = layout.configs(ConfigRequest(original.config, targets, kept, {}))
     loaded = load_model(Checkpoint(configs, tensors).save(tmp_path / "q"))
     assert torch.equal(logits(loaded), logits(float_twin(tmp_path / "f", values, tmp_path / "t")))
 

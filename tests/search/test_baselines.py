@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from ptqpipe.errors import FormatError, NumericsError, UsageError
 from ptqpipe.formats import CODECS, Format, get_format
 from ptqpipe.packing import unpack
-from ptqpipe.qtensor import code_values, encode, relative_mse, scale_values
+from ptqpipe.qtensor import code_values, encode, scale_values, squared_error
 from ptqpipe.search import (
     absmax,
     absmax_pz,
@@ -208,7 +208,7 @@ def test_four_over_six_lies_between_abs_max_and_the_optimum() -> None:
     w = torch.randn(256, 512, generator=cases.generator(42)) * 0.02
     g = cases.global_scale(w, fmt)
     mse = {
-        rule: relative_mse(encode(w, rule.search(w, fmt, global_scale=g), fmt=fmt, global_scale=g), w)
+        rule: squared_error(encode(w, rule.search(w, fmt, global_scale=g), fmt=fmt, global_scale=g), w)
         for rule in (absmax, four_over_six, exact)
     }
     assert mse[four_over_six] / mse[absmax] == pytest.approx(0.837, abs=0.01)
@@ -249,7 +249,7 @@ def test_refit_is_below_every_other_scale_codec() -> None:
     w = torch.randn(64, 512, generator=cases.generator(46)) * 0.02
     fine, nvfp4 = get_format("e2m1/16/fp32"), get_format("nvfp4")
     g = cases.global_scale(w, nvfp4)
-    ratio = relative_mse(encode(w, refit.search(w, fine), fmt=fine), w) / relative_mse(
+    ratio = squared_error(encode(w, refit.search(w, fine), fmt=fine), w) / squared_error(
         encode(w, exact.search(w, nvfp4, global_scale=g), fmt=nvfp4, global_scale=g), w
     )
     assert 0.90 < ratio < 0.94

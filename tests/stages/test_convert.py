@@ -24,7 +24,7 @@ from ptqpipe.stages.convert.memory import least_memory
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import converted_text
-from ptqpipe.stages.diff.run import diff
+from ptqpipe.stages.diff import diff
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 

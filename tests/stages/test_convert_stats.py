@@ -422,8 +422,8 @@ def _without_full(model: Path, tmp_path: Path) -> Path:
         (lambda *_: None, {"algorithm": "gptq"}, "needs statistics; make them with `ptqpipe calibrate`"),
         (lambda *_: None, {"kv_cache": "fp8"}, "needs statistics"),
         (_without_full, {"scheme": "fp8", "weighting": "block"}, "use --weighting diagonal"),
-        (_without_full, {"kv_cache": "fp8", "container": "ptqpipe"}, "ptqpipe has no words for a kv cache"),
-        (_without_full, {"kv_cache": "fp8_per_head", "container": "modelopt"}, "one kv-cache scale a layer"),
+        (_without_full, {"kv_cache": "fp8", "container": "ptqpipe"}, "ptqpipe cannot store KV-cache scales"),
+        (_without_full, {"kv_cache": "fp8_per_head", "container": "modelopt"}, "one KV-cache scale per layer"),
         (lambda m, _: m, {"algorithm": "gptq"}, "holds no stats.json"),
     ],
 )

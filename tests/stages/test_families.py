@@ -26,10 +26,11 @@ from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.evaluate.run import Options, evaluate
 from ptqpipe.stages.generate import generate
-from ptqpipe.stages.inspect.run import inspect
+from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.serve.checks import check_checkpoint
-from ptqpipe.stages.verify.run import VerifyReport, verify
+from ptqpipe.stages.verify.run import verify
+from ptqpipe.stages.verify.text import VerifyReport
 from tests import families, tiny
 
 Make = Callable[..., Path]
@@ -65,7 +66,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 def readers(report: VerifyReport, weight: str) -> list[tuple[str, str]]:
     """What verify says of a weight's readers: severity and message."""
     return [
-        (item.severity.value, item.message)
+        ("fault" if item.fault else "note", item.message)
         for item in report.findings
         if (item.check, item.where) == ("readers", weight)
     ]

@@ -31,12 +31,13 @@ from ptqpipe.stages.convert import text as tables
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.dequantize import dequantize
-from ptqpipe.stages.diff.run import diff
-from ptqpipe.stages.diff.run import render as render_diff
-from ptqpipe.stages.inspect.run import inspect
-from ptqpipe.stages.inspect.run import render as render_inspected
+from ptqpipe.stages.diff import diff
+from ptqpipe.stages.diff import render as render_diff
+from ptqpipe.stages.inspect import inspect
+from ptqpipe.stages.inspect import render as render_inspected
 from ptqpipe.stages.relayout.run import relayout
-from ptqpipe.stages.verify.run import render, verify
+from ptqpipe.stages.verify.run import verify
+from ptqpipe.stages.verify.text import render
 from tests import tiny
 from tests.checkpoint.test_fuzz import mutate_bytes, mutate_json
 from tests.stages import damage

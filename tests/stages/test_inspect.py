@@ -8,7 +8,7 @@ import torch
 
 import ptqpipe
 from ptqpipe.errors import CheckpointError
-from ptqpipe.stages.inspect.run import inspect, render, to_json
+from ptqpipe.stages.inspect import inspect, render, to_json
 from tests import tiny
 from tests.stages import damage
 
@@ -89,8 +89,8 @@ def test_good_scales_are_not_suspicious(packed: Path) -> None:
         (0x00, "are zero"),
         (0x7F, "are NaN, infinite or negative"),
         (0x81, "are NaN, infinite or negative"),
-        (0x7E, "are the largest code: the global scale is too small"),
-        (0x01, "are the least code over codes that are not zero: the global scale is too large"),
+        (0x7E, "are the largest code; the global scale is too small"),
+        (0x01, "underflow to the smallest code although their blocks are not zero"),
     ],
 )
 def test_suspicious_scales_are_named(packed: Path, tmp_path: Path, scale: int, words: str) -> None:

@@ -25,8 +25,8 @@ from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.dequantize import dequantize
-from ptqpipe.stages.diff.run import diff
-from ptqpipe.stages.inspect.run import inspect
+from ptqpipe.stages.diff import diff
+from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 from tests import tiny

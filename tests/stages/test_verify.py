@@ -1,7 +1,9 @@
 """Claims about verify: what convert writes is sound, and nothing that is damaged passes for sound."""
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -12,7 +14,8 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.stages.convert.text import by_role
 from ptqpipe.stages.relayout.run import relayout
-from ptqpipe.stages.verify.run import VerifyReport, render, to_json, verify
+from ptqpipe.stages.verify.run import verify
+from ptqpipe.stages.verify.text import VerifyReport, render, to_json
 from tests import tiny
 from tests.stages import damage
 
@@ -274,6 +277,14 @@ def test_the_report_says_what_was_checked_in_text_and_in_json(good: Path, model:
     described = json.loads(json.dumps(to_json(report)))
     assert described["ok"] is True
     assert described["weights"][f"{Q}.weight"]["optimality"]["worse"] == 0
+
+
+def test_json_has_null_for_what_is_infinite(good: Path, model: Path) -> None:
+    report = check(good, model)
+    infinite = replace(report.weights[0], relative_mse=math.inf, versus_absmax=math.inf, versus_rtn=math.inf)
+    described = json.loads(json.dumps(to_json(replace(report, weights=(infinite,))), allow_nan=False))
+    weight = described["weights"][infinite.name]
+    assert [weight[key] for key in ("relative_mse", "versus_absmax", "versus_rtn")] == [None] * 3
 
 
 def test_every_block_is_proven_on_request(good: Path, model: Path) -> None:
@@ -588,7 +599,7 @@ def test_a_change_that_the_record_was_made_to_describe_is_seen_against_the_sourc
     assert check(folder, None).ok
     report = check(folder, model, all_blocks=True)
     assert "not the proven optimum" in found(report)
-    assert "block scales are not those of the recorded recipe" in found(report)
+    assert "re-quantizing with the recorded recipe gives" in found(report)
 
 
 def test_exchanged_experts_are_seen(experts: tuple[Path, Path], tmp_path: Path) -> None:

@@ -13,38 +13,48 @@ import torch
 from ptqpipe.algorithms.activation_scale import fp8_scale
 from ptqpipe.checkpoint.layout import TensorSpec
 from ptqpipe.checkpoint.writer import CheckpointWriter
-from ptqpipe.containers import kv_scale, quantization_config
+from ptqpipe.containers import Container, container_names, get_container, kv_scale, quantization_config
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.source import Source
 from ptqpipe.statistics import Statistics
 
-CONTAINERS = ("compressed_tensors", "modelopt")
 REASON = "scale of the FP8 kv cache"
 
 
-def cache_specs(source: Source, kind: str, *, container_name: str) -> dict[str, tuple[TensorSpec, TensorSpec]]:
+def cache_specs(
+    source: Source, kind: str, container: Container, *, container_name: str
+) -> dict[str, tuple[TensorSpec, TensorSpec]]:
     """Attention module -> the tensors of its k and v scales, as the container spells them; empty for ``none``.
 
     UsageError where the container, the config or the source has no room for them.
     """
     if kind == "none":
         return {}
-    if container_name not in CONTAINERS:
-        raise UsageError(f"{container_name} has no words for a kv cache; use --container {' or '.join(CONTAINERS)}")
+    style = container.ABILITIES.kv_cache
+    if style is None or not style.written:
+        remedy = " or ".join(_containers(per_head=False))
+        raise UsageError(f"{container_name} cannot store KV-cache scales; use --container {remedy}")
     heads = _heads(source.reader.config) if kind == "fp8_per_head" else 0
-    if heads and container_name != "compressed_tensors":
-        raise UsageError(f"{container_name} has one kv-cache scale a layer; use --kv-cache fp8, or compressed_tensors")
+    if heads and not style.per_head:
+        remedy = " or ".join(_containers(per_head=True))
+        raise UsageError(f"{container_name} has one KV-cache scale per layer; use --kv-cache fp8, or {remedy}")
     found = {}
     for name in source.tensors:
         module, leaf = name.removesuffix(".weight").rpartition(".")[::2]
         if leaf == "k_proj" and f"{module}.v_proj.weight" in source.tensors:
-            found[module] = (_spec(module, "k", heads, container_name), _spec(module, "v", heads, container_name))
+            found[module] = (_spec(module, "k", heads, container), _spec(module, "v", heads, container))
     if not found:
         raise UsageError("the source has no k_proj and v_proj side by side; leave kv_cache at none")
     taken = next((spec.name for specs in found.values() for spec in specs if spec.name in source.tensors), None)
     if taken is not None:
         raise UsageError(f"the source already has {taken}; leave kv_cache at none to keep its scales")
     return found
+
+
+def _containers(*, per_head: bool) -> list[str]:
+    """The containers that scales of a kv cache can be written to; ``per_head`` those with one for each head."""
+    styles = {name: get_container(name).ABILITIES.kv_cache for name in container_names()}
+    return [n for n, style in styles.items() if style is not None and style.written and style.per_head >= per_head]
 
 
 def config_with_cache(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
@@ -89,9 +99,9 @@ def _scales(spec: TensorSpec, amax: torch.Tensor) -> torch.Tensor:
     return fp8_scale(float(amax.max()))
 
 
-def _spec(module: str, kind: str, heads: int, container_name: str) -> TensorSpec:
+def _spec(module: str, kind: str, heads: int, container: Container) -> TensorSpec:
     shape: tuple[int, ...] = (heads, 1, 1) if heads else (1,)
-    part = kv_scale(f"{module}.{kind}_scale", "F32", shape, container=container_name)
+    part = kv_scale(f"{module}.{kind}_scale", "F32", shape, container=container)
     assert part is not None
     return TensorSpec(part.name, part.dtype, part.shape)
 

@@ -14,7 +14,6 @@ from ptqpipe.algorithms.gptq import has_block_scales
 from ptqpipe.algorithms.metric import memory_bytes
 from ptqpipe.algorithms.rows import CHUNK_ELEMENTS
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Plan, Unit
 from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.rounding import Rounding
@@ -101,7 +100,7 @@ def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
         squares = 4 * columns * columns * (2 if held else 1) + memory_bytes(columns)
     bits = unit.scheme.fmt.bits_per_weight(unit.members[0].shape)
     codes = int(2 * bits / 8 * max(member.elements for member in unit.members))  # those of rtn wait beside them
-    run = CHUNK_ELEMENTS if unit.scheme.fmt.block[0] != WHOLE else unit.elements  # one scale for all rows: one run
+    run = CHUNK_ELEMENTS if not unit.scheme.fmt.shares_rows else unit.elements  # one scale for all rows: one run
     return squares + codes + 40 * min(run, unit.elements)
 
 

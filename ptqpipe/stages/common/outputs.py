@@ -6,19 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.containers import Container, Part, Target, merged_config
+from ptqpipe.containers import HF_QUANT_CONFIG, ConfigRequest, Container, Part, Target, merged_config
 from ptqpipe.errors import CheckpointError, UnfitFormat
-from ptqpipe.plan import Abilities, Kept, Member, Plan, Unit
+from ptqpipe.plan import Kept, Member, Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import corrected_biases
 from ptqpipe.stages.common.kv_cache import cache_specs, config_with_cache
-
-# What each container can store beside plain matrices.
-ABILITIES = {
-    "gptoss_mxfp4": Abilities(matrices=False, stacks=True),
-    "ptqpipe": Abilities(stacks=True, transposed=True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +40,11 @@ class Outputs:
     kv_cache: str = "none"
 
 
-def abilities_of(container_name: str) -> Abilities:
-    """What the container can store."""
-    return ABILITIES.get(container_name, Abilities())
-
-
 def check_supported(container: Container, recipe: Recipe) -> None:
     """UnfitFormat with the container's own words for the first scheme that it cannot spell."""
     for scheme in recipe.schemes():
         reason = container.supports(scheme)
-        if scheme.low_rank is not None and container.QUANT_METHOD != "ptqpipe":
+        if scheme.low_rank is not None and not container.ABILITIES.low_rank:
             reason = (
                 f"no reader of {container.QUANT_METHOD} adds a low-rank part to a weight; use --container ptqpipe, or "
                 "leave low_rank out"
@@ -95,7 +84,7 @@ def make_outputs(plan: Plan, source: Source, container: Container, *, container_
             targets.setdefault(member.weight, target)
         read = sum(member.elements * _element_bytes(source, member) for member in item.members)
         jobs.append(Job(item.id, group_of[first], int(read), unit=item, parts=parts, biases=own))
-    specs = cache_specs(source, recipe.kv_cache, container_name=container_name)
+    specs = cache_specs(source, recipe.kv_cache, container, container_name=container_name)
     for module, pair in specs.items():
         groups.append(list(pair))
         jobs.append(Job(f"kv:{module}", len(groups) - 1, 0, cache=(module, pair)))
@@ -107,12 +96,8 @@ def config_files(
     outputs: Outputs, plan: Plan, source: Source, container: Container, *, provenance: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """The config files by name, from the container."""
-    return container.configs(
-        config_with_cache(source.reader.config, outputs.kv_cache),
-        outputs.targets,
-        kept_modules=plan.kept_modules,
-        provenance=provenance,
-    )
+    base = config_with_cache(source.reader.config, outputs.kv_cache)
+    return container.configs(ConfigRequest(base, outputs.targets, plan.kept_modules, provenance))
 
 
 def check_readable(outputs: Outputs, plan: Plan, source: Source, container: Container) -> None:
@@ -134,7 +119,7 @@ def check_read_back(
     names = {spec.name: (spec.dtype, spec.shape) for shard in layout.shards for spec in shard.tensors}
     remedy = f"rename that tensor of the source, or choose another --container than {container_name}"
     try:
-        config = merged_config(files["config.json"], files.get("hf_quant_config.json"))
+        config = merged_config(files["config.json"], files.get(HF_QUANT_CONFIG))
         found = container.stored_weights(config, names)
     except CheckpointError as error:
         raise CheckpointError(f"the output could not be read back: {error}; {remedy}") from None

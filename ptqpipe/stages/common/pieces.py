@@ -157,10 +157,9 @@ def decoded_rows(piece: Piece, reader: CheckpointReader) -> Iterator[tuple[int, 
     raw = torch.cat([rows for _, rows in read_rows(piece, scales, reader)])
     grid = raw.view(fmt.scale.dtype or torch.uint8).reshape(fmt.scale_shape(piece.shape))
     thin = decode_low_rank(source, lambda name, i, j: reader.read(name, start=i or 0, stop=j), expert=piece.expert)
-    block = fmt.block[0] or piece.shape[0]
-    for first, rows in read_rows(piece, data, reader, limit_bytes=DECODE_BYTES, align=fmt.block[0] or 1):
+    for first, rows in read_rows(piece, data, reader, limit_bytes=DECODE_BYTES, align=fmt.step(0)):
         count = rows.shape[0]
-        own = grid[first // block : -(-(first + count) // block)]
+        own = grid[slice(*fmt.scale_run(0, first, first + count))]
         added = None if thin is None else thin.narrow(0, first, count)
         yield first, QTensor(fmt, (count, piece.shape[1]), rows, own, g, divisor is not None, added).dequantize()
 
@@ -175,7 +174,7 @@ def rows_of(piece: Piece, part: Part) -> tuple[int, int, int, int]:
         return piece.shape[0], source.shape[0], piece.start, piece.step
     block = fmt.block[0]
     total = fmt.scale_shape(source.shape)[0]
-    if piece.whole or block == 0:
+    if piece.whole or fmt.shares_rows:
         return total, total, 0, 1
     if block == 1:
         return piece.shape[0], total, piece.start, piece.step

@@ -7,6 +7,7 @@ weight. Must not know how units are quantized.
 
 from collections.abc import Mapping
 
+from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
 from ptqpipe.plan import Plan, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions
@@ -14,7 +15,6 @@ from ptqpipe.rounding import ROUNDING_FILE, Rounding
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.input_scales import LARGEST
-from ptqpipe.stages.common.outputs import abilities_of
 from ptqpipe.statistics import Statistics
 
 _AGAIN = "leave out what differs, or tune again with the same --format, --recipe, --container and --ignore"
@@ -74,7 +74,7 @@ def _check_plan(codes: Rounding, source: Source, plan: Plan, recipe: Recipe) -> 
     if own == recipe:
         wanted = _fates(plan)
     else:
-        abilities = abilities_of(own.container_name)
+        abilities = get_container(own.container_name).ABILITIES
         wanted = _fates(make_plan(source.tensors, source.reader.config, recipe=own, abilities=abilities))
     found = _fates(plan)
     for key in dict.fromkeys([*codes.content["weights"], *wanted, *found]):

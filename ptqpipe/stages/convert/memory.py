@@ -6,7 +6,6 @@ The numbers are those of the algorithms' own estimates; what every process and w
 from ptqpipe.algorithms import rtn
 from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.errors import UsageError
-from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Member, Unit
 from ptqpipe.source import Source
 from ptqpipe.stages.common import low_rank
@@ -21,7 +20,7 @@ from ptqpipe.stages.convert.prepare import Prepared
 def extra_bytes(unit: Unit, prepared: Prepared) -> int:
     """About what a unit takes beside its weights and what every worker has."""
     codes = 0 if prepared.rounding is not None else unit_extra_bytes(unit, prepared.statistics)
-    if prepared.rounding is None and unit.scheme.fmt.block == (WHOLE, WHOLE):
+    if prepared.rounding is None and unit.scheme.fmt.one_scale:
         size = max(_element_bytes(prepared.source, member) for member in unit.members)
         codes += rtn.gathered_bytes([m.shape for m in unit.members], unit.scheme.fmt, element_bytes=size)
     return max(codes, low_rank.extra_bytes(unit, prepared.statistics))

@@ -29,7 +29,6 @@ from ptqpipe.stages.common.moments import (
 )
 from ptqpipe.stages.common.outputs import (
     Outputs,
-    abilities_of,
     check_readable,
     check_supported,
     make_outputs,
@@ -137,7 +136,7 @@ def prepare(
         source.reader.check_links()
         source.check_requantizable()
         recipe = recipe.for_model(source.reader.config)
-        plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(container_name))
+        plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=container.ABILITIES)
         check_ignored(plan, options.ignore)
         plan = with_reasons(plan, corrected_biases(plan, source, recipe))
         outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)

@@ -32,7 +32,7 @@ class PartWriter:
         self._last[member] = q
         for part in self._job.parts[member]:
             if part.role not in WHOLE_ROLES:
-                if part.role is Role.SCALES and row > 0 and q.fmt.block[0] == 0:
+                if part.role is Role.SCALES and row > 0 and q.fmt.shares_rows:
                     continue  # one scale for all rows, written with the first run
                 self._put(member, part, q, row)
 

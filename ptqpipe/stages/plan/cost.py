@@ -19,7 +19,6 @@ import torch
 
 from ptqpipe.algorithms import rtn
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import Scheme
@@ -96,7 +95,7 @@ def _bytes(group: Group, unit: Unit, stats: Statistics | None, moment: str) -> i
     """About what a unit takes beside what every worker has: its weights where they are kept, and its moments."""
     shapes = [member.shape for member in unit.members]
     formats = [option.scheme.fmt for option in group.options if option.scheme is not None]
-    whole = [rtn.gathered_bytes(shapes, fmt, element_bytes=4) for fmt in formats if fmt.block == (WHOLE, WHOLE)]
+    whole = [rtn.gathered_bytes(shapes, fmt, element_bytes=4) for fmt in formats if fmt.one_scale]
     weights = (unit.elements * 4 if _cached(unit) else 0) + max(whole, default=0)
     if stats is None:
         return weights

@@ -20,7 +20,7 @@ from ptqpipe.plan import Member, Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, parse_recipe
 from ptqpipe.schemes import Scheme, get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.outputs import abilities_of, check_supported, make_outputs
+from ptqpipe.stages.common.outputs import check_supported, make_outputs
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
@@ -86,7 +86,7 @@ def find_groups(source: Source, schemes: Sequence[Scheme | None]) -> list[Group]
     container = get_container(name)
     check_supported(container, recipe)
     widest = Recipe((Rule("*", get_scheme("fp8_dynamic")),)).for_model(source.reader.config)  # fits every matrix
-    plan = make_plan(source.tensors, source.reader.config, recipe=widest, abilities=abilities_of(name))
+    plan = make_plan(source.tensors, source.reader.config, recipe=widest, abilities=container.ABILITIES)
     by_group: dict[str, list[Unit]] = defaultdict(list)
     for unit in plan.units:
         match = _EXPERTS.search(unit.id)
@@ -222,8 +222,9 @@ def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group]
     """
     recipe = parse_recipe(dict(content)).for_model(source.reader.config)
     name = recipe.container_name
-    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(name))
-    outputs = make_outputs(plan, source, get_container(name), container_name=name, recipe=recipe)
+    container = get_container(name)
+    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=container.ABILITIES)
+    outputs = make_outputs(plan, source, container, container_name=name, recipe=recipe)
     given = {member.weight: unit.scheme.name for unit in plan.units for member in unit.members}
     for group in groups:
         for member in group.members:

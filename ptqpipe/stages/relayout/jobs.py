@@ -8,17 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ptqpipe.checkpoint.layout import TensorSpec
-from ptqpipe.containers import WITH_KV_CACHE, Container, Role, StoredWeight, Target, kv_scale
+from ptqpipe.containers import Container, Role, StoredWeight, Target, kv_scale
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import CODECS
 from ptqpipe.plan import INTERLEAVED_GATE_UP
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.outputs import abilities_of
 from ptqpipe.stages.common.pieces import Piece, rows_of
-
-# Layouts that know float scales as F32 alone: a bfloat16 scale that passed through one comes back as itself.
-_WIDENING = frozenset({"modelopt", "deepseek_fp8"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +30,13 @@ class Job:
 
 def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: str) -> list[Job]:
     """One job a weight, or an expert of a stack; FormatError naming the weight where the layout cannot spell it."""
-    scheme = _scheme_in(stored, source, name)
+    scheme = _scheme_in(stored, source, target)
     reason = target.supports(scheme)
     if reason is not None:
         raise FormatError(f"{stored.weight}: {reason}")
     if stored.experts is None:
         pieces = [[_piece(stored.weight, stored.shape, scheme, target, stored)]]
-    elif abilities_of(name).stacks:
+    elif target.ABILITIES.stacks:
         parts = target.parts(stored.weight, stored.shape, scheme, experts=stored.experts, transposed=stored.transposed)
         pieces = [
             [Piece(stored.weight, stored.shape, scheme, parts, stored, expert=e, into=e)] for e in range(stored.experts)
@@ -101,10 +97,11 @@ def _split(stored: StoredWeight, expert: int, scheme: Scheme, source: Source, ta
         yield _piece(weight, shape, scheme, target, stored, expert=expert, start=start, step=step)
 
 
-def _scheme_in(stored: StoredWeight, source: Source, name: str) -> Scheme:
+def _scheme_in(stored: StoredWeight, source: Source, target: Container) -> Scheme:
     """The scheme as the target stores it: float scales that only a wider layout made float32 become bfloat16 again."""
     scheme, fmt = stored.scheme, stored.scheme.fmt
-    if name in _WIDENING or source.container_name not in _WIDENING or fmt.scale.name != "fp32":
+    widened = source.container is not None and source.container.ABILITIES.float32_scales
+    if target.ABILITIES.float32_scales or not widened or fmt.scale.name != "fp32":
         return scheme
     numbers = [
         source.reader.read(part.name)
@@ -116,12 +113,12 @@ def _scheme_in(stored: StoredWeight, source: Source, name: str) -> Scheme:
     return scheme
 
 
-def kept_job(tensor: str, source: Source, name: str) -> Job:
+def kept_job(tensor: str, source: Source, target: Container, name: str) -> Job:
     """A tensor that is part of no quantized weight; scales of the kv cache get the layout's name."""
     entry = source.reader.entries[tensor]
-    spelled = kv_scale(tensor, entry.dtype, entry.shape, container=name)
-    if spelled is not None and name == "modelopt" and spelled.shape != ():
-        raise FormatError(f"{tensor} is {list(entry.shape)}, ModelOpt has one kv-cache scale a layer; keep the layout")
+    spelled, style = kv_scale(tensor, entry.dtype, entry.shape, container=target), target.ABILITIES.kv_cache
+    if spelled is not None and style is not None and not style.per_head and spelled.shape != style.shape:
+        raise FormatError(f"{tensor} is {list(entry.shape)}, {name} has one kv-cache scale per layer; keep the layout")
     spec = TensorSpec(tensor, entry.dtype, entry.shape)
     if spelled is not None:
         spec = TensorSpec(spelled.name, spelled.dtype, spelled.shape)
@@ -145,9 +142,9 @@ def dropped_parts(source: Source, jobs: list[Job]) -> Iterator[str]:
 def warnings_of(source: Source, target: Container, name: str, jobs: list[Job]) -> Iterator[str]:
     yield from target.warnings(targets_of(jobs), source.reader.config)
     names = [job.kept.name for job in jobs if job.kept is not None]
-    scales = [n for n in names if kv_scale(n, "F32", (1,), container=name) is not None]
-    if scales and name not in WITH_KV_CACHE:
-        yield f"{name} has no word for a quantized kv cache; {scales[0]} and its like are kept, readers drop them"
+    scales = [n for n in names if kv_scale(n, "F32", (1,), container=target) is not None]
+    if scales and target.ABILITIES.kv_cache is None:
+        yield f"{name} cannot announce a quantized KV cache; {scales[0]} and its like are kept, and readers drop them"
 
 
 def targets_of(jobs: list[Job] | tuple[Job, ...]) -> list[Target]:

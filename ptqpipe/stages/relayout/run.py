@@ -20,14 +20,15 @@ from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.source import check_disjoint
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.containers import (
+    ConfigRequest,
     Container,
     Role,
     get_container,
-    quantization_config,
 )
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import get_format
 from ptqpipe.plan import is_matrix
+from ptqpipe.record import TAKEN_OVER, UNKNOWN, read_record
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import (
     RECORD_FILE,
@@ -42,7 +43,6 @@ from ptqpipe.stages.common.machine import Machine, Ranks, resident_bytes
 from ptqpipe.stages.common.outputs import check_read_back
 from ptqpipe.stages.common.pieces import Moved, Piece, move
 from ptqpipe.stages.relayout.jobs import Job, dropped_parts, kept_job, specs_of, targets_of, warnings_of, weight_jobs
-from ptqpipe.stages.verify.record import TAKEN_OVER, UNKNOWN, read_record
 
 # What holds of each part of a stack's weight that is split: how its numbers were found, not what they cost.
 _OF_EVERY_PART = ("search", "proven", "algorithm", "weighting", "damping", "reverted", "held_out", "input_scale")
@@ -188,7 +188,7 @@ def prepare(source: Source, out: Path, *, container: str) -> Prepared:
         stored = owners.get(tensor)
         if stored is not None and stored.weight in seen:
             continue
-        made = [kept_job(tensor, source, name)] if stored is None else weight_jobs(stored, source, target, name)
+        made = [kept_job(tensor, source, target, name)] if stored is None else weight_jobs(stored, source, target, name)
         seen.update([] if stored is None else [stored.weight])
         jobs += [replace(job, group=len(groups)) for job in made]
         specs = {spec.name: spec for job in made for spec in specs_of(job)}
@@ -274,16 +274,11 @@ def _config_files(prepared: Prepared) -> dict[str, dict[str, Any]]:
     kept = [job.kept for job in prepared.jobs if job.kept is not None]
     modules = [spec.name.removesuffix(".weight") for spec in kept if is_matrix(spec.name, spec.dtype, spec.shape)]
     tied = "lm_head.weight" not in source.tensors
-    files = prepared.container.configs(
-        source.reader.config,
-        targets_of(prepared.jobs),
-        kept_modules=tuple(dict.fromkeys(modules + ["lm_head"] * tied)),
-        provenance={"producer": "ptqpipe", "version": __version__},
+    kept_modules = tuple(dict.fromkeys(modules + ["lm_head"] * tied))
+    provenance = {"producer": "ptqpipe", "version": __version__}
+    return prepared.container.configs(
+        ConfigRequest(source.reader.config, targets_of(prepared.jobs), kept_modules, provenance)
     )
-    kv_cache = quantization_config(source.reader.config).get("kv_cache_scheme")
-    if prepared.container_name == "ptqpipe" and kv_cache is not None:
-        files["config.json"]["quantization_config"]["kv_cache_scheme"] = kv_cache
-    return files
 
 
 def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

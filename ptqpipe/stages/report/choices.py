@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.algorithms.rows import total_error
-from ptqpipe.formats import WHOLE, Format
+from ptqpipe.formats import Format
 from ptqpipe.global_scale import SAMPLE_ALL, SAMPLE_FRACTION, SAMPLE_RUNS, absmax_global, canonical, sample_rows
 from ptqpipe.report.content import Choice
-from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.verify.weights import row_runs, stored_runs
+from ptqpipe.source import Source, SourceRows, row_runs
 
 ABSMAX = "abs-max"
 STORED = "as stored"
@@ -61,13 +60,13 @@ def compare_choices(
     Empty for formats with one scale per weight (its rows cannot be sampled), and where abs-max makes no error.
     """
     fmt, shape = ckpt.stored[weight].scheme.fmt, rows.shape
-    if fmt.block == (WHOLE, WHOLE):
+    if fmt.one_scale:
         return ()
     runs = row_runs(shape, fmt) if all_rows else sample_rows(shape, fmt)
     ways = _ways(fmt)
     totals = [0.0] * (len(ways) + 1)
     scales = [way.global_scale(amax, fmt) if fmt.has_global else None for way in ways]
-    for start, q in stored_runs(ckpt, weight, expert, runs=_aligned(runs, shape, fmt)):
+    for start, q in ckpt.runs(weight, expert=expert, runs=_aligned(runs, shape, fmt)):
         w = rows.rows(start, start + q.shape[0])
         for index, (way, g) in enumerate(zip(ways, scales, strict=True)):
             totals[index] += total_error(w, fmt, search=way.search, global_scale=g)

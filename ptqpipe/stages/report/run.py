@@ -14,10 +14,11 @@ from typing import Any
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint.single_file import check_file, write_file
+from ptqpipe.containers import is_kv_scale
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.report import check_kind, default_path, render
 from ptqpipe.report.content import (
-    FileRow,
     Kept,
     Report,
     RuleRow,
@@ -32,7 +33,7 @@ from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
 from ptqpipe.stages.common.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.stages.common.text import layer_of, role_of
-from ptqpipe.stages.inspect.run import inspect
+from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.report.choices import NAMES, SAMPLE, STORED
 from ptqpipe.stages.report.eval_file import read_evaluation
 from ptqpipe.stages.report.scan import scan_weight
@@ -45,8 +46,6 @@ from ptqpipe.stages.report.weights import (
     with_choices,
     worst_blocks,
 )
-from ptqpipe.stages.verify.record import Record, claims_ownership, read_record
-from ptqpipe.stages.verify.structure import is_kv_scale, plain_tensors
 
 # What the ending of a report's name says that it is; without an ending it is HTML.
 KINDS = {"": "html", ".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
@@ -152,14 +151,14 @@ def _gather(
         notes=tuple(notes),
         rules=_rules(record),
         provenance=_provenance(opened, original, record, overview.producer),
-        files=tuple(FileRow(row.name, row.nbytes, row.tensors) for row in overview.files),
+        files=overview.files,
     )
 
 
 def _kept(opened: Source, record: Record | None) -> tuple[Kept, ...]:
     raw = record.raw.get("kept") if record is not None else None
     found = []
-    for name in plain_tensors(opened):
+    for name in opened.plain:
         entry = opened.reader.entries[name]
         claim = raw.get(name) if isinstance(raw, Mapping) else None
         reason = str(claim.get("reason", "")) if isinstance(claim, Mapping) else ""

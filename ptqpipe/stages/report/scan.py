@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ptqpipe.formats import WHOLE, Codec
-from ptqpipe.qtensor import QTensor, check_finite, scale_values, to_blocks
+from ptqpipe.formats import Codec
+from ptqpipe.qtensor import Illegal, QTensor, check_finite, illegal_numbers, scale_values, to_blocks
 from ptqpipe.report.content import Codes, WorstBlock
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.verify.weights import Illegal, illegal_numbers, stored_runs
 
 WORST_PER_WEIGHT = 3
 SHOWN_VALUES = 16  # of a block
@@ -48,10 +47,10 @@ def scan_weight(ckpt: Source, weight: str, *, expert: int | None, rows: SourceRo
     scales = 1 << fmt.scale.bits if fmt.scale.enumerable else FLOAT_BINS
     found = Scan(torch.zeros(1 << fmt.element.bits, dtype=torch.int64), torch.zeros(scales, dtype=torch.int64))
     name = weight if expert is None else f"{weight}[{expert}]"
-    sums = _Sums(name, fmt.block == (WHOLE, WHOLE))
-    for start, q in stored_runs(ckpt, weight, expert):
+    sums = _Sums(name, fmt.one_scale)
+    for start, q in ckpt.runs(weight, expert=expert):
         found.code_counts += _code_counts(q)
-        if start == 0 or fmt.block[0] != WHOLE:
+        if start == 0 or not fmt.shares_rows:
             found.scale_counts += _scale_counts(q)
         counts = illegal_numbers(q)
         found.illegal += 0 if counts == Illegal(empty_scales=counts.empty_scales) else 1
@@ -86,10 +85,9 @@ def _scale_counts(q: QTensor) -> torch.Tensor:
 
 def codes_of(scan: Scan, element: Codec, scale: Codec) -> Codes:
     """The counts of a scan as the report shows them."""
-    half = 1 << (element.bits - 1)
-    magnitudes = scan.code_counts[:half] + scan.code_counts[half:]
-    top = len(element.magnitudes) - 1
-    elements, largest, zero = int(magnitudes.sum()), int(magnitudes[top]), int(magnitudes[0])
+    size = torch.tensor(element.values).abs()
+    elements = int(scan.code_counts.sum())
+    largest, zero = (int(scan.code_counts[mask].sum()) for mask in (size >= element.max, size == 0))
     blocks = int(scan.scale_counts.sum())
     if not scale.enumerable:
         return Codes(elements, largest, zero, blocks, None, None, None, None)

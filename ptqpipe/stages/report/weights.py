@@ -15,15 +15,15 @@ import torch
 
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.errors import UsageError
+from ptqpipe.origins import Origins
+from ptqpipe.record import Claim, Record
 from ptqpipe.report.content import Choice, Histogram, Proof, Weight, WorstBlock
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common.text import layer_of, number_in, role_of
 from ptqpipe.stages.report.choices import STORED, compare_choices
 from ptqpipe.stages.report.scan import Scan, codes_of, scale_axis
 from ptqpipe.stages.verify.groups import fused_groups
-from ptqpipe.stages.verify.optimal import prove_weight
-from ptqpipe.stages.verify.origin import Origins
-from ptqpipe.stages.verify.record import Claim, Record
+from ptqpipe.stages.verify.repeat import prove_weight
 
 WORST_SHOWN = 12
 PROOF_WEIGHTS = 64  # at most, spread evenly over the checkpoint
@@ -209,7 +209,7 @@ def prove_sample(
         and weight.proven
         and weight.plain
         and weight.energy
-        and item.stored.scheme.fmt.block != (0, 0)
+        and not item.stored.scheme.fmt.one_scale
     ]
     step = -(-len(provable) // PROOF_WEIGHTS) or 1
     chosen = provable[::step]

@@ -1,21 +1,43 @@
-"""The record against the bytes: names, hashes and numbers that it claims."""
+"""The record against the bytes and against itself: names, hashes, numbers, reasons, identity. No source is decoded.
+
+The recipe names every weight's rule, the plan of the stored names every reason, and ``run_id`` binds the recipe, the
+source, the layout and the version. The record of a float checkpoint (decoded by dequantize, changed by transform) says
+less: beside the packed source every decoded weight is decoded again; the factors of a transform are not stored, so what
+it changed is checked by its hash alone. Must not judge numbers that need the source's weights.
+"""
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
-from ptqpipe.checkpoint.files import OWN_FILES
+import torch
+
+from ptqpipe.checkpoint.files import OWN_FILES, RECORD_FILE
 from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.containers import Part
+from ptqpipe.containers import Part, get_container, is_kv_scale, quantization_config
+from ptqpipe.errors import CheckpointError, PtqError, RecipeError
+from ptqpipe.plan import Plan, Unit, make_plan
+from ptqpipe.recipe import Recipe
+from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of
+from ptqpipe.search import get_search
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import RECORD_FILE, file_sha256
+from ptqpipe.stages.common import kv_cache
+from ptqpipe.stages.common.biases import corrected_biases, with_reasons
+from ptqpipe.stages.common.jobs import file_sha256, run_id_of, run_parts_of
 from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.record import Claim, Record, object_of
-from ptqpipe.stages.verify.structure import READ_BYTES, plain_tensors
+from ptqpipe.stages.verify.structure import chunks, compare_decoded
 
 SUM_TOLERANCE = 1e-9  # float64 sums of up to 2^33 positive terms in another order differ by less
 
 _PAGES = frozenset({"README.md", ".gitattributes", "LICENSE"})  # no program reads them
+
+
+REWRITTEN = frozenset({"dtype", "torch_dtype", "tie_word_embeddings"})
+"""Keys of config.json that a float checkpoint of another dtype, or with a head of its own, has otherwise."""
+
+_DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
 
 
 def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
@@ -25,7 +47,7 @@ def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
         for name, weight in ckpt.stored.items()
         for expert in range(weight.experts or 1)
     }
-    plain = set(plain_tensors(ckpt))
+    plain = set(ckpt.plain)
     claims = set(record.weights)
     if record.plain:  # decoded weights, and those that a transform changed, are tensors like others
         claims = set(object_of(record.raw, "weights"))
@@ -45,9 +67,9 @@ def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
 
 
 def check_written_files(ckpt: Source, record: Record, findings: Findings) -> None:
-    """Every file that was written beside the weights is there, byte for byte. Others may lie there, too: a note.
+    """Every file that was written with the weights is still there, byte for byte.
 
-    So is a changed page of the model: whoever publishes it writes a model card, and the hub its .gitattributes.
+    Files that were added, and pages for readers (a model card, the hub's .gitattributes) that were changed, are notes.
     """
     folder, index = ckpt.reader.path, ckpt.reader.index
     extra = {path.relative_to(folder).as_posix() for path in ckpt.reader.extra_files}
@@ -93,8 +115,8 @@ def part_sha256(reader: CheckpointReader, part: Part, expert: int | None, expert
 def range_sha256(reader: CheckpointReader, name: str, start: int, stop: int) -> str:
     """sha256 of bytes [start, stop) of a tensor."""
     digest = hashlib.sha256()
-    for position in range(start, stop, READ_BYTES):
-        digest.update(reader.read_bytes(name, start_byte=position, stop_byte=min(position + READ_BYTES, stop)))
+    for _, raw in chunks(reader, name, start, stop):
+        digest.update(raw)
     return digest.hexdigest()
 
 
@@ -116,3 +138,204 @@ def check_numbers(
             findings.fault("record", name, f"has no {key} in {RECORD_FILE}")
         elif not math.isclose(claimed, value, rel_tol=tolerance, abs_tol=0.0) and claimed != value:
             findings.fault("record", name, f"claims {key} {claimed:.12g}, recomputed {value:.12g}")
+
+
+# --- What the record says of itself
+
+
+def recipe_of(described: Mapping[str, Any]) -> Recipe:
+    """The recipe that a record describes. CheckpointError where it is none."""
+    try:
+        return Recipe.from_json(described)
+    except RecipeError as error:
+        raise CheckpointError(f"{RECORD_FILE}: {error}") from None
+
+
+def layout_digest(reader: CheckpointReader) -> str:
+    """``ShardLayout.digest`` of the files as they lie: names, sizes and headers."""
+    digest = hashlib.sha256()
+    for path in reader.files:
+        with open(path, "rb") as file:
+            length = file.read(8)
+            header = length + file.read(int.from_bytes(length, "little"))
+        digest.update(f"{path.relative_to(reader.path).as_posix()}\0{path.stat().st_size}\0".encode() + header)
+    return digest.hexdigest()
+
+
+def check_identity(ckpt: Source, record: Record, findings: Findings) -> None:
+    """run_id binds what was asked for to the layout that is stored, and config.json names the same version."""
+    raw = record.raw
+    parts = run_parts_of(raw, layout=layout_digest(ckpt.reader))
+    if parts is None:
+        parts = conversion_parts(raw, recipe_of(object_of(raw, "recipe")), layout=layout_digest(ckpt.reader))
+    if raw.get("run_id") != run_id_of(parts):
+        findings.fault("record", RECORD_FILE, "its run_id is not that of its recipe, layout, version and source")
+    described = quantization_config(ckpt.reader.config).get("ptqpipe")
+    if isinstance(described, Mapping) and described.get("version") != raw.get("ptqpipe"):
+        message = f"was written by version {raw.get('ptqpipe')!r}, config.json by {described.get('version')!r}"
+        findings.fault("record", RECORD_FILE, message)
+
+
+def conversion_parts(raw: Mapping[str, Any], recipe: Recipe, *, layout: str) -> dict[str, str]:
+    """What decides the bytes of a conversion, as ``convert`` binds it."""
+    parts = {
+        "source": str(object_of(raw, "source").get("fingerprint")),
+        "recipe": recipe.digest,
+        "layout": layout,
+        "version": str(raw.get("ptqpipe")),
+    }
+    for key in ("statistics", "rounding"):
+        if isinstance(raw.get(key), Mapping):
+            parts[key] = str(raw[key].get("digest"))
+    return parts
+
+
+def check_lists(ckpt: Source, record: Record, findings: Findings, *, source: Source | None) -> None:
+    """What a change of layout lists as rounded is stored; what it lists as left out is not, and was in its source."""
+    entries = ckpt.reader.entries.keys()
+    for key, names in (("decode_rounds_differently", record.weights.keys()), ("reciprocal_is_not_exact", entries)):
+        for name in sorted({str(name) for name in record.raw.get(key, ())} - names):
+            findings.fault("record", name, f"is listed as {key} in {RECORD_FILE}, but not stored")
+    dropped = {str(name) for name in record.raw.get("dropped", ())}
+    for name in sorted(dropped & entries):
+        findings.fault("record", name, f"is dropped in {RECORD_FILE}, but stored")
+    if source is not None and source.container is not None:
+        for name in sorted(dropped - source.reader.entries.keys()):
+            findings.fault("record", name, f"is dropped in {RECORD_FILE}, but the source has no such tensor")
+
+
+def check_rules(ckpt: Source, record: Record, findings: Findings) -> None:
+    """Scheme, search, algorithm, weighting and proof of every weight are those of its rule, the reason of every kept
+    tensor that of the plan. The plan is made of the stored names: what is quantized here could be there."""
+    conversion = record.conversion
+    if conversion is None:
+        _check_taken_over(ckpt, record, findings)
+        return
+    recipe = recipe_of(object_of(conversion, "recipe"))
+    abilities = get_container(str(conversion.get("container"))).ABILITIES
+    try:
+        plan = make_plan(ckpt.tensors, ckpt.reader.config, recipe=recipe, abilities=abilities)
+    except PtqError as error:
+        findings.fault("record", "recipe", f"does not fit the tensors that are stored: {error}")
+        return
+    for unit in plan.units:
+        claims = {member.key: record.weights[member.key] for member in unit.members if member.key in record.weights}
+        _check_unit(unit, claims, findings, learned=isinstance(record.raw.get("rounding"), Mapping))
+    plan = with_reasons(plan, corrected_biases(plan, ckpt, recipe))
+    # Why a stack of experts is kept may depend on another one of the source, which has become weights of its own here.
+    alone = tuple(kept for kept in plan.kept if len(ckpt.tensors[kept.name][1]) < 3)
+    check_reasons(record, replace(plan, kept=alone), findings, recipe)
+
+
+def _check_taken_over(ckpt: Source, record: Record, findings: Findings) -> None:
+    """After a change of layout the record says nothing of how another tool chose its numbers."""
+    for name, claim in record.weights.items():
+        stored = ckpt.stored.get(name.partition("[")[0])
+        if stored is not None and claim.scheme != stored.scheme.name:
+            findings.fault("record", name, f"claims scheme {claim.scheme}, stored is {stored.scheme.name}")
+        if (claim.search, claim.proven, claim.algorithm, claim.weighting) != (UNKNOWN, False, "rtn", "none"):
+            findings.fault("record", name, f"claims search {claim.search}, but another tool chose its numbers")
+    for name, entry in object_of(record.raw, "kept").items():
+        if entry.get("reason") != TAKEN_OVER:
+            findings.fault("record", name, f"is kept for {entry.get('reason')!r}, expected {TAKEN_OVER!r}")
+
+
+def _check_unit(unit: Unit, claims: Mapping[str, Claim], findings: Findings, *, learned: bool) -> None:
+    reverted = any(claim.reverted for claim in claims.values())
+    for name, claim in claims.items():
+        for what, found, wanted in _expected(unit, claim, learned=learned, reverted=reverted):
+            if found != wanted:
+                findings.fault("record", name, f"claims {what} {found!r:.40}, its rule gives {wanted!r:.40}")
+
+
+def _expected(unit: Unit, claim: Claim, *, learned: bool, reverted: bool) -> Iterator[tuple[str, object, object]]:
+    """(what, as claimed, as it must be)."""
+    rule = unit.rule
+    yield "scheme", claim.scheme, unit.scheme.name
+    yield "search", claim.search, rule.search
+    if learned and claim.algorithm == "learned":
+        yield "proven", claim.proven, False
+        return
+    yield "algorithm", claim.algorithm, rule.algorithm
+    yield "weighting", claim.weighting, rule.weighting
+    plain = rule.algorithm == "rtn" and rule.weighting != "block" and not reverted
+    yield "proven", claim.proven, plain and get_search(rule.search).PROVEN
+
+
+def check_reasons(record: Record, plan: Plan, findings: Findings, recipe: Recipe) -> None:
+    """Why each tensor is kept, against the plan."""
+    kept = object_of(record.raw, "kept")
+    for entry in plan.kept:
+        claimed = kept.get(entry.name, {}).get("reason")
+        added = recipe.kv_cache != "none" and is_kv_scale(entry.name)
+        reason = kv_cache.REASON if added else entry.reason
+        if entry.name in kept and claimed != reason:
+            findings.fault("record", entry.name, f"is kept for {claimed!r}, the plan's reason is {reason!r}")
+
+
+# --- Float checkpoints
+
+
+def check_float(ckpt: Source, record: Record, findings: Findings) -> None:
+    """What the record of a float checkpoint says of all of it."""
+    raw = record.raw
+    dtype = raw.get("dtype")
+    if dtype is not None:
+        torch_dtype = str(_DTYPES[dtype][1] if dtype in _DTYPES else dtype).removeprefix("torch.")
+        for key in ("dtype", "torch_dtype"):
+            found = ckpt.reader.config.get(key, torch_dtype)
+            if found != torch_dtype:
+                findings.fault("record", "dtype", f"is {dtype} in {RECORD_FILE}, but config.json says {key} {found!r}")
+    for name in sorted({str(name) for name in raw.get("untied", ())} - ckpt.reader.entries.keys()):
+        findings.fault("record", name, f"is a tensor of its own in {RECORD_FILE}, but not stored")
+    if "transformed_from" in raw:
+        entries = object_of(raw, "weights").values()
+        squared, energy = (sum(float(entry[key]) for entry in entries) for key in ("squared_error", "energy"))
+        wanted = squared / energy if energy else 0.0
+        if not math.isclose(float(raw.get("rounding", math.nan)), wanted, rel_tol=SUM_TOLERANCE):
+            findings.fault(
+                "record", "rounding", f"is {raw.get('rounding')!r}, the errors of its weights give {wanted!r}"
+            )
+        touched = {str(name) for folding in raw.get("foldings", ()) for name in folding.get("tensors", ())}
+        asked = set(map(str, raw.get("transforms", ())))
+        for name in sorted({str(folding.get("transform")) for folding in raw.get("foldings", ())} - asked):
+            findings.fault("record", "foldings", f"are of {name}, which is none of the transforms {sorted(asked)}")
+        for name in sorted(touched - object_of(raw, "weights").keys()):
+            findings.fault(
+                "record", name, f"has factors by the foldings of {RECORD_FILE}, but is not among its weights"
+            )
+
+
+def check_float_fates(ckpt: Source, source: Source, record: Record, findings: Findings) -> None:
+    """Every tensor of the source is stored or dropped, and nothing else is stored but heads that were untied."""
+    if "dequantized_from" in record.raw and source.container is None:
+        findings.fault("names", "the source", "is a float checkpoint, expected the quantized one that was decoded")
+        return
+    dropped, untied = ({str(name) for name in record.raw.get(key, ())} for key in ("dropped", "untied"))
+    entries = ckpt.reader.entries
+    for name in sorted(source.tensors.keys() - entries.keys() - dropped):
+        findings.fault("names", name, "is in the source, but the checkpoint has no such tensor")
+    for name in sorted(entries.keys() - source.tensors.keys() - untied):
+        findings.fault("names", name, "is in the checkpoint, but the source has no such tensor")
+    if "dequantized_from" in record.raw:
+        for name in sorted(object_of(record.raw, "weights").keys() ^ source.stored.keys()):
+            findings.fault("record", name, "is quantized in the source or in the record, but not in both")
+
+
+def check_float_tensor(ckpt: Source, source: Source | None, name: str, record: Record, findings: Findings) -> None:
+    """One weight: its shape, dtype and hash, and with the packed source its numbers."""
+    claim, entry = object_of(record.raw, "weights").get(name), ckpt.reader.entries[name]
+    if not isinstance(claim, dict):
+        return  # reported by name elsewhere
+    dtype = _DTYPES.get(str(record.raw.get("dtype")), (entry.dtype,))[0]
+    if (claim.get("shape"), dtype) != (list(entry.shape), entry.dtype):
+        message = f"is {dtype} {claim.get('shape')} in {RECORD_FILE}, stored is {entry.dtype} {list(entry.shape)}"
+        findings.fault("record", name, message)
+    if claim.get("sha256") != range_sha256(ckpt.reader, name, 0, entry.nbytes):
+        findings.fault("record", name, f"is not what {RECORD_FILE} describes: its sha256 differs")
+    if source is None or name not in source.stored:
+        return
+    fmt = source.stored[name].scheme.fmt.name
+    if claim.get("format") != fmt:
+        findings.fault("record", name, f"was {claim.get('format')!r} in {RECORD_FILE}, the source has {fmt}")
+    compare_decoded(ckpt, source, name, findings)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from ptqpipe.errors import PtqError
 
@@ -10,21 +9,22 @@ from ptqpipe.errors import PtqError
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError, OSError)
 
 
-class Severity(StrEnum):
-    """A fault makes the checkpoint wrong or unreadable; a note says what a reader or a better search would do."""
-
-    FAULT = "fault"
-    NOTE = "note"
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One deviation. ``check`` is a short identifier, ``where`` a tensor, file or config key."""
+    """One deviation. ``check`` is a short identifier, ``where`` a tensor, file or config key.
 
-    severity: Severity
+    fault  whether it makes the checkpoint wrong or unreadable; else it is a note on what a reader or a better search
+           would do
+    """
+
+    fault: bool
     check: str
     where: str
     message: str
+
+    def to_json(self) -> dict[str, str]:
+        """As JSON values; the list that it stands in says how severe it is."""
+        return {"check": self.check, "where": self.where, "message": self.message}
 
 
 @dataclass(slots=True)
@@ -41,11 +41,11 @@ class Findings:
 
     def fault(self, check: str, where: str, message: str) -> None:
         """Adds a fault."""
-        self.items.append(Finding(Severity.FAULT, check, where, " ".join(message.split())))
+        self.items.append(Finding(True, check, where, " ".join(message.split())))
 
     def note(self, check: str, where: str, message: str) -> None:
         """Adds a note."""
-        self.items.append(Finding(Severity.NOTE, check, where, " ".join(message.split())))
+        self.items.append(Finding(False, check, where, " ".join(message.split())))
 
     def deviation(self, check: str, where: str, message: str) -> None:
         """A fault of what ptqpipe wrote, a note about another tool's."""

@@ -1,22 +1,28 @@
-"""What runtimes fuse must agree: one global scale, one scheme and one input scale over q/k/v, gate/up and experts."""
+"""Scales that readers act on: of weights that they fuse (q/k/v, gate/up, experts), which must agree, and kv caches."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from ptqpipe.containers import Role, StoredWeight
-from ptqpipe.formats import WHOLE
+from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, announces_kv_cache, is_kv_scale, kv_scale_place
 from ptqpipe.recipe import DEFAULT_FUSE
 from ptqpipe.source import Source
 from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.structure import plain_tensors
-from ptqpipe.stages.verify.weights import scalar_fault
 
 _EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
 _GLOBALS = (Role.GLOBAL, Role.GLOBAL_DIVISOR)
 _INPUTS = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
+
+
+def scalar_fault(value: torch.Tensor) -> str | None:
+    """What is wrong with a global scale, None if it and its reciprocal are finite and positive."""
+    number = float(value.float().reshape(()))
+    if math.isfinite(number) and number > 0 and math.isfinite(float(1.0 / value.float())):
+        return None
+    return f"is {number}, expected a finite positive number"
 
 
 def check_scalars(ckpt: Source, findings: Findings) -> None:
@@ -46,7 +52,7 @@ def fused_groups(ckpt: Source, fuse: Sequence[Sequence[str]] = DEFAULT_FUSE) -> 
 def check_groups(ckpt: Source, findings: Findings, fuse: Sequence[Sequence[str]] = DEFAULT_FUSE) -> None:
     """Fused weights share scheme and scales, and none of them is left unquantized."""
     table = {leaf: leaves for leaves in fuse for leaf in leaves}
-    plain = set(plain_tensors(ckpt))
+    plain = set(ckpt.plain)
     entries = ckpt.reader.entries
     for group in fused_groups(ckpt, fuse):
         first = ckpt.stored[group[0]]
@@ -79,7 +85,7 @@ def _compare(ckpt: Source, a: StoredWeight, b: StoredWeight, findings: Findings)
                 b.weight,
                 f"has {what} {_shown(right)}, but {a.weight} has {_shown(left)}; runtimes fuse them and keep one",
             )
-    if a.scheme.fmt.block == (WHOLE, WHOLE):
+    if a.scheme.fmt.one_scale:
         left, right = (ckpt.reader.read(_part(w, Role.SCALES)).float().flatten() for w in (a, b))
         if not torch.equal(left, right):
             message = (
@@ -139,3 +145,26 @@ def note_rounded_globals(ckpt: Source, findings: Findings) -> None:
         findings.note(
             "scales", name, f"all {total} global scales are bfloat16 numbers ({number:g} here): computed in bfloat16"
         )
+
+
+def check_kv_scales(ckpt: Source, findings: Findings) -> None:
+    """Scales of a quantized kv cache are finite, positive, announced by the config, and there for k and v alike."""
+    layers: dict[str, set[str]] = defaultdict(set)
+    names = [name for name in ckpt.plain if is_kv_scale(name)]
+    for name, place in ((name, kv_scale_place(name)) for name in names):
+        values = ckpt.reader.read(name).float()
+        if not bool((torch.isfinite(values) & (values > 0)).all()):
+            findings.fault("scales", name, f"is {values.flatten().tolist()[:4]}, expected finite positive numbers")
+        if place is not None:
+            layers[place[0]].add(place[1])
+    for layer, found in layers.items():
+        if not {"k", "v"} <= found:
+            findings.fault("scales", layer, f"has a kv-cache scale for {sorted(found)} only, expected k and v")
+    reader = ckpt.reader
+    announced = announces_kv_cache({"config.json": reader.config, HF_QUANT_CONFIG: reader.read_json(HF_QUANT_CONFIG)})
+    if names and not announced:
+        able = ckpt.container is not None and ckpt.container.ABILITIES.kv_cache is not None
+        report = findings.choice if able else findings.note
+        report("config", "kv_cache_scheme", f"{len(names)} kv-cache scales are stored, but no config announces them")
+    if announced and not names and ckpt.container is not None:
+        findings.choice("config", "kv_cache_scheme", "is announced, but there are no kv-cache scales; readers use 1.0")

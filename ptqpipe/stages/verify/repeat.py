@@ -1,32 +1,32 @@
-"""Our own output quantized once more from its record and its source: every code, scale and reported number again.
+"""Our own output quantized once more from its record and its source, and block scales proven optimal by brute force.
 
-The searches and kernels that wrote the checkpoint run again, so this finds any change of the bytes but no error of the
-search itself; that is what ``weights.py`` (torch reference) and ``optimal.py`` (brute force) are for.
+The searches and kernels that wrote the checkpoint run again, so repeating finds any change of the bytes but no error of
+the search itself; the torch reference (``weights.py``) and brute force (``search/proof.py``) find that.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.containers import Role
-from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
-from ptqpipe.source import Source, SourceRows
+from ptqpipe.record import Claim, Record
+from ptqpipe.search.proof import Optimality, cost, prove
+from ptqpipe.source import Source, SourceRows, row_runs
 from ptqpipe.stages.common import low_rank
 from ptqpipe.stages.common.input_scales import LARGEST
 from ptqpipe.stages.common.quantize_unit import choose_codes
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers
 from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.judge import judge_proof
-from ptqpipe.stages.verify.optimal import prove_joint
-from ptqpipe.stages.verify.record import Claim, Record
 from ptqpipe.stages.verify.replan import Replanned
-from ptqpipe.stages.verify.weights import multiplying
 from ptqpipe.statistics import Statistics
 
+SCORE_BUDGET = 1 << 25  # scored elements per weight, when sampling
 # Relative: a low-rank part from another processor's eigenvectors, rounded otherwise here and there.
 LOW_RANK_TOLERANCE = 1e-4
 
@@ -56,46 +56,60 @@ def repeat_unit(
     cache = sum(member.elements for member in unit.members) * 2 <= cache_bytes
     rows = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
     differing: dict[tuple[int, int], str] = {}
-
-    held: low_rank.Held = {}
+    quantized: low_rank.Held = {}
 
     def compare(member: int, row: int, q: QTensor) -> None:  # a second pass over a row replaces what the first found
         if unit.scheme.low_rank is not None:
-            held[(member, row)] = q
+            quantized[(member, row)] = q
         differing.pop((member, row), None)
-        problem = _unlike(ckpt, unit.members[member], row, q)
-        if problem:
-            differing[(member, row)] = problem
+        others = _unlike(ckpt, unit.members[member], row, q)
+        if others:
+            differing[(member, row)] = others
 
     codes = choose_codes(unit, rows, statistics=statistics, sink=compare)
     result = codes.result
-    _check_told(unit, codes.told, claims, findings)
-    for (index, row), problem in sorted(differing.items()):
-        findings.fault("repeat", unit.members[index].key, f"rows from {row} on: {problem} of the recorded recipe")
+    _check_outcomes(unit, codes.told, claims, findings)
+    for (index, row), others in sorted(differing.items()):
+        message = f"from row {row}: re-quantizing with the recorded recipe gives {others}"
+        findings.fault("repeat", unit.members[index].key, message)
     if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
-        again = low_rank.correct_unit(unit, rows, held, result.errors, statistics=statistics, sink=lambda *_: None)
-        for member, error in zip(unit.members, again.errors, strict=True):
-            claimed = claims[member.key].numbers.get("squared_error", 0.0)
-            if not math.isclose(claimed, error.squared_error, rel_tol=LOW_RANK_TOLERANCE):
-                message = f"leaves {claimed:.6g}, that of the recorded recipe {error.squared_error:.6g}"
-                findings.fault("repeat", member.key, f"the low-rank part {message}")
+        again = low_rank.correct_unit(unit, rows, quantized, result.errors, statistics=statistics, sink=lambda *_: None)
+        _check_low_rank(unit, [error.squared_error for error in again.errors], claims, findings)
     for member, error in zip(unit.members, result.errors, strict=True):
-        name = member.key
-        claim = claims[name]
-        ratio = 1.0
+        claim, ratio = claims[member.key], 1.0
         if unit.scheme.low_rank is not None and error.squared_error:
             ratio = claim.numbers.get("squared_error", 0.0) / error.squared_error
         actual = {"versus_absmax": error.versus_absmax * ratio, "versus_plain_global": result.versus_plain_global}
-        check_numbers(name, claim, actual, findings)
-        wanted = (unit.scheme.fmt.name, unit.scheme.name, unit.rule.search, result.proven, result.global_scale)
-        if (claim.format, claim.scheme, claim.search, claim.proven, claim.global_scale) != wanted:
-            findings.fault("record", name, f"claims format, scheme, search, proven, global scale that are not {wanted}")
+        check_numbers(member.key, claim, actual, findings)
+        for what, recorded, expected in (
+            ("format", claim.format, unit.scheme.fmt.name),
+            ("scheme", claim.scheme, unit.scheme.name),
+            ("search", claim.search, unit.rule.search),
+            ("proven", claim.proven, result.proven),
+            ("global_scale", claim.global_scale, result.global_scale),
+        ):
+            if recorded != expected:
+                message = f"says {what}={recorded} in {RECORD_FILE}; the recipe gives {expected}"
+                findings.fault("record", member.key, message)
 
 
-def _check_told(unit: Unit, told: Sequence[Mapping[str, Any]], claims: Mapping[str, Claim], findings: Findings) -> None:
+def _check_low_rank(unit: Unit, errors: Sequence[float], claims: Mapping[str, Claim], findings: Findings) -> None:
+    """The squared error that each low-rank part leaves, against that of the record."""
+    for member, error in zip(unit.members, errors, strict=True):
+        claimed = claims[member.key].numbers.get("squared_error", 0.0)
+        if not math.isclose(claimed, error, rel_tol=LOW_RANK_TOLERANCE):
+            message = (
+                f"the low-rank part leaves a squared error of {claimed:.6g}; re-quantizing with the recorded recipe"
+            )
+            findings.fault("repeat", member.key, f"{message} leaves {error:.6g}")
+
+
+def _check_outcomes(
+    unit: Unit, outcomes: Sequence[Mapping[str, Any]], claims: Mapping[str, Claim], findings: Findings
+) -> None:
     """What the record says of how each weight was quantized with statistics."""
-    for member, outcome in zip(unit.members, told, strict=True):
-        found = claims[member.key].told
+    for member, outcome in zip(unit.members, outcomes, strict=True):
+        found = claims[member.key].entry
         for key, wanted in outcome.items():
             number = isinstance(wanted, float) and isinstance(found.get(key), float | int)
             if not (math.isclose(found[key], wanted, rel_tol=SUM_TOLERANCE) if number else found.get(key) == wanted):
@@ -115,29 +129,19 @@ def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> boo
     return learned
 
 
-def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> None:
-    """Proves the one scale of a unit that has one for all of its weights."""
-    if any(member.weight not in ckpt.stored or member.stack is not None for member in unit.members):
-        return
-    members = [(m.weight, SourceRows(source, m.source, shape=m.shape)) for m in unit.members]
-    judge_proof(unit.members[0].weight, prove_joint(ckpt, members), claims.get(unit.members[0].key), findings)
-
-
 def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:
-    """What of a run of rows is not as stored; empty when nothing is."""
+    """What of a run of rows the stored ones have otherwise; empty when it is nothing."""
     expert = member.source.expert if member.stack is not None else None
-    whole = q.fmt.block[0] == WHOLE
-    found = ckpt.quantized(member.weight, expert=expert, rows=None if whole else (row, row + q.shape[0]))
-    data = found.data[row : row + q.shape[0]] if whole else found.data
-    if data.shape != q.data.shape or found.scales.shape != q.scales.shape:
-        return "the shapes are not those"
-    g, wanted = multiplying(found).global_scale, q.global_scale
+    found = ckpt.quantized(member.weight, expert=expert, rows=(row, row + q.shape[0]))
+    if found.data.shape != q.data.shape or found.scales.shape != q.scales.shape:
+        return "other shapes"
+    g, wanted = found.multiplying().global_scale, q.global_scale
     if (g is None) != (wanted is None) or (g is not None and wanted is not None and not torch.equal(g, wanted)):
-        return "the global scale is not that"
+        return "another global scale"
     if not torch.equal(found.scales.float(), q.scales.float()):
-        return f"{int((found.scales.float() != q.scales.float()).sum())} block scales are not those"
-    if not torch.equal(data, q.data):
-        return f"{int((data != q.data).sum())} bytes of codes are not those"
+        return f"{int((found.scales.float() != q.scales.float()).sum())} other block scales"
+    if not torch.equal(found.data, q.data):
+        return f"{int((found.data != q.data).sum())} other bytes of codes"
     return ""
 
 
@@ -161,3 +165,88 @@ def check_input_scales(ckpt: Source, planned: Replanned, record: Record, finding
                 if not torch.equal(value, wanted):
                     given = f"is {value.item():.9g}, {'the record' if measured else 'the recipe'} gives"
                     findings.fault("scales", part.name, f"{given} {wanted.item():.9g}")
+
+
+# --- Brute force
+
+
+def prove_weight(
+    ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None, sample_blocks: int | None
+) -> Optimality:
+    """Scores every code for ``sample_blocks`` blocks of a stored weight; all of them for None.
+
+    Whole rows of blocks, spread evenly from top to bottom.
+    """
+    stored = ckpt.stored[weight]
+    fmt = stored.scheme.fmt
+    grid = fmt.scale_shape(stored.shape)
+    height, width = fmt.block_extent(stored.shape)
+    lines = _sampled_lines(grid, cost(fmt, height * width), sample_blocks)
+    total = grid[0] * grid[1]
+    proofs = (prove(q.multiplying(), w, at, total=total) for at, q, w in _lines(ckpt, weight, expert, lines, rows))
+    return sum(proofs, Optimality(0, total))
+
+
+def prove_joint(ckpt: Source, members: Sequence[tuple[str, SourceRows]]) -> Optimality:
+    """One scale for several weights (FP8 per tensor over a fused group): scored as the one block that they are."""
+    runs = [(q, rows.rows(0, q.shape[0])) for weight, rows in members for q in [ckpt.quantized(weight)]]
+    first = runs[0][0]
+    if any(not torch.equal(q.scales, first.scales) for q, _ in runs):
+        return Optimality(1, 1, worse=1, first=(0, 0))
+    shape = (sum(q.shape[0] for q, _ in runs), first.shape[1])
+    joint = replace(first, shape=shape, data=torch.cat([q.data for q, _ in runs]), low_rank=None)
+    return prove(joint.multiplying(), torch.cat([w for _, w in runs]), [0], total=1)
+
+
+def _sampled_lines(grid: tuple[int, int], cost: int, sample_blocks: int | None) -> list[int]:
+    """Rows of the scale grid to check, spread evenly."""
+    if sample_blocks is None:
+        return list(range(grid[0]))
+    blocks = min(sample_blocks, max(1, SCORE_BUDGET // cost))
+    count = min(grid[0], max(1, blocks // grid[1]))
+    return sorted({(2 * i + 1) * grid[0] // (2 * count) for i in range(count)})
+
+
+def _lines(
+    ckpt: Source, weight: str, expert: int | None, lines: list[int], rows: SourceRows
+) -> Iterator[tuple[list[int], QTensor, torch.Tensor]]:
+    """(rows of the scale grid, their QTensor, their weights) of these rows of blocks.
+
+    Single rows are gathered into one matrix: scoring has a cost per call.
+    """
+    stored = ckpt.stored[weight]
+    fmt, shape = stored.scheme.fmt, stored.shape
+    height, grid = fmt.block_extent(shape)[0], fmt.scale_shape(shape)
+    if fmt.shares_rows:  # its columns are blocks of all rows
+        runs = [(0, shape[0])]
+    elif len(lines) == grid[0]:
+        runs = row_runs(shape, fmt)
+    else:
+        runs = [(line * height, min((line + 1) * height, shape[0])) for line in lines]
+    found = (
+        (start, q, rows.rows(start, start + q.shape[0])) for start, q in ckpt.runs(weight, expert=expert, runs=runs)
+    )
+    if height > 1 or len(lines) == grid[0]:
+        for start, q, w in found:
+            yield list(range(start // height, -(-(start + q.shape[0]) // height))), q, w
+    else:
+        pieces = list(found)
+        data, scales = (torch.cat([getattr(q, name) for _, q, _ in pieces]) for name in ("data", "scales"))
+        q = replace(pieces[0][1], shape=(len(pieces), shape[1]), data=data, scales=scales, low_rank=None)
+        yield lines, q, torch.cat([w for _, _, w in pieces])
+
+
+def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> None:
+    """Proves the one scale of a unit that has one for all of its weights."""
+    if any(member.weight not in ckpt.stored or member.stack is not None for member in unit.members):
+        return
+    members = [(m.weight, SourceRows(source, m.source, shape=m.shape)) for m in unit.members]
+    judge_proof(unit.members[0].weight, prove_joint(ckpt, members), claims.get(unit.members[0].key), findings)
+
+
+def judge_proof(name: str, proof: Optimality, claim: Claim | None, found: Findings) -> None:
+    """A fault where a claim of optimality does not hold."""
+    if claim is not None and claim.proven and (proof.worse or proof.tied):
+        bad = f"{proof.worse + proof.tied} of {proof.blocks} block scales"
+        where = "" if proof.first is None else f", the first at {list(proof.first)} of the scale grid"
+        found.fault("optimal", name, f"{bad} are not the proven optimum that {RECORD_FILE} claims{where}")

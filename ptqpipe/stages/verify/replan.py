@@ -13,13 +13,13 @@ from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError
 from ptqpipe.plan import Plan, make_plan
 from ptqpipe.recipe import Recipe
+from ptqpipe.record import Record, object_of, text_of
 from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import corrected_biases, with_reasons
 from ptqpipe.stages.common.jobs import RECORD_FILE, run_id_of
-from ptqpipe.stages.common.outputs import Outputs, abilities_of, check_supported, config_files, make_outputs
-from ptqpipe.stages.verify.asked import check_reasons, conversion_parts, recipe_of
+from ptqpipe.stages.common.outputs import Outputs, check_supported, config_files, make_outputs
+from ptqpipe.stages.verify.claims import check_reasons, conversion_parts, recipe_of
 from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.record import Record, object_of, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def replan(record: Record, source: Source) -> Replanned:
     recipe, name = recipe_of(object_of(conversion, "recipe")), text_of(conversion, "container", RECORD_FILE)
     container = get_container(name)
     check_supported(container, recipe)
-    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(name))
+    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=container.ABILITIES)
     plan = with_reasons(plan, corrected_biases(plan, source, recipe))
     return Replanned(recipe, plan, make_outputs(plan, source, container, container_name=name, recipe=recipe))
 

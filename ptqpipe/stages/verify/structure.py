@@ -4,39 +4,41 @@ Looks at the two checkpoints as sets of logical weights (``source.py``) and plai
 except kept tensors of a source that is itself quantized.
 """
 
+import filecmp
 import json
+import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptqpipe.containers import WITH_KV_CACHE, StoredWeight, quantization_config
+from ptqpipe.checkpoint.files import OWN_FILES
+from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.containers import StoredWeight, is_kv_scale
+from ptqpipe.origins import Origins
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import NotFinite
 from ptqpipe.stages.common.text import same_json
 from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.origin import Origins
 
 READ_BYTES = 8 << 20
-_KV_SCALE = re.compile(r".*\.(?:[kvq]_proj\.)?[kvq]_scale")
 _ROPE_BUFFER = re.compile(r".*rotary_emb\.inv_freq")
 _TOKENS = re.compile(r"(tokenizer\.json|vocab\.(json|txt)|merges\.txt|added_tokens\.json|.*\.(model|tiktoken))")
 _REWRITTEN = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"})
 _QUANTIZATION = frozenset({"quantization_config", "compression_config"})
 
 
-def plain_tensors(ckpt: Source) -> list[str]:
-    """Stored tensors that are no part of a quantized weight, in the order of the files."""
-    return [name for name in ckpt.reader.entries if name not in ckpt.consumed]
-
-
-def is_kv_scale(name: str) -> bool:
-    """Whether a tensor's name says that it scales a quantized kv cache."""
-    return _KV_SCALE.fullmatch(name) is not None
+def chunks(
+    reader: CheckpointReader, name: str, start: int = 0, stop: int | None = None
+) -> Iterator[tuple[int, bytearray]]:
+    """(first byte, bytes) of bytes [start, stop) of a tensor, some megabytes at a time; all of it by default."""
+    end = reader.entries[name].nbytes if stop is None else stop
+    for first in range(start, end, READ_BYTES):
+        yield first, reader.read_bytes(name, start_byte=first, stop_byte=min(first + READ_BYTES, end))
 
 
 def check_fates(ckpt: Source, origins: Origins, findings: Findings) -> None:
@@ -51,7 +53,7 @@ def check_fates(ckpt: Source, origins: Origins, findings: Findings) -> None:
             fates[stored.weight] += 1
         else:
             expanded[found[0].tensor] += 1
-    for name in plain_tensors(ckpt):
+    for name in ckpt.plain:
         if name in origins.kept:
             fates[origins.kept[name]] += 1
         else:
@@ -113,7 +115,7 @@ def check_kept(ckpt: Source, source: Source, name: str, origin: str, findings: F
     elif entry.dtype == dtype and decoded is None:
         _compare_bytes(ckpt, source, name, origin, findings)
     elif entry.dtype == dtype:
-        _compare_decoded(ckpt, source, name, findings)
+        compare_decoded(ckpt, source, name, findings)
     elif findings.chosen or entry.dtype not in ("BF16", "F16", "F32") or dtype not in ("BF16", "F16", "F32"):
         findings.fault("kept", name, f"is {entry.dtype}, but the source has {dtype}")
     else:
@@ -121,45 +123,40 @@ def check_kept(ckpt: Source, source: Source, name: str, origin: str, findings: F
 
 
 def check_kept_finite(ckpt: Source, name: str, findings: Findings) -> str | None:
-    """A note on NaN and infinities in a kept tensor: they are the source's, and what the model computes is lost. How
-    many there are, in words; None for none."""
+    """Notes NaN and infinities in a kept tensor: they are the source's, and make what the model computes useless.
+
+    Returns how many there are, in words; None for none.
+    """
     bad = NotFinite(ckpt.reader.entries[name].dtype)
-    for start in range(0, ckpt.reader.entries[name].nbytes, READ_BYTES):
-        stop = min(start + READ_BYTES, ckpt.reader.entries[name].nbytes)
-        bad.look(torch.frombuffer(ckpt.reader.read_bytes(name, start_byte=start, stop_byte=stop), dtype=torch.uint8))
+    for _, raw in chunks(ckpt.reader, name):
+        bad.look(torch.frombuffer(raw, dtype=torch.uint8))
     if bad.count:
-        findings.note("values", name, f"is kept and has {bad.text}; they are the source's")
+        findings.note("values", name, f"is copied from the source with {bad.text}")
     return bad.text if bad.count else None
 
 
 def _compare_bytes(ckpt: Source, source: Source, name: str, origin: str, findings: Findings) -> None:
-    total = ckpt.reader.entries[name].nbytes
-    differing, first = 0, None
-    for start in range(0, total, READ_BYTES):
-        stop = min(start + READ_BYTES, total)
-        a = torch.frombuffer(ckpt.reader.read_bytes(name, start_byte=start, stop_byte=stop), dtype=torch.uint8)
-        b = torch.frombuffer(source.reader.read_bytes(origin, start_byte=start, stop_byte=stop), dtype=torch.uint8)
-        unlike = a != b
-        if bool(unlike.any()):
-            differing += int(unlike.sum())
-            first = start + int(unlike.int().argmax()) if first is None else first
+    total, differing, first = ckpt.reader.entries[name].nbytes, 0, None
+    for (start, ours), (_, theirs) in zip(chunks(ckpt.reader, name), chunks(source.reader, origin), strict=True):
+        if ours != theirs:
+            a, b = (torch.frombuffer(raw, dtype=torch.uint8) for raw in (ours, theirs))
+            differing += int((a != b).sum())
+            first = start + int((a != b).int().argmax()) if first is None else first
     if differing:
         findings.fault("kept", name, f"differs from the source in {differing} of {total} bytes, the first at {first}")
 
 
-def _compare_decoded(ckpt: Source, source: Source, name: str, findings: Findings) -> None:
-    """The source stores the tensor quantized; kept means decoded, rounded to bfloat16."""
+def compare_decoded(ckpt: Source, source: Source, name: str, findings: Findings) -> None:
+    """A weight that the source stores quantized is its decode here, rounded to the dtype that it has."""
     stored = source.stored[name]
-    width = stored.shape[0] * stored.shape[1] * 2
-    for expert in range(stored.experts or 1):
-        q = source.quantized(name, expert=None if stored.experts is None else expert)
-        decoded = q.dequantize().bfloat16()
-        wanted = (decoded.t() if stored.transposed else decoded).contiguous()
-        start = expert * width
-        raw = ckpt.reader.read_bytes(name, start_byte=start, stop_byte=start + width)
-        found = torch.frombuffer(raw, dtype=torch.bfloat16)
-        if not torch.equal(found.view(torch.int16), wanted.flatten().view(torch.int16)):
-            findings.fault("kept", name, "is not the bfloat16 decode of the source's quantized weight")
+    for expert in [None] if stored.experts is None else range(stored.experts):
+        decoded = source.quantized(name, expert=expert).dequantize()
+        wanted = decoded.t() if stored.transposed else decoded
+        found = ckpt.reader.read(name) if expert is None else ckpt.reader.read(name, start=expert, stop=expert + 1)[0]
+        bits = (x.contiguous().view(torch.uint8) for x in (found, wanted.to(found.dtype)))
+        if found.shape != wanted.shape or not torch.equal(*bits):
+            dtype = str(found.dtype).removeprefix("torch.")
+            findings.fault("kept", name, f"is not the {dtype} decode of the source's quantized weight")
             return
 
 
@@ -180,16 +177,13 @@ def _row_runs(entry: tuple[str, tuple[int, ...]]) -> Iterator[tuple[int, int | N
     if not shape:
         yield 0, None
         return
-    width = 8
-    for extent in shape[1:]:
-        width *= extent
-    step = max(1, READ_BYTES // max(1, width))
+    step = max(1, READ_BYTES // max(1, 8 * math.prod(shape[1:])))
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
 
 
 def check_sizes(ckpt: Source, findings: Findings) -> None:
-    """What the index and the headers say beside the tensors: the reader has checked the rest."""
+    """Total size, metadata and files that loaders go by; the reader has checked the tensors' own entries."""
     reader = ckpt.reader
     if reader.index is None and len(reader.files) > 1:
         message = f"is missing, though there are {len(reader.files)} weight files; loaders find them by it"
@@ -211,34 +205,24 @@ def check_sizes(ckpt: Source, findings: Findings) -> None:
         findings.fault("config", "config.json", "is missing; no reader can load the checkpoint")
     for path, why in reader.left_out.items():
         if why.startswith("weights or index") and path != reader.index:
-            findings.deviation("files", path.name, "is another set of weights beside this one; remove it")
+            findings.deviation("files", path.name, "is another set of weights in the folder; remove it")
 
 
-def check_files(ckpt: Source, source: Source, findings: Findings, *, own_files: frozenset[str]) -> None:
-    """The files beside the weights are the source's, byte for byte."""
+def check_files(ckpt: Source, source: Source, findings: Findings) -> None:
+    """Every other file than weights, configs and record equals the source's, byte for byte."""
     ours = _relative(ckpt.reader.path, ckpt.reader.extra_files)
     theirs = _relative(source.reader.path, source.reader.extra_files)
-    for name in sorted(theirs.keys() - ours.keys() - own_files):
+    for name in sorted(theirs.keys() - ours.keys() - OWN_FILES):
         findings.choice("files", name, "is in the source, but the checkpoint lacks it")
     for name in sorted(ours.keys() - theirs.keys()):
         findings.note("files", name, "is in the checkpoint, but not in the source")
     for name in sorted(ours.keys() & theirs.keys()):
-        if not _same_file(ours[name], theirs[name]):
+        if not filecmp.cmp(ours[name], theirs[name], shallow=False):
             _report_file(name, ours[name], theirs[name], findings)
 
 
 def _relative(root: Path, files: Iterable[Path]) -> dict[str, Path]:
     return {path.relative_to(root).as_posix(): path for path in files}
-
-
-def _same_file(a: Path, b: Path) -> bool:
-    with open(a, "rb") as first, open(b, "rb") as second:
-        while True:
-            left, right = first.read(READ_BYTES), second.read(READ_BYTES)
-            if left != right:
-                return False
-            if not left:
-                return True
 
 
 def _report_file(name: str, path: Path, original: Path, findings: Findings) -> None:
@@ -297,7 +281,7 @@ def check_dangling(ckpt: Source, findings: Findings, *, kept: Container[str] = (
     if ckpt.container is None:
         return
     suffixes = ("_packed", "_scale", "_scale_2", "_scale_inv", "_blocks", "_scales", "_zero_point", "_global_scale")
-    for name in plain_tensors(ckpt):
+    for name in ckpt.plain:
         dtype = ckpt.reader.entries[name].dtype
         if (
             not is_kv_scale(name)
@@ -305,27 +289,3 @@ def check_dangling(ckpt: Source, findings: Findings, *, kept: Container[str] = (
             and (name.endswith(suffixes) or dtype.startswith(("F8_", "F4", "F6_")))
         ):
             findings.fault("names", name, f"looks like a part of a quantized weight ({dtype}), but no weight uses it")
-
-
-def check_kv_scales(ckpt: Source, findings: Findings) -> None:
-    """Scales of a quantized kv cache are finite, positive, announced by the config, and there for k and v alike."""
-    names = [name for name in plain_tensors(ckpt) if is_kv_scale(name)]
-    layers: dict[str, set[str]] = defaultdict(set)
-    for name in names:
-        values = ckpt.reader.read(name).float()
-        if not bool((torch.isfinite(values) & (values > 0)).all()):
-            findings.fault("scales", name, f"is {values.flatten().tolist()[:4]}, expected finite positive numbers")
-        match = re.fullmatch(r"(.*?)\.(?:[kvq]_proj\.)?([kvq])_scale", name)
-        if match is not None:
-            layers[match[1]].add(match[2])
-    for layer, found in layers.items():
-        if not {"k", "v"} <= found:
-            findings.fault("scales", layer, f"has a kv-cache scale for {sorted(found)} only, expected k and v")
-    described = json.dumps(dict(quantization_config(ckpt.reader.config)), default=str)
-    extra = json.dumps(ckpt.reader.read_json("hf_quant_config.json") or {}, default=str)
-    declared = re.search(r'"kv_cache_(scheme|quant_algo)": (?!null)', described + extra) is not None
-    if names and not declared:
-        report = findings.choice if ckpt.container_name in WITH_KV_CACHE else findings.note
-        report("config", "kv_cache_scheme", f"{len(names)} kv-cache scales are stored, but no config announces them")
-    if declared and not names and ckpt.container is not None:
-        findings.choice("config", "kv_cache_scheme", "is announced, but there are no kv-cache scales; readers use 1.0")

@@ -1,6 +1,5 @@
 """The report of a verification: what was found, weight by weight, as text for a terminal and as JSON."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.report.content import mean_known
-from ptqpipe.stages.common.text import decibels, name_pattern, role_of, size_text, table
-from ptqpipe.stages.verify.findings import Finding, Severity
-from ptqpipe.stages.verify.optimal import Optimality
+from ptqpipe.search.proof import Optimality
+from ptqpipe.stages.common.text import decibels, finite, name_pattern, role_of, size_text, table
+from ptqpipe.stages.verify.findings import Finding
 
 SHOWN = 6  # findings of one kind that the text lists
 
@@ -20,8 +19,8 @@ class WeightReport:
     """One quantized weight. The errors are None without a source, and where the stored numbers are illegal.
 
     energy         squares of the source's weights, summed
-    versus_absmax  squared error beside that of scales amax/max (powers of two rounded up), on a sample of rows
-    versus_rtn     output error beside that of plain rounding, as the record of a calibrated weight claims
+    versus_absmax  squared error over that of scales amax/max (powers of two rounded up), on a sample of rows
+    versus_rtn     output error over that of plain rounding, as the record of a calibrated weight claims
     nearest        whether its codes are the nearest ones, as far as is known: others trade this error for the output's
     """
 
@@ -38,7 +37,7 @@ class WeightReport:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a verification found. ``ok`` when there is no fault; notes do not count.
+    """The result of a verification. ``ok`` when there is no fault; notes do not count.
 
     own         whether the checkpoint says that ptqpipe wrote it
     kept        tensors that are not quantized, ``kept_bytes`` of them
@@ -58,12 +57,12 @@ class VerifyReport:
     @property
     def faults(self) -> tuple[Finding, ...]:
         """Findings that make the checkpoint wrong."""
-        return tuple(finding for finding in self.findings if finding.severity is Severity.FAULT)
+        return tuple(finding for finding in self.findings if finding.fault)
 
     @property
     def notes(self) -> tuple[Finding, ...]:
         """Findings that do not."""
-        return tuple(finding for finding in self.findings if finding.severity is Severity.NOTE)
+        return tuple(finding for finding in self.findings if not finding.fault)
 
     @property
     def ok(self) -> bool:
@@ -76,8 +75,7 @@ def render(report: VerifyReport) -> str:
     lines = [_headline(report), ""]
     if report.weights:
         lines += [_weights_table(report.weights), ""]
-    for severity, title in ((Severity.FAULT, "faults"), (Severity.NOTE, "notes")):
-        found = [finding for finding in report.findings if finding.severity is severity]
+    for title, found in (("faults", report.faults), ("notes", report.notes)):
         if found:
             lines += [f"{title}:", *_grouped(found), ""]
     return "\n".join([*lines, _verdict(report)])
@@ -85,7 +83,7 @@ def render(report: VerifyReport) -> str:
 
 def _headline(report: VerifyReport) -> str:
     maker = "written by ptqpipe" if report.own else "not written by ptqpipe"
-    against = "without a source: neither errors nor fates are checked"
+    against = "without --source: errors and missing tensors are not checked"
     if report.source is not None:
         against = f"against {report.source}"
     kept = f"{report.kept} tensors kept ({size_text(report.kept_bytes)})"
@@ -123,16 +121,16 @@ def _weights_table(weights: Iterable[WeightReport]) -> str:
     header += ["SQNR dB", "rel. MSE", "largest", "vs abs-max", "optimal blocks"]
     lines = [table(header, rows, left=2)]
     if calibrated:
-        lines.append("output error: beside that of plain rounding to nearest, as ptqpipe.json records it")
+        lines.append("output error: relative to plain rounding to nearest, as recorded in ptqpipe.json")
     if not all(w.nearest for members in groups.values() for w in members):
         lines.append(
-            "SQNR to vs abs-max: errors of the weights; codes chosen by data let them grow where inputs are small"
+            "SQNR to vs abs-max: errors of the weights, which calibrated codes let grow where inputs are small"
         )
     return "\n".join(lines)
 
 
 def _together(members: Iterable[WeightReport]) -> tuple[float, float | None]:
-    """Relative MSE of several weights and their squared error beside abs-max's, as convert sums them: by energy."""
+    """Relative MSE of several weights, and squared error over that of abs-max, weighted by energy as convert does."""
     known = [(w.relative_mse, w.energy, w.versus_absmax) for w in members if w.relative_mse is not None]
     # a weight of zeros that is not stored as one has no energy and an infinite error
     squared = sum(error * energy if energy else error for error, energy, _ in known)
@@ -150,7 +148,7 @@ def _proof_text(proofs: list[Optimality]) -> str:
 
 
 def _grouped(findings: Iterable[Finding]) -> list[str]:
-    """One line a finding; of those that differ in numbers of layers and experts alone, the first few."""
+    """One line per finding; of those that differ in numbers of layers and experts alone, the first few."""
     groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in findings:
         groups[(finding.check, name_pattern(finding.where))].append(finding)
@@ -178,8 +176,8 @@ def to_json(report: VerifyReport) -> dict[str, Any]:
         "container": report.container,
         "own": report.own,
         "ok": report.ok,
-        "faults": [_finding_json(finding) for finding in report.faults],
-        "notes": [_finding_json(finding) for finding in report.notes],
+        "faults": [finding.to_json() for finding in report.faults],
+        "notes": [finding.to_json() for finding in report.notes],
         "weights": {weight.name: _weight_json(weight) for weight in report.weights},
         "kept": report.kept,
         "kept_bytes": report.kept_bytes,
@@ -187,20 +185,15 @@ def to_json(report: VerifyReport) -> dict[str, Any]:
     }
 
 
-def _finding_json(finding: Finding) -> Mapping[str, str]:
-    return {"check": finding.check, "where": finding.where, "message": finding.message}
-
-
 def _weight_json(weight: WeightReport) -> Mapping[str, Any]:
     found: dict[str, Any] = {"format": weight.format, "shape": list(weight.shape)}
     if weight.versus_rtn is not None:
-        found["versus_rtn"] = weight.versus_rtn if math.isfinite(weight.versus_rtn) else str(weight.versus_rtn)
+        found["versus_rtn"] = finite(weight.versus_rtn)
     if weight.relative_mse is not None:
-        error, versus = weight.relative_mse, weight.versus_absmax
-        finite = error if math.isfinite(error) else str(error)  # JSON has no infinity
-        found |= {"relative_mse": finite, "versus_absmax": versus if error == finite else None}
-    if weight.optimality is not None:
-        proof = weight.optimality
+        error = finite(weight.relative_mse)
+        found |= {"relative_mse": error, "versus_absmax": None if error is None else finite(weight.versus_absmax)}
+    proof = weight.optimality
+    if proof is not None:
         found["optimality"] = {
             "blocks": proof.blocks,
             "of": proof.total,

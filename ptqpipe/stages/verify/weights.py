@@ -1,274 +1,176 @@
-"""The numbers of one stored weight: legal codes and scales, the error against the source, codes far from their weight.
+"""Judges the numbers of one stored weight: its legality, its error, its codes, its record, its block scales.
 
-Measured with the torch reference (``qtensor.py``), never with the kernels that wrote the checkpoint. Works on runs of
-rows, so that memory does not grow with the weight. Must not know names of layers, config files or records.
+Works on runs of rows, so that memory does not grow with the weight. Must not know config files.
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from ptqpipe.formats import CODECS, WHOLE, Codec, Format
-from ptqpipe.global_scale import absmax_divisor, absmax_global
-from ptqpipe.packing import unpack
-from ptqpipe.qtensor import QTensor, check_finite, encode, magnitude_codes, scale_values, to_blocks
+from ptqpipe.checkpoint.files import RECORD_FILE
+from ptqpipe.containers import Role, StoredWeight
+from ptqpipe.formats import get_format
+from ptqpipe.measured import Measured, measure_weight
+from ptqpipe.qtensor import Illegal, illegal_numbers
+from ptqpipe.record import UNKNOWN, Claim, Record
 from ptqpipe.source import Source, SourceRows
+from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_hashes, check_numbers
+from ptqpipe.stages.verify.findings import Findings
+from ptqpipe.stages.verify.groups import scalar_fault
+from ptqpipe.stages.verify.repeat import judge_proof, prove_weight
+from ptqpipe.stages.verify.text import WeightReport
 
-CHUNK_ELEMENTS = 1 << 20
-_ALIGN = 128  # rows: a multiple of every block that a source or a format has, whole columns aside
-_SAMPLE_RUNS = 4
-_EXACT = 1e-12  # a relative MSE below float32 rounding
-_LOOK = 4.0  # times the typical error: worth a comparison of its own
-
-
-@dataclass(frozen=True, slots=True)
-class Illegal:
-    """Counts of stored numbers that no quantizer may write."""
-
-    zero_scales: int = 0  # with codes that are not zero
-    empty_scales: int = 0  # zero, over codes that are all zero
-    bad_scales: int = 0  # NaN, infinite, negative or reserved
-    bad_codes: int = 0  # codes that the element type reserves (NaN, infinity)
-
-    def __add__(self, other: "Illegal") -> "Illegal":
-        return Illegal(
-            self.zero_scales + other.zero_scales,
-            self.empty_scales + other.empty_scales,
-            self.bad_scales + other.bad_scales,
-            self.bad_codes + other.bad_codes,
-        )
+TOTAL_RATIO = 4.0  # error of a weight over that of abs-max scales: error feedback stays below it
+DATA_RATIO = 64.0  # the same where data chose the codes: error at inputs that are always small costs nothing
+ROW_RATIO = 16.0  # the same of its worst row; other tools' checkpoints reach 3
+NEAREST_SHARE = 0.1  # a checkpoint rounds to nearest if fewer of its codes are unlike ours (bfloat16 division: 0.035)
+ROUNDED = 1e-5  # a relayout that inverted a global scale may change decodes in the last place
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Errors of one stored weight against its source, from its own decode in float64.
-
-    worst_row, worst_ratio   the row that is worst beside abs-max scales of the same format, and by how much
-    absmax_relative_mse      of abs-max scales on a sample of rows
-    other_codes, far_codes   codes that are not the nearest to their weight; those that are two or more steps away
-    first_other              row of the first code that is not the nearest one bit for bit, the sign of zero included
-    """
-
-    squared_error: float
-    energy: float
-    absmax_relative_mse: float
-    worst_row: int
-    worst_ratio: float
-    other_codes: int
-    far_codes: int
-    first_other: int | None
-
-    @property
-    def relative_mse(self) -> float:
-        """squared error / energy; 0 for an all-zero weight stored exactly, inf for one that is not."""
-        if self.energy:
-            return self.squared_error / self.energy
-        return math.inf if self.squared_error else 0.0
-
-
-def row_runs(shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
-    """Runs of rows of about CHUNK_ELEMENTS weights, on the edges of blocks of every format."""
-    step = max(_ALIGN, CHUNK_ELEMENTS // max(1, shape[1]) // _ALIGN * _ALIGN)
-    if fmt.block[0] > 1:
-        step = math.lcm(step, fmt.block[0])
-    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
-
-
-def stored_runs(
-    ckpt: Source, weight: str, expert: int | None, *, runs: list[tuple[int, int]] | None = None
-) -> Iterator[tuple[int, QTensor]]:
-    """(first row, rows as a QTensor) of a stored weight, one run at a time."""
-    stored = ckpt.stored[weight]
-    fmt = stored.scheme.fmt
-    runs = row_runs(stored.shape, fmt) if runs is None else runs
-    if fmt.block[0] != WHOLE:
-        for start, stop in runs:
-            yield start, ckpt.quantized(weight, expert=expert, rows=(start, stop))
-        return
-    whole = ckpt.quantized(weight, expert=expert)  # one scale for all rows: every run of rows keeps it
-    for start, stop in runs:
-        thin = None if whole.low_rank is None else whole.low_rank.narrow(0, start, stop - start)
-        yield start, replace(whole, shape=(stop - start, whole.shape[1]), data=whole.data[start:stop], low_rank=thin)
-
-
-def illegal_numbers(q: QTensor) -> Illegal:
-    """Counts codes and scales of a run of rows that no quantizer may write."""
-    zero, bad = _scale_faults(q.scales, q.fmt.scale)
-    bad_codes = _reserved(q.data, q.fmt.element)
-    zeros = int(zero.sum())
-    lost = 0
-    if zeros:
-        mask = (1 << (q.fmt.element.bits - 1)) - 1
-        rows, columns = q.fmt.block_extent(q.shape)
-        used = ((q.codes & mask) != 0).nonzero()
-        hit = torch.zeros_like(zero)
-        hit[used[:, 0] // rows, used[:, 1] // columns] = True
-        lost = int((zero & hit).sum())
-    return Illegal(lost, zeros - lost, int(bad.sum()), bad_codes)
-
-
-def _scale_faults(scales: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks of zero scales, and of scales that are NaN, infinite, negative or reserved."""
-    if not codec.enumerable:
-        values = scales.float()
-        return values == 0, ~torch.isfinite(values) | (values < 0)
-    codes = scales.int()
-    magnitude = codes & ((1 << (codec.bits - 1)) - 1) if codec.signed else codes
-    value_zero = torch.tensor([m == 0 for m in codec.magnitudes] + [False])
-    zero = value_zero[magnitude.clamp(max=len(codec.magnitudes))]
-    negative = (codes != magnitude) & ~zero
-    return zero, negative | (magnitude >= len(codec.magnitudes))
-
-
-def _reserved(data: torch.Tensor, codec: Codec) -> int:
-    """How many packed codes the element type reserves."""
-    half = 1 << (codec.bits - 1)
-    if len(codec.magnitudes) >= half:
-        return 0
-    return int(((unpack(data, codec.bits) & (half - 1)) >= len(codec.magnitudes)).sum())
-
-
-def multiplying(q: QTensor) -> QTensor:
-    """``q`` with its global scale as a factor and without what is added to it, as searches and ``encode`` take it."""
-    q = q if q.low_rank is None else replace(q, low_rank=None)
-    if q.global_scale is None or not q.global_divides:
-        return q
-    return replace(q, global_scale=1.0 / q.global_scale, global_divides=False)
-
-
-def chosen_scale(codec: Codec) -> Codec:
-    """The codec that searches choose scales in: where a layout stores float32, the bfloat16 numbers, as readers round
-    them to that."""
-    return CODECS["bf16"] if codec.dtype is torch.float32 else codec
-
-
-def measure_weight(ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None = None) -> Measured:
-    """Compares a stored weight, or one expert of a stack, with its source; its scales must be legal.
-
-    Raises NumericsError where the source holds NaN or inf.
-    """
-    stored = ckpt.stored[weight]
-    fmt, (n, _) = stored.scheme.fmt, stored.shape
-    row_error, row_energy = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
-    squared = energy = amax = reach = 0.0
-    other = far = 0
-    first = None
-    for start, q in stored_runs(ckpt, weight, expert):
-        stop = start + q.shape[0]
-        w = rows.rows(start, stop)
-        reach = _reach(q)
-        check_finite(w, f"'{weight}' of the source")
-        exact = w.double()
-        diff = (q.dequantize().double() - exact).square_()
-        power = exact.square()
-        row_error[start:stop], row_energy[start:stop] = diff.sum(dim=1), power.sum(dim=1)
-        squared, energy = squared + float(diff.sum()), energy + float(power.sum())
-        amax = max(amax, float(w.abs().amax()))
-        differing, distant, row = _compare_codes(multiplying(q), w)
-        other, far = other + differing, far + distant
-        first = start + row if first is None and row is not None else first
-    amax = reach if reach > _LOOK * amax else amax  # a fused sibling with larger numbers decided the scale
-    fmt = replace(fmt, scale=chosen_scale(fmt.scale))  # for abs-max scales, beside which the stored ones are judged
-    sample = _sample_relative_mse(rows, stored.shape, fmt, amax)
-    worst, ratio = _worst_row(rows, row_error, row_energy, fmt=fmt, amax=amax, typical=sample)
-    return Measured(squared, energy, sample, worst, ratio, other, far, first)
-
-
-def _reach(q: QTensor) -> float:
-    """The magnitude that the scale of the whole weight was made for, about; 0 without one. Siblings may share it."""
-    if q.fmt.block == (WHOLE, WHOLE):
-        return float(scale_values(q.scales, q.fmt.scale).float().max()) * q.fmt.element.max
-    scale = multiplying(q).global_scale
-    if scale is None:
-        return 0.0
-    return float(scale) * absmax_divisor(q.fmt)
-
-
-def _compare_codes(q: QTensor, w: torch.Tensor) -> tuple[int, int, int | None]:
-    """(codes unlike the nearest in value, those two or more steps away, first row with any other byte)."""
-    nearest = encode(w, q.scales, fmt=q.fmt, global_scale=q.global_scale)
-    where = (nearest.data != q.data).any(dim=1).nonzero()
-    if not len(where):
-        return 0, 0, None
-    rows = where[:, 0]
-    bits = q.fmt.element.bits
-    steps = (_signed(unpack(q.data[rows], bits), bits) - _signed(unpack(nearest.data[rows], bits), bits)).abs()
-    return int((steps > 0).sum()), int((steps > 1).sum()), int(rows[0])
-
-
-def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes as places on the number line: negative for negative numbers, both zeros 0."""
-    half = 1 << (bits - 1)
-    magnitude = (codes & (half - 1)).to(torch.int16)
-    return torch.where(codes >= half, -magnitude, magnitude)
-
-
-def _sample_relative_mse(rows: SourceRows, shape: tuple[int, int], fmt: Format, amax: float) -> float:
-    """Relative MSE of abs-max scales on at most ``_SAMPLE_RUNS`` runs of rows, spread evenly."""
-    runs = row_runs(shape, fmt)
-    step = -(-len(runs) // _SAMPLE_RUNS)
-    error = energy = 0.0
-    for start, stop in runs[::step]:
-        w = rows.rows(start, stop)
-        error += float(_absmax_rows(w, fmt, amax).sum())
-        energy += float(w.double().square().sum())
-    return error / energy if energy else 0.0
-
-
-def _absmax_rows(w: torch.Tensor, fmt: Format, amax: float) -> torch.Tensor:
-    """float64 ``[rows]``: squared error of abs-max scales, a scale of the whole weight from ``amax``."""
-    if amax == 0:
-        return torch.zeros(w.shape[0], dtype=torch.float64)
-    plain = absmax_global(amax, fmt) if fmt.has_global else None
-    q = encode(w, _absmax_scales(w, fmt, plain, amax), fmt=fmt, global_scale=plain)
-    return (q.dequantize().double() - w.double()).square_().sum(dim=1)
-
-
-def _absmax_scales(w: torch.Tensor, fmt: Format, plain: torch.Tensor | None, amax: float) -> torch.Tensor:
-    """Block scales amax / largest element: rounded to nearest, powers of two upwards."""
-    wanted = to_blocks(w.float(), fmt).abs().amax(dim=1) / fmt.element.max
-    if fmt.block == (WHOLE, WHOLE):
-        wanted = torch.full_like(wanted, amax / fmt.element.max)
-    wanted = wanted if plain is None else wanted / plain
-    grid = fmt.scale_shape((w.shape[0], w.shape[1]))
-    if fmt.scale.dtype is not None:
-        return wanted.clamp(min=torch.finfo(fmt.scale.dtype).smallest_normal).to(fmt.scale.dtype).reshape(grid)
-    codes = magnitude_codes(wanted, fmt.scale)
-    if fmt.scale.power_of_two:
-        codes = codes + (scale_values(codes.to(torch.uint8), fmt.scale) < wanted)
-    return codes.clamp(fmt.scale.first_scale_code, len(fmt.scale.magnitudes) - 1).to(torch.uint8).reshape(grid)
-
-
-def _worst_row(
-    rows: SourceRows,
-    error: torch.Tensor,
-    energy: torch.Tensor,
+def check_weight(
+    ckpt: Source,
+    stored: StoredWeight,
+    expert: int | None,
     *,
-    fmt: Format,
-    amax: float,
-    typical: float,
-) -> tuple[int, float]:
-    """(row, ratio): the largest error of a row beside the larger of that of abs-max scales there and in general.
+    rows: SourceRows | None,
+    record: Record | None,
+    optimal: bool,
+    sample_blocks: int | None,
+    found: Findings,
+) -> WeightReport:
+    """The numbers of one weight, or of one expert of a stack, against ``rows`` of the source; faults go to ``found``.
 
-    Rows of tiny numbers are bad in any format, so what looks bad in general is compared with itself.
+    optimal        also prove its block scales by brute force, ``sample_blocks`` of them; all for None
     """
-    relative = torch.where(energy > 0, error / energy.clamp(min=1e-300), torch.where(error > 0, math.inf, 0.0))
-    ratios = relative / max(typical, _EXACT)
-    for start, stop in row_runs((len(error), rows.shape[1]), fmt):
-        if not bool((ratios[start:stop] > _LOOK).any()):
+    name = stored.weight if expert is None else f"{stored.weight}[{expert}]"
+    fmt = stored.scheme.fmt
+    claim = record.weights.get(name) if record is not None else None
+    output = None if claim is None else claim.numbers.get("versus_rtn")
+    nearest = claim is None or claim.nearest
+    report = WeightReport(name, fmt.name, stored.shape, versus_rtn=output, nearest=nearest)
+    if claim is not None:
+        check_hashes(ckpt, stored.weight, expert, claim, found)
+        moved = record is not None and not record.converted
+        _check_claim(stored, name, claim, found, moved=moved)
+        _check_scalars(ckpt, stored, name, expert or 0, claim, found, moved=moved)
+    if not _legal(ckpt, stored, name, expert, found) or rows is None:
+        return report
+    measured = measure_weight(ckpt, stored.weight, rows, expert=expert)
+    ours = claim is not None and claim.search != UNKNOWN
+    _judge(name, measured, stored.shape[0] * stored.shape[1], claim if ours else None, found)
+    if claim is not None and ours:
+        keys = ("squared_error", "energy", "relative_mse") if claim.numbers.keys() & {"squared_error"} else ()
+        tolerance = ROUNDED if record is not None and name in record.rounded else SUM_TOLERANCE
+        check_numbers(name, claim, {key: getattr(measured, key) for key in keys}, found, tolerance=tolerance)
+    proof = None
+    joint = claim is not None and fmt.one_scale  # one scale for the fused group: proven by unit
+    if optimal and not joint and (claim is None or claim.unweighted):
+        proof = prove_weight(ckpt, stored.weight, rows, expert=expert, sample_blocks=sample_blocks)
+        judge_proof(name, proof, claim, found)
+    absmax = measured.absmax_relative_mse
+    versus = measured.relative_mse / absmax if absmax else None
+    return replace(
+        report,
+        relative_mse=measured.relative_mse,
+        energy=measured.energy,
+        versus_absmax=versus,
+        optimality=proof,
+    )
+
+
+def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings, *, moved: bool) -> None:
+    """What the record says that needs no source. A weight whose layout was changed may have no errors."""
+    fmt = stored.scheme.fmt
+    if claim.shape != stored.shape or claim.format != fmt.name:
+        claimed = f"{claim.format} {list(claim.shape)}"
+        found.fault("record", name, f"is {claimed} in {RECORD_FILE}, stored is {fmt.name} {list(stored.shape)}")
+    keys = ("squared_error", "energy", "relative_mse")
+    error, energy = (claim.numbers.get(key) for key in keys[:2])
+    missing = [key for key in keys if key not in claim.numbers]
+    if missing and not (moved and len(missing) == len(keys)):
+        found.fault("record", name, f"has no {missing[0]} in {RECORD_FILE}")
+    elif error is not None and energy is not None:
+        check_numbers(name, claim, {"relative_mse": error / energy if energy else 0.0}, found)
+    low, described = stored.scheme.low_rank, claim.entry.get("low_rank")
+    ours = None if described is None else (described.get("rank"), described.get("dtype"))
+    if ours != (None if low is None else (low.of(stored.shape), low.dtype)):
+        found.fault("record", name, f"has the low-rank part {ours} in {RECORD_FILE}, stored is {low}")
+    gained = claim.numbers.get("versus_rtn", 1.0)
+    if gained > 1.0 or (claim.reverted and gained != 1.0):
+        found.fault(
+            "record", name, f"claims versus_rtn {gained}, reverted {claim.reverted}: these contradict each other"
+        )
+    # The record counts scales as the format has them; a layout may store them wider (bfloat16 numbers as F32).
+    bits = replace(stored.scheme, fmt=get_format(fmt.name)).bits_per_weight(stored.shape)
+    if claim.numbers.get("bits_per_weight") != bits:
+        claimed_bits = claim.numbers.get("bits_per_weight")
+        found.fault("record", name, f"has {claimed_bits} bits_per_weight in {RECORD_FILE}, expected {bits}")
+
+
+def _check_scalars(
+    ckpt: Source, stored: StoredWeight, name: str, expert: int, claim: Claim, found: Findings, *, moved: bool
+) -> None:
+    """The global scale and the input's are the stored ones; ``moved``: or what inverting them again and again gives."""
+    for what, claimed, multiplies, divides in (
+        ("global_scale", claim.global_scale, Role.GLOBAL, Role.GLOBAL_DIVISOR),
+        ("input_scale", claim.input_scale, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR),
+    ):
+        part = stored.part(multiplies) or stored.part(divides)
+        if part is None or claimed is None:
+            if claimed is not None or (part is not None and (claim.search != UNKNOWN or what == "global_scale")):
+                found.fault("record", name, f"has {what} {claimed} in {RECORD_FILE}; {stored.scheme.name} differs")
             continue
-        power = energy[start:stop]
-        beside = _absmax_rows(rows.rows(start, stop), fmt, amax) / power.clamp(min=1e-300)
-        ratios[start:stop] = relative[start:stop] / torch.where(power > 0, beside, 0.0).clamp(min=max(typical, _EXACT))
-    worst = int(ratios.argmax())
-    return worst, float(ratios[worst])
+        value = ckpt.reader.read(part.name).float().reshape(-1)[expert]
+        chain = [torch.tensor(claimed, dtype=torch.float32)]
+        for _ in range(5 if moved else 1):
+            chain.append(1.0 / chain[-1])
+        if not any(torch.equal(value, x) for x in chain[part.role is divides :: 2]):
+            shown = f"{float(value):.9g}{' (divides)' * (part.role is divides)}"
+            found.fault("record", name, f"claims {what} {claimed:.9g}, stored is {shown}")
 
 
-def scalar_fault(value: torch.Tensor) -> str | None:
-    """What is wrong with a global scale, None if it and its reciprocal are finite and positive."""
-    number = float(value.float().reshape(()))
-    if math.isfinite(number) and number > 0 and math.isfinite(float(1.0 / value.float())):
-        return None
-    return f"is {number}, expected a finite positive number"
+def _legal(ckpt: Source, stored: StoredWeight, name: str, expert: int | None, found: Findings) -> bool:
+    """Whether all codes and scales are such as a quantizer may write; faults where they are not."""
+    found_here, legal = [], True
+    for _, q in ckpt.runs(stored.weight, expert=expert):
+        found_here.append(illegal_numbers(q))
+        if q.global_scale is not None and scalar_fault(q.global_scale) is not None:
+            legal = False  # reported with the other global scales
+    counts = Illegal(*map(sum, zip(*found_here, strict=True)))
+    fmt = stored.scheme.fmt
+    if counts.bad_scales:
+        found.fault(
+            "scales", name, f"{counts.bad_scales} block scales are NaN, infinite or negative, expected positive ones"
+        )
+    if counts.zero_scales:
+        found.fault(
+            "scales", name, f"{counts.zero_scales} block scales are zero although their blocks have codes that are not"
+        )
+    if counts.empty_scales:
+        message = f"{counts.empty_scales} block scales of all-zero blocks are zero; write positive ones"
+        found.choice("scales", name, message)
+    if counts.bad_codes:
+        found.fault("codes", name, f"{counts.bad_codes} codes are NaN or infinite in {fmt.element.name}")
+    return legal and counts == Illegal()
+
+
+def _judge(name: str, measured: Measured, elements: int, claim: Claim | None, found: Findings) -> None:
+    """Errors and codes that no quantizer leaves on the weight of this name; ``claim`` is that of our own record."""
+    absmax = max(measured.absmax_relative_mse, 1e-12)
+    if measured.relative_mse > (TOTAL_RATIO if claim is None or claim.unweighted else DATA_RATIO) * absmax:
+        beside = f"relative MSE is {measured.relative_mse:.3g} where abs-max scales give {absmax:.3g}"
+        message = f"{beside}: these are not the numbers of the source's weight"
+        found.fault("error", name, message)
+    elif measured.worst_ratio > ROW_RATIO and claim is None:  # ours are quantized once more and compared bit by bit
+        ratio = f"{measured.worst_ratio:.3g} times the error of abs-max scales"
+        message = f"row {measured.worst_row} has {ratio}: it is damaged or misplaced"
+        found.fault("error", name, message)
+    if claim is not None and not claim.nearest:
+        return  # the codes follow from the recipe and the statistics; their bytes have hashes
+    if claim is not None and measured.first_other is not None:
+        found.fault(
+            "codes", name, f"row {measured.first_other} has codes that are not the nearest to the source's weights"
+        )
+    elif measured.far_codes and measured.other_codes <= NEAREST_SHARE * elements:
+        message = f"{measured.far_codes} codes are two or more steps from the source, all others at most one: damaged"
+        found.fault("codes", name, message)

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ptqpipe.containers import StoredWeight, kv_scale
+from ptqpipe.containers import Container, StoredWeight, kv_scale
 from ptqpipe.errors import UsageError
-from ptqpipe.plan import Abilities, Member, Slice, make_plan
+from ptqpipe.plan import Member, Slice, make_plan
 from ptqpipe.recipe import Recipe, Rule
-from ptqpipe.schemes import get_scheme
+from ptqpipe.schemes import Abilities, get_scheme
 from ptqpipe.source import Source, SourceRows
 
 
@@ -30,8 +30,8 @@ class Origins:
     kept: Mapping[str, str]
 
     @classmethod
-    def of(cls, source: Source, *, container: str = "plain") -> "Origins":
-        """All weights that a source could give to a checkpoint with this layout."""
+    def of(cls, source: Source, *, container: Container | None = None) -> "Origins":
+        """All weights that a source could give to a checkpoint with this layout; None for a plain one."""
         single = {member.weight: member for member in _members(source, stacks=False)}
         stacks: dict[str, dict[int, Member]] = {}
         for member in _members(source, stacks=True):

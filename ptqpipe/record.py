@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.containers import quantization_config
 from ptqpipe.errors import CheckpointError
-from ptqpipe.stages.common.jobs import RECORD_FILE
 
 UNKNOWN = "unknown"  # the search of a weight whose numbers another tool made
 TAKEN_OVER = "not quantized in the checkpoint whose layout was changed"  # why a tensor of such a checkpoint is kept
@@ -30,7 +30,7 @@ class Claim:
     global_scale: float | None
     numbers: Mapping[str, float]
     sha256: Mapping[str, str]
-    told: Mapping[str, Any]  # the whole entry
+    entry: Mapping[str, Any]  # all that the record says of it
     algorithm: str = "rtn"
     weighting: str = "none"
     reverted: bool = False
@@ -55,7 +55,7 @@ class Record:
     container: str
     weights: Mapping[str, Claim]
     kept: Mapping[str, tuple[str, int]]  # (sha256, bytes)
-    files: Mapping[str, str]  # sha256 of what lies beside the weights
+    files: Mapping[str, str]  # sha256 of the files that were written with the weights
     rounded: frozenset[str]  # weights whose decode a relayout may have changed in the last place
 
     @property
@@ -90,7 +90,9 @@ def read_record(reader: CheckpointReader) -> Record:
         raise CheckpointError(f"{RECORD_FILE} is missing, though config.json names ptqpipe as its producer")
     others = ("relayout_of", "dequantized_from", "transformed_from")
     if not isinstance(raw.get("recipe"), Mapping) and ("recipe" in raw or raw.keys().isdisjoint(others)):
-        raise CheckpointError(f"{RECORD_FILE} has neither a recipe nor the run that was laid out anew; it is damaged")
+        raise CheckpointError(
+            f"{RECORD_FILE} has neither a recipe nor the checkpoint that it was made from; it is damaged"
+        )
     weights = {}
     try:
         if raw.keys().isdisjoint(others[1:]):

@@ -1,1 +1,0 @@
-"""diff: what two checkpoints say differently."""

@@ -1,1 +1,0 @@
-"""inspect: what is in a checkpoint."""
