@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from ptqpipe.algorithms import rtn
+from ptqpipe.algorithms.unit import Matrix, Task, check_decode, joined
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.formats import FORMATS, Format, get_format
+from ptqpipe.options import CodeOptions
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import get_scheme
@@ -124,17 +126,16 @@ def quantize(
     _check_matrix(w)
     fmt.scale_shape((w.shape[0], w.shape[1]))
     runs: dict[tuple[int, int], QTensor] = {}
-    result = rtn.quantize(
-        [rtn.Matrix(w.detach())],
+    task = Task(
+        [Matrix(w.detach())],
         fmt,
-        names=["the tensor"],
-        search=search,
-        search_global=search_global_scale,
-        sink=lambda member, row, q: runs.__setitem__((member, row), q),
+        ["the tensor"],
+        lambda member, row, q: runs.__setitem__((member, row), q),
+        options=CodeOptions(search=search, global_scale="search" if search_global_scale else "absmax"),
         device=w.device,
     )
-    rtn.check_decode(["the tensor"], result.errors, fmt)
-    return rtn.joined(runs, 0)
+    check_decode(task.names, rtn.quantize(task).errors, fmt)
+    return joined(runs, 0)
 
 
 def _check_matrix(w: torch.Tensor) -> None:

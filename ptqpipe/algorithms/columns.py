@@ -13,6 +13,13 @@ from ptqpipe.algorithms.rows import kernel_for
 from ptqpipe.formats import Codec, Format
 from ptqpipe.qtensor import QTensor, code_values, from_blocks, magnitude_codes, scale_values, to_blocks
 
+BLOCK = 128  # columns between two updates of all later ones
+
+
+def has_block_scales(fmt: Format) -> bool:
+    """Whether the format's blocks lie in rows and their scales are a list to choose from."""
+    return fmt.block[0] == 1 and fmt.block[1] > 1 and fmt.scale.enumerable
+
 
 def column_scales(
     scales: torch.Tensor, fmt: Format, *, shape: tuple[int, int], global_scale: torch.Tensor | None

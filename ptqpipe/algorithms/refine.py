@@ -11,8 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.algorithms.columns import as_qtensor, choose_block, column_scales, descend, scale_ladder
-from ptqpipe.algorithms.gptq import BLOCK, has_block_scales
+from ptqpipe.algorithms.columns import (
+    BLOCK,
+    as_qtensor,
+    choose_block,
+    column_scales,
+    descend,
+    has_block_scales,
+    scale_ladder,
+)
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor, code_values
 

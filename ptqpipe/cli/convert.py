@@ -138,20 +138,20 @@ def convert(
 
     Under torchrun the units are divided among the ranks; the bytes are the same.
     """
-    from ptqpipe.recipe import RecipeOptions
+    from ptqpipe.options import RecipeOptions
     from ptqpipe.stages.convert import run as stage
     from ptqpipe.stages.convert import text as tables
     from ptqpipe.stages.convert.prepare import best_with, prepare
 
     mode = mode_of(resume, overwrite)
     options = RecipeOptions(
-        scheme,
-        container,
-        search,
-        global_scale,
-        ignore,
-        input_amax,
-        shard_size,
+        scheme=scheme,
+        container=container,
+        search=search,
+        global_scale=global_scale,
+        ignore=ignore,
+        input_amax=input_amax,
+        shard_bytes=shard_size,
         algorithm=algorithm,
         weighting=weighting,
         damping=damping,

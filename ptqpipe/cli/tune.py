@@ -80,7 +80,7 @@ def tune(
     quiet: bool,
 ) -> None:
     """Find how MODEL's weights are rounded, block by block; `ptqpipe convert MODEL --rounding OUT` writes them."""
-    from ptqpipe.recipe import RecipeOptions
+    from ptqpipe.options import RecipeOptions
     from ptqpipe.stages.tune import run as stage
     from ptqpipe.stages.tune import text
 

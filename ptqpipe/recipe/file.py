@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from ptqpipe.errors import PtqError, RecipeError
+from ptqpipe.options import ALGORITHMS
 from ptqpipe.recipe.model import BY_RECIPE, Recipe, Rule
 from ptqpipe.recipe.structure import DEFAULT_KEEP, Keep
 from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
@@ -93,7 +94,8 @@ def _rule(item: Any, index: int) -> Rule:
         raise RecipeError(f"{where} needs both match and format")
     name = _text(raw["format"], f"{where}.format")
     scheme = None if name.lower() == "keep" else get_scheme(name)
-    given: dict[str, Any] = {"weighting": "diagonal"} if raw.get("algorithm") == "gptq" else {}
+    algorithm = ALGORITHMS.get(str(raw.get("algorithm")))
+    given: dict[str, Any] = {} if algorithm is None else {"weighting": algorithm.weighting}
     given |= {key: _value(raw[key], f"{where}.{key}", kind) for key, kind in plain.items() if key in raw}
     return Rule(_text(raw["match"], f"{where}.match"), scheme, **given)
 

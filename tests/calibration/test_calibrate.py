@@ -138,15 +138,15 @@ def test_held_out_moments_are_those_of_the_other_windows_and_change_nothing_else
         for (parameter, expert), x in inputs.items():
             for name in checkpoint_names(kind, parameter, expert):
                 found = statistics.of(name, block=x.shape[1] % BLOCK == 0, full=True, held=True)
-                assert statistics.of(name).held is None
-                if found.held is None:  # an expert with too few tokens among the held-out ones
+                assert statistics.of(name).held_out is None
+                if found.held_out is None:  # an expert with too few tokens among the held-out ones
                     assert len(x) < 16 or not found.measured
                     continue
                 gram = x.t() @ x / len(x)
-                assert found.held.tokens == len(x)
-                assert close(found.held.second_moment, gram.diagonal())
-                assert found.held.full_moment is not None
-                assert close(found.held.full_moment, gram, scale=float(gram.diagonal().max()))
+                assert found.held_out.tokens == len(x)
+                assert close(found.held_out.second_moment, gram.diagonal())
+                assert found.held_out.full_moment is not None
+                assert close(found.held_out.full_moment, gram, scale=float(gram.diagonal().max()))
                 count += 1
     assert count >= 14
 

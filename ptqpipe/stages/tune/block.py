@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.algorithms.rtn import Matrix, joined
+from ptqpipe.algorithms.unit import Matrix, joined
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.paired import quantized_inputs
 from ptqpipe.calibration.runner import Block, Runner
@@ -83,8 +83,8 @@ class BlockWork:
         quantize_unit(
             unit,
             [Matrix(self.weights[m.key]) for m in unit.members],
+            lambda member, row, q: runs.__setitem__((member, row), q),
             statistics=self.prepared.statistics,
-            sink=lambda member, row, q: runs.__setitem__((member, row), q),
         )
         return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
 

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.algorithms import asymmetric, calibrated
-from ptqpipe.algorithms.calibrated import LayerInput, Options
-from ptqpipe.algorithms.rtn import Matrix, joined
+from ptqpipe.algorithms import asymmetric, gptq
+from ptqpipe.algorithms.unit import Matrix, Task, joined
 from ptqpipe.calibration.paired import Paired, call_order, paired_moments
 from ptqpipe.errors import NumericsError
+from ptqpipe.inputs import Moments
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
-from ptqpipe.stages.common.moments import options_of
 from ptqpipe.stages.tune.block import BlockWork
 
 
@@ -84,32 +83,27 @@ def follow(
 
 def quantize_unit(work: BlockWork, unit: Unit, moments: Sequence[Paired], *, share: float) -> dict[str, QTensor]:
     """Key -> the codes of one unit, given the moments of every member's input."""
-    options = replace(_options(unit), algorithm="gptq")
-    known: dict[int, LayerInput] = {}
+    # without data the rule has no weighting, but GPTQ's scales follow the data
+    weighting = unit.rule.weighting if unit.rule.calibrated else "diagonal"
+    options = replace(unit.rule, algorithm="gptq", weighting=weighting)
+    known: dict[int, Moments] = {}
     targets, inputs = [], []
     for member, pair in zip(unit.members, moments, strict=True):
         w, name = work.weights[member.key].float(), f"the input of '{member.weight}'"
         full = asymmetric.target(w, pair.moment, pair.cross, damping=options.damping, name=name)
         targets.append(w + share * (full - w))
-        inputs.append(known.setdefault(id(pair), LayerInput(pair.moment.diagonal().clone(), None, pair.moment)))
+        inputs.append(known.setdefault(id(pair), Moments(pair.moment.diagonal().clone(), full_moment=pair.moment)))
     runs: dict[tuple[int, int], QTensor] = {}
-    calibrated.quantize(
+    task = Task(
         [Matrix(t) for t in targets],
         unit.scheme.fmt,
-        names=[m.weight for m in unit.members],
-        inputs=inputs,
-        options=options,
-        search=unit.rule.search,
-        search_global=unit.rule.global_scale == "search",
-        sink=lambda member, row, q: runs.__setitem__((member, row), q),
+        [m.weight for m in unit.members],
+        lambda member, row, q: runs.__setitem__((member, row), q),
+        options,
+        inputs,
     )
+    gptq.quantize(task)
     return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
-
-
-def _options(unit: Unit) -> Options:
-    """The rule's; without data its weighting is none, and GPTQ's scales follow the data."""
-    options = options_of(unit.rule)
-    return options if unit.rule.calibrated else replace(options, weighting="diagonal")
 
 
 def _in_order(work: BlockWork) -> list[tuple[Unit, list[str]]]:

@@ -17,7 +17,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import low_rank
 from ptqpipe.stages.common.input_scales import LARGEST
-from ptqpipe.stages.common.quantize_unit import choose_codes
+from ptqpipe.stages.common.quantize_unit import quantize_unit
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.judge import judge_proof
@@ -57,7 +57,7 @@ def repeat_unit(
     rows = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
     differing: dict[tuple[int, int], str] = {}
 
-    held: low_rank.Held = {}
+    held: low_rank.Runs = {}
 
     def compare(member: int, row: int, q: QTensor) -> None:  # a second pass over a row replaces what the first found
         if unit.scheme.low_rank is not None:
@@ -67,13 +67,12 @@ def repeat_unit(
         if problem:
             differing[(member, row)] = problem
 
-    codes = choose_codes(unit, rows, statistics=statistics, sink=compare)
-    result = codes.result
-    _check_told(unit, codes.told, claims, findings)
+    result = quantize_unit(unit, rows, compare, statistics=statistics, codes_only=True)
+    _check_told(unit, result.record_fields, claims, findings)
     for (index, row), problem in sorted(differing.items()):
         findings.fault("repeat", unit.members[index].key, f"rows from {row} on: {problem} of the recorded recipe")
     if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
-        again = low_rank.correct_unit(unit, rows, held, result.errors, statistics=statistics, sink=lambda *_: None)
+        again = low_rank.correct_unit(unit, rows, held, result, statistics=statistics, sink=lambda *_: None)
         for member, error in zip(unit.members, again.errors, strict=True):
             claimed = claims[member.key].numbers.get("squared_error", 0.0)
             if not math.isclose(claimed, error.squared_error, rel_tol=LOW_RANK_TOLERANCE):
