@@ -136,11 +136,10 @@ class CodeOptions:
     )
     low_rank: int = option(
         0,
-        "Rank of a low-rank correction that is stored with each weight; needs --container ptqpipe.",
+        "Rank of a low-rank correction that is stored with each weight, 0 for none; needs --container ptqpipe.",
         metavar="R",
         bounds=(0, 4096),
         usual="the usual is 16 to 64",
-        shown="0, no correction",
     )
     low_rank_dtype: str = option("bf16", "Type in which the factors of --low-rank are stored.", choices=("bf16", "fp8"))
 

@@ -1,28 +1,37 @@
-"""What the commands share: sizes, errors as one line, the machine, the ranks, how to resume.
+"""What the commands share: how one is declared, its options, errors as one line, the machine, the ranks, how to resume.
+
+A command is a function of `Given`, the parameters of one call. `command` declares it; options that set a field of a
+recipe come from the table in ``ptqpipe/options.py`` (`recipe_options`), those of machine and output from `run_options`.
 
 Beside the commands this is the only file that knows click, reads the environment, or turns an error into an exit code.
 """
 
+import io
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import click
 
+from ptqpipe._version import __version__
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, one_line
+from ptqpipe.options import RecipeOptions, described, recipe_fields, type_of
 
 if TYPE_CHECKING:
     from ptqpipe.stages.common.machine import Machine, Ranks
 
-P = ParamSpec("P")
-R = TypeVar("R")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+PATH = click.Path(path_type=Path)
+OUT: dict[str, Any] = {"type": PATH, "required": True}
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.IGNORECASE)
 MAX_SIZE = 2**62  # bytes
@@ -63,7 +72,7 @@ class Size(click.ParamType[int]):
 class Existing(click.ParamType[Path]):
     """A folder or a file that the call names and that must be there: exit code 2 if not, in every command.
 
-    What a file that is there holds is for the stages to judge.
+    The stages judge what is in it.
     """
 
     def __init__(self, kind: Literal["folder", "file"]) -> None:
@@ -89,19 +98,19 @@ _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "fl
 
 
 class Dtype(click.ParamType[str]):
-    """A float type in either spelling, ``bf16`` or ``bfloat16``; "auto" where ``auto`` says so.
+    """A float type in either spelling, ``bf16`` or ``bfloat16``; "auto" if that is among the known ones.
 
-    long  whether the stage wants the long spelling
+    long  whether the stage takes the long spelling
     """
 
     name = "dtype"
 
     def __init__(self, *known: str, long: bool = True) -> None:
-        """``known``: short spellings, as help and messages say them."""
+        """``known``: short spellings, as help and messages show them."""
         self._known, self._long = known, long
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The spelling that the stage wants; click's error for an unknown one."""
+        """The spelling that the stage takes; click's error for an unknown one."""
         word = str(value).strip().lower()
         short = next((short for short, long in _DTYPES.items() if word == long), word)
         if short not in self._known:
@@ -109,49 +118,100 @@ class Dtype(click.ParamType[str]):
         return _DTYPES.get(short, short) if self._long else short
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """The words themselves."""
+        """The known spellings."""
         return "|".join(self._known)
 
 
-def one_line_errors(command: Callable[P, R]) -> Callable[P, R | None]:
-    """PtqError, disk errors and Ctrl-C become one line on stderr and an exit code; anything else is a bug, with its
-    trace."""
+class Names(click.ParamType[tuple[str, ...]]):
+    """Several names in one value, with commas between them."""
 
-    @wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        try:
-            return command(*args, **kwargs)
-        except AlreadyComplete as done:
-            click.echo(str(done))
-        except PtqError as error:
-            _fail(str(error), error.exit_code)
-        except BrokenPipeError:  # nobody reads on: click ends in silence
-            raise
-        except OSError as error:
-            _fail(one_line(": ".join(str(part) for part in (error.strerror or error, error.filename) if part)), 1)
-        except MemoryError as error:
-            _fail(one_line(f"out of memory{f' ({error})' if str(error) else ''}; lower --workers or --max-memory"), 1)
-        except KeyboardInterrupt:
-            click.echo(f"\nInterrupted: {_kept()}.", err=True)
-            sys.exit(INTERRUPTED)
-        return None
+    name = "names"
 
-    return wrapped
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """The names, without spaces and empty ones."""
+        return value if isinstance(value, tuple) else tuple(n for n in str(value).replace(" ", "").split(",") if n)
 
 
-def _kept() -> str:
-    """What a command that was interrupted leaves; those that can be resumed say it by `says_how_to_resume`."""
-    context = click.get_current_context(silent=True)
-    name, given = ("", {}) if context is None else (context.command.name, context.params)
-    if name == "plan" and given.get("measure") is not None:
-        return f"what is measured is kept in {given['out']}.measured.jsonl, and the same command continues from there"
-    if name == "eval":
-        return "nothing is written; a baseline's logits that are complete stay in the cache for the next run"
-    if name == "demo":
-        return f"the formats that are finished are kept in {given.get('out')}; another demo begins anew"
-    if name == "allreduce":
-        return "what is printed is all; plots are not written"
-    return "nothing is written" if name != "serve" else "the service has ended"
+class Given(SimpleNamespace):
+    """The parameters of one call of a command, by name."""
+
+    def into(self, kind: type[T], **more: Any) -> T:
+        """A dataclass from the parameters that are called as its fields are, and ``more``."""
+        names = {one.name for one in fields(kind)}  # type: ignore[arg-type]  # T is a dataclass
+        return kind(**{name: value for name, value in vars(self).items() if name in names} | more)
+
+    @property
+    def recipe(self) -> RecipeOptions:
+        """Those that decide bytes (`recipe_options`)."""
+        known = recipe_fields()
+        return RecipeOptions(**{name: value for name, value in vars(self).items() if name in known})
+
+    @property
+    def mode(self) -> Literal["new", "resume", "overwrite"]:
+        """How the output is opened. UsageError for --resume and --overwrite at once."""
+        if self.resume and self.overwrite:
+            raise UsageError("--resume and --overwrite contradict each other; give one of them")
+        return "resume" if self.resume else "overwrite" if self.overwrite else "new"
+
+    def machine(self, device: str = "cpu", *, waits: bool = True) -> "Machine":
+        """The machine options, checked; see `machine_of`."""
+        shown = not self.quiet and not getattr(self, "as_json", False)
+        return machine_of(self.workers, device, getattr(self, "max_memory", 8 << 30), progress=shown, waits=waits)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="ptqpipe")
+def main() -> None:
+    """Hugging Face checkpoints to FP4 and FP8: streaming, with block scales that are proven optimal."""
+    for stream in (sys.stdout, sys.stderr):  # names of files need not be Unicode, and terminals need not know it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def command(
+    *,
+    example: str,
+    name: str | None = None,
+    leaves: str | Callable[[Given], str] = "nothing is written",
+    group: click.Group = main,
+) -> Callable[[Callable[[Given], None]], click.Command]:
+    """Declares a command, once. Its errors become one line on stderr and an exit code, and so does Ctrl-C.
+
+    example  a call, the last line of its help
+    leaves   what is left after Ctrl-C, in words; for commands that resume, where nothing is left to continue from
+    """
+
+    def decorate(function: Callable[[Given], None]) -> click.Command:
+        def call(**parameters: Any) -> None:
+            given = Given(**parameters)
+            with _errors_in_one_line(lambda: leaves if isinstance(leaves, str) else leaves(given)):
+                function(given)
+
+        call.__doc__ = function.__doc__
+        call.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+        return group.command(name or function.__name__, epilog=f"Example: {example}")(call)
+
+    return decorate
+
+
+@contextmanager
+def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
+    """PtqError, disk errors and Ctrl-C as one line and an exit code; anything else is a bug, with its trace."""
+    try:
+        yield
+    except AlreadyComplete as done:
+        click.echo(str(done))
+    except PtqError as error:
+        _fail(str(error), error.exit_code)
+    except BrokenPipeError:  # nobody reads on: click ends in silence
+        raise
+    except OSError as error:
+        _fail(one_line(": ".join(str(part) for part in (error.strerror or error, error.filename) if part)), 1)
+    except MemoryError as error:
+        _fail(one_line(f"out of memory{f' ({error})' if str(error) else ''}; lower --workers or --max-memory"), 1)
+    except KeyboardInterrupt:
+        click.echo(f"\nInterrupted: {leaves()}.", err=True)
+        sys.exit(INTERRUPTED)
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -161,72 +221,108 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How a command that writes a folder runs: options of machine and output, none of which decides bytes."""
+def options(*which: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order of the help."""
 
-    workers: int | None
-    max_memory: int
-    mode: Literal["new", "resume", "overwrite"]
-    as_json: bool
-    quiet: bool
-
-    def machine(self, device: str = "cpu") -> "Machine":
-        """The machine options, checked."""
-        return machine_of(self.workers, device, self.max_memory, progress=not self.quiet and not self.as_json)
-
-
-def run_options(counted: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Adds the options of `RunOptions` to a command, which gets them as ``run``.
-
-    counted  what ``--workers`` counts: "Weights in flight"
-    """
-
-    def decorate(command: Callable[..., R]) -> Callable[..., R]:
-        @wraps(command)
-        def wrapped(
-            *,
-            workers: int | None,
-            max_memory: int,
-            resume: bool,
-            overwrite: bool,
-            as_json: bool,
-            quiet: bool,
-            **arguments: Any,
-        ) -> R:
-            run = RunOptions(workers, max_memory, mode_of(resume, overwrite), as_json, quiet)
-            return command(run=run, **arguments)
-
-        for option in reversed(_run_options(counted)):
-            wrapped = option(wrapped)
-        return wrapped
+    def decorate(function: F) -> F:
+        for one in reversed(which):
+            function = one(function)
+        return function
 
     return decorate
 
 
-def _run_options(counted: str) -> list[Callable[[Callable[..., R]], Callable[..., R]]]:
-    return [
-        click.option("--workers", type=int, metavar="N", help=f"{counted}.  [default: processors, at most 16]"),
-        click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory."),
+def recipe_options(*names: str) -> Callable[[F], F]:
+    """The options of the table that are called so, or all of them; `Given.recipe` has what was given."""
+    known = recipe_fields()
+    return options(*(_from_table(known[name]) for name in names or known))
+
+
+def _from_table(one: Field[Any]) -> Callable[[F], F]:
+    about, kind = described(one), type_of(one)
+    assert about is not None
+    flag = about.flag or f"--{one.name.replace('_', '-')}"
+    if kind is bool:
+        return click.option(flag, one.name, is_flag=True, help=about.help)
+    plain = "" if one.default is None or kind is tuple else f"{one.default:g}" if kind is float else str(one.default)
+    default = about.shown or plain
+    help_text = f"{about.help}  [default: {default}]" if default else about.help
+    if kind is tuple:
+        return click.option(flag, one.name, multiple=True, metavar=about.metavar, help=help_text)
+    value: Any = click.Choice(list(about.choices)) if about.choices else Size() if about.metavar == "SIZE" else kind
+    return click.option(flag, one.name, type=value, metavar=about.metavar or None, help=help_text)
+
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bar.")
+DEVICE = click.option("--device", default="cpu", show_default=True, help="Device that computes: cpu, cuda or cuda:N.")
+STATS = click.option("--stats", type=PATH, metavar="DIR", help="Folder of statistics that `ptqpipe calibrate` wrote.")
+
+
+def run_options(
+    workers: str,
+    *,
+    default: str = "processors, at most 16",
+    memory: str = "2GiB",
+    restart: bool = True,
+) -> Callable[[F], F]:
+    """The options of machine and output: --workers, --max-memory, --resume, --overwrite, --json and --quiet.
+
+    workers  what ``--workers`` counts, as its help says it; ``default`` how many there are
+    memory   the default of ``--max-memory``
+    restart  whether the command has --resume and --overwrite
+    """
+    again = (
         click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start."),
         click.option("--overwrite", is_flag=True, help="Replace an existing output."),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
-        click.option("-q", "--quiet", is_flag=True, help="No progress bar."),
-    ]
+    )
+    return options(
+        click.option("--workers", type=int, metavar="N", help=f"{workers}.  [default: {default}]"),
+        click.option("--max-memory", type=Size(), default=memory, show_default=True, help="Limit of resident memory."),
+        *(again if restart else ()),
+        JSON,
+        QUIET,
+    )
 
 
-def mode_of(resume: bool, overwrite: bool) -> Literal["new", "resume", "overwrite"]:
-    """How the output is opened. UsageError for both at once."""
-    if resume and overwrite:
-        raise UsageError("--resume and --overwrite contradict each other; give one of them")
-    return "resume" if resume else "overwrite" if overwrite else "new"
+def window_options(samples: str, seed: str) -> Callable[[F], F]:
+    """How many windows of text are read or written, how long they are, and the seed that chooses them."""
+    return options(
+        click.option("--samples", type=int, default=128, show_default=True, metavar="N", help=samples),
+        click.option(
+            "--seqlen",
+            type=int,
+            metavar="N",
+            help="Tokens in each window.  [default: the model's positions, at most 2048]",
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help=seed),
+    )
+
+
+def data_options(samples: str, seed: str) -> Callable[[F], F]:
+    """The text that a model runs on: files, the field of their rows, and `window_options`."""
+    return options(
+        click.option(
+            "--data",
+            multiple=True,
+            metavar="FILE",
+            help="Text like what the model will serve: .txt, .jsonl, .parquet, or a data set NAME:CONFIG:SPLIT. "
+            "Repeatable.  [required]",
+        ),
+        click.option(
+            "--field",
+            metavar="NAME",
+            help="Field with the text in each row of --data.  [default: messages, text, content, prompt, ...]",
+        ),
+        window_options(samples, seed),
+    )
 
 
 @contextmanager
 def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
     """Ctrl-C ends with the command that continues, where something is left of this run to continue from.
 
-    ``--resume`` where nothing is, neither unfinished nor complete, is said: the run starts from its beginning.
+    A line on stderr tells when ``--resume`` finds nothing, neither unfinished nor complete, and the run starts anew.
     """
     from ptqpipe.stages.common.jobs import is_unfinished
 
