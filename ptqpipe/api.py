@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +30,29 @@ _MACHINE = {"workers": None, "device": "cpu", "max_memory_bytes": 2 << 30, "prog
 def convert(
     model: str | Path,
     *,
+    format: str | None = None,
     out: str | Path | None = None,
     recipe: str | Path | None = None,
     stats: str | Path | None = None,
     rounding: str | Path | None = None,
+    ignore: Iterable[str] = (),
     resume: bool = False,
     overwrite: bool = False,
     **options: Any,
 ) -> stage.Converted:
     """Converts a checkpoint; the arguments mean what the options of ``ptqpipe convert`` mean.
 
-    options  ``format`` and every other option of ``ptqpipe.options``, by its name (``damping=0.02``); ``workers``,
-             ``device``, ``max_memory_bytes`` and ``progress``, which decide no byte; ``help`` lists them
+    options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``workers``, ``device``,
+             ``max_memory_bytes`` and ``progress``, which decide no byte; ``help`` lists them
 
     Returns where the checkpoint lies and its record (the content of ptqpipe.json). Raises a kind of PtqError;
     AlreadyComplete where ``resume`` finds nothing left to do, UsageError with the nearest name for an unknown option.
     """
     if resume and overwrite:
         raise UsageError("resume and overwrite contradict each other; give one of them")
-    check_names(options, _keywords())
+    check_names(options, [*inspect.signature(convert).parameters])
     machine = _machine(**{name: options.pop(name, default) for name, default in _MACHINE.items()})
-    given = RecipeOptions(scheme=options.pop("format", None), **options | {"ignore": tuple(options.get("ignore", ()))})
+    given = RecipeOptions(format, tuple(ignore), **options)
     where = {
         name: None if path is None else Path(path)
         for name, path in {"recipe_path": recipe, "stats": stats, "rounding": rounding}.items()
@@ -79,8 +81,7 @@ def _machine(*, workers: int | None, device: str, max_memory_bytes: int, progres
 
 def _keywords() -> dict[str, Any]:
     """The options that `convert` takes besides its own parameters, with their types."""
-    table = {name: type_of(one) for name, one in recipe_fields().items()}
-    return {"format": table.pop("scheme"), **table, **dict.fromkeys(_MACHINE, Any)}
+    return {name: type_of(one) for name, one in recipe_fields().items()} | dict.fromkeys(_MACHINE, Any)
 
 
 def _signature() -> inspect.Signature:

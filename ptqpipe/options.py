@@ -9,8 +9,7 @@ imports torch: ``ptqpipe --help`` reads this file.
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
-from types import UnionType
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, get_args
 
 from ptqpipe.errors import RecipeError, UsageError
 
@@ -18,7 +17,7 @@ from ptqpipe.errors import RecipeError, UsageError
 class Algorithm(NamedTuple):
     """A row of `ALGORITHMS`: a way to choose codes, described without loading it.
 
-    module     its file, in the shape of `ptqpipe.algorithms.Algorithm`
+    module     its file, which has a function ``quantize(task)``; see ``ptqpipe/algorithms/__init__.py``
     moment     the moment of the inputs that it needs from statistics; empty: none
     weighting  what the block scales minimize unless the call or the recipe says so
     options    fields of `CodeOptions` that it alone reads
@@ -159,7 +158,7 @@ class CheckpointOptions:
 
     container: str | None = option(
         None,
-        "Layout of the files: compressed_tensors, modelopt, deepseek_fp8, gptoss_mxfp4, mxfp8_hf, quark or ptqpipe.",
+        "Layout of the files: compressed_tensors, modelopt, deepseek_fp8, gptoss_mxfp4, mxfp8_hf or ptqpipe.",
         metavar="NAME",
         shown="the one that readers of the format expect",
     )
@@ -198,62 +197,43 @@ class CheckpointOptions:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CallOptions:
-    """What a call says and no field of a rule or recipe of that name holds."""
-
-    scheme: str | None = option(
-        None,
-        "Number format: nvfp4, nvfp4_w4a4, mxfp4, mxfp8, fp8, fp8_block, ...; `ptqpipe formats` lists all.",
-        metavar="NAME",
-        flag="--format",
-        shown="nvfp4",
-    )
-    ignore: tuple[str, ...] = option(
-        (),
-        "Leave these modules unquantized, whatever the recipe says: a name, a glob, or re:<regex>. Repeatable.",
-        metavar="PATTERN",
-    )
-
-
 def recipe_fields() -> dict[str, Field[Any]]:
     """The options that a call may give, by name: those of the table with a help text."""
-    found = (one for kind in (_CallOptions, CodeOptions, CheckpointOptions) for one in fields(kind))
+    found = (one for kind in (CodeOptions, CheckpointOptions) for one in fields(kind))
     return {one.name: one for one in found if (about := described(one)) is not None and about.help}
 
 
 def type_of(one: Field[Any]) -> type:
-    """The type of an option's values: int for ``int | None``, tuple for ``tuple[str, ...]``."""
-    kinds: tuple[Any, ...] = get_args(one.type) if isinstance(one.type, UnionType) else (one.type,)
-    found: type = get_origin(kinds[0]) or kinds[0]
-    return found
+    """The type of an option's values: int for ``int | None``."""
+    kinds: tuple[type, ...] = get_args(one.type) or (one.type,)
+    return kinds[0]
 
 
 class RecipeOptions:
-    """What a call says about bytes: options of the table, each of which overrides the recipe.
+    """What a call says about bytes; each option that is given overrides the recipe.
 
-    An option that was not given is None as an attribute, ``ignore`` is then empty.
+    scheme  number format by name for all weights, in place of a recipe file
+    ignore  patterns of modules that stay unquantized, whatever the recipe says
+    given   options of the table, by name; as an attribute, one that was not given is None
     """
 
-    __slots__ = ("given",)
+    __slots__ = ("given", "ignore", "scheme")
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, scheme: str | None = None, ignore: Collection[str] = (), **given: Any) -> None:
         """UsageError for a name that is no option, with the nearest one."""
         check_names(given, recipe_fields())
+        self.scheme, self.ignore = scheme, tuple(ignore)
         # None and False are what an option is that nobody gave
         self.given: Mapping[str, Any] = {k: v for k, v in given.items() if v is not None and v is not False}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in recipe_fields():
             raise AttributeError(f"RecipeOptions has no option {name!r}")
-        return self.given.get(name, () if name == "ignore" else None)
-
-    def __repr__(self) -> str:
-        return f"RecipeOptions({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+        return self.given.get(name)
 
     def but(self, **given: Any) -> "RecipeOptions":
-        """These options with others on top."""
-        return RecipeOptions(**{**self.given, **given})
+        """These options with others of the table on top."""
+        return RecipeOptions(self.scheme, self.ignore, **{**self.given, **given})
 
 
 def check_names(given: Collection[str], known: Collection[str], *, what: str = "convert") -> None:

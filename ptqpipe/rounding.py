@@ -42,8 +42,8 @@ class Rounding:
         self.path = path
         self._reader = reader
         self.content = content
-        told = (content.get("blocks") or {}).values()
-        self._digests = FileDigests({e["file"]: e["sha256"] for e in told}, remedy="tune again")
+        blocks = (content.get("blocks") or {}).values()
+        self._digests = FileDigests({e["file"]: e["sha256"] for e in blocks}, remedy="tune again")
 
     @classmethod
     def open(cls, path: Path) -> "Rounding":
@@ -79,8 +79,8 @@ class Rounding:
         """What the record of a checkpoint made of them says: the digest, how they were found, on which data, and what
         each decoder block gained by them."""
         found = {key: self.content[key] for key in ("digest", "method", "data") if key in self.content}
-        told = (self.content.get("blocks") or {}).items()
-        gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in told}
+        blocks = (self.content.get("blocks") or {}).items()
+        gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in blocks}
         return found | ({"blocks": gains} if gains else {})
 
     def has(self, weight: str) -> bool:

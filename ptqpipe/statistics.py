@@ -9,7 +9,6 @@ means over tokens, so statistics of several processes merge by their counts. Thi
 
 import math
 from collections.abc import KeysView, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,14 +34,6 @@ _FIELDS = {
     "attention?": {"*": dict},
     "files?": {"*": str},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionStatistics:
-    """Largest magnitudes of what an attention module caches, by key-value head: [heads] float32 each."""
-
-    k_amax: torch.Tensor
-    v_amax: torch.Tensor
 
 
 class KnownInputs(Protocol):
@@ -169,11 +160,11 @@ class Statistics:
         """Attention modules with key and value statistics."""
         return tuple(self.content.get("attention") or ())
 
-    def attention(self, module: str) -> AttentionStatistics:
+    def attention(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Largest keys and values of one attention module. UsageError where there are none."""
         if module not in self.attentions:
             raise UsageError(f"{self.path} has no key and value statistics of '{module}'; calibrate again")
-        return AttentionStatistics(self._reader.read(f"{module}.k_amax"), self._reader.read(f"{module}.v_amax"))
+        return self._reader.read(f"{module}.k_amax"), self._reader.read(f"{module}.v_amax")
 
     def close(self) -> None:
         """Closes the files."""

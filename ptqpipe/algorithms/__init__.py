@@ -7,22 +7,18 @@
 To add one: a file with ``quantize`` and a row in the table.
 """
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
-from ptqpipe.options import Algorithm as Row
+from ptqpipe.options import Algorithm
 
 if TYPE_CHECKING:
     from ptqpipe.algorithms.unit import Task, UnitResult
 
 
-class Algorithm(Protocol):
-    """The shape of an algorithm's file."""
-
-    def quantize(self, task: "Task") -> "UnitResult":
-        """Quantizes the weights of a unit and sends their rows to ``task.sink``. NumericsError for unusable ones."""
-
-
-def load(row: Row) -> Algorithm:
-    """The file of a row."""
-    return cast(Algorithm, import_module(row.module))
+def quantizer(algorithm: Algorithm) -> "Callable[[Task], UnitResult]":
+    """The function ``quantize`` of a row's file: it quantizes the weights of a unit and sends their rows to the task's
+    sink. Raises NumericsError for unusable weights or moments."""
+    found: Callable[[Task], UnitResult] = import_module(algorithm.module).quantize
+    return found

@@ -113,7 +113,7 @@ def codes_at_entry(
     for start in range(0, len(exact), size):
         run = slice(start, start + size)
         target = torch.addmm(exact[run], metric.factor[:start, run].t(), error[:start])
-        found = choose_block(
+        codes[run], chosen, _ = choose_block(
             target,
             ladder,
             (absmax_index(target, ladder, fmt.element) - BELOW).clamp(min=0),
@@ -122,9 +122,8 @@ def codes_at_entry(
             weight=metric.weight[run],
             element=fmt.element,
         )
-        codes[run] = found.codes
-        error[run] = exact[run] - code_values(found.codes, fmt.element) * ladder[found.scales]
-        scales[:, int(order[start]) // size] = (found.scales + fmt.scale.first_scale_code).to(torch.uint8)
+        error[run] = exact[run] - code_values(codes[run], fmt.element) * ladder[chosen]
+        scales[:, int(order[start]) // size] = (chosen + fmt.scale.first_scale_code).to(torch.uint8)
     placed = torch.empty_like(codes)
     placed[order] = codes
     return as_qtensor(placed, scales, fmt, global_scale)

@@ -15,11 +15,11 @@ from ptqpipe.cli.common import (
     STATS,
     Dtype,
     Given,
-    Names,
     Size,
     command,
     data_options,
     devices_of,
+    names,
     next_line,
     ranks_of,
     recipe_options,
@@ -50,7 +50,7 @@ _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
 )
 @click.option(
     "--moments",
-    type=Names(),
+    type=names,
     default="diagonal,full",
     show_default=True,
     metavar="KINDS",
@@ -158,7 +158,7 @@ def generate(given: Given) -> None:
 @data_options("Windows of text to learn from.", "Seed that chooses the windows and their order.")
 @click.option("--recipe", "recipe_path", type=PATH, metavar="FILE", help="A YAML recipe, instead of --format.")
 @STATS
-@recipe_options("scheme", "container", "ignore")
+@recipe_options("container")
 @click.option(
     "--algorithm",
     type=click.Choice(list(ALGORITHMS)),
@@ -242,7 +242,7 @@ def _left_of_plan(given: Given) -> str:
 )
 @click.option(
     "--formats",
-    type=Names(),
+    type=names,
     metavar="A,B,...",
     help="Formats to choose from, with commas.  [default: nvfp4,mxfp4a16,mxfp8a16,fp8_dynamic,keep]",
 )

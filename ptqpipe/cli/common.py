@@ -122,14 +122,9 @@ class Dtype(click.ParamType[str]):
         return "|".join(self._known)
 
 
-class Names(click.ParamType[tuple[str, ...]]):
-    """Several names in one value, with commas between them."""
-
-    name = "names"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """The names, without spaces and empty ones."""
-        return value if isinstance(value, tuple) else tuple(n for n in str(value).replace(" ", "").split(",") if n)
+def names(value: str) -> tuple[str, ...]:
+    """The type of a value with several names: they stand between commas, without spaces and empty ones."""
+    return tuple(name for name in value.replace(" ", "").split(",") if name)
 
 
 class Given(SimpleNamespace):
@@ -144,7 +139,8 @@ class Given(SimpleNamespace):
     def recipe(self) -> RecipeOptions:
         """Those that decide bytes (`recipe_options`)."""
         known = recipe_fields()
-        return RecipeOptions(**{name: value for name, value in vars(self).items() if name in known})
+        given = {name: value for name, value in vars(self).items() if name in known}
+        return RecipeOptions(self.scheme, self.ignore, **given)
 
     @property
     def mode(self) -> Literal["new", "resume", "overwrite"]:
@@ -232,10 +228,25 @@ def options(*which: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-def recipe_options(*names: str) -> Callable[[F], F]:
-    """The options of the table that are called so, or all of them; `Given.recipe` has what was given."""
+def recipe_options(*which: str) -> Callable[[F], F]:
+    """--format, --ignore and the options of the table that are called so, or all; `Given.recipe` has what was given."""
     known = recipe_fields()
-    return options(*(_from_table(known[name]) for name in names or known))
+    return options(
+        click.option(
+            "--format",
+            "scheme",
+            metavar="NAME",
+            help="Number format: nvfp4, nvfp4_w4a4, mxfp4, mxfp8, fp8, fp8_block, ...; `ptqpipe formats` lists all.  "
+            "[default: nvfp4]",
+        ),
+        click.option(
+            "--ignore",
+            multiple=True,
+            metavar="PATTERN",
+            help="Leave these modules unquantized, whatever a recipe says: a name, a glob, re:<regex>. Repeatable.",
+        ),
+        *(_from_table(known[name]) for name in which or known),
+    )
 
 
 def _from_table(one: Field[Any]) -> Callable[[F], F]:
@@ -244,11 +255,9 @@ def _from_table(one: Field[Any]) -> Callable[[F], F]:
     flag = about.flag or f"--{one.name.replace('_', '-')}"
     if kind is bool:
         return click.option(flag, one.name, is_flag=True, help=about.help)
-    plain = "" if one.default is None or kind is tuple else f"{one.default:g}" if kind is float else str(one.default)
+    plain = "" if one.default is None else f"{one.default:g}" if kind is float else str(one.default)
     default = about.shown or plain
     help_text = f"{about.help}  [default: {default}]" if default else about.help
-    if kind is tuple:
-        return click.option(flag, one.name, multiple=True, metavar=about.metavar, help=help_text)
     value: Any = click.Choice(list(about.choices)) if about.choices else Size() if about.metavar == "SIZE" else kind
     return click.option(flag, one.name, type=value, metavar=about.metavar or None, help=help_text)
 

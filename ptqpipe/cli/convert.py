@@ -16,10 +16,10 @@ from ptqpipe.cli.common import (
     Dtype,
     Existing,
     Given,
-    Names,
     Size,
     command,
     machine_of,
+    names,
     next_line,
     ranks_of,
     recipe_options,
@@ -158,7 +158,7 @@ def dequantize(given: Given) -> None:
 )
 @click.option(
     "--edges",
-    type=Names(),
+    type=names,
     metavar="KINDS",
     help="Between which layers factors move, with commas: norm, value, up.  [default: each transform's own]",
 )

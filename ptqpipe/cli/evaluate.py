@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ptqpipe.cli.common import JSON, PATH, QUIET, Dtype, Existing, Given, Names, Size, command, main
+from ptqpipe.cli.common import JSON, PATH, QUIET, Dtype, Existing, Given, Size, command, main, names
 from ptqpipe.errors import UsageError
 
 
@@ -35,7 +35,7 @@ from ptqpipe.errors import UsageError
 @click.option("--max-tokens", type=int, metavar="N", help="Tokens of each --data file to use, from its beginning.")
 @click.option(
     "--tasks",
-    type=Names(),
+    type=names,
     default="",
     metavar="A,B",
     help="Tasks of lm-eval, or local_piqa, local_lambada, ..., with commas.",

@@ -22,10 +22,6 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
 
 
-class _Twice(Exception):
-    """A key that a mapping has twice, and where."""
-
-
 class _Loader(yaml.SafeLoader):
     """YAML forbids a key twice in one mapping; PyYAML would take the last one and drop the others silently."""
 
@@ -35,7 +31,8 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if (key.tag, key.value) in seen:
-                    raise _Twice(f"{_shown(key.value)} (line {key.start_mark.line + 1})")
+                    line = key.start_mark.line + 1
+                    raise RecipeError(f"{_shown(key.value)} (line {line})")
                 seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep=deep)
 
@@ -56,7 +53,7 @@ def load_recipe(path: Path) -> Recipe:
         ) from None
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
-    except _Twice as error:
+    except RecipeError as error:  # of `_Loader`
         raise RecipeError(f"recipe {path} has the key {error} twice; give it once") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)

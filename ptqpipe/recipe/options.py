@@ -43,6 +43,6 @@ def _with_options(rule: Rule, options: RecipeOptions) -> Rule:
 
 
 def _given(options: RecipeOptions, kind: type[Rule] | type[Recipe]) -> dict[str, Any]:
-    """The options that were given, of those that name a field of ``kind`` (``scheme`` is a name here, not a Scheme)."""
-    known = {field.name for field in fields(kind)} - {"scheme"}
+    """The options that were given, of those that name a field of ``kind``."""
+    known = {field.name for field in fields(kind)}
     return {name: value for name, value in options.given.items() if name in known}

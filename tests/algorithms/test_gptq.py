@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms import columns, gptq, load, metric, rows
+from ptqpipe.algorithms import columns, gptq, metric, quantizer, rows
 from ptqpipe.algorithms.refine import refine
 from ptqpipe.algorithms.unit import Task
 from ptqpipe.errors import FormatError, NumericsError
@@ -187,7 +187,7 @@ class _Rows:
 def quantized(w: torch.Tensor, known: Moments, options: CodeOptions) -> tuple[QTensor, dict[str, object]]:
     sent: list[QTensor] = []
     task = Task([_Rows(w)], FORMATS["nvfp4"], ["a"], lambda member, row, q: sent.append(q), options, [known])
-    result = load(ALGORITHMS[options.algorithm]).quantize(task)
+    result = quantizer(ALGORITHMS[options.algorithm])(task)
     return sent[0], dict(result.record_fields[0])
 
 

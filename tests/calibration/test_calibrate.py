@@ -24,7 +24,8 @@ from ptqpipe.cli.common import devices_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
 from ptqpipe.stages.calibrate import blocks as calibrate_blocks
 from ptqpipe.stages.calibrate import run as stage
-from ptqpipe.stages.calibrate.run import Calibrated, CalibrateOptions, calibrate
+from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
+from ptqpipe.stages.common.block_folder import Finished
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.statistics import BLOCK, Statistics
 from tests.calibration.models import (
@@ -55,7 +56,7 @@ def options(windows: torch.Tensor, **changes: Any) -> CalibrateOptions:
     return CalibrateOptions(**(settings | changes))
 
 
-def run(tmp_path: Path, kind: str = "llama", *, name: str = "stats", **changes: Any) -> Calibrated:
+def run(tmp_path: Path, kind: str = "llama", *, name: str = "stats", **changes: Any) -> Finished:
     """A calibration of a small model on random windows."""
     model = tmp_path / kind
     if not model.exists():
@@ -111,8 +112,8 @@ def test_statistics_equal_those_of_the_whole_model_in_float64(kind: str, tmp_pat
                 assert value == pytest.approx(exact, rel=1 / 128), (name, p)
         assert len(statistics.attentions) == len(key_values)
         for name, (keys, values) in zip(statistics.attentions, key_values, strict=True):
-            assert close(statistics.attention(name).k_amax, keys.abs().amax(dim=(0, 2, 3)))
-            assert close(statistics.attention(name).v_amax, values.abs().amax(dim=(0, 2, 3)))
+            assert close(statistics.attention(name)[0], keys.abs().amax(dim=(0, 2, 3)))
+            assert close(statistics.attention(name)[1], values.abs().amax(dim=(0, 2, 3)))
         assert statistics.model_fingerprint == CheckpointReader.open(tmp_path / kind).fingerprint()
         assert done.content["unused"] == []
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.algorithms import load, recheck, rtn
+from ptqpipe.algorithms import quantizer, recheck, rtn
 from ptqpipe.algorithms.unit import Matrix, Promise, Task
 from ptqpipe.errors import NumericsError
 from ptqpipe.formats import get_format
@@ -163,7 +163,7 @@ def test_weighted_searches_and_error_feedback_keep_what_they_promise(
     inputs = [Moments(moment.diagonal().contiguous(), full_moment=moment)]
     kept = recheck.Recheck([Matrix(w)], form := get_format(fmt), names=["w"], sink=lambda *_: None)
     task = Task([Matrix(w)], form, ["w"], kept.take, options, inputs)
-    done = load(ALGORITHMS[options.algorithm]).quantize(task)
+    done = quantizer(ALGORITHMS[options.algorithm])(task)
     promise = done.promises[0]
     assert scales is None or promise.scales == scales
     assert done.record_fields[0]["reverted"] or promise.codes == codes

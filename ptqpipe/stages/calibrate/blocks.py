@@ -1,7 +1,7 @@
-"""The run of calibrate: every block of a model over all samples, what its linear inputs were, one file a block.
+"""The run of calibrate: every decoder layer of a model over all samples, and one file per layer of its linear inputs.
 
 Samples that are held out follow the others, and their moments are kept apart. With several devices each has a copy of
-the block that is run, and every so-many-th batch of samples; only the order of sums depends on how many there are. That
+the layer that is run, and a share of the batches of samples; only the order of sums depends on how many there are. That
 was run with copies on one CPU, never on GPUs. Knows runners and folders; must not know data files, options or the
 command line.
 """
@@ -25,8 +25,12 @@ HEAD = "head"
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is summed: outer products in blocks of 16, whole ones, those of held-out samples; over which ranks, and on
-    which devices of this one, the first of them the runner's."""
+    """Which second moments to collect, and on which ranks and devices.
+
+    block, full  moments in blocks of 16 columns, whole ones
+    held         those of held-out samples too
+    devices      of this rank, the first of them the runner's
+    """
 
     block: bool
     full: bool

@@ -7,7 +7,7 @@ The folder appears under its name when stats.json, its last file, is in it.
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.blocks import HEAD, Watch, run_blocks
-from ptqpipe.stages.common.block_folder import BlockFolder
+from ptqpipe.stages.common.block_folder import BlockFolder, Finished
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, compute_threads, resident_bytes, threads
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
@@ -56,16 +56,6 @@ class CalibrateOptions:
     holdout: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Calibrated:
-    """What a finished calibration was."""
-
-    out: Path
-    content: Mapping[str, Any]
-    seconds: float
-    peak_rss_bytes: int
-
-
 def calibrate(
     model: str | Path,
     data: Sequence[str],
@@ -77,7 +67,7 @@ def calibrate(
     ranks: Ranks | None = None,
     devices: Sequence[torch.device] = (),
     warn: Callable[[str], None] | None = None,
-) -> Calibrated | None:
+) -> Finished | None:
     """Writes a statistics folder. The result on rank 0, None on the others.
 
     devices  that share the samples of this process, the first of them the machine's; none: the machine's alone
@@ -119,7 +109,7 @@ def calibrate(
                 return None
             content = _content(source, samples, options, output, skeleton)
             output.finish(content)
-    return Calibrated(out, content, time.monotonic() - begun, resident_bytes().peak)
+    return Finished(out, content, time.monotonic() - begun, resident_bytes().peak)
 
 
 def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:

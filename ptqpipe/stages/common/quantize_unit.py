@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ptqpipe.algorithms import load
+from ptqpipe.algorithms import quantizer
 from ptqpipe.algorithms.recheck import Recheck
 from ptqpipe.algorithms.unit import Sink, Task, UnitResult, Weight
 from ptqpipe.errors import NumericsError
@@ -54,7 +54,7 @@ def quantize_unit(
 
 
 def _quantize(task: Task) -> UnitResult:
-    return load(LEARNED if task.codes is not None else ALGORITHMS[task.options.algorithm]).quantize(task)
+    return quantizer(LEARNED if task.codes is not None else ALGORITHMS[task.options.algorithm])(task)
 
 
 def _quantize_checked(unit: Unit, task: Task, statistics: KnownInputs | None) -> UnitResult:

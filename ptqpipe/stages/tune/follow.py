@@ -1,16 +1,16 @@
-"""tune --method gptq: error feedback in the order of the model; layers make up for what those before them have lost.
+"""tune --method gptq: error feedback in the order of the model; layers compensate for the error of earlier ones.
 
 The layers of a block are quantized in the order in which the block calls them. For each, both models are run up to it:
 the float one, and the one that is quantized so far, inputs quantized as the scheme says. What the layer should then
 compute is what the float layer did (``algorithms.asymmetric``); that weight is quantized by GPTQ in the metric of the
-input that will be there. A gate keeps the codes that convert would write where the block's output on samples that
-were held out is not better.
+input that will be there. The codes that convert would write stay where
+the block's output on samples that were held out is not better.
 
 Knows one block; must not know folders.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -24,19 +24,6 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.stages.tune.block import BlockWork
 
 
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """What it gave for one block: mean squared errors of its output on the samples that were held out.
-
-    codes  by key: those of the start where ``kept`` is False, and for weights that the block is not known to run with
-    """
-
-    codes: Mapping[str, QTensor]
-    start_loss: float
-    found_loss: float
-    kept: bool
-
-
 def follow(
     work: BlockWork,
     start: Mapping[str, QTensor],
@@ -45,11 +32,12 @@ def follow(
     held_out: float,
     inputs: Callable[[int], torch.Tensor],
     targets: Callable[[int], torch.Tensor],
-) -> Followed:
-    """Codes of one block.
+) -> tuple[Mapping[str, QTensor], float, float]:
+    """(codes of one block by key, mean squared errors of its output on the samples that were held out with the start
+    and with what was found). The codes are the start's where those are not better.
 
     start            those that convert would write
-    share            how far the target goes from the weight to what makes up for all that was lost: 0 to 1
+    share            fraction of the error of earlier layers that each layer compensates for: 0 to 1
     held_out         share of the batches that only the gate sees
     inputs, targets  hidden states of a batch: what the quantized blocks before this return, what this should return
 
@@ -71,14 +59,14 @@ def follow(
             quantizers=work.quantizers,
         )
         if not all(bool((pair.moment.diagonal() > 0).any()) for pair in moments.values()):
-            continue  # no activation has reached it: nothing to make up for
+            continue  # no activation has reached it: nothing to compensate for
         codes = quantize_unit(work, unit, [moments[name] for name in modules], share=share)
         found |= codes
         decoded |= {key: q.dequantize() for key, q in codes.items()}
     after = _loss(work, decoded, held, inputs, targets)
     if not (before < float("inf") and after < float("inf")):
         raise NumericsError(f"the output error of {work.block.name} is {after}; check the model's weights and the data")
-    return Followed(found if after < before else start, before, after, after < before)
+    return found if after < before else start, before, after
 
 
 def quantize_unit(work: BlockWork, unit: Unit, moments: Sequence[Paired], *, share: float) -> dict[str, QTensor]:
@@ -124,7 +112,7 @@ def _loss(
     inputs: Callable[[int], torch.Tensor],
     targets: Callable[[int], torch.Tensor],
 ) -> float:
-    """Mean squared difference of the quantized block's output to what is wanted."""
+    """Mean squared difference of the quantized block's output to the target."""
     errors = [
         (work.outputs(inputs(batch), batch, decoded).float() - targets(batch).float()).square().mean()
         for batch in batches
