@@ -1,9 +1,9 @@
 """The options that decide the bytes of a conversion: one table.
 
 A line of `CodeOptions` or `CheckpointOptions` says everything about an option: its name, type and default, what it
-means, which values it may have. From that line the command line has its help (`cli/common.recipe_options`), Python its
-keyword (`ptqpipe.convert`), a recipe file its key (`recipe/file.py`), and the checks below their bounds. Nothing here
-imports torch: ``ptqpipe --help`` reads this file.
+means, which values it may have. The command line has its help from that line (`cli/parameters.recipe_options`), Python
+its keyword (`ptqpipe.convert`), a recipe file its key (`recipe/file.py`), and the checks below their bounds. Nothing
+here imports torch: ``ptqpipe --help`` reads this file.
 """
 
 from collections.abc import Collection, Mapping

@@ -7,24 +7,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ptqpipe.cli.common import (
+from ptqpipe.cli.common import Given, command, devices_of, next_line, ranks_of, says_how_to_resume
+from ptqpipe.cli.parameters import (
     DEVICE,
     OUT,
     PATH,
     QUIET,
     STATS,
     Dtype,
-    Given,
     Size,
-    command,
     data_options,
-    devices_of,
     names,
-    next_line,
-    ranks_of,
     recipe_options,
     run_options,
-    says_how_to_resume,
     window_options,
 )
 from ptqpipe.errors import UsageError

@@ -8,24 +8,8 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import (
-    DEVICE,
-    OUT,
-    PATH,
-    STATS,
-    Dtype,
-    Existing,
-    Given,
-    Size,
-    command,
-    machine_of,
-    names,
-    next_line,
-    ranks_of,
-    recipe_options,
-    run_options,
-    says_how_to_resume,
-)
+from ptqpipe.cli.common import Given, command, machine_of, next_line, ranks_of, says_how_to_resume
+from ptqpipe.cli.parameters import DEVICE, OUT, PATH, STATS, Dtype, Existing, Size, names, recipe_options, run_options
 
 
 @command(example="ptqpipe convert MODEL --format nvfp4 -o OUT")

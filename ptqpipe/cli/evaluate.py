@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from ptqpipe.cli.common import JSON, PATH, QUIET, Dtype, Existing, Given, Size, command, main, names
+from ptqpipe.cli.common import Given, command, main
+from ptqpipe.cli.parameters import JSON, PATH, QUIET, Dtype, Existing, Size, names
 from ptqpipe.errors import UsageError
 
 

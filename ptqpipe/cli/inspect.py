@@ -5,7 +5,8 @@ import sys
 
 import click
 
-from ptqpipe.cli.common import JSON, PATH, Existing, Given, command
+from ptqpipe.cli.common import Given, command
+from ptqpipe.cli.parameters import JSON, PATH, Existing
 from ptqpipe.errors import UsageError
 
 

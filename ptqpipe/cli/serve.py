@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from ptqpipe.cli.common import Dtype, Given, Size, command, options
+from ptqpipe.cli.common import Given, command
+from ptqpipe.cli.parameters import Dtype, Size, options
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """What a recipe is: rules, the modules that stay as they are, the weights that share a scale; and its JSON.
 
-A recipe decides bytes, and must not know where it came from (file.py, options.py). The first rule that matches a
+A recipe decides bytes, and must not know where it came from (file.py). The first rule that matches a
 module's name wins; a module that no rule matches, or that the keep list names, keeps its bytes. The record of a
 conversion holds the recipe as JSON, from which `ptqpipe verify` makes it again.
 """

@@ -17,6 +17,7 @@ from ptqpipe.global_scale import absmax_global
 from ptqpipe.inputs import InputStatistics
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
+from ptqpipe.stages.common.input_scales import LARGEST
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms.folding import RUN, Folding, Op, apply
 from ptqpipe.transforms.problem import Consumer, Problem, Quantize
@@ -194,7 +195,7 @@ def input_quantizer(activation: Activation) -> Quantize | None:
         return None
 
     def quantize(x: torch.Tensor) -> torch.Tensor:
-        largest = {Activation.NVFP4_STATIC_GLOBAL: 2688.0, Activation.FP8_TENSOR_STATIC: 448.0}.get(activation)
+        largest = LARGEST.get(activation)
         scale = None if largest is None else float(x.abs().amax()) / largest or 1.0
         return InputQuantizer(activation, scale)(x)
 

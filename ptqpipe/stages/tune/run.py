@@ -39,8 +39,7 @@ from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.machine import Machine, compute_threads, resident_bytes, threads
 from ptqpipe.stages.common.progress import Progress, Step
 from ptqpipe.stages.convert.prepare import Prepared, prepare
-from ptqpipe.stages.tune.block import BlockWork
-from ptqpipe.stages.tune.follow import follow
+from ptqpipe.stages.tune.block import BlockWork, follow
 
 DEFAULT_SEQLEN = 2048
 METHODS = ("learned", "gptq", "gptq+learned")
