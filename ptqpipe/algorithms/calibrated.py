@@ -88,8 +88,8 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
     Raises NumericsError for unusable weights or moments, FormatError for moments of another width.
     """
     fmt, options, inputs = task.fmt, task.options, task.inputs or ()
-    for weight, known, name in zip(task.weights, inputs, task.names, strict=True):
-        _check_width(weight, known, name)
+    for weight, moments, name in zip(task.weights, inputs, task.names, strict=True):
+        _check_width(weight, moments, name)
     plain, g, versus_plain = _global_scale(task, inputs)
     one = None
     if fmt.block == (WHOLE, WHOLE):
@@ -98,11 +98,11 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
     scales = _Scales(g, plain, one)
     errors, records = [], []
     metric: Metric | None = None
-    for index, (weight, known, name) in enumerate(zip(task.weights, inputs, task.names, strict=True)):
-        if feedback is not None and (index == 0 or known is not inputs[index - 1]):
+    for index, (weight, moments, name) in enumerate(zip(task.weights, inputs, task.names, strict=True)):
+        if feedback is not None and (index == 0 or moments is not inputs[index - 1]):
             metric = None  # the old one goes before the new one comes
-            metric = _prepare(feedback, known, name)
-        rows, error, record = _weight(weight, known, task, scales, feedback, metric)
+            metric = _prepare(feedback, moments, name)
+        rows, error, record = _weight(weight, moments, task, scales, feedback, metric)
         for start, q in rows:
             task.sink(index, start, q)
         errors.append(error)
@@ -110,23 +110,23 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
     proven = get_search(options.search).PROVEN and feedback is None and options.weighting != "block"
     proven = proven and not any(record["reverted"] for record in records)
     promises = tuple(
-        _promise(task, inputs[0] if one is not None else known, feedback, reverted=record["reverted"])
-        for known, record in zip(inputs, records, strict=True)
+        _promise(task, inputs[0] if one is not None else moments, feedback, reverted=record["reverted"])
+        for moments, record in zip(inputs, records, strict=True)
     )
     return UnitResult(None if g is None else float(g), versus_plain, tuple(errors), proven, promises, tuple(records))
 
 
-def _prepare(feedback: Feedback, known: Moments, name: str) -> Metric:
+def _prepare(feedback: Feedback, moments: Moments, name: str) -> Metric:
     try:
-        return feedback.prepare(known, name)
+        return feedback.prepare(moments, name)
     except NumericsError as error:
         raise NumericsError(str(error), weight=name) from None
 
 
-def _promise(task: Task, known: Moments, feedback: Feedback | None, *, reverted: bool) -> Promise:
-    """What holds of a weight, whose scales ``known`` weighted. One scale for all weights is found but once."""
+def _promise(task: Task, moments: Moments, feedback: Feedback | None, *, reverted: bool) -> Promise:
+    """What holds of a weight, whose scales ``moments`` weighted. One scale for all weights is found but once."""
     proven = get_search(task.options.search).PROVEN
-    importance = _importance(known, task)
+    importance = _importance(moments, task)
     if reverted:
         return Promise(scales=proven, codes=True, importance=importance if task.fmt.block == (WHOLE, WHOLE) else None)
     moved = feedback is not None and feedback.moves_scales
@@ -143,7 +143,7 @@ def _global_scale(task: Task, inputs: Sequence[Moments]) -> tuple[torch.Tensor |
     plain = absmax_global(amax, fmt)
     if not task.search_global or amax == 0:
         return plain, plain, 1.0
-    pairs = list(zip(task.weights, (_importance(known, task) for known in inputs), strict=True))
+    pairs = list(zip(task.weights, (_importance(moments, task) for moments in inputs), strict=True))
     samples = [(torch.cat([w.rows(*run) for run in sample_rows(w.shape, fmt)]).to(device), h) for w, h in pairs]
 
     def sampled(c: torch.Tensor) -> float:
@@ -170,29 +170,29 @@ def _scaled_error(w: torch.Tensor, fmt: Format, search: str, g: torch.Tensor, im
     return total * (2.0 ** (math.frexp(top)[1] - 1) if top > 0 else 1.0)
 
 
-def _importance(known: Moments, task: Task) -> torch.Tensor | None:
+def _importance(moments: Moments, task: Task) -> torch.Tensor | None:
     """Column weights of the scale search; None where the option or an all-zero moment says so."""
-    if task.options.weighting == "none" or not bool((known.second_moment > 0).any()):
+    if task.options.weighting == "none" or not bool((moments.second_moment > 0).any()):
         return None
-    return known.second_moment
+    return moments.second_moment
 
 
 def _weight(
-    weight: Weight, known: Moments, task: Task, scales: _Scales, feedback: Feedback | None, metric: Metric | None
+    weight: Weight, moments: Moments, task: Task, scales: _Scales, feedback: Feedback | None, metric: Metric | None
 ) -> tuple[list[tuple[int, QTensor]], WeightError, dict[str, Any]]:
     """(row runs of the better of the calibrated and the plain weight, its errors, what the record says of it)."""
     fmt, options = task.fmt, task.options
     device = torch.device("cpu") if metric is None else metric.moment.device
-    judge = (known if known.held_out is None else known.held_out).to(device)
-    h = _importance(known, task)
-    moments = None
+    judge = (moments if moments.held_out is None else moments.held_out).to(device)
+    h = _importance(moments, task)
+    blocks = None
     if options.weighting == "block":
-        moments = block_objective.moments_for(fmt, full=known.full_moment, blocks=known.block_moment).to(device)
+        blocks = block_objective.moments_for(fmt, full=moments.full_moment, blocks=moments.block_moment).to(device)
 
     def nearest(w: torch.Tensor) -> QTensor:
-        if moments is None:
+        if blocks is None:
             return scales.nearest(w, fmt, options.search, h)
-        chosen = block_objective.search(w, fmt, moments=moments, global_scale=scales.g)
+        chosen = block_objective.search(w, fmt, moments=blocks, global_scale=scales.g)
         return encode_rows(w, chosen, fmt, global_scale=scales.g)
 
     made: list[tuple[int, QTensor]] = []
@@ -220,7 +220,7 @@ def _weight(
         "versus_rtn": taken.output / base.output if base.output else 1.0,
         "damping": None if metric is None else metric.damping,
         "reverted": reverted,
-        "held_out": known.held_out is not None,
+        "held_out": moments.held_out is not None,
     }
     return rows, error, record
 
@@ -240,15 +240,15 @@ class _Errors:
         self.output += expected_error(error, judge)
 
 
-def _check_width(weight: Weight, known: Moments, name: str) -> None:
-    if known.second_moment.shape != (weight.shape[1],):
+def _check_width(weight: Weight, moments: Moments, name: str) -> None:
+    if moments.second_moment.shape != (weight.shape[1],):
         raise FormatError(
-            f"the statistics of '{name}' are of {known.second_moment.shape[0]} columns, the weight has "
+            f"the statistics of '{name}' are of {moments.second_moment.shape[0]} columns, the weight has "
             f"{weight.shape[1]}; calibrate this model"
         )
-    if known.held_out is not None:
-        _check_width(weight, known.held_out, name)
-    if not bool(torch.isfinite(known.second_moment).all()) or bool((known.second_moment < 0).any()):
+    if moments.held_out is not None:
+        _check_width(weight, moments.held_out, name)
+    if not bool(torch.isfinite(moments.second_moment).all()) or bool((moments.second_moment < 0).any()):
         raise NumericsError(
             f"the second moment of the input of '{name}' is not finite or negative; calibrate again", weight=name
         )

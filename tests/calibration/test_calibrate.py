@@ -22,7 +22,7 @@ from ptqpipe.calibration.data import load_samples
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli.common import devices_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
-from ptqpipe.stages.calibrate import blocks as calibrate_blocks
+from ptqpipe.stages.calibrate import run as calibrate_run
 from ptqpipe.stages.calibrate import run as stage
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.common.block_folder import Finished
@@ -164,7 +164,7 @@ def test_one_window_is_held_out_for_every_eight_where_the_data_have_them(tmp_pat
 
 
 def test_resuming_with_other_held_out_windows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = calibrate_blocks.write_block
+    write = calibrate_run.write_block
 
     def stops(folder: Path, name: str, *args: Any, **kwargs: Any) -> Any:
         if name.endswith(".1"):
@@ -172,7 +172,7 @@ def test_resuming_with_other_held_out_windows_is_refused(tmp_path: Path, monkeyp
         return write(folder, name, *args, **kwargs)
 
     whole = run(tmp_path, name="whole", samples=8, holdout=2)
-    monkeypatch.setattr(calibrate_blocks, "write_block", stops)
+    monkeypatch.setattr(calibrate_run, "write_block", stops)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, samples=8, holdout=2)
     monkeypatch.undo()
@@ -279,7 +279,7 @@ def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
 
 def test_finished_blocks_are_not_watched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    write = calibrate_blocks.write_block
+    write = calibrate_run.write_block
 
     def stops_after_one(folder: Path, name: str, *args: Any, **kwargs: Any) -> Any:
         if written:
@@ -287,13 +287,11 @@ def test_finished_blocks_are_not_watched_again(tmp_path: Path, monkeypatch: pyte
         written.append(name)
         return write(folder, name, *args, **kwargs)
 
-    monkeypatch.setattr(calibrate_blocks, "write_block", stops_after_one)
+    monkeypatch.setattr(calibrate_run, "write_block", stops_after_one)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
     again: list[str] = []
-    monkeypatch.setattr(
-        calibrate_blocks, "write_block", lambda f, n, *a, **k: (again.append(n), write(f, n, *a, **k))[1]
-    )
+    monkeypatch.setattr(calibrate_run, "write_block", lambda f, n, *a, **k: (again.append(n), write(f, n, *a, **k))[1])
     run(tmp_path, mode="resume")
     assert (written, again) == (["model.layers.0"], ["model.layers.1", "lm_head"])
 

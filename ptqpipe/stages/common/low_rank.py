@@ -37,15 +37,15 @@ def correct_unit(
     assert low is not None
     found: list[WeightError] = []
     records: list[Mapping[str, Any]] = []
-    known: tuple[str, lorc.Weighting, lorc.Weighting | None] | None = None
+    current: tuple[str, lorc.Weighting, lorc.Weighting | None] | None = None
     for index, (member, weight, error) in enumerate(zip(unit.members, weights, result.errors, strict=True)):
         module = module_of(member)
         key = "" if statistics is None else statistics.key(module)
-        if known is None or known[0] != key:
-            known = None  # the old one goes before the new one comes
-            known = key, *_weighting(statistics, module, damping=unit.rule.damping)
+        if current is None or current[0] != key:
+            current = None  # the old one goes before the new one comes
+            current = key, *_weighting(statistics, module, damping=unit.rule.damping)
         own = sorted((row, q) for (owner, row), q in runs.items() if owner == index)
-        corrected = lorc.correct(weight, own, low, weighting=known[1], judge=known[2])
+        corrected = lorc.correct(weight, own, low, weighting=current[1], judge=current[2])
         for row, q in corrected.rows:
             sink(index, row, q)
         ratio = corrected.squared_error / error.squared_error if error.squared_error else 1.0
@@ -54,8 +54,8 @@ def correct_unit(
             {
                 "rank": low.of(member.shape),
                 "dtype": low.dtype,
-                "moment": known[1].kind,
-                "held_out": known[2] is not None,
+                "moment": current[1].kind,
+                "held_out": current[2] is not None,
                 "versus_codes": corrected.versus_codes,
                 "dropped": corrected.dropped,
             }
@@ -72,10 +72,10 @@ def _weighting(
     """(what the factors minimize, what decides whether they are kept: None for the same)."""
     if statistics is None:
         return lorc.Weighting(), None
-    known = statistics.of(module, full=statistics.has(module, "full_moment"), held=True)
+    found = statistics.of(module, full=statistics.has(module, "full_moment"), held=True)
     name = f"the input of '{module}'"
-    weighting = lorc.Weighting.of(known.second_moment, known.full_moment, damping=damping, name=name)
-    held_out = known.held_out
+    weighting = lorc.Weighting.of(found.second_moment, found.full_moment, damping=damping, name=name)
+    held_out = found.held_out
     if held_out is None or weighting.moment is None:
         return weighting, None
     moment = held_out.full_moment if held_out.full_moment is not None else held_out.second_moment

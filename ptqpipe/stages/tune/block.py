@@ -33,7 +33,7 @@ from ptqpipe.stages.convert.prepare import Prepared
 
 @dataclass(frozen=True, slots=True)
 class BlockWork:
-    """What is known of a block before its codes are.
+    """A decoder layer before its codes are chosen.
 
     units       of the plan whose weights are the block's
     weights     key -> the matrix [N, K] as the source has it
@@ -71,8 +71,8 @@ class BlockWork:
         return {key: a.parameter.rpartition(".")[0] for a in self.assemblies if not a.stacked for key in a.keys}
 
     @property
-    def held(self) -> frozenset[str]:
-        """Keys of the weights that the block is known to run with."""
+    def usable(self) -> frozenset[str]:
+        """Keys of the weights whose place in the block is understood, so that it can run with other values of them."""
         return frozenset(key for a in self.assemblies for key in a.keys)
 
     def parameters(self, decoded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -124,8 +124,8 @@ def _quantizers(assemblies: Sequence[Assembly], units: Sequence[Unit], prepared:
         scales = prepared.input_scales.of(unit)
         for member, scale in zip(unit.members, scales, strict=True):
             if member.key in modules:
-                known = None if scale is None else float(scale)
-                found.setdefault(modules[member.key], InputQuantizer(activation, known))
+                fixed = None if scale is None else float(scale)
+                found.setdefault(modules[member.key], InputQuantizer(activation, fixed))
     return found
 
 
@@ -149,11 +149,11 @@ def follow(
     NumericsError for moments or errors that are not finite.
     """
     batches = list(range(work.block.batches))
-    held = batches[-max(1, round(len(batches) * held_out)) :] if len(batches) > 1 else batches
-    seen = batches[: -len(held)] or batches
+    judged = batches[-max(1, round(len(batches) * held_out)) :] if len(batches) > 1 else batches
+    seen = batches[: -len(judged)] or batches
     found = dict(start)
     decoded = {key: q.dequantize() for key, q in start.items()}
-    before = _loss(work, decoded, held, inputs, targets)
+    before = _loss(work, decoded, judged, inputs, targets)
     for unit, modules in _in_order(work):
         moments = paired_moments(
             work.block,
@@ -168,7 +168,7 @@ def follow(
         codes = _follow_unit(work, unit, [moments[name] for name in modules], share=share)
         found |= codes
         decoded |= {key: q.dequantize() for key, q in codes.items()}
-    after = _loss(work, decoded, held, inputs, targets)
+    after = _loss(work, decoded, judged, inputs, targets)
     if not (before < float("inf") and after < float("inf")):
         raise NumericsError(f"the output error of {work.block.name} is {after}; check the model's weights and the data")
     return found if after < before else start, before, after
@@ -179,13 +179,13 @@ def _follow_unit(work: BlockWork, unit: Unit, moments: Sequence[Paired], *, shar
     # without data the rule has no weighting, but GPTQ's scales follow the data
     weighting = unit.rule.weighting if unit.rule.calibrated else "diagonal"
     options = replace(unit.rule, algorithm="gptq", weighting=weighting)
-    known: dict[int, Moments] = {}
+    shared: dict[int, Moments] = {}
     targets, inputs = [], []
     for member, pair in zip(unit.members, moments, strict=True):
         w, name = work.weights[member.key].float(), f"the input of '{member.weight}'"
         full = asymmetric.target(w, pair.moment, pair.cross, damping=options.damping, name=name)
         targets.append(w + share * (full - w))
-        inputs.append(known.setdefault(id(pair), Moments(pair.moment.diagonal().clone(), full_moment=pair.moment)))
+        inputs.append(shared.setdefault(id(pair), Moments(pair.moment.diagonal().clone(), full_moment=pair.moment)))
     runs: dict[tuple[int, int], QTensor] = {}
     task = Task(
         [Matrix(t) for t in targets],

@@ -96,7 +96,7 @@ def tune(
     if options.method not in METHODS:
         raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
     if not 0.0 <= options.share <= 1.0:
-        raise UsageError(f"--share {options.share} is out of range; use 0 (nothing is made up for) to 1 (all of it)")
+        raise UsageError(f"--share {options.share} is out of range; use 0 (no compensation) to 1 (full compensation)")
     prepared = prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
     with prepared:
         source = prepared.source
@@ -187,7 +187,7 @@ def _find(
     record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
     record["held_out"] = work.block.batches > 1  # else the one batch both learns and judges
     codes: Mapping[str, QTensor] = start
-    if "gptq" in options.method and work.held:
+    if "gptq" in options.method and work.usable:
         codes, before, after = follow(
             work,
             start,
@@ -197,25 +197,25 @@ def _find(
             targets=wanted.get,
         )
         record |= {"start_loss": before, "learned_loss": after, "kept": after < before, "followed_loss": after}
-    if "learned" in options.method and work.held:
+    if "learned" in options.method and work.usable:
         codes, learned = _learn(work, codes, options.settings, wanted=wanted, given=given)
         if "followed_loss" not in record:
             record |= {"start_loss": learned.start_loss, "learned_loss": learned.learned_loss, "kept": learned.kept}
         elif learned.kept:
             record |= {"learned_loss": learned.learned_loss, "kept": True}
-    total = sum(start[key].codes.numel() for key in work.held)
-    record["moved"] = sum(int((codes[k].codes != start[k].codes).sum()) for k in work.held) / max(1, total)
-    return dict(codes), record | {"not_learned": sorted(start.keys() - work.held)}
+    total = sum(start[key].codes.numel() for key in work.usable)
+    record["moved"] = sum(int((codes[k].codes != start[k].codes).sum()) for k in work.usable) / max(1, total)
+    return dict(codes), record | {"not_learned": sorted(start.keys() - work.usable)}
 
 
 def _learn(
     work: BlockWork, start: Mapping[str, QTensor], settings: Settings, *, wanted: Activations, given: Activations
 ) -> tuple[dict[str, QTensor], Learned]:
     """Learned rounding at the scales of ``start``."""
-    fixed = {key: q.dequantize() for key, q in start.items() if key not in work.held}
+    fixed = {key: q.dequantize() for key, q in start.items() if key not in work.usable}
     learned = learn(
-        {key: work.weights[key] for key in work.held},
-        {key: start[key] for key in sorted(work.held)},
+        {key: work.weights[key] for key in work.usable},
+        {key: start[key] for key in sorted(work.usable)},
         forward=lambda x, batch, chosen: work.outputs(x, batch, {**fixed, **chosen}),
         inputs=given.get,
         targets=wanted.get,
