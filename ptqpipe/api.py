@@ -1,16 +1,19 @@
 """The Python API: what the commands do, as three functions."""
 
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ptqpipe.algorithms import rtn
+from ptqpipe.algorithms.unit import Matrix, Task, check_decode, joined
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.formats import FORMATS, Format, get_format
+from ptqpipe.options import CodeOptions, RecipeOptions, check_names, recipe_fields, type_of
 from ptqpipe.qtensor import QTensor
-from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine, default_workers
@@ -21,84 +24,41 @@ from ptqpipe.stages.convert.text import missing_config
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+_MACHINE = {"workers": None, "device": "cpu", "max_memory_bytes": 2 << 30, "progress": False}
+
+
 def convert(
     model: str | Path,
     *,
     format: str | None = None,
     out: str | Path | None = None,
     recipe: str | Path | None = None,
-    container: str | None = None,
-    search: str | None = None,
-    global_scale: str | None = None,
-    ignore: Iterable[str] = (),
     stats: str | Path | None = None,
     rounding: str | Path | None = None,
-    algorithm: str | None = None,
-    weighting: str | None = None,
-    damping: float | None = None,
-    refine: int | None = None,
-    low_rank: int | None = None,
-    low_rank_dtype: str | None = None,
-    input_amax: float | None = None,
-    input_scale: str | None = None,
-    headroom: float | None = None,
-    kv_cache: str | None = None,
-    bias_correction: bool = False,
-    shard_bytes: int | None = None,
-    workers: int | None = None,
-    device: str = "cpu",
-    max_memory_bytes: int = 2 << 30,
+    ignore: Iterable[str] = (),
     resume: bool = False,
     overwrite: bool = False,
-    progress: bool = False,
+    **options: Any,
 ) -> stage.Converted:
     """Converts a checkpoint; the arguments mean what the options of ``ptqpipe convert`` mean.
 
+    options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``workers``, ``device``,
+             ``max_memory_bytes`` and ``progress``, which decide no byte; ``help`` lists them
+
     Returns where the checkpoint lies and its record (the content of ptqpipe.json). Raises a kind of PtqError;
-    AlreadyComplete where ``resume`` finds nothing left to do.
+    AlreadyComplete where ``resume`` finds nothing left to do, UsageError with the nearest name for an unknown option.
     """
     if resume and overwrite:
         raise UsageError("resume and overwrite contradict each other; give one of them")
-    try:
-        where = torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from None
-    options = RecipeOptions(
-        scheme=format,
-        container=container,
-        search=search,
-        global_scale=global_scale,
-        ignore=tuple(ignore),
-        input_amax=input_amax,
-        shard_bytes=shard_bytes,
-        algorithm=algorithm,
-        weighting=weighting,
-        damping=damping,
-        refine=refine,
-        input_scale=input_scale,
-        headroom=headroom,
-        kv_cache=kv_cache,
-        bias_correction=bias_correction or None,
-        low_rank=low_rank,
-        low_rank_dtype=low_rank_dtype,
-    )
-    given = {"recipe": recipe, "out": out, "stats": stats, "rounding": rounding}
-    paths = {name: None if path is None else Path(path) for name, path in given.items()}
-    prepared = prepare(
-        model,
-        options=best_with(options, stats=paths["stats"], recipe_path=paths["recipe"], rounding=paths["rounding"]),
-        recipe_path=paths["recipe"],
-        out=paths["out"],
-        stats=paths["stats"],
-        rounding=paths["rounding"],
-    )
-    machine = Machine(
-        workers=default_workers() if workers is None else workers,
-        device=where,
-        memory_bytes=max_memory_bytes,
-        progress=progress,
-    )
-    with prepared:
+    check_names(options, [*inspect.signature(convert).parameters])
+    machine = _machine(**{name: options.pop(name, default) for name, default in _MACHINE.items()})
+    given = RecipeOptions(format, tuple(ignore), **options)
+    where = {
+        name: None if path is None else Path(path)
+        for name, path in {"recipe_path": recipe, "stats": stats, "rounding": rounding}.items()
+    }
+    best = best_with(given, **where)
+    with prepare(model, options=best, out=None if out is None else Path(out), **where) as prepared:
         no_config = missing_config(prepared)
         if no_config is not None:
             warnings.warn(no_config, stacklevel=2)
@@ -108,6 +68,34 @@ def convert(
     if done is None:
         raise AssertionError("rank 0 always has a result")
     return done
+
+
+def _machine(*, workers: int | None, device: str, max_memory_bytes: int, progress: bool) -> Machine:
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from None
+    count = default_workers() if workers is None else workers
+    return Machine(workers=count, device=where, memory_bytes=max_memory_bytes, progress=progress)
+
+
+def _keywords() -> dict[str, Any]:
+    """The options that `convert` takes besides its own parameters, with their types."""
+    return {name: type_of(one) for name, one in recipe_fields().items()} | dict.fromkeys(_MACHINE, Any)
+
+
+def _signature() -> inspect.Signature:
+    """The signature of `convert` with all of its options, for ``help`` and editors."""
+    plain = inspect.signature(convert)
+    own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_MACHINE.get(name), annotation=kind)
+        for name, kind in _keywords().items()
+    ]
+    return plain.replace(parameters=[*own, *more])
+
+
+convert.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def quantize(
@@ -124,17 +112,16 @@ def quantize(
     _check_matrix(w)
     fmt.scale_shape((w.shape[0], w.shape[1]))
     runs: dict[tuple[int, int], QTensor] = {}
-    result = rtn.quantize(
-        [rtn.Matrix(w.detach())],
+    task = Task(
+        [Matrix(w.detach())],
         fmt,
-        names=["the tensor"],
-        search=search,
-        search_global=search_global_scale,
-        sink=lambda member, row, q: runs.__setitem__((member, row), q),
+        ["the tensor"],
+        lambda member, row, q: runs.__setitem__((member, row), q),
+        options=CodeOptions(search=search, global_scale="search" if search_global_scale else "absmax"),
         device=w.device,
     )
-    rtn.check_decode(["the tensor"], result.errors, fmt)
-    return rtn.joined(runs, 0)
+    check_decode(task.names, rtn.quantize(task).errors, fmt)
+    return joined(runs, 0)
 
 
 def _check_matrix(w: torch.Tensor) -> None:

@@ -53,7 +53,14 @@ class UnfitFormat(FormatError):
 
 
 class NumericsError(PtqError):
-    """A tensor holds values (NaN, inf, magnitudes out of range) that cannot be quantized faithfully."""
+    """A tensor holds values (NaN, inf, magnitudes out of range) that cannot be quantized faithfully.
+
+    weight  the weight that the message names; empty where it names none
+    """
+
+    def __init__(self, message: str, *, weight: str = "") -> None:
+        super().__init__(message)
+        self.weight = weight
 
 
 class RecipeError(PtqError):

@@ -6,7 +6,6 @@
 This file must not know models, searches or containers.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint.digests import FileDigests
-from ptqpipe.checkpoint.fields import COUNT, check_fields
+from ptqpipe.checkpoint.fields import COUNT, read_index
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 ROUNDING_FILE = "rounding.json"
 ROUNDING_VERSION = 1
@@ -44,8 +42,8 @@ class Rounding:
         self.path = path
         self._reader = reader
         self.content = content
-        told = (content.get("blocks") or {}).values()
-        self._digests = FileDigests({e["file"]: e["sha256"] for e in told}, remedy="tune again")
+        blocks = (content.get("blocks") or {}).values()
+        self._digests = FileDigests({e["file"]: e["sha256"] for e in blocks}, remedy="tune again")
 
     @classmethod
     def open(cls, path: Path) -> "Rounding":
@@ -53,14 +51,7 @@ class Rounding:
         file = Path(path) / ROUNDING_FILE
         if not file.is_file():
             raise UsageError(f"{path} holds no {ROUNDING_FILE}; make it with: ptqpipe tune MODEL -o {path}")
-        try:
-            content = json.loads(read_regular(file, limit=MAX_JSON_BYTES))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file} is damaged: {error}; tune again") from None
-        check_fields(file, content, {"version": COUNT}, remedy="tune again")
-        if content["version"] != ROUNDING_VERSION:
-            raise CheckpointError(f"{file} has version {content['version']}, expected {ROUNDING_VERSION}; tune again")
-        check_fields(file, content, _FIELDS, remedy="tune again")
+        content = read_index(file, version=ROUNDING_VERSION, fields=_FIELDS, remedy="tune again")
         return cls.of_files(Path(path), content)
 
     @classmethod
@@ -88,8 +79,8 @@ class Rounding:
         """What the record of a checkpoint made of them says: the digest, how they were found, on which data, and what
         each decoder block gained by them."""
         found = {key: self.content[key] for key in ("digest", "method", "data") if key in self.content}
-        told = (self.content.get("blocks") or {}).items()
-        gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in told}
+        blocks = (self.content.get("blocks") or {}).items()
+        gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in blocks}
         return found | ({"blocks": gains} if gains else {})
 
     def has(self, weight: str) -> bool:

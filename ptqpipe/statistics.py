@@ -7,20 +7,18 @@ A linear's input x is [tokens, K]. Modules that share an input (q, k and v) shar
 means over tokens, so statistics of several processes merge by their counts. This file must not know models or formats.
 """
 
-import json
 import math
 from collections.abc import KeysView, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from ptqpipe.checkpoint.digests import FileDigests
-from ptqpipe.checkpoint.fields import COUNT, NUMBER, check_fields
+from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_index
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.inputs import InputStatistics, Moments
 
 STATS_FILE = "stats.json"
 STATS_VERSION = 1
@@ -36,50 +34,6 @@ _FIELDS = {
     "attention?": {"*": dict},
     "files?": {"*": str},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """Moments of an input on samples that no other number here has seen: for judging. Names as in `InputStatistics`."""
-
-    tokens: int
-    second_moment: torch.Tensor
-    block_moment: torch.Tensor | None = None
-    full_moment: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class InputStatistics:
-    """What calibration knows about the input x [tokens, K] of one linear module. CPU tensors, float32.
-
-    tokens         how many rows were seen
-    measured       False where this module saw too few tokens and has its group's maximum (experts)
-    amax           [K] max |x|
-    mean           [K] E[x]
-    second_moment  [K] E[x^2]
-    quantiles      p -> the p-quantile of |x| over all elements
-    block_moment   [K/16, 16, 16] E[x x^T] inside blocks of 16 columns, or None
-    full_moment    [K, K] E[x x^T], or None
-    held           the moments of samples that were held out, or None
-    """
-
-    tokens: int
-    measured: bool
-    amax: torch.Tensor
-    mean: torch.Tensor
-    second_moment: torch.Tensor
-    quantiles: Mapping[float, float]
-    block_moment: torch.Tensor | None = None
-    full_moment: torch.Tensor | None = None
-    held: HeldOut | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionStatistics:
-    """Largest magnitudes of what an attention module caches, by key-value head: [heads] float32 each."""
-
-    k_amax: torch.Tensor
-    v_amax: torch.Tensor
 
 
 class KnownInputs(Protocol):
@@ -110,14 +64,7 @@ class Statistics:
             raise UsageError(f"the statistics {path} are no folder that exists; give what `ptqpipe calibrate -o` wrote")
         if not file.is_file():
             raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: ptqpipe calibrate MODEL -o {path}")
-        try:
-            content = json.loads(read_regular(file, limit=MAX_JSON_BYTES))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file} is damaged: {error}; calibrate again") from None
-        check_fields(file, content, {"version": COUNT}, remedy="calibrate again")
-        if content["version"] != STATS_VERSION:
-            raise CheckpointError(f"{file} has version {content['version']}, expected {STATS_VERSION}; calibrate again")
-        check_fields(file, content, _FIELDS, remedy="calibrate again")
+        content = read_index(file, version=STATS_VERSION, fields=_FIELDS, remedy="calibrate again")
         return cls(Path(path), CheckpointReader.open(Path(path)), content)
 
     @property
@@ -163,7 +110,7 @@ class Statistics:
             quantiles=self._quantiles(entry["quantiles"]),
             block_moment=self._read(entry, module, "block_moment") if block else None,
             full_moment=self._read(entry, module, "full_moment") if full else None,
-            held=self._held(entry, module, block=block, full=full) if held and "held_tokens" in entry else None,
+            held_out=self._held_out(entry, module, block=block, full=full) if held and "held_tokens" in entry else None,
         )
 
     def _quantiles(self, entry: Mapping[str, float]) -> dict[float, float]:
@@ -172,13 +119,17 @@ class Statistics:
         except ValueError as error:
             raise CheckpointError(f"{self.path / STATS_FILE} has a quantile whose {error}; calibrate again") from None
 
-    def _held(self, entry: Mapping[str, Any], module: str, *, block: bool, full: bool) -> HeldOut:
-        return HeldOut(
-            int(entry["held_tokens"]),
+    def _held_out(self, entry: Mapping[str, Any], module: str, *, block: bool, full: bool) -> Moments:
+        return Moments(
             self._read(entry, module, "held_second_moment"),
             self._read(entry, module, "held_block_moment") if block else None,
             self._read(entry, module, "held_full_moment") if full else None,
+            tokens=int(entry["held_tokens"]),
         )
+
+    def has_any(self, moment: str) -> bool:
+        """Whether any module has this moment."""
+        return any(self.has(module, moment) for module in self.modules)
 
     def key(self, module: str) -> str:
         """What names the input of a module: modules with one input have one. UsageError where it has no statistics."""
@@ -209,11 +160,11 @@ class Statistics:
         """Attention modules with key and value statistics."""
         return tuple(self.content.get("attention") or ())
 
-    def attention(self, module: str) -> AttentionStatistics:
+    def attention(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Largest keys and values of one attention module. UsageError where there are none."""
         if module not in self.attentions:
             raise UsageError(f"{self.path} has no key and value statistics of '{module}'; calibrate again")
-        return AttentionStatistics(self._reader.read(f"{module}.k_amax"), self._reader.read(f"{module}.v_amax"))
+        return self._reader.read(f"{module}.k_amax"), self._reader.read(f"{module}.v_amax")
 
     def close(self) -> None:
         """Closes the files."""

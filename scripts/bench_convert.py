@@ -174,6 +174,7 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     import torch
 
     from ptqpipe.algorithms import rtn
+    from ptqpipe.algorithms.unit import Task
     from ptqpipe.recipe import RecipeOptions
     from ptqpipe.source import SourceRows
     from ptqpipe.stages.convert.prepare import prepare
@@ -185,14 +186,8 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
 
     def work(item: tuple[Any, list[SourceRows]]) -> None:
         unit, weights = item
-        rtn.quantize(
-            weights,
-            unit.scheme.fmt,
-            names=[member.weight for member in unit.members],
-            search=unit.rule.search,
-            search_global=unit.rule.global_scale == "search",
-            sink=lambda member, row, q: None,
-        )
+        names = [member.weight for member in unit.members]
+        rtn.quantize(Task(weights, unit.scheme.fmt, names, lambda member, row, q: None, options=unit.rule))
 
     def flush(held: list[tuple[Any, list[SourceRows]]]) -> tuple[float, float]:
         begun, cpu_begun = time.perf_counter(), time.process_time()

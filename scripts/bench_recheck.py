@@ -28,7 +28,7 @@ def child(model: Path, fmt: str, out: Path, workers: int, *, look: bool) -> None
     """Converts, and prints the CPU seconds of the second look and its blocks; without it none."""
     import ptqpipe
     from ptqpipe.algorithms.recheck import Recheck
-    from ptqpipe.algorithms.rtn import Promise
+    from ptqpipe.algorithms.unit import Promise
     from ptqpipe.qtensor import QTensor
 
     spent: list[float] = []

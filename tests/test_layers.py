@@ -19,7 +19,7 @@ NUMBERS = {"errors", "formats", "schemes", "packing", "qtensor"}
 STAGES = NUMBERS | {
     "_version", "patterns", "regular_file", "global_scale", "kernels", "search", "algorithms", "transforms",
     "containers", "checkpoint", "recipe", "plan", "source", "origins", "record", "measured", "statistics", "rounding",
-    "calibration", "runtime", "evaluation", "report", "engine", "server", "collectives",
+    "calibration", "runtime", "evaluation", "report", "engine", "server", "collectives", "options", "inputs",
 }  # fmt: skip
 
 # fmt: off
@@ -28,6 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors":       set(),
     "formats":      {"errors"},
     "patterns":     set(),
+    "options":      {"errors"},
+    "inputs":       set(),
     "regular_file": set(),
     "schemes":      {"errors", "formats"},
     "packing":      {"errors", "formats"},
@@ -36,18 +38,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels":      NUMBERS,
     "search":       NUMBERS | {"kernels"},
     # An algorithm chooses scales by the name of a search, so it knows the lookup in search/__init__.py.
-    "algorithms":   NUMBERS | {"kernels", "search", "global_scale"},
-    "transforms":   NUMBERS | {"kernels"},
+    "algorithms":   NUMBERS | {"kernels", "search", "global_scale", "options", "inputs"},
+    "transforms":   NUMBERS | {"kernels", "inputs"},
     "containers":   NUMBERS | {"kernels", "patterns"},
     "checkpoint":   {"errors", "regular_file"},
-    "recipe":       NUMBERS | {"patterns", "regular_file"},
+    "recipe":       NUMBERS | {"patterns", "regular_file", "options"},
     "plan":         NUMBERS | {"recipe", "checkpoint"},
     "source":       NUMBERS | {"checkpoint", "containers", "plan", "recipe"},
     "origins":      {"errors", "schemes", "containers", "recipe", "plan", "source"},
     "record":       {"errors", "checkpoint", "containers"},
     "measured":     NUMBERS | {"global_scale", "search", "source"},
-    "statistics":   {"errors", "checkpoint", "regular_file"},
-    "rounding":     NUMBERS | {"checkpoint", "regular_file"},
+    "statistics":   {"errors", "checkpoint", "inputs"},
+    "rounding":     NUMBERS | {"checkpoint"},
     "calibration":  NUMBERS | {"checkpoint", "recipe", "plan", "source", "statistics", "runtime", "regular_file"},
     "runtime":      NUMBERS | {"kernels", "containers", "checkpoint", "plan", "source"},
     "evaluation":   NUMBERS | {"checkpoint", "source", "runtime", "regular_file"},
@@ -60,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vllm_plugin":  NUMBERS | {"kernels", "collectives", "runtime"},
     "stages":       STAGES,
     "api":          STAGES | {"stages"},
-    "cli":          {"_version", "errors", "stages", "recipe"},
+    "cli":          {"_version", "errors", "stages", "options"},
     "__main__":     {"cli"},
     # The face of the package: names that load on first use (see the test of torch below).
     "__init__":     {"_version", "errors", "qtensor", "api", "runtime"},

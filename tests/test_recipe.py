@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
+from ptqpipe.options import recipe_fields
 from ptqpipe.recipe import (
     DEFAULT_FUSE,
     Keep,
@@ -265,7 +266,7 @@ def test_every_option_sets_the_field_of_its_name() -> None:
         "algorithm": "gptq", "weighting": "block", "damping": 0.5, "refine": 1, "input_scale": "mse", "headroom": 2.0,
         "kv_cache": "fp8", "bias_correction": True, "low_rank": 4, "low_rank_dtype": "fp8",
     }  # fmt: skip
-    assert values.keys() | {"scheme", "ignore"} == {field.name for field in fields(RecipeOptions)}
+    assert values.keys() == recipe_fields().keys()
     plain = Recipe((Rule("*", get_scheme("nvfp4")),))
     for name, value in values.items():
         recipe = build_recipe(RecipeOptions(**{name: value}), path=RECIPES / "nvfp4.yaml")
@@ -288,7 +289,7 @@ def test_schemes_of_two_containers_need_one_named() -> None:
 
 
 def test_python_and_the_command_line_offer_every_option() -> None:
-    options = {field.name for field in fields(RecipeOptions)}
+    options = {"scheme", "ignore", *recipe_fields()}
     python = {"scheme" if name == "format" else name for name in inspect.signature(ptqpipe.convert).parameters}
     command = {"shard_bytes" if p.name == "shard_size" else p.name for p in main.commands["convert"].params}
     assert options - python == set()

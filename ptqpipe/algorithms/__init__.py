@@ -1,1 +1,24 @@
-"""Algorithms: the weights of one unit in, QTensors out. They choose scales by a search and must not know files."""
+"""Ways to choose the codes of a unit of weights, one file each; the rows are in ``ptqpipe.options.ALGORITHMS``.
+
+    unit.py        what all of them take and give
+    rtn.py, gptq.py, learned.py   the algorithms
+    calibrated.py  what algorithms with statistics share: weighted scales, and a check against round to nearest
+
+To add one: a file with ``quantize`` and a row in the table.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ptqpipe.options import Algorithm
+
+if TYPE_CHECKING:
+    from ptqpipe.algorithms.unit import Task, UnitResult
+
+
+def quantizer(algorithm: Algorithm) -> "Callable[[Task], UnitResult]":
+    """The function ``quantize`` of a row's file: it quantizes the weights of a unit and sends their rows to the task's
+    sink. Raises NumericsError for unusable weights or moments."""
+    found: Callable[[Task], UnitResult] = import_module(algorithm.module).quantize
+    return found

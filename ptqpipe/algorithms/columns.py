@@ -5,13 +5,18 @@ itself in the order written here: the kernels, where a device has them, give the
 not know moments of a whole input, files or models.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ptqpipe.algorithms.rows import kernel_for
 from ptqpipe.formats import Codec, Format
 from ptqpipe.qtensor import QTensor, code_values, from_blocks, nearest_codes, scale_values, to_blocks
+
+BLOCK = 128  # columns between two updates of all later ones
+
+
+def has_block_scales(fmt: Format) -> bool:
+    """Whether the format's blocks lie in rows and their scales are a list to choose from."""
+    return fmt.block[0] == 1 and fmt.block[1] > 1 and fmt.scale.enumerable
 
 
 def column_scales(
@@ -81,15 +86,6 @@ def descend(
         slope += moment[:, i].unsqueeze(1) * (error[i] - before)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What `choose_block` found for n rows. codes uint8 [b, n]; scales int64 [n], indices; cost float32 [n]."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    cost: torch.Tensor
-
-
 def choose_block(
     target: torch.Tensor,
     ladder: torch.Tensor,
@@ -99,8 +95,9 @@ def choose_block(
     feedback: torch.Tensor,
     weight: torch.Tensor,
     element: Codec,
-) -> Choice:
-    """The scale and the codes of one block of columns together: the least cost of ``count`` scales for every row.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes uint8 [b, n], scales int64 [n] as indices, cost float32 [n]) of one block of columns, chosen together: the
+    least cost of ``count`` scales for every row.
 
     target    [b, n] what the block should be
     ladder    float32 [scales], ascending: every legal scale, the global one included
@@ -113,7 +110,7 @@ def choose_block(
     kernel = kernel_for(target.device, "choose_block")
     done = None if kernel is None else kernel(target, ladder, first, count, feedback, weight, element)
     if done is not None:
-        return Choice(*done)
+        return done  # type: ignore[no-any-return]
     index = (first.unsqueeze(0) + torch.arange(count, device=target.device).unsqueeze(1)).clamp(0, len(ladder) - 1)
     s = ladder[index]  # [count, n]
     near = target.unsqueeze(1).repeat(1, count, 1)
@@ -126,7 +123,7 @@ def choose_block(
         near[i + 1 :] += feedback[i, i + 1 :].view(-1, 1, 1) * (target[i] - decoded)
     best = cost.argmin(dim=0, keepdim=True)
     chosen = codes.gather(1, best.expand(len(target), -1).unsqueeze(1))[:, 0]
-    return Choice(chosen, index.gather(0, best)[0], cost.gather(0, best)[0])
+    return chosen, index.gather(0, best)[0], cost.gather(0, best)[0]
 
 
 def scale_ladder(fmt: Format, global_scale: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -1,36 +1,77 @@
-"""GPTQ: codes chosen column by column, each making up for the output error of those before it.
+"""GPTQ: codes chosen column by column, each compensating for the output error of those before it.
 
 Two ways to get the block scales, both with static activation order (the checkpoint needs no permutation):
 
-* ``quantize``: scales are fixed first, on the weights in their own order, and the columns are then visited by their
+* ``codes_at``: scales are fixed first, on the weights in their own order, and the columns are then visited by their
   second moment, the largest first;
-* ``quantize_at_entry``: whole blocks are visited, by their summed second moment, and a block's scale is chosen when its
+* ``codes_at_entry``: whole blocks are visited, by their summed second moment, and a block's scale is chosen when its
   turn comes, on the weights with all feedback so far, together with its codes.
 
-Rows are independent: a run of rows is quantized as the whole matrix would be. Knows tensors and formats; must not know
-statistics files. Source: Frantar et al. 2022 (columns, damping, lazy blocks of 128).
+The result is then refined (``refine.py``). Rows are independent: a run of rows is quantized as the whole matrix would
+be. Knows tensors, formats and moments; must not know statistics files.
+
+Source: Frantar et al. 2022 (columns, damping, lazy blocks of 128).
 """
+
+from collections.abc import Callable
 
 import torch
 
+from ptqpipe.algorithms import calibrated
 from ptqpipe.algorithms.columns import (
+    BLOCK,
     absmax_index,
     as_qtensor,
     choose_block,
     column_scales,
     feed_forward,
+    has_block_scales,
     scale_ladder,
 )
-from ptqpipe.algorithms.metric import Metric
-from ptqpipe.errors import FormatError
+from ptqpipe.algorithms.metric import Metric, descending, make_metric
+from ptqpipe.algorithms.refine import refine
+from ptqpipe.algorithms.unit import Task, UnitResult
+from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Format
+from ptqpipe.inputs import Moments
 from ptqpipe.qtensor import QTensor, check_finite, code_values
 
-BLOCK = 128  # columns between two updates of all later ones
 BELOW, ABOVE = 6, 8  # scales tried beside the one that just does not clip
 
 
-def quantize(
+def quantize(task: Task) -> UnitResult:
+    """Quantizes a unit by error feedback in the metric of every weight's input. NumericsError for unusable moments."""
+    fmt, options = task.fmt, task.options
+    entry = at_entry(options.scales, fmt)
+
+    def prepare(known: Moments, name: str) -> Metric:
+        if known.full_moment is None:
+            raise NumericsError(
+                f"gptq needs the full second moment of the input of '{name}'; calibrate with --moments "
+                "diagonal,full, or convert with --algorithm rtn"
+            )
+        moment = known.full_moment.to(task.device)
+        order = descending(moment, group=fmt.block[1] if entry else 1) if options.order == "static" else None
+        return make_metric(moment, damping=options.damping, order=order, name=f"the input of '{name}'")
+
+    def choose(w: torch.Tensor, metric: Metric, g: torch.Tensor | None, nearest: Callable[[], QTensor]) -> QTensor:
+        if entry:
+            q = codes_at_entry(w, fmt, metric=metric, global_scale=g)
+        else:
+            q = codes_at(w, nearest().scales, fmt, metric=metric, global_scale=g)
+        return refine(q, w, moment=metric.moment, sweeps=options.refine) if options.refine else q
+
+    moves = entry or bool(options.refine and has_block_scales(fmt))
+    return calibrated.quantize(task, calibrated.Feedback(prepare, choose, moves_scales=moves))
+
+
+def at_entry(scales: str, fmt: Format) -> bool:
+    """Whether the scales of this format are chosen at block entry: "auto" does where they are finer than powers of
+    two."""
+    return has_block_scales(fmt) and (scales == "entry" or (scales == "auto" and not fmt.scale.power_of_two))
+
+
+def codes_at(
     w: torch.Tensor, scales: torch.Tensor, fmt: Format, *, metric: Metric, global_scale: torch.Tensor | None = None
 ) -> QTensor:
     """The codes of ``w`` [n, K] at ``scales`` (those of a QTensor of w) that error feedback chooses.
@@ -53,12 +94,7 @@ def quantize(
     return as_qtensor(placed, scales, fmt, global_scale)
 
 
-def has_block_scales(fmt: Format) -> bool:
-    """Whether the format's blocks lie in rows and their scales are a list to choose from."""
-    return fmt.block[0] == 1 and fmt.block[1] > 1 and fmt.scale.enumerable
-
-
-def quantize_at_entry(
+def codes_at_entry(
     w: torch.Tensor, fmt: Format, *, metric: Metric, global_scale: torch.Tensor | None = None
 ) -> QTensor:
     """Scales and codes of ``w`` [n, K]; the metric's order must keep the format's blocks together.
@@ -77,7 +113,7 @@ def quantize_at_entry(
     for start in range(0, len(exact), size):
         run = slice(start, start + size)
         target = torch.addmm(exact[run], metric.factor[:start, run].t(), error[:start])
-        found = choose_block(
+        codes[run], chosen, _ = choose_block(
             target,
             ladder,
             (absmax_index(target, ladder, fmt.element) - BELOW).clamp(min=0),
@@ -86,9 +122,8 @@ def quantize_at_entry(
             weight=metric.weight[run],
             element=fmt.element,
         )
-        codes[run] = found.codes
-        error[run] = exact[run] - code_values(found.codes, fmt.element) * ladder[found.scales]
-        scales[:, int(order[start]) // size] = (found.scales + fmt.scale.first_scale_code).to(torch.uint8)
+        error[run] = exact[run] - code_values(codes[run], fmt.element) * ladder[chosen]
+        scales[:, int(order[start]) // size] = (chosen + fmt.scale.first_scale_code).to(torch.uint8)
     placed = torch.empty_like(codes)
     placed[order] = codes
     return as_qtensor(placed, scales, fmt, global_scale)

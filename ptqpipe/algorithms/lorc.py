@@ -1,4 +1,4 @@
-"""Low-rank compensation: the product of two thin matrices that makes up best for what quantization left of a weight.
+"""Low-rank compensation: the product of two thin matrices that corrects the quantization error of a weight best.
 
 With E = W - What and H = E[x x^T] of the layer's input x, the factors minimize
 
@@ -18,18 +18,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.algorithms.metric import check_moment
+from ptqpipe.algorithms.metric import check_moment, factored
 from ptqpipe.algorithms.rows import CHUNK_ELEMENTS, measure
-from ptqpipe.algorithms.rtn import Weight
-from ptqpipe.errors import NumericsError
+from ptqpipe.algorithms.unit import Weight
+from ptqpipe.formats import FORMATS
 from ptqpipe.qtensor import Factors, QTensor
 from ptqpipe.schemes import LowRank
 
 RUN_ELEMENTS = 1 << 21  # of a matrix in float64 at a time
 _FP8 = torch.float8_e4m3fn
-_FP8_MAX = 448.0
-_DAMPING_STEP = 10.0
-_DAMPING_MAX = 10.0
+_FP8_MAX = FORMATS["fp8_channel"].element.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +59,17 @@ class Weighting:
             h = h + damping * mean
             return cls(h, h.sqrt()) if mean > 0 else cls()
         check_moment(full, name)
-        mean, share = float(full.diagonal().double().mean()), damping
+        mean = float(full.diagonal().double().mean())
         if not mean > 0:
             return cls()
-        while True:
+
+        def damped(share: float) -> tuple[torch.Tensor, torch.Tensor]:
             h = full.double()
             h.diagonal().add_(share * mean)
-            root, failed = torch.linalg.cholesky_ex(h)
-            if not int(failed) and bool(torch.isfinite(root).all()):
-                return cls(h, root)
-            share = max(share, 1e-6) * _DAMPING_STEP
-            if share > _DAMPING_MAX:
-                raise NumericsError(f"the second moment of {name} is not positive definite; calibrate again")
+            return h, h
+
+        h, root, _ = factored(damped, damping, name)
+        return cls(h, root)
 
     @property
     def kind(self) -> str:
@@ -118,8 +115,8 @@ class Corrected:
     rows           the runs that were given, each with its part of the factors
     squared_error  sum (decode - w)^2 of the whole decode
     versus_codes   error as the judge sees it beside that of the codes alone; 1 where the factors are zero
-    dropped        whether that error is not smaller (rounding the factors, or other samples, can do that): then they
-                   are zero
+    dropped        True if the factors did not reduce the error (rounding them, or other samples, can do that); they
+                   are then set to zero
     """
 
     rows: tuple[tuple[int, QTensor], ...]

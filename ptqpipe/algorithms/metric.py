@@ -8,11 +8,13 @@ Source: GPTQ (Frantar et al. 2022), section 3, in the form of LDLQ (Chee et al. 
 upper triangular, tr(E H E^T) = sum over columns i of R_ii^2 |e_i + sum_{j<i} e_j R_ji / R_ii|^2; no inverse is needed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.inputs import Moments
 
 DAMPING = 0.01
 DAMPING_STEP = 10.0  # what a damping that is too small is multiplied by
@@ -51,24 +53,40 @@ def make_metric(
         raise NumericsError(f"the second moment of {name} is zero: calibration saw no activation; use --algorithm rtn")
     order = torch.arange(moment.shape[0], device=moment.device) if order is None else order
     backwards = order.flip(0)  # of which a lower factor is, read backwards, the upper one of the order
-    share = damping
-    while True:
-        damped = moment.clone()
-        damped.diagonal().add_(share * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped[backwards][:, backwards].double())
-        if not int(failed) and bool(torch.isfinite(lower).all()):
-            break
-        del lower, damped
-        share = max(share, 1e-6) * DAMPING_STEP
-        if share > DAMPING_MAX:
-            raise NumericsError(
-                f"the second moment of {name} is not positive definite at damping {DAMPING_MAX:g}; calibrate again"
-            )
+
+    def damped(share: float) -> tuple[torch.Tensor, torch.Tensor]:
+        h = moment.clone()
+        h.diagonal().add_(share * mean)
+        return h, h[backwards][:, backwards].double()
+
+    h, lower, share = factored(damped, damping, name)
     upper = lower.flip(0, 1)
     del lower
     diagonal = upper.diagonal().clone()
     upper /= diagonal
-    return Metric(damped, order, upper.float(), diagonal.square().float(), share)
+    return Metric(h, order, upper.float(), diagonal.square().float(), share)
+
+
+def factored(
+    damped: Callable[[float], tuple[torch.Tensor, torch.Tensor]], damping: float, name: str
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """(a damped moment, its lower Cholesky factor, the share) at the first share of ``damping``, then ten times as much
+    at a time, at which the moment is positive definite.
+
+    damped  share -> (what is returned, float64 [K, K] that is factored)
+
+    Raises NumericsError where even ``DAMPING_MAX`` does not help.
+    """
+    while damping <= DAMPING_MAX:
+        found, h = damped(damping)
+        lower, failed = torch.linalg.cholesky_ex(h)
+        if not int(failed) and bool(torch.isfinite(lower).all()):
+            return found, lower, damping
+        del found, h, lower
+        damping = max(damping, 1e-6) * DAMPING_STEP
+    raise NumericsError(
+        f"the second moment of {name} is not positive definite at damping {DAMPING_MAX:g}; calibrate again"
+    )
 
 
 def memory_bytes(columns: int) -> int:
@@ -95,6 +113,15 @@ def descending(moment: torch.Tensor, *, group: int = 1) -> torch.Tensor:
     return (ranked.unsqueeze(1) * group + torch.arange(group, device=ranked.device)).reshape(-1)
 
 
+def expected_error(error: torch.Tensor, moments: Moments) -> float:
+    """tr(E H E^T) of an error [n, K] by the best moment there is: the full one, else the blocks, else the diagonal."""
+    if moments.full_moment is not None:
+        return output_error(error, moments.full_moment)
+    if moments.block_moment is not None:
+        return block_output_error(error, moments.block_moment)
+    return diagonal_output_error(error, moments.second_moment)
+
+
 def output_error(error: torch.Tensor, moment: torch.Tensor) -> float:
     """tr(E H E^T) of an error [n, K], float32 products and a float64 sum."""
     return float(((error @ moment).double() * error.double()).sum())
@@ -105,3 +132,8 @@ def block_output_error(error: torch.Tensor, blocks: torch.Tensor) -> float:
     count, size = blocks.shape[0], blocks.shape[1]
     parts = error.reshape(-1, count, size).transpose(0, 1)  # [K/b, n, b]
     return float((torch.bmm(parts, blocks).double() * parts.double()).sum())
+
+
+def diagonal_output_error(error: torch.Tensor, second: torch.Tensor) -> float:
+    """sum over columns k of h_k |e_k|^2 of an error [n, K], h ``second`` [K]; float64."""
+    return float((error.double().square().sum(dim=0) * second.double()).sum())

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ptqpipe.algorithms.rows import kernels_of
-from ptqpipe.algorithms.rtn import Promise, Sink, Weight
+from ptqpipe.algorithms.unit import Promise, Sink, Weight
 from ptqpipe.errors import NumericsError
 from ptqpipe.formats import Codec, Format
 from ptqpipe.kernels.importance import normalize_importance
@@ -198,7 +198,8 @@ class Recheck:
         raise NumericsError(
             f"{name}: the {self._fmt.name} block at row {r * height}, column {c * width} {found}, {wanted}: a fault of "
             f"ptqpipe ({kernels_of(self._device)}), not of the model; please report it with the command that you ran, "
-            f"and {remedy}"
+            f"and {remedy}",
+            weight=name,
         )
 
 

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.algorithms.columns import as_qtensor, choose_block, column_scales, descend, scale_ladder
-from ptqpipe.algorithms.gptq import BLOCK, has_block_scales
+from ptqpipe.algorithms.columns import (
+    BLOCK,
+    as_qtensor,
+    choose_block,
+    column_scales,
+    descend,
+    has_block_scales,
+    scale_ladder,
+)
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor, code_values
 
@@ -90,7 +97,7 @@ def _sweep_blocks(
         # the block's part of the objective is (target - decoded)^T moment (target - decoded), up to a constant
         target = decoded + inverse @ state.slope[run]
         current = state.scales[:, block].long() - fmt.scale.first_scale_code
-        found = choose_block(
+        codes, scales, cost = choose_block(
             target,
             ladder,
             (current - window).clamp(min=0),
@@ -99,9 +106,9 @@ def _sweep_blocks(
             weight=weight,
             element=fmt.element,
         )
-        better = found.cost < _cost(target - decoded, feedback, weight) * (1.0 - ENOUGH)
-        codes = torch.where(better, found.codes, state.codes[run])
-        chosen = torch.where(better, found.scales, current)
+        better = cost < _cost(target - decoded, feedback, weight) * (1.0 - ENOUGH)
+        codes = torch.where(better, codes, state.codes[run])
+        chosen = torch.where(better, scales, current)
         error = state.exact[run] - code_values(codes, fmt.element) * ladder[chosen]
         state.slope.addmm_(moment[:, run], error - state.error[run])
         state.codes[run], state.error[run] = codes, error

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.errors import NumericsError
 from ptqpipe.formats import Format
 from ptqpipe.kernels import reference
 from ptqpipe.kernels.importance import normalize_importance
@@ -139,5 +140,8 @@ def checked_amax(w: torch.Tensor, name: str) -> float:
     done = None if kernel is None else kernel(w)
     amax = float(w.abs().amax()) if done is None else float(done[0])  # NaN propagates
     if not amax < float("inf"):
-        check_finite(w, f"'{name}'")
+        try:
+            check_finite(w, f"'{name}'")
+        except NumericsError as error:
+            raise NumericsError(str(error), weight=name) from None
     return amax

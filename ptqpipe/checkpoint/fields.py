@@ -4,6 +4,7 @@ What is expected is written as the file is: a type, `COUNT` or `NUMBER`; a dicti
 not be there and "*" is every name; a list of one, for lists of any length.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Final
 
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.errors import CheckpointError
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 COUNT: Final = "a count"
 NUMBER: Final = "a number"
@@ -22,6 +24,20 @@ def check_fields(path: Path, value: Any, wanted: Any, *, remedy: str) -> None:
     problem = _problem(value, wanted, "")
     if problem:
         raise CheckpointError(f"{shown(str(path))} is damaged: {problem}; {remedy}")
+
+
+def read_index(path: Path, *, version: int, fields: Any, remedy: str) -> dict[str, Any]:
+    """The content of a JSON file with a "version" and ``fields``. CheckpointError for a damaged one, or another
+    version."""
+    try:
+        content: dict[str, Any] = json.loads(read_regular(path, limit=MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}; {remedy}") from None
+    check_fields(path, content, {"version": COUNT}, remedy=remedy)
+    if content["version"] != version:
+        raise CheckpointError(f"{path} has version {content['version']}, expected {version}; {remedy}")
+    check_fields(path, content, fields, remedy=remedy)
+    return content
 
 
 def _problem(value: Any, wanted: Any, where: str) -> str:

@@ -1,119 +1,93 @@
-"""ptqpipe calibrate."""
+"""Commands that prepare a conversion: calibrate, generate, tune, plan."""
 
 import json
-from pathlib import Path
+import re
+import sys
+from typing import TYPE_CHECKING
 
 import click
 
-from ptqpipe.cli.common import (
+from ptqpipe.cli.common import Given, command, devices_of, next_line, ranks_of, says_how_to_resume
+from ptqpipe.cli.parameters import (
+    DEVICE,
+    OUT,
+    PATH,
+    QUIET,
+    STATS,
     Dtype,
     Size,
-    devices_of,
-    machine_of,
-    mode_of,
-    next_line,
-    one_line_errors,
-    ranks_of,
-    says_how_to_resume,
+    data_options,
+    names,
+    recipe_options,
+    run_options,
+    window_options,
 )
+from ptqpipe.errors import UsageError
+from ptqpipe.options import ALGORITHMS
+
+if TYPE_CHECKING:
+    from ptqpipe.stages.plan.measure import Measurement
+    from ptqpipe.stages.plan.run import Budget
+
+_SMALL = re.compile(r"\d{1,2}(?:\.\d+)?|\d*\.\d+")  # bytes that no model fits in
+_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
 
 
-@click.command(epilog="Example: ptqpipe calibrate MODEL --data text.jsonl -o stats")
+@command(example="ptqpipe calibrate MODEL --data text.jsonl -o stats")
 @click.argument("model")
-@click.option(
-    "--data",
-    multiple=True,
-    metavar="FILE",
-    help="Text like what the model will serve: .txt, .jsonl, .parquet, or a data set NAME:CONFIG:SPLIT. Repeatable.  "
-    "[required]",
-)
-@click.option("--field", metavar="NAME", help="Field of a row.  [default: messages, text, content, prompt, ...]")
-@click.option("--samples", type=int, default=128, show_default=True, metavar="N", help="Windows to run.")
+@data_options("Windows of text that the model runs on.", "Seed that chooses the windows.")
 @click.option(
     "--holdout",
     type=int,
     metavar="N",
-    help="Further windows for judging what convert makes of these; moments are kept twice.  [default: samples / 8]",
+    help="Further windows, on which convert judges what it made of the others; they double the size of the moments.  "
+    "[default: samples / 8]",
 )
-@click.option(
-    "--seqlen", type=int, metavar="N", help="Tokens of a window.  [default: the model's positions, at most 2048]"
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Chooses the windows.")
 @click.option(
     "--moments",
+    type=names,
     default="diagonal,full",
     show_default=True,
     metavar="KINDS",
-    help="diagonal, block (16x16), full: GPTQ, convert's choice with --stats, needs it; 4 bytes for every pair of a "
-    "layer's inputs, twice with held-out windows. diagonal,block is small and fits convert --algorithm rtn.",
+    help="Second moments of the inputs to collect, with commas: diagonal, block (16x16), full. GPTQ, the default of "
+    "convert --stats, needs full, which takes 4 bytes for every pair of a layer's inputs, twice with held-out windows. "
+    "diagonal,block is small and fits convert --algorithm rtn.",
 )
 @click.option(
     "--dtype",
     type=Dtype("fp32", "fp64", "bf16", "fp16", "auto"),
     default="fp32",
     show_default=True,
-    help="What the model computes in; auto: the checkpoint's own.",
+    help="Float type that the model computes in; auto is the checkpoint's own.",
 )
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Statistics folder to write.")
-@click.option(
-    "--max-memory", type=Size(), default="8GiB", show_default=True, help="Samples that do not fit go to disk."
-)
-@click.option("--workers", type=int, metavar="N", help="Threads.  [default: physical cores]")
+@click.option("-o", "--out", **OUT, help="Folder of statistics to write.")
 @click.option(
     "--device",
     default="cpu",
     show_default=True,
-    help="cpu, cuda:N, cuda (all GPUs share the samples; one for each rank of a torchrun), or auto.",
+    help="Device that computes: cpu, cuda:N, cuda (all GPUs share the samples; under torchrun one GPU per rank), auto.",
 )
-@click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
-@one_line_errors
-def calibrate(
-    model: str,
-    data: tuple[str, ...],
-    field: str | None,
-    samples: int,
-    holdout: int | None,
-    seqlen: int | None,
-    seed: int,
-    moments: str,
-    dtype: str,
-    out: Path,
-    max_memory: int,
-    workers: int | None,
-    device: str,
-    resume: bool,
-    overwrite: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Run MODEL (a folder, or a hub name) on text, block by block, and keep statistics of its linear inputs."""
+@run_options("Threads that compute", default="physical cores", memory="8GiB")
+def calibrate(given: Given) -> None:
+    """Collect statistics of a model's linear inputs.
+
+    MODEL, a folder or a name on the hub, runs on text one decoder layer at a time. Samples that do not fit into
+    --max-memory are kept on disk.
+    """
     import torch
 
     from ptqpipe.stages.calibrate import run as stage
     from ptqpipe.stages.calibrate import text
 
-    options = stage.CalibrateOptions(
-        samples=samples,
-        seqlen=seqlen,
-        seed=seed,
-        field=field,
-        moments=tuple(kind for kind in moments.replace(" ", "").split(",") if kind),
-        dtype=dtype,
-        holdout=holdout,
-    )
-    devices = devices_of(device)
-    machine = machine_of(workers, devices[0], max_memory, progress=not quiet and not as_json, waits=False)
-    mode = mode_of(resume, overwrite)
-    with says_how_to_resume(out, mode):
+    devices = devices_of(given.device)
+    machine = given.machine(devices[0], waits=False)
+    with says_how_to_resume(given.out, given.mode):
         done = stage.calibrate(
-            model,
-            data,
-            out,
-            options=options,
-            mode=mode,
+            given.model,
+            given.data,
+            given.out,
+            options=given.into(stage.CalibrateOptions),
+            mode=given.mode,
             machine=machine,
             ranks=ranks_of(),
             devices=[machine.device, *map(torch.device, devices[1:])],
@@ -121,8 +95,229 @@ def calibrate(
         )
     if done is None:
         return
-    if as_json:
+    if given.as_json:
         click.echo(json.dumps(text.to_json(done)))
         return
     click.echo(text.render(done))
-    click.echo(next_line("convert", model, "--stats", out))
+    click.echo(next_line("convert", given.model, "--stats", given.out))
+
+
+@command(example="ptqpipe generate MODEL --samples 128 --seqlen 512 -o own.jsonl")
+@click.argument("model")
+@window_options(
+    "Windows of text to calibrate on; one more is written for every 8 of them, which calibrate holds out.",
+    "Seed of the random draws.",
+)
+@click.option(
+    "--dtype",
+    type=Dtype("fp32", "bf16", "fp16", "auto"),
+    default="fp32",
+    show_default=True,
+    help="Float type that the model computes in; auto is the checkpoint's own.",
+)
+@click.option("-o", "--out", **OUT, help="File of token ids to write (.jsonl).")
+@click.option("--workers", type=int, metavar="N", help="Threads that compute.  [default: physical cores]")
+@DEVICE
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@QUIET
+def generate(given: Given) -> None:
+    """Let a model write its own calibration text.
+
+    This helps where no data are at hand: calibrate and tune take the file as --data.
+    """
+    from ptqpipe.stages import generate as stage
+
+    machine = given.machine(given.device, waits=False)
+    done = stage.generate(
+        given.model,
+        given.out,
+        samples=given.samples,
+        seqlen=given.seqlen,
+        seed=given.seed,
+        dtype=given.dtype,
+        overwrite=given.overwrite,
+        machine=machine,
+        say=None if given.quiet else lambda line: click.echo(line, err=True),
+    )
+    click.echo(
+        f"{done.out}: {done.samples} windows of {done.seqlen} tokens and {done.held_out} more to hold out, in "
+        f"{done.seconds:.1f} s"
+    )
+    windows = ["--samples", done.samples, "--seqlen", done.seqlen]
+    target = given.out.with_name(f"{given.out.stem}-stats")
+    click.echo(next_line("calibrate", given.model, "--data", given.out, *windows, "-o", target))
+
+
+@command(example="ptqpipe tune MODEL --data text.jsonl -o codes")
+@click.argument("model")
+@data_options("Windows of text to learn from.", "Seed that chooses the windows and their order.")
+@click.option("--recipe", "recipe_path", type=PATH, metavar="FILE", help="A YAML recipe, instead of --format.")
+@STATS
+@recipe_options("container")
+@click.option(
+    "--algorithm",
+    type=click.Choice(list(ALGORITHMS)),
+    help="Algorithm that chooses, with --stats, the codes that tuning starts from.  [default: rtn]",
+)
+@click.option(
+    "--method",
+    type=click.Choice(["learned", "gptq", "gptq+learned"]),
+    default="learned",
+    show_default=True,
+    help="How codes are found: by gradient descent (learned), by error feedback layer by layer, each compensating for "
+    "the error that earlier layers introduced (gptq), or by both.",
+)
+@click.option(
+    "--share",
+    type=float,
+    metavar="F",
+    help="Fraction of the error of earlier layers that each layer compensates for, 0 to 1; for --method gptq.  "
+    "[default: 0.5]",
+)
+@click.option(
+    "--steps",
+    type=int,
+    metavar="N",
+    help="Steps of gradient descent in each decoder layer; for --method learned.  [default: 200]",
+)
+@click.option("-o", "--out", **OUT, help="Folder of codes to write.")
+@DEVICE
+@run_options("Threads that compute", default="physical cores", memory="8GiB")
+def tune(given: Given) -> None:
+    """Learn how a model's weights are rounded.
+
+    MODEL is tuned one decoder layer at a time, from the codes that convert would write with these options.
+    `ptqpipe convert MODEL --rounding OUT` then writes the learned ones. Samples that do not fit into --max-memory are
+    kept on disk.
+    """
+    from ptqpipe.stages.tune import run as stage
+    from ptqpipe.stages.tune import text
+
+    if given.share is not None and "gptq" not in given.method:
+        raise UsageError("--share belongs to --method gptq and gptq+learned; add it, or leave --share out")
+    if given.steps is not None and "learned" not in given.method:
+        raise UsageError("--steps belongs to --method learned and gptq+learned; add it, or leave --steps out")
+    options = given.into(
+        stage.TuneOptions,
+        data_field=given.field,
+        share=stage.SHARE if given.share is None else given.share,
+        settings=stage.settings_of(given.steps, seed=given.seed),
+    )
+    machine = given.machine(given.device, waits=False)
+    with says_how_to_resume(given.out, given.mode):
+        done = stage.tune(
+            given.model,
+            given.data,
+            given.out,
+            recipe=given.recipe,
+            recipe_path=given.recipe_path,
+            stats=given.stats,
+            options=options,
+            mode=given.mode,
+            machine=machine,
+        )
+    if given.as_json:
+        click.echo(json.dumps(text.to_json(done)))
+        return
+    click.echo(text.render(done))
+    statistics = [] if given.stats is None else ["--stats", given.stats]
+    click.echo(next_line("convert", given.model, "--rounding", given.out, *statistics))
+
+
+def _left_of_plan(given: Given) -> str:
+    if given.measure is None:
+        return "nothing is written"
+    return f"what is measured is kept in {given.out}.measured.jsonl, and the same command continues from there"
+
+
+@command(example="ptqpipe plan MODEL --budget 5.5bits --stats stats -o mixed.yaml", leaves=_left_of_plan)
+@click.argument("model")
+@click.option(
+    "--budget", required=True, metavar="4.75bits|9GB", help="Bits per weight, or the size of all weights on disk."
+)
+@click.option(
+    "--formats",
+    type=names,
+    metavar="A,B,...",
+    help="Formats to choose from, with commas.  [default: nvfp4,mxfp4a16,mxfp8a16,fp8_dynamic,keep]",
+)
+@click.option(
+    "--stats",
+    type=PATH,
+    metavar="DIR",
+    help="Folder of `ptqpipe calibrate`; with it the output error of a layer is its sensitivity.",
+)
+@click.option(
+    "--measure",
+    type=PATH,
+    metavar="FILE",
+    help="Text on which the KL divergence of each layer is measured as its sensitivity.",
+)
+@click.option("--max-tokens", type=int, metavar="N", help="Tokens of the --measure text to use.  [default: 4096]")
+@click.option(
+    "--window",
+    type=int,
+    metavar="N",
+    help="Tokens of context for --measure.  [default: the model's positions, at most 2048]",
+)
+@click.option("-o", "--out", **OUT, help="Recipe file to write.")
+@run_options("Most groups of weights that are quantized at the same time", restart=False)
+def plan(given: Given) -> None:
+    """Choose a format for every layer under a budget.
+
+    Integer programming minimizes the sum of sensitivities and writes a recipe for convert. Without --stats and
+    --measure the sensitivity of a layer is the error of its weights. --measure keeps its numbers in OUT.measured.jsonl
+    and continues from there.
+    """
+    from ptqpipe.stages.plan import run as stage
+    from ptqpipe.stages.plan.units import DEFAULT_FORMATS
+
+    if given.measure is None and (given.max_tokens is not None or given.window is not None):
+        raise UsageError("--max-tokens and --window belong to --measure; add it")
+    stage.check_recipe_target(given.out)
+    found = stage.plan_mixed(
+        given.model,
+        _budget(given.budget),
+        formats=DEFAULT_FORMATS if given.formats is None else given.formats,
+        stats=given.stats,
+        measurement=None if given.measure is None else _measurement(given),
+        machine=given.machine(),
+    )
+    stage.write_recipe(found, given.out)
+    if given.as_json:
+        click.echo(json.dumps(stage.plan_json(found)))
+        return
+    click.echo(f"{stage.plan_text(found)}\n{given.out} is the recipe")
+    statistics = [] if given.stats is None else ["--stats", given.stats]
+    click.echo(next_line("convert", given.model, "--recipe", given.out, *statistics))
+
+
+def _measurement(given: Given) -> "Measurement":
+    from ptqpipe.stages.plan.measure import DEFAULT_TOKENS, Measurement
+
+    def show(done: int, of: int) -> None:
+        click.echo(f"\r{done} of {of} measured", nl=done == of, err=True)
+
+    return Measurement(
+        text=given.measure,
+        record=given.out.with_name(f"{given.out.name}.measured.jsonl"),
+        tokens=DEFAULT_TOKENS if given.max_tokens is None else given.max_tokens,
+        window=given.window,
+        on_measured=show if not given.quiet and sys.stderr.isatty() else None,
+    )
+
+
+def _budget(text: str) -> "Budget":
+    """Bits or bytes. UsageError for anything else."""
+    from ptqpipe.stages.plan.run import Budget
+
+    match = _BITS.fullmatch(text.strip())
+    if match is not None:
+        return Budget(bits=float(match[1]))
+    if _SMALL.fullmatch(text.strip()) is not None:
+        number = text.strip()
+        raise UsageError(f"--budget {number} is a number without a unit; write {number}bits, or a size such as 9GB")
+    try:
+        return Budget(nbytes=Size().convert(text, None, None))
+    except click.UsageError:
+        raise UsageError(f"--budget {text!r} is neither bits nor bytes; write 4.75bits, 9GB or 800MiB") from None

@@ -1,157 +1,117 @@
-"""What the commands share: sizes, errors as one line, the machine, the ranks, how to resume.
+"""What the commands share: how one is declared, errors as one line, the machine, the ranks, how to resume.
 
-Beside the commands this is the only file that knows click, reads the environment, or turns an error into an exit code.
+A command is a function of `Given`, the parameters of one call. `command` declares it; its options are in
+``parameters.py`` where several commands have them. Only this file reads the environment, or turns an error into an exit
+code.
 """
 
+import io
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import click
 
+from ptqpipe._version import __version__
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, one_line
+from ptqpipe.options import RecipeOptions, recipe_fields
 
 if TYPE_CHECKING:
     from ptqpipe.stages.common.machine import Machine, Ranks
 
-P = ParamSpec("P")
-R = TypeVar("R")
+T = TypeVar("T")
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.IGNORECASE)
-MAX_SIZE = 2**62  # bytes
 INTERRUPTED = 130  # exit code: 128 and the number of SIGINT
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
 
 
-class Size(click.ParamType[int]):
-    """A number of bytes: ``800MB`` (10^6), ``2GiB`` (2^30), ``1500000000``."""
+class Given(SimpleNamespace):
+    """The parameters of one call of a command, by name."""
 
-    name = "size"
+    def into(self, kind: type[T], **more: Any) -> T:
+        """A dataclass from the parameters that are called as its fields are, and ``more``."""
+        names = {one.name for one in fields(kind)}  # type: ignore[arg-type]  # T is a dataclass
+        return kind(**{name: value for name, value in vars(self).items() if name in names} | more)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parses a size; click's error otherwise."""
-        if isinstance(value, int):
-            return value
-        match = _SIZE.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is not a size; write 2GiB, 800MB or a number of bytes", param, ctx)
-        unit = (match[2] or "").lower()
-        size = float(match[1]) * _UNITS[unit.removesuffix("b") if len(unit) > 1 else unit]
-        if size > MAX_SIZE:
-            self.fail(f"{value!r} is more than any machine has; write 2GiB, 800MB or a number of bytes", param, ctx)
-        return int(size)
+    @property
+    def recipe(self) -> RecipeOptions:
+        """Those that decide bytes (`recipe_options`)."""
+        known = recipe_fields()
+        given = {name: value for name, value in vars(self).items() if name in known}
+        return RecipeOptions(self.scheme, self.ignore, **given)
+
+    @property
+    def mode(self) -> Literal["new", "resume", "overwrite"]:
+        """How the output is opened. UsageError for --resume and --overwrite at once."""
+        if self.resume and self.overwrite:
+            raise UsageError("--resume and --overwrite contradict each other; give one of them")
+        return "resume" if self.resume else "overwrite" if self.overwrite else "new"
+
+    def machine(self, device: str = "cpu", *, waits: bool = True) -> "Machine":
+        """The machine options, checked; see `machine_of`."""
+        shown = not self.quiet and not getattr(self, "as_json", False)
+        return machine_of(self.workers, device, getattr(self, "max_memory", 8 << 30), progress=shown, waits=waits)
 
 
-class Existing(click.ParamType[Path]):
-    """A folder or a file that the call names and that must be there: exit code 2 if not, in every command.
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="ptqpipe")
+def main() -> None:
+    """Hugging Face checkpoints to FP4 and FP8: streaming, with block scales that are proven optimal."""
+    for stream in (sys.stdout, sys.stderr):  # names of files need not be Unicode, and terminals need not know it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
-    What a file that is there holds is for the stages to judge.
+
+def command(
+    *,
+    example: str,
+    name: str | None = None,
+    leaves: str | Callable[[Given], str] = "nothing is written",
+    group: click.Group = main,
+) -> Callable[[Callable[[Given], None]], click.Command]:
+    """Declares a command, once. Its errors become one line on stderr and an exit code, and so does Ctrl-C.
+
+    example  a call, the last line of its help
+    leaves   what is left after Ctrl-C, in words; for commands that resume, where nothing is left to continue from
     """
 
-    def __init__(self, kind: Literal["folder", "file"]) -> None:
-        """``kind``: which of the two."""
-        self.name = kind
+    def decorate(function: Callable[[Given], None]) -> click.Command:
+        def call(**parameters: Any) -> None:
+            given = Given(**parameters)
+            with _errors_in_one_line(lambda: leaves if isinstance(leaves, str) else leaves(given)):
+                function(given)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path; click's error where there is no such thing."""
-        path = Path(value)
-        try:
-            there, folder = path.exists(), path.is_dir()
-        except (OSError, ValueError):  # a name too long, a zero byte
-            there = folder = False
-        if not there:
-            self.fail(one_line(f"{str(path)!r} does not exist, expected a {self.name}"), param, ctx)
-        if folder != (self.name == "folder"):
-            found = "folder" if folder else "file"
-            self.fail(one_line(f"{str(path)!r} is a {found}, expected a {self.name}"), param, ctx)
-        return path
+        call.__doc__ = function.__doc__
+        call.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+        return group.command(name or function.__name__, epilog=f"Example: {example}")(call)
+
+    return decorate
 
 
-_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-class Dtype(click.ParamType[str]):
-    """A float type in either spelling, ``bf16`` or ``bfloat16``; "auto" where ``auto`` says so.
-
-    long  whether the stage wants the long spelling
-    """
-
-    name = "dtype"
-
-    def __init__(self, *known: str, long: bool = True) -> None:
-        """``known``: short spellings, as help and messages say them."""
-        self._known, self._long = known, long
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The spelling that the stage wants; click's error for an unknown one."""
-        word = str(value).strip().lower()
-        short = next((short for short, long in _DTYPES.items() if word == long), word)
-        if short not in self._known:
-            self.fail(f"{value!r} is unknown; use {', '.join(self._known)}", param, ctx)
-        return _DTYPES.get(short, short) if self._long else short
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """The words themselves."""
-        return "|".join(self._known)
-
-
-def one_line_errors(command: Callable[P, R]) -> Callable[P, R | None]:
-    """PtqError, disk errors and Ctrl-C become one line on stderr and an exit code; anything else is a bug, with its
-    trace."""
-
-    @wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        try:
-            return command(*args, **kwargs)
-        except AlreadyComplete as done:
-            click.echo(str(done))
-        except PtqError as error:
-            _fail(str(error), error.exit_code)
-        except BrokenPipeError:  # nobody reads on: click ends in silence
-            raise
-        except OSError as error:
-            _fail(one_line(": ".join(str(part) for part in (error.strerror or error, error.filename) if part)), 1)
-        except MemoryError as error:
-            _fail(one_line(f"out of memory{f' ({error})' if str(error) else ''}; lower --workers or --max-memory"), 1)
-        except KeyboardInterrupt:
-            click.echo(f"\nInterrupted: {_kept()}.", err=True)
-            sys.exit(INTERRUPTED)
-        return None
-
-    return wrapped
-
-
-def _kept() -> str:
-    """What a command that was interrupted leaves; those that can be resumed say it by `says_how_to_resume`."""
-    context = click.get_current_context(silent=True)
-    name, given = ("", {}) if context is None else (context.command.name, context.params)
-    if name == "plan" and given.get("measure") is not None:
-        return f"what is measured is kept in {given['out']}.measured.jsonl, and the same command continues from there"
-    if name == "eval":
-        return "nothing is written; a baseline's logits that are complete stay in the cache for the next run"
-    if name == "demo":
-        return f"the formats that are finished are kept in {given.get('out')}; another demo begins anew"
-    if name == "allreduce":
-        return "what is printed is all; plots are not written"
-    return "nothing is written" if name != "serve" else "the service has ended"
+@contextmanager
+def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
+    """PtqError, disk errors and Ctrl-C as one line and an exit code; anything else is a bug, with its trace."""
+    try:
+        yield
+    except AlreadyComplete as done:
+        click.echo(str(done))
+    except PtqError as error:
+        _fail(str(error), error.exit_code)
+    except BrokenPipeError:  # nobody reads on: click ends in silence
+        raise
+    except OSError as error:
+        _fail(one_line(": ".join(str(part) for part in (error.strerror or error, error.filename) if part)), 1)
+    except MemoryError as error:
+        _fail(one_line(f"out of memory{f' ({error})' if str(error) else ''}; lower --workers or --max-memory"), 1)
+    except KeyboardInterrupt:
+        click.echo(f"\nInterrupted: {leaves()}.", err=True)
+        sys.exit(INTERRUPTED)
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -161,72 +121,11 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How a command that writes a folder runs: options of machine and output, none of which decides bytes."""
-
-    workers: int | None
-    max_memory: int
-    mode: Literal["new", "resume", "overwrite"]
-    as_json: bool
-    quiet: bool
-
-    def machine(self, device: str = "cpu") -> "Machine":
-        """The machine options, checked."""
-        return machine_of(self.workers, device, self.max_memory, progress=not self.quiet and not self.as_json)
-
-
-def run_options(counted: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Adds the options of `RunOptions` to a command, which gets them as ``run``.
-
-    counted  what ``--workers`` counts: "Weights in flight"
-    """
-
-    def decorate(command: Callable[..., R]) -> Callable[..., R]:
-        @wraps(command)
-        def wrapped(
-            *,
-            workers: int | None,
-            max_memory: int,
-            resume: bool,
-            overwrite: bool,
-            as_json: bool,
-            quiet: bool,
-            **arguments: Any,
-        ) -> R:
-            run = RunOptions(workers, max_memory, mode_of(resume, overwrite), as_json, quiet)
-            return command(run=run, **arguments)
-
-        for option in reversed(_run_options(counted)):
-            wrapped = option(wrapped)
-        return wrapped
-
-    return decorate
-
-
-def _run_options(counted: str) -> list[Callable[[Callable[..., R]], Callable[..., R]]]:
-    return [
-        click.option("--workers", type=int, metavar="N", help=f"{counted}.  [default: processors, at most 16]"),
-        click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory."),
-        click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start."),
-        click.option("--overwrite", is_flag=True, help="Replace an existing output."),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
-        click.option("-q", "--quiet", is_flag=True, help="No progress bar."),
-    ]
-
-
-def mode_of(resume: bool, overwrite: bool) -> Literal["new", "resume", "overwrite"]:
-    """How the output is opened. UsageError for both at once."""
-    if resume and overwrite:
-        raise UsageError("--resume and --overwrite contradict each other; give one of them")
-    return "resume" if resume else "overwrite" if overwrite else "new"
-
-
 @contextmanager
 def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
     """Ctrl-C ends with the command that continues, where something is left of this run to continue from.
 
-    ``--resume`` where nothing is, neither unfinished nor complete, is said: the run starts from its beginning.
+    A line on stderr tells when ``--resume`` finds nothing, neither unfinished nor complete, and the run starts anew.
     """
     from ptqpipe.stages.common.jobs import is_unfinished
 

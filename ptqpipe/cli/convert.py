@@ -1,4 +1,4 @@
-"""ptqpipe convert."""
+"""Commands that write a checkpoint: convert, relayout, dequantize, transform, demo."""
 
 import json
 import signal
@@ -8,185 +8,60 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Size, machine_of, mode_of, one_line_errors, ranks_of, says_how_to_resume
+from ptqpipe.cli.common import Given, command, machine_of, next_line, ranks_of, says_how_to_resume
+from ptqpipe.cli.parameters import DEVICE, OUT, PATH, STATS, Dtype, Existing, Size, names, recipe_options, run_options
 
 
-@click.command(epilog="Example: ptqpipe convert MODEL --format nvfp4 -o OUT")
+@command(example="ptqpipe convert MODEL --format nvfp4 -o OUT")
 @click.argument("model")
-@click.option(
-    "--format",
-    "scheme",
-    metavar="NAME",
-    help="nvfp4, nvfp4_w4a4, mxfp4, mxfp8, fp8, fp8_block, ...; see `ptqpipe formats`.  [default: nvfp4]",
-)
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder.  [default: <model>-<FORMAT>]")
-@click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="A YAML recipe instead of --format.")
-@click.option(
-    "--container", metavar="NAME", help="compressed_tensors, modelopt, deepseek_fp8, gptoss_mxfp4, mxfp8_hf, ptqpipe."
-)
-@click.option(
-    "--search",
-    metavar="NAME",
-    help="exact, absmax, four_over_six, ...; see `ptqpipe formats`.  [default: exact]",
-)
-@click.option(
-    "--global-scale",
-    type=click.Choice(["search", "absmax"]),
-    help="Search the global scale or take amax.  [default: search]",
-)
+@click.option("-o", "--out", type=PATH, help="Folder to write.  [default: <model>-<FORMAT>]")
+@click.option("--recipe", "recipe_path", type=PATH, metavar="FILE", help="A YAML recipe, instead of --format.")
+@STATS
 @click.option(
     "--rounding",
-    type=click.Path(path_type=Path),
-    help="Learned codes of `ptqpipe tune`. Format, container and ignored modules are those that they were learned for.",
+    type=PATH,
+    metavar="DIR",
+    help="Folder of codes that `ptqpipe tune` learned. They bring their format, container and ignored modules along.",
 )
-@click.option("--stats", type=click.Path(path_type=Path), help="Statistics of `ptqpipe calibrate`.")
-@click.option(
-    "--algorithm",
-    type=click.Choice(["rtn", "gptq"]),
-    help="With --stats: how codes are chosen.  [default: gptq; rtn where calibrate left out the full moments]",
-)
-@click.option(
-    "--weighting",
-    type=click.Choice(["none", "diagonal", "block"]),
-    help="With --stats: what the block scales minimize.  [default: diagonal]",
-)
-@click.option(
-    "--damping",
-    type=float,
-    metavar="D",
-    help="gptq: share of the mean second moment that is added.  [default: 0.01]",
-)
-@click.option(
-    "--refine",
-    type=int,
-    metavar="N",
-    help="gptq: sweeps of coordinate descent over scales and codes afterwards.  [default: 3]",
-)
-@click.option(
-    "--low-rank", type=int, metavar="R", help="Rank of a correction added to each weight (container ptqpipe)."
-)
-@click.option("--low-rank-dtype", type=click.Choice(["bf16", "fp8"]), help="What it is stored in.  [default: bf16]")
-@click.option(
-    "--ignore", multiple=True, metavar="PATTERN", help="Keep these modules: a name, a glob, or re:<regex>. Repeatable."
-)
-@click.option(
-    "--input-amax",
-    type=float,
-    metavar="A",
-    help="W4A4 without calibration: the largest activation that must not clip.  [default: 336]",
-)
-@click.option(
-    "--input-scale",
-    type=click.Choice(["absmax", "percentile", "mse"]),
-    help="Static activation scales with --stats: by which activation.  [default: absmax]",
-)
-@click.option("--headroom", type=float, metavar="F", help="That activation is multiplied by F.  [default: 1]")
-@click.option("--bias-correction", is_flag=True, help="With --stats: biases make up for the mean error.")
-@click.option(
-    "--kv-cache",
-    type=click.Choice(["none", "fp8", "fp8_per_head"]),
-    help="With --stats: scales of an FP8 key-value cache.  [default: none]",
-)
-@click.option(
-    "--shard-size",
-    type=Size(),
-    metavar="SIZE",
-    help="Largest weight file.  [default: about 1/32 of all, 256MiB to 4GiB]",
-)
-@click.option("--workers", type=int, metavar="N", help="Units in flight.  [default: processors, at most 16]")
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option("--max-memory", type=Size(), default="2GiB", show_default=True, help="Limit of resident memory.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and the exact size; read and write no weights.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
-@one_line_errors
-def convert(
-    model: str,
-    scheme: str | None,
-    out: Path | None,
-    recipe_path: Path | None,
-    container: str | None,
-    search: str | None,
-    global_scale: str | None,
-    rounding: Path | None,
-    stats: Path | None,
-    algorithm: str | None,
-    weighting: str | None,
-    damping: float | None,
-    refine: int | None,
-    low_rank: int | None,
-    low_rank_dtype: str | None,
-    ignore: tuple[str, ...],
-    input_amax: float | None,
-    input_scale: str | None,
-    headroom: float | None,
-    bias_correction: bool,
-    kv_cache: str | None,
-    shard_size: int | None,
-    workers: int | None,
-    device: str,
-    max_memory: int,
-    resume: bool,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Convert MODEL (a folder, or a hub name) to a packed low-precision checkpoint.
+@recipe_options()
+@DEVICE
+@click.option("--dry-run", is_flag=True, help="Print what would be done and the exact size; read and write no weights.")
+@run_options("Most units of weights that are quantized at the same time")
+def convert(given: Given) -> None:
+    """Quantize a model to a packed FP4 or FP8 checkpoint.
 
-    Under torchrun the units are divided among the ranks; the bytes are the same.
+    MODEL is a folder, or a name on the hub. Under torchrun the work is divided among the ranks; the bytes are the same.
     """
-    from ptqpipe.recipe import RecipeOptions
     from ptqpipe.stages.convert import run as stage
     from ptqpipe.stages.convert import text as tables
     from ptqpipe.stages.convert.prepare import best_with, prepare
 
-    mode = mode_of(resume, overwrite)
-    options = RecipeOptions(
-        scheme,
-        container,
-        search,
-        global_scale,
-        ignore,
-        input_amax,
-        shard_size,
-        algorithm=algorithm,
-        weighting=weighting,
-        damping=damping,
-        refine=refine,
-        input_scale=input_scale,
-        headroom=headroom,
-        kv_cache=kv_cache,
-        bias_correction=bias_correction or None,
-        low_rank=low_rank,
-        low_rank_dtype=low_rank_dtype,
-    )
-    machine = machine_of(workers, device, max_memory, progress=not quiet and not as_json)
-    options = best_with(options, stats=stats, recipe_path=recipe_path, rounding=rounding)
-    prepared = prepare(model, options=options, recipe_path=recipe_path, out=out, stats=stats, rounding=rounding)
+    mode, machine = given.mode, given.machine(given.device)
+    where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}
+    prepared = prepare(given.model, options=best_with(given.recipe, **where), out=given.out, **where)
     with prepared:
         no_config = tables.missing_config(prepared)
-        if dry_run:
+        if given.dry_run:
             _warn(no_config)
             click.echo(
-                json.dumps(tables.plan_json(prepared, machine)) if as_json else tables.plan_text(prepared, machine)
+                json.dumps(tables.plan_json(prepared, machine))
+                if given.as_json
+                else tables.plan_text(prepared, machine)
             )
             return
         ranks = ranks_of()
         if ranks.rank == 0:
             _warn(no_config)
         with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
-            if ranks.rank == 0 and not as_json:
+            if ranks.rank == 0 and not given.as_json:
                 click.echo(tables.header_text(prepared, machine))
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
     if done is not None:
-        click.echo(json.dumps(tables.converted_json(done)) if as_json else tables.converted_text(done))
+        click.echo(json.dumps(tables.converted_json(done)) if given.as_json else tables.converted_text(done))
 
 
 def _warn(line: str | None) -> None:
-    """A line on stderr, where there is one to say."""
+    """A line on stderr, if there is one."""
     if line is not None:
         click.echo(f"warning: {line}", err=True)
 
@@ -199,3 +74,134 @@ def _stop_is_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@command(example="ptqpipe relayout CKPT --container modelopt")
+@click.argument("ckpt", type=Existing("folder"))
+@click.option("--container", required=True, metavar="NAME", help="Layout to write; `ptqpipe formats` lists them.")
+@click.option("-o", "--out", type=PATH, help="Folder to write.  [default: <ckpt>-<container>]")
+@run_options("Most weights that are rewritten at the same time")
+def relayout(given: Given) -> None:
+    """Rewrite a checkpoint in another container.
+
+    The codes and scales of CKPT stay the same: nothing is quantized again.
+    """
+    from ptqpipe.stages.common.identity import name_of
+    from ptqpipe.stages.relayout import run as stage
+
+    container = given.container.lower().replace("_", "-")
+    out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{container}")
+    with says_how_to_resume(out, given.mode):
+        done = stage.relayout(
+            given.ckpt, out, container=given.container, mode=given.mode, machine=given.machine(), ranks=ranks_of()
+        )
+    if done is not None:
+        click.echo(json.dumps(stage.to_json(done)) if given.as_json else stage.render(done))
+
+
+@command(example="ptqpipe dequantize CKPT --dtype bf16")
+@click.argument("ckpt", type=Existing("folder"))
+@click.option(
+    "--dtype",
+    type=Dtype("bf16", "fp16", "fp32", long=False),
+    default="bf16",
+    show_default=True,
+    help="Float type of the weights that are written.",
+)
+@click.option("-o", "--out", type=PATH, help="Folder to write.  [default: <ckpt>-<dtype>]")
+@run_options("Most weights that are decoded at the same time")
+def dequantize(given: Given) -> None:
+    """Write a quantized checkpoint as plain floats.
+
+    Every tool that loads the original model loads the result.
+    """
+    from ptqpipe.stages import dequantize as stage
+    from ptqpipe.stages.common.identity import name_of
+
+    out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{given.dtype}")
+    with says_how_to_resume(out, given.mode):
+        done = stage.dequantize(
+            given.ckpt, out, dtype=given.dtype, mode=given.mode, machine=given.machine(), ranks=ranks_of()
+        )
+    if done is not None:
+        click.echo(json.dumps(stage.to_json(done)) if given.as_json else stage.render(done))
+
+
+@command(example="ptqpipe transform MODEL --apply smoothquant --stats stats -o smooth")
+@click.argument("model")
+@click.option(
+    "--apply",
+    required=True,
+    metavar="NAMES",
+    help="Transforms in their order, with commas: smoothquant, awq, aqas, smooth_swiglu, rotate.",
+)
+@click.option("--stats", type=PATH, metavar="DIR", help="Folder of `ptqpipe calibrate`; only rotations need none.")
+@click.option("--alpha", type=float, help="Exponent of the inputs in SmoothQuant, or the strength of Smooth-SwiGLU.")
+@click.option(
+    "--power-of-two", "powers_of_two", is_flag=True, help="Round factors to powers of two: exact in every float type."
+)
+@click.option(
+    "--edges",
+    type=names,
+    metavar="KINDS",
+    help="Between which layers factors move, with commas: norm, value, up.  [default: each transform's own]",
+)
+@click.option("--block", type=int, default=32, show_default=True, help="Size of the Hadamard blocks, 16 to 128.")
+@click.option("--untie", is_flag=True, help="Write an output head that shares the embedding as a tensor of its own.")
+@click.option("--format", default="nvfp4", show_default=True, help="Format for which awq and aqas search factors.")
+@click.option(
+    "--dtype",
+    type=Dtype("bf16", "fp16", "fp32", long=False),
+    help="Float type of the weights that are written.  [default: the source's if that is exact, else fp32]",
+)
+@click.option(
+    "--shard-size", "shard_bytes", type=Size(), help="Size of the largest weight file.  [default: chosen by the total]"
+)
+@click.option("-o", "--out", **OUT, help="Folder to write.")
+@run_options("Most groups of connected layers that are transformed at the same time")
+def transform(given: Given) -> None:
+    """Fold smoothing factors or rotations into a model.
+
+    The result computes the same as MODEL and quantizes better. Statistics of MODEL do not fit it: calibrate the result
+    again before `ptqpipe convert --stats`.
+    """
+    from ptqpipe.stages.transform import run as stage
+    from ptqpipe.stages.transform.plan import TransformOptions
+
+    with says_how_to_resume(given.out, given.mode):
+        done = stage.transform(
+            given.model,
+            given.out,
+            stats=given.stats,
+            options=given.into(TransformOptions),
+            mode=given.mode,
+            machine=given.machine(),
+            ranks=ranks_of(),
+        )
+    if done is None:
+        return
+    if given.as_json:
+        click.echo(json.dumps(stage.to_json(done)))
+        return
+    click.echo(stage.render(done))
+    click.echo(next_line("convert", given.out, "--format", given.format))
+
+
+@command(
+    example="ptqpipe demo -o ptqpipe-demo",
+    leaves=lambda given: (
+        f"the formats that are finished are kept in {given.out}; another demo starts from the beginning"
+    ),
+)
+@click.option(
+    "-o", "--out", type=PATH, default=Path("ptqpipe-demo"), show_default=True, help="Folder for the checkpoints."
+)
+def demo(given: Given) -> None:
+    """Convert a small built-in model to three formats.
+
+    The checkpoints are verified, and a table shows what each format costs.
+    """
+    from ptqpipe.stages import demo as stage
+
+    machine = machine_of(None, "cpu", 2 << 30, progress=False)
+    click.echo(stage.demo_text(stage.run_demo(given.out, machine=machine)))

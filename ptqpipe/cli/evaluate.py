@@ -1,22 +1,28 @@
-"""ptqpipe eval."""
+"""Commands that measure: eval, simulate allreduce."""
 
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any
 
 import click
 
-from ptqpipe.cli.common import Dtype, Size, one_line_errors
+from ptqpipe.cli.common import Given, command, main
+from ptqpipe.cli.parameters import JSON, PATH, QUIET, Dtype, Existing, Size, names
+from ptqpipe.errors import UsageError
 
 
-@click.command(name="eval", epilog="Example: ptqpipe eval CKPT --baseline MODEL --data held-out.txt")
+@command(
+    name="eval",
+    example="ptqpipe eval CKPT --baseline MODEL --data held-out.txt",
+    leaves="nothing is written; a baseline's logits that are complete stay in the cache for the next run",
+)
 @click.argument("ckpt")
-@click.option("--baseline", metavar="MODEL", help="The model to compare with: the one that CKPT was made from.")
+@click.option("--baseline", metavar="MODEL", help="Model to compare with: the one that CKPT was made from.")
 @click.option(
     "--data",
-    type=click.Path(path_type=Path),
+    type=PATH,
     multiple=True,
     metavar="FILE",
     help="Text to score: .txt, .jsonl or .parquet. Repeatable.",
@@ -24,93 +30,71 @@ from ptqpipe.cli.common import Dtype, Size, one_line_errors
 @click.option(
     "--window", type=int, metavar="N", help="Tokens of context.  [default: the model's positions, at most 2048]"
 )
-@click.option("--stride", type=int, metavar="N", help="Windows begin every N tokens.  [default: the window]")
-@click.option("--max-tokens", type=int, metavar="N", help="Use the first N tokens of each file.")
-@click.option("--tasks", default="", metavar="A,B", help="lm-eval's tasks, or local_piqa, local_lambada, ...")
-@click.option("--task-data", type=click.Path(path_type=Path), metavar="DIR", help="The files of the local_ tasks.")
-@click.option("--include-path", type=click.Path(path_type=Path), metavar="DIR", help="Further lm-eval task YAMLs.")
-@click.option("--limit", type=int, metavar="N", help="Use the first N samples of each task.")
-@click.option("--batch-size", type=int, default=8, show_default=True, help="Of the tasks.")
+@click.option(
+    "--stride", type=int, metavar="N", help="Tokens from the start of a window to the next.  [default: the window]"
+)
+@click.option("--max-tokens", type=int, metavar="N", help="Tokens of each --data file to use, from its beginning.")
+@click.option(
+    "--tasks",
+    type=names,
+    default="",
+    metavar="A,B",
+    help="Tasks of lm-eval, or local_piqa, local_lambada, ..., with commas.",
+)
+@click.option("--task-data", type=PATH, metavar="DIR", help="Folder with the files of the local_ tasks.")
+@click.option("--include-path", type=PATH, metavar="DIR", help="Folder of further task files (YAML) for lm-eval.")
+@click.option("--limit", type=int, metavar="N", help="Samples of each task to use, from its beginning.")
+@click.option("--batch-size", type=int, default=8, show_default=True, help="Batch size for --tasks.")
 @click.option(
     "--dtype",
     type=Dtype("fp32", "bf16", "fp16", "auto"),
     default="fp32",
     show_default=True,
-    help="What both models compute in; auto: the checkpoint's own.",
+    help="Float type that both models compute in; auto is the checkpoint's own.",
 )
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--device", default="cpu", show_default=True, help="Device that computes: cpu, cuda or cuda:N.")
 @click.option(
     "--activations",
     type=click.Choice(["simulated", "none"]),
     default="simulated",
     show_default=True,
-    help="Quantize activations as the format says, or not.",
+    help="Quantize activations as the format of the checkpoint says, or leave them.",
 )
 @click.option(
-    "--cache-dir",
-    type=click.Path(path_type=Path),
-    help="Where the baseline's logits are kept.  [default: ~/.cache/ptqpipe]",
+    "--cache-dir", type=PATH, help="Folder where the baseline's logits are kept.  [default: ~/.cache/ptqpipe]"
 )
-@click.option("--cache-size", type=Size(), default="16GiB", show_default=True, help="Limit of the cache; 0: none.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Where the JSON goes.  [default: <ckpt>.eval.json]")
+@click.option(
+    "--cache-size", type=Size(), default="16GiB", show_default=True, help="Limit of --cache-dir; 0 keeps nothing."
+)
+@click.option("-o", "--out", type=PATH, help="JSON file to write.  [default: <ckpt>.eval.json]")
 @click.option("--overwrite", is_flag=True, help="Replace an eval file that holds more than this call measures.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
-@one_line_errors
-def evaluate(
-    ckpt: str,
-    baseline: str | None,
-    data: tuple[Path, ...],
-    window: int | None,
-    stride: int | None,
-    max_tokens: int | None,
-    tasks: str,
-    task_data: Path | None,
-    include_path: Path | None,
-    limit: int | None,
-    batch_size: int,
-    dtype: str,
-    device: str,
-    activations: str,
-    cache_dir: Path | None,
-    cache_size: int,
-    out: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Measure CKPT (a folder, or a hub name): perplexity, KL divergence to a baseline, lm-eval tasks.
+@JSON
+@QUIET
+def evaluate(given: Given) -> None:
+    """Measure perplexity, KL divergence and task scores.
 
-    Packed weights are decoded exactly, and the inputs of linear layers are quantized as the format says.
+    CKPT is a folder, or a name on the hub. Packed weights are decoded exactly, and the inputs of linear layers are
+    quantized as the format says.
     """
     from ptqpipe.stages.evaluate import run as stage
     from ptqpipe.stages.evaluate import text as report
 
-    options = stage.Options(
-        data=data,
-        window=window,
-        stride=stride,
-        max_tokens=max_tokens,
-        tasks=tuple(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip())),
-        task_data=task_data,
-        include_path=include_path,
-        limit=limit,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-        activations=cast(Literal["simulated", "none"], activations),
-        cache_dir=None if cache_size == 0 else cache_dir or _user_cache(),
-        cache_limit=cache_size,
+    options = given.into(
+        stage.Options,
+        tasks=tuple(dict.fromkeys(given.tasks)),
+        cache_dir=None if given.cache_size == 0 else given.cache_dir or _user_cache(),
+        cache_limit=given.cache_size,
     )
-    target = out or report.default_out(ckpt)
-    compared = baseline is not None and bool(data)
-    report.check_target(target, overwrite=overwrite, compared=compared, tasks=bool(options.tasks))
-    result = stage.evaluate(ckpt, baseline=baseline, options=options, progress=not quiet and sys.stderr.isatty())
+    target = given.out or report.default_out(given.ckpt)
+    compared = given.baseline is not None and bool(given.data)
+    report.check_target(target, overwrite=given.overwrite, compared=compared, tasks=bool(options.tasks))
+    shown = not given.quiet and sys.stderr.isatty()
+    result = stage.evaluate(given.ckpt, baseline=given.baseline, options=options, progress=shown)
     try:
-        click.echo(json.dumps(result) if as_json else f"{report.render(result)}\n")
+        click.echo(json.dumps(result) if given.as_json else f"{report.render(result)}\n")
     finally:  # shown even if it cannot be written, written even if nobody reads on
         report.write(result, target)
-    if not as_json:
+    if not given.as_json:
         click.echo(f"written to {target}")
 
 
@@ -118,3 +102,115 @@ def _user_cache() -> Path:
     """$XDG_CACHE_HOME/ptqpipe, by default ~/.cache/ptqpipe."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "ptqpipe"
+
+
+@main.group()
+def simulate() -> None:
+    """Simulate collectives: their errors and their times.
+
+    Errors are computed with the arithmetic that runs, times by a model.
+    """
+
+
+@command(
+    group=simulate,
+    example="ptqpipe simulate allreduce --ranks 8..64 --codec int8,nvfp4",
+    leaves="only what is printed above is complete; no plots were written",
+)
+@click.option(
+    "--ranks", default="8..512", show_default=True, metavar="8|2,4|8..512", help="Numbers of ranks; a range doubles."
+)
+@click.option(
+    "--codec",
+    default="int8",
+    show_default=True,
+    metavar="A,B",
+    help="Codecs of what is sent, with commas; times are those of the first.",
+)
+@click.option("--block", type=int, default=64, show_default=True, help="Elements of a message that share a scale.")
+@click.option(
+    "--hadamard",
+    type=int,
+    default=0,
+    metavar="N",
+    help="Rotate groups of N elements before they are quantized.  [default: 0, no rotation]",
+)
+@click.option(
+    "--scheme", metavar="A,B", help="Schemes of adding up whose errors are simulated.  [default: the usual ones]"
+)
+@click.option(
+    "--data",
+    default="gaussian",
+    show_default=True,
+    metavar="A,B",
+    help="Distributions of the values that are added: gaussian, t3, outliers, cancelling.",
+)
+@click.option("--elements", type=int, default=1 << 16, show_default=True, help="Elements in the message of each rank.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the drawn values.")
+@click.option(
+    "--partials",
+    type=Existing("file"),
+    metavar="FILE",
+    help="A .safetensors file with partial sums to add up, instead of drawn ones.",
+)
+@click.option(
+    "--tensor", metavar="NAME", help="Tensor of --partials: [ranks, ...] sums, or with --weight the layer's inputs."
+)
+@click.option("--weight", metavar="NAME", help="Tensor of --partials with the layer's weight [outer, inner].")
+@click.option("--node", type=int, default=8, show_default=True, help="Ranks per node, in hierarchical schemes.")
+@click.option(
+    "--topology", metavar="A,B", help="Machines whose times are modelled, ethernet-<G>g among them.  [default: all]"
+)
+@click.option(
+    "--size",
+    type=Size(),
+    multiple=True,
+    help="Size of a message whose time is modelled. Repeatable.  [default: 64KiB to 1GiB]",
+)
+@click.option("--only", type=click.Choice(["error", "time"]), help="Print only the errors, or only the times.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Folder to which plots are written as PNG files.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON lines instead of tables.")
+def allreduce(given: Given) -> None:
+    """Compare plain and quantized AllReduces.
+
+    Prints errors, computed with the arithmetic that runs; times, from a model of latency, bandwidth and codec speed;
+    and the message size from which quantizing pays.
+    """
+    from ptqpipe.stages.simulate import run as stage
+    from ptqpipe.stages.simulate import text
+
+    if given.partials is None and (given.tensor or given.weight):
+        raise UsageError("--tensor and --weight belong to --partials; add it")
+    if given.plot is not None:
+        text.check_plots(given.plot)
+    worlds = stage.worlds(given.ranks)
+    codecs = stage.codecs_of(given.codec, block=given.block, hadamard=given.hadamard)
+    sources = stage.sources_of(given.data, elements=given.elements, seed=given.seed)
+    if given.partials is not None:
+        sources = (stage.read_partials(given.partials, tensor=given.tensor, weight=given.weight),)
+    schemes = stage.schemes_of(given.scheme)
+    machines = stage.topologies_of(given.topology)
+    clock = stage.TimeRequest(worlds, machines, codecs[0].bits, codecs[0].block, given.size or stage.DEFAULT_SIZES)
+    request = stage.ErrorRequest(worlds, sources, codecs, schemes, given.node)
+    times = [] if given.only == "error" else stage.time_rows(clock)
+    evens = [] if given.only == "error" else stage.break_evens(clock)
+    errors: list[Any] = []
+    if given.only != "time":
+        for row in stage.error_rows(request):
+            errors.append(row)
+            if given.as_json:
+                click.echo(json.dumps(stage.as_dict(row)))
+    if given.as_json:
+        for line in [*map(stage.as_dict, times), *map(stage.as_dict, evens)]:
+            click.echo(json.dumps(line))
+    else:
+        halves = [text.error_text(errors)] if errors else []
+        halves += [text.time_text(times, evens, machines)] if times else []
+        click.echo("\n\n".join(halves))
+    for path in [] if given.plot is None else text.write_plots(given.plot, errors, times):
+        click.echo(f"{path} written", err=True)

@@ -1,4 +1,4 @@
-"""ptqpipe serve."""
+"""The command that serves: with this package's engine, or with vLLM (``--engine vllm``) started and watched."""
 
 import os
 import sys
@@ -6,151 +6,199 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
-from ptqpipe.cli.common import Dtype, Size, one_line_errors
-from ptqpipe.cli.serve_vllm import handed_to_vllm, vllm_options
+from ptqpipe.cli.common import Given, command
+from ptqpipe.cli.parameters import Dtype, Size, options
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
     from ptqpipe.stages.serve.ranks import Place
 
+# Options of ptqpipe serve -> flags of vLLM. Handed over when they were given.
+FLAGS = {
+    "name": "--served-model-name",
+    "dtype": "--dtype",
+    "max_model_len": "--max-model-len",
+    "max_num_seqs": "--max-num-seqs",
+    "max_batch_tokens": "--max-num-batched-tokens",
+    "max_queue": "--max-num-queued-reqs",
+    "kv_cache_size": "--kv-cache-memory-bytes",
+    "chat_template": "--chat-template",
+}
+# Options that `VllmService` takes itself.
+OWN: tuple[str, ...] = (
+    "ckpt",
+    "tp",
+    "allreduce",
+    "host",
+    "port",
+    "api_key",
+    "engine",
+    "vllm_python",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "vllm_flags",
+    "no_prefix_caching",
+)
+FIXED_MIN_BYTES = "1048576"  # --allreduce int8: a prefill of a few hundred tokens reaches it, a decoding step does not
 
-@click.command(epilog="Example: ptqpipe serve CKPT --port 8000")
+
+VLLM_OPTIONS = options(
+    click.option(
+        "--engine",
+        type=click.Choice(["own", "vllm"]),
+        default="own",
+        show_default=True,
+        help="Engine that computes: this package's own, or vLLM of another environment, started and watched.",
+    ),
+    click.option(
+        "--vllm-python",
+        metavar="PYTHON",
+        help="Interpreter that has vLLM, for --engine vllm.  [default: the one that runs ptqpipe]",
+    ),
+    click.option(
+        "--nnodes",
+        type=int,
+        default=1,
+        show_default=True,
+        help="Number of machines for --engine vllm; each of them runs this command.",
+    ),
+    click.option(
+        "--node-rank",
+        type=int,
+        default=0,
+        show_default=True,
+        help="Number of this machine for --engine vllm; machine 0 answers requests.",
+    ),
+    click.option("--master-addr", metavar="HOST", help="Address of machine 0 for --engine vllm."),
+    click.option(
+        "--master-port",
+        type=int,
+        default=29501,
+        show_default=True,
+        help="Port of machine 0 where the ranks of --engine vllm meet.",
+    ),
+    click.argument("vllm_flags", nargs=-1, type=click.UNPROCESSED),
+)
+
+
+@command(example="ptqpipe serve CKPT --port 8000", leaves="the service has ended")
 @click.argument("ckpt")
 @click.option(
     "--tp",
     type=int,
     metavar="N",
-    help="Ranks that share the model.  [default: 1; under torchrun: all of them]",
+    help="Number of ranks that share the model.  [default: 1; under torchrun: all of them]",
 )
 @click.option(
     "--allreduce",
     default="off",
     show_default=True,
     metavar="int8|off|auto",
-    help="The ranks' sums in prefill: quantized, plain, or what is measured to be faster.",
+    help="How ranks add up in prefill: quantized to int8, unquantized (off), or what is measured to be faster (auto).",
 )
-@click.option("--overlap/--no-overlap", default=True, show_default=True, help="Those sums beside computing.")
-@click.option("--batch-invariant", is_flag=True, help="An answer does not depend on what else is served, to the bit.")
+@click.option(
+    "--overlap/--no-overlap",
+    default=True,
+    show_default=True,
+    help="Overlap the prefill all-reduces with computation.",
+)
+@click.option(
+    "--batch-invariant", is_flag=True, help="Make every answer independent, to the bit, of what else is served."
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=int, default=8000, show_default=True, help="0: any free one.")
+@click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0 takes any free one.")
 @click.option(
     "--allowed-host",
     "allowed_hosts",
     multiple=True,
     metavar="NAME",
-    help="A name by which clients reach the service, beside addresses, localhost and this machine's own; * stands for "
-    "anything. Repeatable. Requests with another Host are refused.",
+    help="Name by which clients reach the service, besides addresses, localhost and this machine's own name; * matches "
+    "anything. Requests with another Host header are refused. Repeatable.",
 )
 @click.option(
     "--api-key",
     envvar="PTQPIPE_API_KEY",
-    help="What clients must send as Bearer.  [default: $PTQPIPE_API_KEY]",
+    help="Key that clients must send as a Bearer token.  [default: $PTQPIPE_API_KEY]",
 )
-@click.option("--served-model-name", "name", help="The model's name in the API.  [default: the folder's]")
+@click.option("--served-model-name", "name", help="Name of the model in the API.  [default: the folder's name]")
 @click.option(
     "--dtype",
     type=Dtype("bf16", "fp32", "fp16", "auto"),
     default="bf16",
     show_default=True,
-    help="What it computes in; auto: the checkpoint's own.",
+    help="Float type that the model computes in; auto is the checkpoint's own.",
 )
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda (a GPU a rank) or cuda:N.")
+@click.option(
+    "--device", default="cpu", show_default=True, help="Device that computes: cpu, cuda (one GPU per rank) or cuda:N."
+)
 @click.option("--decoded", is_flag=True, help="Decode the weights to --dtype instead of computing with packed ones.")
 @click.option(
     "--activations",
     type=click.Choice(["simulated", "none"]),
     default="simulated",
     show_default=True,
-    help="Quantize activations as the format says, or not.",
+    help="Quantize activations as the format of the checkpoint says, or leave them.",
 )
 @click.option("--max-model-len", type=int, metavar="N", help="Longest sequence in tokens.  [default: the model's]")
-@click.option("--max-num-seqs", type=int, default=32, show_default=True, help="Most sequences in a step.")
-@click.option("--max-batch-tokens", type=int, default=1024, show_default=True, help="Most tokens in a step.")
-@click.option("--max-queue", type=int, default=256, show_default=True, help="Most sequences that wait; then 429.")
+@click.option("--max-num-seqs", type=int, default=32, show_default=True, help="Most sequences in one step.")
+@click.option("--max-batch-tokens", type=int, default=1024, show_default=True, help="Most tokens in one step.")
+@click.option(
+    "--max-queue", type=int, default=256, show_default=True, help="Most sequences that wait; further ones get HTTP 429."
+)
 @click.option(
     "--kv-cache-size",
     type=Size(),
-    help="Keys and values of a rank.  [default: a quarter of the free memory]",
+    help="Memory for keys and values on each rank.  [default: a quarter of the free memory]",
 )
-@click.option("--no-prefix-caching", is_flag=True, help="Compute common beginnings of prompts again.")
+@click.option("--no-prefix-caching", is_flag=True, help="Compute common beginnings of prompts again for each request.")
 @click.option(
     "--threads",
     type=int,
     metavar="N",
-    help="Of a rank.  [default: physical cores less one, divided by ranks]",
+    help="CPU threads per rank.  [default: physical cores less one, divided by the ranks]",
 )
 @click.option("--max-body", type=Size(), default="4MiB", show_default=True, help="Largest body of a request.")
-@click.option("--chat-template", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A Jinja file.")
-@click.option("--drain", "drain_s", type=float, default=30.0, show_default=True, help="Seconds after SIGTERM.")
+@click.option(
+    "--chat-template",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Jinja file that turns chats into prompts.  [default: the model's]",
+)
+@click.option(
+    "--drain",
+    "drain_s",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="Seconds that running requests have to finish after SIGTERM.",
+)
 @click.option("--rank-of", hidden=True)
 @click.option("--parent", type=int, hidden=True)
-@vllm_options
-@one_line_errors
-def serve(
-    ckpt: str,
-    tp: int | None,
-    allreduce: str,
-    overlap: bool,
-    batch_invariant: bool,
-    host: str,
-    port: int,
-    allowed_hosts: tuple[str, ...],
-    api_key: str | None,
-    name: str | None,
-    dtype: str,
-    device: str,
-    decoded: bool,
-    activations: str,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    max_batch_tokens: int,
-    max_queue: int,
-    kv_cache_size: int | None,
-    no_prefix_caching: bool,
-    threads: int | None,
-    max_body: int,
-    chat_template: Path | None,
-    drain_s: float,
-    rank_of: str | None,
-    parent: int | None,
-    **_: object,  # those of vllm_options, which handed_to_vllm reads itself
-) -> None:
-    """Serve CKPT (a folder, quantized or not) with OpenAI's API, and a page to chat at /.
+@VLLM_OPTIONS
+def serve(given: Given) -> None:
+    """Serve a checkpoint with OpenAI's API.
 
-    --engine vllm starts and watches vLLM of another environment instead; its own flags go after --.
+    CKPT is a folder, quantized or not; a page to chat is at /. With --engine vllm, flags of vLLM itself go after --.
     """
-    if handed_to_vllm(click.get_current_context()):
+    if _handed_to_vllm(given):
         return
     from ptqpipe.stages.serve import run as stage
 
-    options = stage.ServeOptions(
-        ckpt=ckpt,
-        host=host,
-        port=port,
-        name=name,
-        dtype=dtype,
-        device=device,
-        packed=not decoded,
-        activations=activations,
-        allreduce=allreduce,
-        overlap=overlap,
-        invariant=batch_invariant,
-        max_len=max_model_len,
-        max_seqs=max_num_seqs,
-        max_batch_tokens=max_batch_tokens,
-        max_queue=max_queue,
-        cache_bytes=kv_cache_size,
-        prefix_caching=not no_prefix_caching,
-        threads=threads,
-        allowed_hosts=allowed_hosts,
-        api_key=api_key,
-        max_body=max_body,
-        chat_template=chat_template,
-        drain_s=drain_s,
+    serving = given.into(
+        stage.ServeOptions,
+        packed=not given.decoded,
+        invariant=given.batch_invariant,
+        max_len=given.max_model_len,
+        max_seqs=given.max_num_seqs,
+        cache_bytes=given.kv_cache_size,
+        prefix_caching=not given.no_prefix_caching,
     )
     worker = [sys.executable, "-m", "ptqpipe", *sys.argv[1:]]
-    stage.serve(options, _place(tp, rank_of, parent), worker=worker, say=lambda line: click.echo(line, err=True))
+    place = _place(given.tp, given.rank_of, given.parent)
+    stage.serve(serving, place, worker=worker, say=lambda line: click.echo(line, err=True))
 
 
 def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "Place":
@@ -174,3 +222,40 @@ def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "P
     local = int(found["LOCAL_WORLD_SIZE"]) if found["LOCAL_WORLD_SIZE"].isdigit() else size
     local_rank = int(found["LOCAL_RANK"]) if found["LOCAL_RANK"].isdigit() else int(found["RANK"])
     return Place(int(found["RANK"]), size, local, local_rank, torchrun=True)
+
+
+def _handed_to_vllm(given: Given) -> bool:
+    """Whether vLLM was asked for, and has run. UsageError for options that the chosen engine does not have."""
+    context = click.get_current_context()
+    stated = {name for name in vars(given) if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if given.engine == "vllm":
+        _serve_vllm(given, stated)
+        return True
+    if given.vllm_flags:
+        raise UsageError(f"unexpected argument {given.vllm_flags[0]!r}; only --engine vllm takes more than CKPT")
+    if foreign := sorted(stated & {"vllm_python", "nnodes", "node_rank", "master_addr", "master_port"}):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
+        raise UsageError(f"{names}: for --engine vllm alone; torchrun starts our own engine on several machines")
+    return False
+
+
+def _serve_vllm(given: Given, stated: set[str]) -> None:
+    """Starts vLLM with the options of the command line."""
+    from ptqpipe.stages.serve.vllm import VllmService, serve_vllm
+
+    if unknown := sorted(stated - FLAGS.keys() - set(OWN) - {"drain_s"}):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
+        raise UsageError(f"--engine vllm has no {names}; vLLM's own flags go after --")
+    forwarded = [text for name in FLAGS if name in stated for text in (FLAGS[name], str(getattr(given, name)))]
+    forwarded += ["--no-enable-prefix-caching"] if given.no_prefix_caching else []
+    measured = given.allreduce == "auto"
+    service = given.into(
+        VllmService,
+        checkpoint=given.ckpt,
+        python=given.vllm_python,
+        tensor_parallel=given.tp or given.nnodes,
+        allreduce="int8" if measured else given.allreduce,
+        allreduce_min_bytes="auto" if measured else os.environ.get("PTQPIPE_ALLREDUCE_MIN_BYTES", FIXED_MIN_BYTES),
+        forwarded=(*forwarded, *given.vllm_flags),
+    )
+    serve_vllm(service, inherited=os.environ, say=lambda line: click.echo(line, err=True))

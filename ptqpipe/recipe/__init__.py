@@ -5,13 +5,12 @@ know machines (workers, devices, memory).
 
     structure.py  what is known of model families: the defaults
     model.py      Rule and Recipe, patterns of names, and their JSON
-    file.py       the YAML file
-    options.py    the options that override it
+    file.py       the YAML file, and the options of a call that override it (their table is ``ptqpipe/options.py``)
 """
 
-from ptqpipe.recipe.file import load_recipe, parse_recipe
+from ptqpipe.options import RecipeOptions
+from ptqpipe.recipe.file import build_recipe, load_recipe, parse_recipe
 from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule, matches
-from ptqpipe.recipe.options import RecipeOptions, build_recipe
 from ptqpipe.recipe.structure import DEFAULT_FUSE, Keep, Row, rows_of
 
 __all__ = [

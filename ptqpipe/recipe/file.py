@@ -1,28 +1,28 @@
-"""Recipe files: YAML in, a `Recipe` out. Unknown keys are errors; recipes/ has examples.
+"""Recipes from YAML files and from the options of a call. Unknown keys are errors; recipes/ has examples.
 
 A file says a field of `Rule` or `Recipe` by its name, with the field's type: a new field is readable without a word
 here. Only what a file spells otherwise has its own lines: the version, ``format``, the keep list and the fuse table.
+
+Each option of a call that was given overrides the recipe (`build_recipe`).
 """
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
 
 from ptqpipe.errors import PtqError, RecipeError
-from ptqpipe.recipe.model import BY_RECIPE, Recipe, Rule
+from ptqpipe.options import ALGORITHMS, RecipeOptions
+from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule
 from ptqpipe.recipe.structure import DEFAULT_KEEP, Keep
 from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
 from ptqpipe.schemes import SCHEMES, get_scheme
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
-
-
-class _Twice(Exception):
-    """A key that a mapping has twice, and where."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -34,7 +34,8 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if (key.tag, key.value) in seen:
-                    raise _Twice(f"{_shown(key.value)} (line {key.start_mark.line + 1})")
+                    line = key.start_mark.line + 1
+                    raise RecipeError(f"{_shown(key.value)} (line {line})")
                 seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep=deep)
 
@@ -55,7 +56,7 @@ def load_recipe(path: Path) -> Recipe:
         ) from None
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
-    except _Twice as error:
+    except RecipeError as error:  # of `_Loader`
         raise RecipeError(f"recipe {path} has the key {error} twice; give it once") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
@@ -93,7 +94,8 @@ def _rule(item: Any, index: int) -> Rule:
         raise RecipeError(f"{where} needs both match and format")
     name = _text(raw["format"], f"{where}.format")
     scheme = None if name.lower() == "keep" else get_scheme(name)
-    given: dict[str, Any] = {"weighting": "diagonal"} if raw.get("algorithm") == "gptq" else {}
+    algorithm = ALGORITHMS.get(str(raw.get("algorithm")))
+    given: dict[str, Any] = {} if algorithm is None else {"weighting": algorithm.weighting}
     given |= {key: _value(raw[key], f"{where}.{key}", kind) for key, kind in plain.items() if key in raw}
     return Rule(_text(raw["match"], f"{where}.match"), scheme, **given)
 
@@ -159,3 +161,39 @@ _READERS: dict[Any, Callable[[Any, str], Any]] = {
     str | None: lambda raw, where: _optional(raw, where, str),
     int | None: lambda raw, where: _optional(raw, where, int),
 }
+
+
+def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Recipe | None = None) -> Recipe:
+    """The recipe of a file with the options applied, or of the options alone (``nvfp4`` when no format is given).
+
+    codes  the recipe of learned codes that are to be written, used where no file is given; the caller has checked that
+           ``options`` name no other format
+    """
+    if path is not None and options.scheme is not None:
+        raise RecipeError(f"--format {options.scheme} and --recipe {path} contradict each other; give one of them")
+    if path is not None:
+        recipe = load_recipe(path)
+    elif codes is not None:
+        recipe = codes
+    else:
+        recipe = Recipe((Rule("*", get_scheme("nvfp4" if options.scheme is None else options.scheme)),))
+    return replace(
+        recipe,
+        rules=tuple(_with_options(rule, options) for rule in recipe.rules),
+        keep=tuple(Keep(pattern, IGNORED) for pattern in options.ignore) + recipe.keep,
+        **_given(options, Recipe),
+    )
+
+
+def _with_options(rule: Rule, options: RecipeOptions) -> Rule:
+    """The rule with the options applied; an algorithm goes with its usual weighting unless the rule or call says so."""
+    given = _given(options, Rule)
+    if options.algorithm in ALGORITHMS and rule.weighting == "none":
+        given.setdefault("weighting", ALGORITHMS[options.algorithm].weighting)
+    return replace(rule, **given)
+
+
+def _given(options: RecipeOptions, kind: type[Rule] | type[Recipe]) -> dict[str, Any]:
+    """The options that were given, of those that name a field of ``kind``."""
+    known = {field.name for field in fields(kind)}
+    return {name: value for name, value in options.given.items() if name in known}

@@ -1,6 +1,6 @@
 """What a recipe is: rules, the modules that stay as they are, the weights that share a scale; and its JSON.
 
-A recipe decides bytes, and must not know where it came from (file.py, options.py). The first rule that matches a
+A recipe decides bytes, and must not know where it came from (file.py). The first rule that matches a
 module's name wins; a module that no rule matches, or that the keep list names, keeps its bytes. The record of a
 conversion holds the recipe as JSON, from which `ptqpipe verify` makes it again.
 """
@@ -13,17 +13,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
+from ptqpipe.options import CheckpointOptions, CodeOptions, check_options
 from ptqpipe.patterns import expression
 from ptqpipe.recipe.structure import DEFAULT_FUSE, DEFAULT_KEEP, Keep, rows_of
-from ptqpipe.schemes import LOW_RANK_DTYPES, MIXED, LowRank, Scheme, get_scheme
-
-GLOBAL_SCALE_MODES = ("search", "absmax")
-INPUT_SCALES = ("absmax", "percentile", "mse")
-KV_CACHES = ("none", "fp8", "fp8_per_head")
-ALGORITHMS = ("rtn", "gptq")
-WEIGHTINGS = ("none", "diagonal", "block")
-ORDERS = ("static", "none")
-SCALE_MODES = ("auto", "first", "entry")
+from ptqpipe.schemes import MIXED, LowRank, Scheme, get_scheme
 
 # The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
 IGNORED = "ignored on request"
@@ -32,50 +25,15 @@ BY_RECIPE = "kept by the recipe"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """Modules whose name matches ``match`` get ``scheme`` (None: keep), with the search and global-scale mode.
-
-    With calibration statistics:
-
-    algorithm  "rtn" (nearest codes) or "gptq" (error feedback)
-    weighting  what the block scales minimize: "none", "diagonal" (E[x^2] by column) or "block" (16x16 moments)
-    damping    gptq: share of the mean diagonal that is added to the moment
-    order      gptq: columns by their second moment, the largest first ("static"), or as they are ("none")
-    scales     gptq: block scales "first", at block "entry", or "auto" (at entry unless they are powers of two)
-    refine     gptq: sweeps of coordinate descent over scales and codes afterwards
-
-    low_rank        rank of the product of two thin matrices that makes up for the error of the codes; 0: none
-    low_rank_dtype  what these are stored in: "bf16" or "fp8"
-    """
+class Rule(CodeOptions):
+    """How the modules whose name matches ``match`` are quantized: to ``scheme`` (None: kept), by these options."""
 
     match: str
     scheme: Scheme | None
-    search: str = "exact"
-    global_scale: str = "search"
-    algorithm: str = "rtn"
-    weighting: str = "none"
-    damping: float = 0.01
-    order: str = "static"
-    scales: str = "auto"
-    refine: int = 3
-    low_rank: int = 0
-    low_rank_dtype: str = "bf16"
 
     def __post_init__(self) -> None:
         check_pattern(self.match)
-        if self.global_scale not in GLOBAL_SCALE_MODES:
-            raise RecipeError(f"global_scale {self.global_scale!r} is unknown; use {' or '.join(GLOBAL_SCALE_MODES)}")
-        _check_choice("algorithm", self.algorithm, ALGORITHMS)
-        _check_choice("weighting", self.weighting, WEIGHTINGS)
-        _check_choice("order", self.order, ORDERS)
-        _check_choice("scales", self.scales, SCALE_MODES)
-        _check_choice("low_rank_dtype", self.low_rank_dtype, LOW_RANK_DTYPES)
-        if not 0.0 <= self.damping <= 10.0:
-            raise RecipeError(f"damping {self.damping} is out of range; use 0 to 10 (the usual is 0.01)")
-        if not 0 <= self.refine <= 1000:
-            raise RecipeError(f"refine {self.refine} is out of range; use 0 to 1000 sweeps")
-        if not 0 <= self.low_rank <= 4096:
-            raise RecipeError(f"low_rank {self.low_rank} is out of range; use 0 to 4096 (the usual is 16 to 64)")
+        check_options(self)
 
     @property
     def stored_scheme(self) -> Scheme | None:
@@ -87,12 +45,12 @@ class Rule:
     @property
     def calibrated(self) -> bool:
         """Whether quantizing needs statistics of the inputs."""
-        return self.scheme is not None and (self.algorithm != "rtn" or self.weighting != "none")
+        return self.scheme is not None and bool(self.moments)
 
     def to_json(self) -> dict[str, Any]:
         """The fields, the scheme by its name ("keep" for none)."""
-        described = {field.name: getattr(self, field.name) for field in fields(self)}
-        return described | {"scheme": "keep" if self.scheme is None else self.scheme.name}
+        scheme = "keep" if self.scheme is None else self.scheme.name
+        return {"match": self.match, "scheme": scheme, **_values(self, CodeOptions)}
 
     @staticmethod
     def from_json(described: Mapping[str, Any]) -> "Rule":
@@ -102,32 +60,19 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """Everything that decides the bytes of a converted checkpoint.
+class Recipe(CheckpointOptions):
+    """Everything that decides the bytes of a converted checkpoint: the options of the whole, and rules for its parts.
 
     rules         the first that matches a module wins
     keep          kept whatever the rules say, unless a rule names the module exactly; the reason ``IGNORED`` yields to
                   no rule
     fuse          leaf names that share one scheme and one global scale below one parent
-    container     on-disk layout; None takes the default of the schemes
-    input_amax    for static activation scales without calibration: the largest activation that must not clip
-    input_scale   for static activation scales with statistics: "absmax", "percentile" (99.99 %) or "mse"
-    headroom      what that activation is multiplied by, for those that calibration did not see
-    bias_correction  with statistics: biases make up for the mean error of their weights
-    kv_cache      scales of an FP8 cache from statistics: "none", "fp8" (one a layer), "fp8_per_head"
-    shard_bytes   None: chosen from the total size
+    description   text for people, which decides nothing
     """
 
     rules: tuple[Rule, ...]
     keep: tuple[Keep, ...] = DEFAULT_KEEP
     fuse: tuple[tuple[str, ...], ...] = DEFAULT_FUSE
-    container: str | None = None
-    input_amax: float = 336.0
-    input_scale: str = "absmax"
-    headroom: float = 1.0
-    kv_cache: str = "none"
-    bias_correction: bool = False
-    shard_bytes: int | None = None
     description: str = ""
 
     def __post_init__(self) -> None:
@@ -141,10 +86,7 @@ class Recipe:
             raise RecipeError(f"fuse names {twice!r} in two groups; a weight can share one global scale only")
         if not 0.0 < self.input_amax < 1e30:
             raise RecipeError(f"input_amax {self.input_amax} must be a positive number")
-        if not 0.1 <= self.headroom <= 1000.0:
-            raise RecipeError(f"headroom {self.headroom} is out of range; use 0.1 to 1000 (1: none)")
-        _check_choice("input_scale", self.input_scale, INPUT_SCALES)
-        _check_choice("kv_cache", self.kv_cache, KV_CACHES)
+        check_options(self)
 
     def for_model(self, config: Mapping[str, Any]) -> "Recipe":
         """The recipe with what its default keep rules say of the model of this config.json alone: layers by number."""
@@ -187,9 +129,14 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """The fields, with the container that was chosen: everything in it decides bytes."""
-        described = {field.name: getattr(self, field.name) for field in fields(self)}
-        described |= {"rules": [rule.to_json() for rule in self.rules], "container": self.container_name}
-        described["keep"] = [keep if keep.bits else keep[:2] for keep in self.keep]
+        described = {
+            "rules": [rule.to_json() for rule in self.rules],
+            "keep": [keep if keep.bits else keep[:2] for keep in self.keep],
+            "fuse": self.fuse,
+            **_values(self, CheckpointOptions),
+            "container": self.container_name,
+            "description": self.description,
+        }
         return json.loads(json.dumps(described))  # type: ignore[no-any-return]  # tuples become lists
 
     @staticmethod
@@ -249,6 +196,6 @@ def _shown(text: str) -> str:
     return one_line(repr(text), limit=200)
 
 
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise RecipeError(f"{name} {value!r} is unknown; use {', '.join(known)}")
+def _values(given: Any, kind: type[CodeOptions] | type[CheckpointOptions]) -> dict[str, Any]:
+    """The values of the options of ``kind``, by name."""
+    return {field.name: getattr(given, field.name) for field in fields(kind)}

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ptqpipe.transforms.problem import Consumer, Inputs, Problem, Quantize, SolveOptions, spread
+from ptqpipe.inputs import InputStatistics
+from ptqpipe.transforms.problem import Consumer, Problem, Quantize, SolveOptions, spread
 
 MAX_FULL = 4096  # columns up to which inputs are drawn with all their correlations
 TAILS = tuple(0.5 + 0.05 * i for i in range(51))  # 0.5 .. 3
@@ -32,7 +33,9 @@ def candidates(problem: Problem, options: SolveOptions) -> Iterator[tuple[torch.
 def _sizes(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 [channels]: root mean squares of inputs and of weights, the largest among the columns of a channel."""
     count = sum(consumer.inputs.tokens for consumer in problem.consumers) or 1
-    second = sum(consumer.inputs.second.double() * consumer.inputs.tokens for consumer in problem.consumers) / count
+    second = (
+        sum(consumer.inputs.second_moment.double() * consumer.inputs.tokens for consumer in problem.consumers) / count
+    )
     energy = sum((consumer.weights.double() ** 2).sum(dim=0) for consumer in problem.consumers)
     assert isinstance(second, torch.Tensor)
     assert isinstance(energy, torch.Tensor)
@@ -48,17 +51,17 @@ def weight_error(consumer: Consumer, factors: torch.Tensor, quantize: Quantize) 
     return moment_of(difference, consumer.inputs)
 
 
-def moment_of(difference: torch.Tensor, inputs: Inputs) -> float:
+def moment_of(difference: torch.Tensor, inputs: InputStatistics) -> float:
     """sum over rows d of d^T E[x x^T] d: by the full moment, the blocks of 16 columns, or the diagonal."""
     if inputs.full_moment is not None:
         return float(((difference @ inputs.full_moment) * difference).sum(dtype=torch.float64))
     if inputs.block_moment is not None:
         blocks = difference.reshape(difference.shape[0], -1, 16).transpose(0, 1)
         return float(((blocks @ inputs.block_moment) * blocks).sum(dtype=torch.float64))
-    return float((difference.double() ** 2 @ inputs.second.double()).sum())
+    return float((difference.double() ** 2 @ inputs.second_moment.double()).sum())
 
 
-def draw(inputs: Inputs, count: int) -> torch.Tensor:
+def draw(inputs: InputStatistics, count: int) -> torch.Tensor:
     """float32 [count, K]: inputs with the second moments and the maxima of those that were seen. Always the same ones.
 
     Statistics hold no tokens, so these are drawn: normal, with the correlations of the full moment (of the blocks where
@@ -66,9 +69,9 @@ def draw(inputs: Inputs, count: int) -> torch.Tensor:
     the expected largest of ``tokens`` at amax while E[x^2] stays. A heuristic: real inputs have more structure.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    k = inputs.second.numel()
+    k = inputs.second_moment.numel()
     z = torch.randn(count, k, generator=generator)
-    rms = inputs.second.clamp(min=0).sqrt()
+    rms = inputs.second_moment.clamp(min=0).sqrt()
     inverse = torch.where(rms > 0, 1.0 / rms, 0.0)
     if inputs.full_moment is not None and k <= MAX_FULL:
         z = z @ _root(inputs.full_moment * inverse[:, None] * inverse[None, :])

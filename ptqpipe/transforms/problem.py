@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ptqpipe.inputs import InputStatistics
 from ptqpipe.transforms.folding import power_of_two
 
 Quantize = Callable[[torch.Tensor], torch.Tensor]
@@ -15,31 +16,11 @@ Quantize = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
-    """What is known of the inputs x [tokens, K] of a consumer; float32.
-
-    tokens        rows seen
-    amax          [K] max |x|
-    mean          [K] E[x]
-    second        [K] E[x^2]
-    block_moment  [K/16, 16, 16] E[x x^T] inside blocks of 16 columns, or None
-    full_moment   [K, K], or None
-    """
-
-    tokens: int
-    amax: torch.Tensor
-    mean: torch.Tensor
-    second: torch.Tensor
-    block_moment: torch.Tensor | None = None
-    full_moment: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Consumer:
     """Weights that share an input and a global scale: float32 [N, K] (a sample of their rows) and the input."""
 
     weights: torch.Tensor
-    inputs: Inputs
+    inputs: InputStatistics
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def test_quantizing_the_target_brings_outputs_nearer_to_the_float_layer(name: st
     for matrix in (w, target(w, moment, cross)):
         g = matrix.abs().amax() / fmt.max_product if fmt.has_global else None
         scales = rows.quantize_rows(matrix, fmt, search="exact", global_scale=g).scales
-        q = gptq.quantize(matrix, scales, fmt, metric=found, global_scale=g)
+        q = gptq.codes_at(matrix, scales, fmt, metric=found, global_scale=g)
         errors.append(float((x @ w.t() - seen @ q.dequantize().t()).double().square().sum()))
     assert errors[1] < 0.9 * errors[0]
 

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms import columns, gptq, metric, rows
-from ptqpipe.algorithms.calibrated import LayerInput, Options, quantize
+from ptqpipe.algorithms import columns, gptq, metric, quantizer, rows
 from ptqpipe.algorithms.refine import refine
+from ptqpipe.algorithms.unit import Task
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import FORMATS, Format, get_format
+from ptqpipe.inputs import Moments
 from ptqpipe.kernels import cpu
+from ptqpipe.options import ALGORITHMS, CodeOptions
 from ptqpipe.qtensor import QTensor
 from tests.algorithms.inputs import correlated, second_moment
 
@@ -57,7 +59,7 @@ def test_error_feedback_is_the_textbooks(name: str, *, static: bool) -> None:
     order = metric.descending(moment) if static else None
     found = metric.make_metric(moment, order=order)
     scales = exact_rtn(w, fmt).scales
-    q = gptq.quantize(w, scales, fmt, metric=found, global_scale=global_of(w, fmt))
+    q = gptq.codes_at(w, scales, fmt, metric=found, global_scale=global_of(w, fmt))
     wanted = textbook(q, w, moment, found.order.tolist(), metric.DAMPING)
     same = (q.dequantize().double() - wanted).abs() <= 1e-6 * wanted.abs().max()
     # float32 against float64: a tie broken otherwise changes all later codes of its row
@@ -69,7 +71,7 @@ def test_error_feedback_lowers_the_output_error_and_refinement_lowers_it_again(n
     w, moment, fmt = weights(48, 128), second_moment(correlated(800, 128)), get_format(name)
     rtn = exact_rtn(w, fmt)
     found = metric.make_metric(moment, order=metric.descending(moment))
-    q = gptq.quantize(w, rtn.scales, fmt, metric=found, global_scale=rtn.global_scale)
+    q = gptq.codes_at(w, rtn.scales, fmt, metric=found, global_scale=rtn.global_scale)
     refined = refine(q, w, moment=found.moment, sweeps=2)
     errors = [output_error(x, w, found.moment) for x in (rtn, q, refined)]
     assert errors[1] < 0.7 * errors[0]
@@ -91,7 +93,7 @@ def test_refinement_without_correlation_is_round_to_nearest() -> None:
     w, fmt = weights(48, 128), FORMATS["fp8_channel"]
     moment = torch.diag(torch.linspace(0.5, 2.0, 128))
     rtn = exact_rtn(w, fmt)
-    moved = gptq.quantize(w, rtn.scales, fmt, metric=metric.make_metric(moment))
+    moved = gptq.codes_at(w, rtn.scales, fmt, metric=metric.make_metric(moment))
     assert torch.equal(moved.dequantize(), rtn.dequantize())
     assert torch.equal(refine(rtn, w, moment=moment, sweeps=2).dequantize(), rtn.dequantize())
 
@@ -100,8 +102,8 @@ def test_scales_at_block_entry_beat_scales_of_plain_search() -> None:
     w, moment, fmt = weights(64, 256), second_moment(correlated(2000, 256)), FORMATS["nvfp4"]
     g = global_of(w, fmt)
     whole = metric.make_metric(moment, order=metric.descending(moment, group=16))
-    entered = gptq.quantize_at_entry(w, fmt, metric=whole, global_scale=g)
-    fixed = gptq.quantize(w, exact_rtn(w, fmt).scales, fmt, metric=whole, global_scale=g)
+    entered = gptq.codes_at_entry(w, fmt, metric=whole, global_scale=g)
+    fixed = gptq.codes_at(w, exact_rtn(w, fmt).scales, fmt, metric=whole, global_scale=g)
     assert output_error(entered, w, whole.moment) < output_error(fixed, w, whole.moment)
 
 
@@ -109,8 +111,8 @@ def test_rows_are_independent() -> None:
     w, moment, fmt = weights(48, 128), second_moment(correlated(800, 128)), FORMATS["nvfp4"]
     g = global_of(w, fmt)
     found = metric.make_metric(moment, order=metric.descending(moment, group=16))
-    whole = gptq.quantize_at_entry(w, fmt, metric=found, global_scale=g)
-    part = gptq.quantize_at_entry(w[16:32], fmt, metric=found, global_scale=g)
+    whole = gptq.codes_at_entry(w, fmt, metric=found, global_scale=g)
+    part = gptq.codes_at_entry(w[16:32], fmt, metric=found, global_scale=g)
     assert torch.equal(whole.narrow(0, 16, 16).dequantize(), part.dequantize())
 
 
@@ -125,10 +127,10 @@ def test_kernels_and_reference_give_the_same_bits(name: str, isa: str, monkeypat
 
     def made() -> list[QTensor]:
         rtn = exact_rtn(w, fmt)
-        q = gptq.quantize(w, rtn.scales, fmt, metric=found, global_scale=rtn.global_scale)
+        q = gptq.codes_at(w, rtn.scales, fmt, metric=found, global_scale=rtn.global_scale)
         done = [q, refine(q, w, moment=found.moment, sweeps=2)]
-        if gptq.has_block_scales(fmt):
-            done.append(gptq.quantize_at_entry(w, fmt, metric=found, global_scale=rtn.global_scale))
+        if columns.has_block_scales(fmt):
+            done.append(gptq.codes_at_entry(w, fmt, metric=found, global_scale=rtn.global_scale))
         return done
 
     cpu.force_isa(isa)
@@ -166,7 +168,7 @@ def test_unusable_moments_are_one_clear_error(bad: str) -> None:
 
 def test_formats_without_block_scales_are_refused_at_entry() -> None:
     with pytest.raises(FormatError, match="fix them first"):
-        gptq.quantize_at_entry(
+        gptq.codes_at_entry(
             weights(), FORMATS["fp8_channel"], metric=metric.make_metric(second_moment(correlated(100, 64)))
         )
 
@@ -182,32 +184,33 @@ class _Rows:
         return self.w[start:stop]
 
 
-def quantized(w: torch.Tensor, known: LayerInput, options: Options) -> tuple[QTensor, dict[str, object]]:
+def quantized(w: torch.Tensor, known: Moments, options: CodeOptions) -> tuple[QTensor, dict[str, object]]:
     sent: list[QTensor] = []
-    result = quantize(
-        [_Rows(w)], FORMATS["nvfp4"], names=["a"], inputs=[known], options=options, search="exact", search_global=True,
-        sink=lambda member, row, q: sent.append(q),
-    )  # fmt: skip
-    outcome = result.outcomes[0]
-    return sent[0], {name: getattr(outcome, name) for name in outcome.__slots__}
+    task = Task([_Rows(w)], FORMATS["nvfp4"], ["a"], lambda member, row, q: sent.append(q), options, [known])
+    result = quantizer(ALGORITHMS[options.algorithm])(task)
+    return sent[0], dict(result.record_fields[0])
 
 
 def test_the_gate_goes_back_to_round_to_nearest() -> None:
     """Scales that weigh columns by a second moment which the full moment contradicts lose to plain ones."""
     w = weights(32, 64)
     full = torch.diag(torch.linspace(0.1, 1.0, 64))
-    misled = LayerInput(full.diagonal().flip(0) ** 4, full_moment=full)
-    _, told = quantized(w, misled, Options(algorithm="rtn", weighting="diagonal"))
+    misled = Moments(full.diagonal().flip(0) ** 4, full_moment=full)
+    _, told = quantized(w, misled, CodeOptions(algorithm="rtn", weighting="diagonal"))
     assert told["reverted"] is True
     assert told["versus_rtn"] == 1.0
-    _, told = quantized(w, LayerInput(full.diagonal(), full_moment=full), Options(algorithm="rtn"))
+    _, told = quantized(
+        w, Moments(full.diagonal(), full_moment=full), CodeOptions(algorithm="rtn", weighting="diagonal")
+    )
     assert told["reverted"] is False
     assert float(str(told["versus_rtn"])) <= 1.0
 
 
 def test_reported_errors_are_those_of_the_decode() -> None:
     w, moment = weights(32, 64), second_moment(correlated(400, 64))
-    q, told = quantized(w, LayerInput(moment.diagonal(), full_moment=moment), Options(algorithm="gptq"))
+    q, told = quantized(
+        w, Moments(moment.diagonal(), full_moment=moment), CodeOptions(algorithm="gptq", weighting="diagonal")
+    )
     assert told["output_error"] == pytest.approx(output_error(q, w, moment), rel=1e-4)
     weighted = float(((w.double() - q.dequantize().double()).square() * moment.diagonal().double()).sum())
     assert told["weighted_error"] == pytest.approx(weighted, rel=1e-9)
@@ -215,4 +218,4 @@ def test_reported_errors_are_those_of_the_decode() -> None:
 
 def test_moments_of_another_width_are_refused() -> None:
     with pytest.raises(FormatError, match="of 32 columns, the weight has 64"):
-        quantized(weights(), LayerInput(torch.ones(32)), Options())
+        quantized(weights(), Moments(torch.ones(32)), CodeOptions(weighting="diagonal"))

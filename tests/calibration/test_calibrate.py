@@ -22,9 +22,10 @@ from ptqpipe.calibration.data import load_samples
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli.common import devices_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
-from ptqpipe.stages.calibrate import blocks as calibrate_blocks
+from ptqpipe.stages.calibrate import run as calibrate_run
 from ptqpipe.stages.calibrate import run as stage
-from ptqpipe.stages.calibrate.run import Calibrated, CalibrateOptions, calibrate
+from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
+from ptqpipe.stages.common.block_folder import Finished
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.statistics import BLOCK, Statistics
 from tests.calibration.models import (
@@ -55,7 +56,7 @@ def options(windows: torch.Tensor, **changes: Any) -> CalibrateOptions:
     return CalibrateOptions(**(settings | changes))
 
 
-def run(tmp_path: Path, kind: str = "llama", *, name: str = "stats", **changes: Any) -> Calibrated:
+def run(tmp_path: Path, kind: str = "llama", *, name: str = "stats", **changes: Any) -> Finished:
     """A calibration of a small model on random windows."""
     model = tmp_path / kind
     if not model.exists():
@@ -111,8 +112,8 @@ def test_statistics_equal_those_of_the_whole_model_in_float64(kind: str, tmp_pat
                 assert value == pytest.approx(exact, rel=1 / 128), (name, p)
         assert len(statistics.attentions) == len(key_values)
         for name, (keys, values) in zip(statistics.attentions, key_values, strict=True):
-            assert close(statistics.attention(name).k_amax, keys.abs().amax(dim=(0, 2, 3)))
-            assert close(statistics.attention(name).v_amax, values.abs().amax(dim=(0, 2, 3)))
+            assert close(statistics.attention(name)[0], keys.abs().amax(dim=(0, 2, 3)))
+            assert close(statistics.attention(name)[1], values.abs().amax(dim=(0, 2, 3)))
         assert statistics.model_fingerprint == CheckpointReader.open(tmp_path / kind).fingerprint()
         assert done.content["unused"] == []
 
@@ -138,15 +139,15 @@ def test_held_out_moments_are_those_of_the_other_windows_and_change_nothing_else
         for (parameter, expert), x in inputs.items():
             for name in checkpoint_names(kind, parameter, expert):
                 found = statistics.of(name, block=x.shape[1] % BLOCK == 0, full=True, held=True)
-                assert statistics.of(name).held is None
-                if found.held is None:  # an expert with too few tokens among the held-out ones
+                assert statistics.of(name).held_out is None
+                if found.held_out is None:  # an expert with too few tokens among the held-out ones
                     assert len(x) < 16 or not found.measured
                     continue
                 gram = x.t() @ x / len(x)
-                assert found.held.tokens == len(x)
-                assert close(found.held.second_moment, gram.diagonal())
-                assert found.held.full_moment is not None
-                assert close(found.held.full_moment, gram, scale=float(gram.diagonal().max()))
+                assert found.held_out.tokens == len(x)
+                assert close(found.held_out.second_moment, gram.diagonal())
+                assert found.held_out.full_moment is not None
+                assert close(found.held_out.full_moment, gram, scale=float(gram.diagonal().max()))
                 count += 1
     assert count >= 14
 
@@ -163,7 +164,7 @@ def test_one_window_is_held_out_for_every_eight_where_the_data_have_them(tmp_pat
 
 
 def test_resuming_with_other_held_out_windows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = calibrate_blocks.write_block
+    write = calibrate_run.write_block
 
     def stops(folder: Path, name: str, *args: Any, **kwargs: Any) -> Any:
         if name.endswith(".1"):
@@ -171,7 +172,7 @@ def test_resuming_with_other_held_out_windows_is_refused(tmp_path: Path, monkeyp
         return write(folder, name, *args, **kwargs)
 
     whole = run(tmp_path, name="whole", samples=8, holdout=2)
-    monkeypatch.setattr(calibrate_blocks, "write_block", stops)
+    monkeypatch.setattr(calibrate_run, "write_block", stops)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, samples=8, holdout=2)
     monkeypatch.undo()
@@ -278,7 +279,7 @@ def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
 
 def test_finished_blocks_are_not_watched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    write = calibrate_blocks.write_block
+    write = calibrate_run.write_block
 
     def stops_after_one(folder: Path, name: str, *args: Any, **kwargs: Any) -> Any:
         if written:
@@ -286,13 +287,11 @@ def test_finished_blocks_are_not_watched_again(tmp_path: Path, monkeypatch: pyte
         written.append(name)
         return write(folder, name, *args, **kwargs)
 
-    monkeypatch.setattr(calibrate_blocks, "write_block", stops_after_one)
+    monkeypatch.setattr(calibrate_run, "write_block", stops_after_one)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
     again: list[str] = []
-    monkeypatch.setattr(
-        calibrate_blocks, "write_block", lambda f, n, *a, **k: (again.append(n), write(f, n, *a, **k))[1]
-    )
+    monkeypatch.setattr(calibrate_run, "write_block", lambda f, n, *a, **k: (again.append(n), write(f, n, *a, **k))[1])
     run(tmp_path, mode="resume")
     assert (written, again) == (["model.layers.0"], ["model.layers.1", "lm_head"])
 

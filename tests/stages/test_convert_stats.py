@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 import ptqpipe
-from ptqpipe.algorithms import calibrated
+from ptqpipe.algorithms import gptq
 from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
@@ -296,7 +296,7 @@ def test_as_many_units_run_at_once_as_memory_has_room_for(
 ) -> None:
     at_once: list[int] = [0]
     running, lock = [0], threading.Lock()
-    real = calibrated.quantize
+    real = gptq.quantize
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         with lock:
@@ -309,7 +309,7 @@ def test_as_many_units_run_at_once_as_memory_has_room_for(
             with lock:
                 running[0] -= 1
 
-    monkeypatch.setattr(calibrated, "quantize", watched)
+    monkeypatch.setattr(gptq, "quantize", watched)
     monkeypatch.setattr("ptqpipe.stages.convert.memory.extra_bytes", lambda *_: 1 << 30)
     memory = BASE_BYTES + 4 * (WORKER_BYTES + (1 << 20)) + (room << 30)
     run(model, stats, tmp_path / "out", Machine(workers=3, memory_bytes=memory), algorithm="gptq")

@@ -95,4 +95,6 @@ def test_every_container_that_is_written_is_in_the_help() -> None:
     written = {name for name in container_names() if any(get_container(name).supports(s) is None for s in schemes)}
     told = next(option for option in main.commands["convert"].params if option.name == "container")
     assert isinstance(told, Option)
-    assert {name.strip(" .") for name in (told.help or "").split(",")} == written
+    listed = re.search(r": ([^.]+)\.", told.help or "")
+    assert listed is not None
+    assert set(re.split(", | or ", listed[1])) == written

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from ptqpipe.inputs import InputStatistics
 from ptqpipe.plan import Unit, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
 from ptqpipe.stages.common.input_scales import InputScales
-from ptqpipe.statistics import InputStatistics, Statistics
+from ptqpipe.statistics import Statistics
 
 LAYERS, EXPERTS = 3, 8
 LEAVES = ("gate_proj", "up_proj", "down_proj")
@@ -36,7 +37,7 @@ class Counted(Statistics):
     def of(self, module: str, *, block: bool = False, full: bool = False, held: bool = False) -> InputStatistics:
         self.asked.append(module)
         amax = torch.full((64,), amax_of(module))
-        return InputStatistics(1, True, amax, amax, amax.square(), {})
+        return InputStatistics(amax.square(), tokens=1, amax=amax, mean=amax)
 
 
 def amax_of(module: str) -> float:

@@ -10,11 +10,12 @@ from click.testing import CliRunner
 
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
+from ptqpipe.inputs import InputStatistics
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.stages.plan import cost
 from ptqpipe.stages.plan.units import Group, find_groups, schemes_of
-from ptqpipe.statistics import InputStatistics, Statistics
+from ptqpipe.statistics import Statistics
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.algorithms import calibrated, recheck, rtn
+from ptqpipe.algorithms import quantizer, recheck, rtn
+from ptqpipe.algorithms.unit import Matrix, Promise, Task
 from ptqpipe.errors import NumericsError
 from ptqpipe.formats import get_format
+from ptqpipe.inputs import Moments
+from ptqpipe.options import ALGORITHMS, CodeOptions
 from ptqpipe.packing import pack
 from ptqpipe.qtensor import QTensor, encode
 from ptqpipe.schemes import SCHEMES
@@ -145,29 +148,27 @@ def test_the_record_and_the_last_lines_say_how_many_blocks(model: Path, tmp_path
 @pytest.mark.parametrize(
     ("options", "scales", "codes"),
     [
-        (calibrated.Options(algorithm="rtn"), True, True),
-        (calibrated.Options(algorithm="rtn", weighting="none"), True, True),
-        (calibrated.Options(algorithm="gptq", scales="first", refine=0), True, False),
-        (calibrated.Options(algorithm="gptq"), None, False),
+        (CodeOptions(algorithm="rtn", weighting="diagonal"), True, True),
+        (CodeOptions(algorithm="rtn", weighting="none"), True, True),
+        (CodeOptions(algorithm="gptq", weighting="diagonal", scales="first", refine=0), True, False),
+        (CodeOptions(algorithm="gptq", weighting="diagonal"), None, False),
     ],
 )
 def test_weighted_searches_and_error_feedback_keep_what_they_promise(
-    fmt: str, options: calibrated.Options, scales: bool | None, codes: bool
+    fmt: str, options: CodeOptions, scales: bool | None, codes: bool
 ) -> None:
     g = torch.Generator().manual_seed(0)
     w, x = torch.randn(128, 256, generator=g) * 0.02, torch.randn(512, 256, generator=g) * torch.rand(256, generator=g)
     moment = x.t() @ x / 512
-    inputs = [calibrated.LayerInput(moment.diagonal().contiguous(), full_moment=moment)]
-    kept = recheck.Recheck([rtn.Matrix(w)], form := get_format(fmt), names=["w"], sink=lambda *_: None)
-    done = calibrated.quantize(
-        [rtn.Matrix(w)], form, names=["w"], inputs=inputs, options=options, search="exact", search_global=True,
-        sink=kept.take,
-    )  # fmt: skip
-    promise = done.unit.promises[0]
+    inputs = [Moments(moment.diagonal().contiguous(), full_moment=moment)]
+    kept = recheck.Recheck([Matrix(w)], form := get_format(fmt), names=["w"], sink=lambda *_: None)
+    task = Task([Matrix(w)], form, ["w"], kept.take, options, inputs)
+    done = quantizer(ALGORITHMS[options.algorithm])(task)
+    promise = done.promises[0]
     assert scales is None or promise.scales == scales
-    assert done.outcomes[0].reverted or promise.codes == codes
+    assert done.record_fields[0]["reverted"] or promise.codes == codes
     (count,) = kept.check([promise])
     assert (count > 0) == (promise.scales or promise.codes)
     if promise.importance is not None and promise.scales and form.scale.enumerable:  # another objective, other scales
         with pytest.raises(NumericsError, match=r"^w: "):
-            kept.check([rtn.Promise(scales=True, codes=False, importance=promise.importance.flip(0) ** 3)])
+            kept.check([Promise(scales=True, codes=False, importance=promise.importance.flip(0) ** 3)])

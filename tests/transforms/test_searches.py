@@ -1,13 +1,16 @@
 """The solvers on problems whose answer is known, or checked by another route."""
 
+from dataclasses import replace
+
 import torch
 
 from ptqpipe.formats import get_format
+from ptqpipe.inputs import InputStatistics
 from ptqpipe.qtensor import encode
 from ptqpipe.search import get_search
 from ptqpipe.transforms import aqas, awq, smooth_swiglu, smoothquant
 from ptqpipe.transforms._search import draw, moment_of
-from ptqpipe.transforms.problem import Consumer, Inputs, Problem, SolveOptions
+from ptqpipe.transforms.problem import Consumer, Problem, SolveOptions
 
 
 def mxfp4(w: torch.Tensor) -> torch.Tensor:
@@ -16,10 +19,16 @@ def mxfp4(w: torch.Tensor) -> torch.Tensor:
     return encode(w, get_search("exact").search(w, fmt), fmt=fmt).dequantize()
 
 
-def inputs_of(x: torch.Tensor, *, full: bool = True) -> Inputs:
+def inputs_of(x: torch.Tensor, *, full: bool = True) -> InputStatistics:
     """Statistics of the inputs x [T, K]."""
     moment = x.T @ x / x.shape[0]
-    return Inputs(x.shape[0], x.abs().amax(0), x.mean(0), moment.diagonal().clone(), None, moment if full else None)
+    return InputStatistics(
+        moment.diagonal().clone(),
+        full_moment=moment if full else None,
+        tokens=x.shape[0],
+        amax=x.abs().amax(0),
+        mean=x.mean(0),
+    )
 
 
 def problem_of(w: torch.Tensor, x: torch.Tensor) -> Problem:
@@ -86,11 +95,11 @@ def test_without_the_full_moment_blocks_of_sixteen_columns_count_and_then_the_di
     inputs = inputs_of(x)
     assert inputs.full_moment is not None
     blocks = torch.stack([inputs.full_moment[i : i + 16, i : i + 16] for i in range(0, 64, 16)])
-    only_blocks = Inputs(inputs.tokens, inputs.amax, inputs.mean, inputs.second, blocks)
+    only_blocks = replace(inputs, block_moment=blocks, full_moment=None)
     assert abs(moment_of(difference, only_blocks) / moment_of(difference, inputs) - 1) < 1e-5
     one_column = torch.zeros(4, 64)
     one_column[:, 7] = 2.0
-    bare = Inputs(inputs.tokens, inputs.amax, inputs.mean, inputs.second)
+    bare = replace(inputs, full_moment=None)
     assert abs(moment_of(one_column, bare) / moment_of(one_column, inputs) - 1) < 1e-5
 
 

@@ -3,11 +3,16 @@
 One file a block, written when the block is done and noted in a journal, so a killed run continues behind it (its
 blocks are run again, not watched again). Several ranks share the samples; rank 0 writes what they found together.
 The folder appears under its name when stats.json, its last file, is in it.
+
+Samples that are held out follow the others, and their moments are kept apart. With several devices each has a copy of
+the layer that is run, and a share of the batches of samples; only the order of sums depends on how many there are. That
+was run with copies on one CPU, never on GPUs.
 """
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,25 +20,27 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.calibration.collect import find_slots
+from ptqpipe.calibration.collect import Collector, find_attention, find_slots
 from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_digest
+from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.moments import Moments
-from ptqpipe.calibration.runner import Runner
+from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.calibration.store import digest_of
+from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import Mode
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
-from ptqpipe.stages.calibrate.blocks import HEAD, Watch, run_blocks
-from ptqpipe.stages.common.block_folder import BlockFolder
+from ptqpipe.stages.common.block_folder import BlockFolder, Finished
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, compute_threads, resident_bytes, threads
+from ptqpipe.stages.common.progress import Progress, Step
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
 MOMENTS = ("diagonal", "block", "full")
 DEFAULT_SEQLEN = 2048
+HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +64,19 @@ class CalibrateOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibrated:
-    """What a finished calibration was."""
+class Collecting:
+    """Which second moments to collect, and on which ranks and devices.
 
-    out: Path
-    content: Mapping[str, Any]
-    seconds: float
-    peak_rss_bytes: int
+    block, full  moments in blocks of 16 columns, whole ones
+    held         those of held-out samples too
+    devices      of this rank, the first of them the runner's
+    """
+
+    block: bool
+    full: bool
+    held: bool
+    ranks: Ranks
+    devices: tuple[torch.device, ...]
 
 
 def calibrate(
@@ -77,7 +90,7 @@ def calibrate(
     ranks: Ranks | None = None,
     devices: Sequence[torch.device] = (),
     warn: Callable[[str], None] | None = None,
-) -> Calibrated | None:
+) -> Finished | None:
     """Writes a statistics folder. The result on rank 0, None on the others.
 
     devices  that share the samples of this process, the first of them the machine's; none: the machine's alone
@@ -106,20 +119,20 @@ def calibrate(
         warn(_no_held_out(samples, options))
     if ranks.world > options.samples:
         raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
-    watch = Watch(block, full, len(samples.held) > 0, ranks, tuple(devices) or (machine.device,))
+    collecting = Collecting(block, full, len(samples.held) > 0, ranks, tuple(devices) or (machine.device,))
     with Source.open(path) as source:
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config))
         parts = _run_parts(source, samples, options)
         folder = BlockFolder(out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, ranks=ranks)
         with folder as output, threads(machine.workers):
-            runner = _open_runner(skeleton, samples, output, watch, machine)
+            runner = _open_runner(skeleton, samples, output, collecting, machine)
             with runner:
-                run_blocks(runner, output, watch, shown=machine.progress)
+                run_blocks(runner, output, collecting, shown=machine.progress)
             if ranks.rank != 0:
                 return None
             content = _content(source, samples, options, output, skeleton)
             output.finish(content)
-    return Calibrated(out, content, time.monotonic() - begun, resident_bytes().peak)
+    return Finished(out, content, time.monotonic() - begun, resident_bytes().peak)
 
 
 def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
@@ -162,22 +175,24 @@ def _run_parts(source: Source, samples: Samples, options: CalibrateOptions) -> d
     }
 
 
-def _open_runner(skeleton: Skeleton, samples: Samples, output: BlockFolder, watch: Watch, machine: Machine) -> Runner:
+def _open_runner(
+    skeleton: Skeleton, samples: Samples, output: BlockFolder, collecting: Collecting, machine: Machine
+) -> Runner:
     """This rank's share of the samples, every ``world``-th; what the sums of the largest block need is set aside."""
     sums = [
         sum(
-            Moments.nbytes(slot.columns, block=watch.block, full=watch.full)
+            Moments.nbytes(slot.columns, block=collecting.block, full=collecting.full)
             for slot in find_slots(name, module, skeleton.origins)
         )
         for name, module in skeleton.blocks
     ]
-    share = slice(watch.ranks.rank, None, watch.ranks.world)
+    share = slice(collecting.ranks.rank, None, collecting.ranks.world)
     return Runner.open(
         skeleton,
         samples.windows[share],
         held=samples.held[share],
         device=machine.device,
-        memory_bytes=machine.memory_bytes - BASE_BYTES - max(sums) * (2 if watch.held else 1),
+        memory_bytes=machine.memory_bytes - BASE_BYTES - max(sums) * (2 if collecting.held else 1),
         spill=output.paths.partial,
     )
 
@@ -216,3 +231,75 @@ def _content(
         "unused": [module for name in units for module in blocks[name]["unused"]],
         "unplaced": list(skeleton.unplaced),
     }
+
+
+def run_blocks(runner: Runner, output: BlockFolder, collecting: Collecting, *, shown: bool) -> None:
+    """Every block, then what enters the head; those that are done already are run without collecting."""
+    steps = {name: Step(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
+    with Progress(list(steps.values()), shown=shown and collecting.ranks.rank == 0) as progress:
+        for part in runner.blocks():
+            copies = [part, *(part.on(device) for device in collecting.devices[1 : part.batches])]
+            if part.name in output.done:
+                advance_together(copies, [None] * len(copies))
+            else:
+                record = _block(runner, copies, output, collecting)
+                output.commit(part.name, record.to_json() if record is not None else {})
+            del copies  # before the next block is loaded
+            progress.advance(steps[part.name])
+    head = runner.skeleton.head_name
+    if head is not None and HEAD not in output.done:
+        record = _head(runner, head, output, collecting)
+        output.commit(HEAD, record.to_json() if record is not None else {})
+
+
+def _block(runner: Runner, copies: Sequence[Block], output: BlockFolder, collecting: Collecting) -> BlockRecord | None:
+    """Runs a block and writes what was seen; None on all ranks but the first."""
+    name, observer = copies[0].name, runner.key_values
+    attention = find_attention(name, copies[0].module, copies[0].origins)
+    collectors = [
+        Collector(name, part.module, part.origins, block=collecting.block, full=collecting.full, device=part.device)
+        for part in copies
+    ]
+    observer.start(attention or name)
+    with contextlib.ExitStack() as stack:
+        for collector in collectors:
+            stack.enter_context(collector)
+        advance_together(copies, [_switch(collector, runner) for collector in collectors])
+    observer.stop()
+    observer.look_away(False)
+    collector = merge_copies(collectors)
+    merge_ranks(collector, world=collecting.ranks.world, held=collecting.held)
+    found = [merge_largest(t, world=collecting.ranks.world) for t in (observer.k_amax, observer.v_amax)]
+    if collecting.ranks.rank != 0:
+        return None
+    key_values = None
+    if attention is not None and found[0] is not None and found[1] is not None:
+        key_values = (attention, found[0], found[1])
+    return write_block(output.paths.growing, name, collector, block=collecting.block, key_values=key_values)
+
+
+def _switch(collector: Collector, runner: Runner) -> Callable[[int], None]:
+    """What is called before each batch: held-out ones are summed apart, and their keys and values not at all."""
+
+    def before(batch: int) -> None:
+        collector.holding_out = batch >= runner.held_from
+        runner.key_values.look_away(collector.holding_out)
+
+    return before
+
+
+def _head(runner: Runner, name: str, output: BlockFolder, collecting: Collecting) -> BlockRecord | None:
+    """The language-model head's input. A head that is the embedding goes by the embedding's name in the checkpoint."""
+    skeleton = runner.skeleton
+    module = skeleton.model.get_submodule(name)
+    own = skeleton.origins.get(f"{name}.weight")
+    origins = {f"{name}.weight": own or (f"{name}.weight",)}
+    collector = Collector(name, module, origins, block=collecting.block, full=collecting.full, device=runner.device)
+    for batch, x in enumerate(runner.head_inputs()):
+        collector.holding_out = batch >= runner.held_from
+        collector.see(name, x)
+        collector.forget()
+    merge_ranks(collector, world=collecting.ranks.world, held=collecting.held)
+    if collecting.ranks.rank != 0:
+        return None
+    return write_block(output.paths.growing, name, collector, block=collecting.block)

@@ -4,14 +4,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.stages.calibrate.run import Calibrated
+from ptqpipe.stages.common.block_folder import Finished
 from ptqpipe.stages.common.text import name_pattern, role_of, table
 from ptqpipe.statistics import Statistics
 
 MOST_NAMES = 8  # of what no sample reached
 
 
-def to_json(done: Calibrated) -> dict[str, Any]:
+def to_json(done: Finished) -> dict[str, Any]:
     """The outcome as data."""
     content = done.content
     return {
@@ -27,7 +27,7 @@ def to_json(done: Calibrated) -> dict[str, Any]:
     }
 
 
-def by_role(done: Calibrated) -> list[dict[str, Any]]:
+def by_role(done: Finished) -> list[dict[str, Any]]:
     """Modules by the last part of their names: how many, tokens, the largest input, the middle of the 99.9 % ones."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in done.content["modules"]:
@@ -57,7 +57,7 @@ def stand_ins(content: Mapping[str, Any]) -> dict[str, int]:
     return {name: entry["tokens"] for name, entry in content["modules"].items() if not entry["measured"]}
 
 
-def render(done: Calibrated) -> str:
+def render(done: Finished) -> str:
     """The closing text."""
     content = done.content
     data = content["data"]
@@ -86,9 +86,10 @@ def render(done: Calibrated) -> str:
             f"keys and values of {len(entries)} attention modules: amax {max(e['k_amax'] for e in entries):.4g} and "
             f"{max(e['v_amax'] for e in entries):.4g}"
         )
-    lines += _short("experts with too few tokens, with their group's statistics", list(stand_ins(content)))
-    lines += _short("modules that no sample reached, without statistics", content["unused"])
-    lines += _short("tensors that the model has no place for", sorted({name_pattern(n) for n in content["unplaced"]}))
+    lines += _short("experts that saw too few tokens; their group's statistics are used", list(stand_ins(content)))
+    lines += _short("modules that no sample reached; they have no statistics", content["unused"])
+    unused = sorted({name_pattern(name) for name in content["unplaced"]})
+    lines += _short("tensors of the checkpoint that the model in transformers does not use", unused)
     lines.append(
         f"{done.out}: {len(content['modules'])} modules in {done.seconds:.1f} s, peak memory "
         f"{done.peak_rss_bytes >> 20} MiB; digest {content['digest'][:16]}"

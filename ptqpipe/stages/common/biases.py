@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms.rtn import Sink, Weight
+from ptqpipe.algorithms.unit import Sink, Weight
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.errors import NumericsError
 from ptqpipe.plan import FLOAT_DTYPES, Member, Plan

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ from ptqpipe.errors import AlreadyComplete
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.stages.common.jobs import json_bytes, run_id_of
 from ptqpipe.stages.common.machine import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run that has finished: its folder, the content of the index file, and what it took."""
+
+    out: Path
+    content: Mapping[str, Any]
+    seconds: float
+    peak_rss_bytes: int
 
 
 class BlockFolder:

@@ -11,13 +11,17 @@ from collections import defaultdict
 import torch
 
 from ptqpipe.algorithms.activation_scale import fp8_scale, nvfp4_scale, static_amax
+from ptqpipe.formats import FORMATS
 from ptqpipe.plan import Member, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.schemes import Activation
 from ptqpipe.statistics import Statistics
 
-# What an input reaches at a static scale of one.
-LARGEST = {Activation.NVFP4_STATIC_GLOBAL: 2688.0, Activation.FP8_TENSOR_STATIC: 448.0}
+# The largest input that a static scale of one represents.
+LARGEST = {
+    Activation.NVFP4_STATIC_GLOBAL: FORMATS["nvfp4"].max_product,
+    Activation.FP8_TENSOR_STATIC: FORMATS["fp8_tensor"].element.max,
+}
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
 

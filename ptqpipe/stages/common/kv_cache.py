@@ -82,7 +82,7 @@ def write_scales(
     """Writes both scales of a module; the record's entries of kept tensors."""
     known = statistics.attention(module)
     told = {}
-    for spec, amax in zip(specs, (known.k_amax, known.v_amax), strict=True):
+    for spec, amax in zip(specs, known, strict=True):
         raw = _scales(spec, amax).reshape(-1).view(torch.uint8)
         writer.write(spec.name, raw)
         told[spec.name] = {"reason": REASON, "sha256": hashlib.sha256(raw.numpy().data).hexdigest(), "bytes": len(raw)}

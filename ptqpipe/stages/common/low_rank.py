@@ -5,69 +5,65 @@ else by its diagonal; without, the best for the weight. Knows plans and statisti
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ptqpipe.algorithms import lorc
-from ptqpipe.algorithms.rtn import Sink, Weight, WeightError
+from ptqpipe.algorithms.unit import Sink, UnitResult, Weight, WeightError
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.stages.common.input_scales import module_of
 from ptqpipe.statistics import KnownInputs, Statistics
 
-Held = dict[tuple[int, int], QTensor]
+Runs = dict[tuple[int, int], QTensor]
 """(member, first row) -> quantized rows of a unit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Errors of a unit's weights with their low-rank parts, and what the record says of these."""
-
-    errors: tuple[WeightError, ...]
-    told: tuple[Mapping[str, Any], ...]
 
 
 def correct_unit(
     unit: Unit,
     weights: Sequence[Weight],
-    held: Held,
-    errors: Sequence[WeightError],
+    runs: Runs,
+    result: UnitResult,
     *,
     statistics: KnownInputs | None,
     sink: Sink,
-) -> Outcome:
-    """Sends the rows of ``held`` to ``sink``, each once, with the best low-rank part for what they leave.
+) -> UnitResult:
+    """Sends the rows of ``runs`` to ``sink``, each once, with the best low-rank part for the error that they leave.
 
-    errors  of the codes alone
+    result  of the codes alone; the one returned has the errors with the low-rank parts, and what the record says of
+            these
     """
     low = unit.scheme.low_rank
     assert low is not None
     found: list[WeightError] = []
-    told: list[Mapping[str, Any]] = []
-    known: tuple[str, lorc.Weighting, lorc.Weighting | None] | None = None
-    for index, (member, weight, error) in enumerate(zip(unit.members, weights, errors, strict=True)):
+    records: list[Mapping[str, Any]] = []
+    current: tuple[str, lorc.Weighting, lorc.Weighting | None] | None = None
+    for index, (member, weight, error) in enumerate(zip(unit.members, weights, result.errors, strict=True)):
         module = module_of(member)
         key = "" if statistics is None else statistics.key(module)
-        if known is None or known[0] != key:
-            known = None  # the old one goes before the new one comes
-            known = key, *_weighting(statistics, module, damping=unit.rule.damping)
-        runs = sorted((row, q) for (owner, row), q in held.items() if owner == index)
-        corrected = lorc.correct(weight, runs, low, weighting=known[1], judge=known[2])
+        if current is None or current[0] != key:
+            current = None  # the old one goes before the new one comes
+            current = key, *_weighting(statistics, module, damping=unit.rule.damping)
+        own = sorted((row, q) for (owner, row), q in runs.items() if owner == index)
+        corrected = lorc.correct(weight, own, low, weighting=current[1], judge=current[2])
         for row, q in corrected.rows:
             sink(index, row, q)
         ratio = corrected.squared_error / error.squared_error if error.squared_error else 1.0
         found.append(replace(error, squared_error=corrected.squared_error, versus_absmax=error.versus_absmax * ratio))
-        told.append(
+        records.append(
             {
                 "rank": low.of(member.shape),
                 "dtype": low.dtype,
-                "moment": known[1].kind,
-                "held_out": known[2] is not None,
+                "moment": current[1].kind,
+                "held_out": current[2] is not None,
                 "versus_codes": corrected.versus_codes,
                 "dropped": corrected.dropped,
             }
         )
-    return Outcome(tuple(found), tuple(told))
+    pairs = zip(result.record_fields, records, strict=True)
+    return replace(
+        result, errors=tuple(found), record_fields=tuple({**fields, "low_rank": low_rank} for fields, low_rank in pairs)
+    )
 
 
 def _weighting(
@@ -76,13 +72,14 @@ def _weighting(
     """(what the factors minimize, what decides whether they are kept: None for the same)."""
     if statistics is None:
         return lorc.Weighting(), None
-    known = statistics.of(module, full=statistics.has(module, "full_moment"), held=True)
+    found = statistics.of(module, full=statistics.has(module, "full_moment"), held=True)
     name = f"the input of '{module}'"
-    weighting = lorc.Weighting.of(known.second_moment, known.full_moment, damping=damping, name=name)
-    if known.held is None or weighting.moment is None:
+    weighting = lorc.Weighting.of(found.second_moment, found.full_moment, damping=damping, name=name)
+    held_out = found.held_out
+    if held_out is None or weighting.moment is None:
         return weighting, None
-    held = known.held.full_moment if known.held.full_moment is not None else known.held.second_moment
-    return weighting, lorc.Weighting(held.double())
+    moment = held_out.full_moment if held_out.full_moment is not None else held_out.second_moment
+    return weighting, lorc.Weighting(moment.double())
 
 
 def extra_bytes(unit: Unit, statistics: Statistics | None) -> int:

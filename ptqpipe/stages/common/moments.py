@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms.calibrated import LayerInput, Options
-from ptqpipe.algorithms.gptq import has_block_scales
+from ptqpipe.algorithms.columns import has_block_scales
 from ptqpipe.algorithms.metric import memory_bytes
 from ptqpipe.algorithms.rows import CHUNK_ELEMENTS
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.inputs import Moments
 from ptqpipe.plan import Plan, Unit
-from ptqpipe.recipe import Recipe, Rule
+from ptqpipe.recipe import Recipe
 from ptqpipe.rounding import Rounding
 from ptqpipe.source import Source
 from ptqpipe.stages.common.biases import corrected_biases
@@ -58,34 +58,16 @@ def open_statistics(
     return statistics
 
 
-def options_of(rule: Rule) -> Options:
-    """A rule in the words of the algorithm."""
-    return Options(
-        algorithm=rule.algorithm,
-        weighting=rule.weighting,
-        order=rule.order,
-        damping=rule.damping,
-        scales=rule.scales,
-        refine=rule.refine,
-    )
-
-
-def inputs_of(unit: Unit, statistics: KnownInputs, options: Options) -> list[LayerInput]:
+def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
     """The moments of every member's input, in order; members that share an input share the object."""
-    found: dict[str, LayerInput] = {}
+    found: dict[str, Moments] = {}
+    full = "full_moment" in unit.rule.moments
     for member in unit.members:
         module = module_of(member)
         key = statistics.key(module)
         if key not in found:
-            block = not options.needs_full and statistics.has(module, "block_moment")
-            known = statistics.of(module, block=block, full=options.needs_full, held=True)
-            held = known.held
-            found[key] = LayerInput(
-                known.second_moment,
-                known.block_moment,
-                known.full_moment,
-                None if held is None else LayerInput(held.second_moment, held.block_moment, held.full_moment),
-            )
+            block = not full and statistics.has(module, "block_moment")
+            found[key] = statistics.of(module, block=block, full=full, held=True)
     return [found[statistics.key(module_of(m))] for m in unit.members]
 
 
@@ -95,7 +77,7 @@ def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
         return 0
     columns = max(member.shape[1] for member in unit.members)
     squares = 0
-    if options_of(unit.rule).needs_full:
+    if "full_moment" in unit.rule.moments:
         held = statistics is not None and any(statistics.held_out(module_of(m)) for m in unit.members)
         squares = 4 * columns * columns * (2 if held else 1) + memory_bytes(columns)
     bits = unit.scheme.fmt.bits_per_weight(unit.members[0].shape)
@@ -124,11 +106,10 @@ def _check_unit(unit: Unit, statistics: Statistics) -> None:
     static = unit.scheme.activation in LARGEST
     if not unit.rule.calibrated and not static and unit.scheme.low_rank is None:
         return
-    options, fmt = options_of(unit.rule), unit.scheme.fmt
-    if options.weighting == "block" and not has_block_scales(fmt):
+    rule, fmt = unit.rule, unit.scheme.fmt
+    if rule.weighting == "block" and not has_block_scales(fmt):
         raise UsageError(f"{fmt.name} has no block scales along its rows to weight by blocks; use --weighting diagonal")
-    wanted = ["second_moment"] + ["amax"] * static + ["full_moment"] * (unit.rule.calibrated and options.needs_full)
-    wanted += ["block_moment"] * (options.weighting == "block" and not options.needs_full)
+    needed = dict.fromkeys(["second_moment", *["amax"] * static, *(rule.moments if rule.calibrated else ())])
     for member in unit.members:
         module = module_of(member)
         if module not in statistics.modules:
@@ -144,7 +125,7 @@ def _check_unit(unit: Unit, statistics: Statistics) -> None:
                 f"{statistics.path} has statistics of {statistics.columns(module)} inputs of '{module}', which has "
                 f"{member.shape[1]}; calibrate again"
             )
-        for moment in wanted:
+        for moment in needed:
             if not statistics.has(module, moment):
                 kind = moment.partition("_")[0]
                 other = ", or convert with --algorithm rtn" if kind == "full" else ""

@@ -1,129 +1,75 @@
 """A unit quantized by its rule: what convert writes, tune starts from, verify repeats and a dry run times.
 
-Knows rules, schemes and what is known of inputs; must not know where weights come from or rows go.
+Knows rules, schemes and moments of inputs; must not know where weights come from or rows go.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from ptqpipe.algorithms import calibrated, rtn, stored
+from ptqpipe.algorithms import quantizer
 from ptqpipe.algorithms.recheck import Recheck
-from ptqpipe.errors import NumericsError, one_line
+from ptqpipe.algorithms.unit import Sink, Task, UnitResult, Weight
+from ptqpipe.errors import NumericsError
+from ptqpipe.options import ALGORITHMS, LEARNED
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.rounding import Rounding
 from ptqpipe.stages.common import low_rank
-from ptqpipe.stages.common.moments import inputs_of, options_of
+from ptqpipe.stages.common.moments import inputs_of
 from ptqpipe.statistics import KnownInputs
-
-
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """What quantizing a unit gave, and what the record says of how each of its weights was."""
-
-    result: rtn.UnitResult
-    told: tuple[Mapping[str, Any], ...]
 
 
 def quantize_unit(
     unit: Unit,
-    weights: Sequence[rtn.Weight],
+    weights: Sequence[Weight],
+    sink: Sink,
     *,
     statistics: KnownInputs | None = None,
-    learned: Sequence[QTensor] | None = None,
-    sink: rtn.Sink,
+    codes: Sequence[QTensor] | None = None,
     device: torch.device | None = None,
-) -> Quantized:
+    codes_only: bool = False,
+) -> UnitResult:
     """Quantizes a unit by its rule, low-rank parts and all, and finds a sample of its blocks again by brute force.
 
-    statistics  of a rule that needs them; ``moments.open_statistics`` has looked
-    learned     codes that were found before, one of each weight: taken as they are
+    statistics  needed by rules that read moments; checked by ``moments.open_statistics``
+    codes       chosen before, one QTensor for each weight: taken as they are
+    codes_only  without low-rank parts and without the check of a sample
 
     Raises NumericsError, naming the weight, where weights or moments are unusable or a block is not what was promised.
     """
-    with _naming(unit):
-        return _quantize(unit, weights, statistics=statistics, learned=learned, sink=sink, device=device)
-
-
-@contextmanager
-def _naming(unit: Unit) -> Iterator[None]:
-    """A NumericsError that names none of the unit's weights, since one below knows no names, gets all of them."""
+    names = [member.weight for member in unit.members]
+    task = Task(weights, unit.scheme.fmt, names, sink, unit.rule, codes=codes)
+    if codes is None and unit.rule.calibrated and statistics is not None:
+        task = replace(task, inputs=inputs_of(unit, statistics))
+    if device is not None:
+        task = replace(task, device=device)
     try:
-        yield
+        return _quantize(task) if codes_only else _quantize_checked(unit, task, statistics)
     except NumericsError as error:
-        names = [member.weight for member in unit.members]
-        if any(one_line(name) in str(error) for name in names):
+        if error.weight:
             raise
         raise NumericsError(f"{' and '.join(names)}: {error}") from None
 
 
-def _quantize(
-    unit: Unit,
-    weights: Sequence[rtn.Weight],
-    *,
-    statistics: KnownInputs | None,
-    learned: Sequence[QTensor] | None,
-    sink: rtn.Sink,
-    device: torch.device | None,
-) -> Quantized:
-    held: low_rank.Held = {}
+def _quantize(task: Task) -> UnitResult:
+    return quantizer(LEARNED if task.codes is not None else ALGORITHMS[task.options.algorithm])(task)
 
-    def hold(member: int, row: int, q: QTensor) -> None:
-        held[(member, row)] = q
 
-    simple = unit.scheme.low_rank is None
+def _quantize_checked(unit: Unit, task: Task, statistics: KnownInputs | None) -> UnitResult:
+    runs: low_rank.Runs = {}
+    whole = unit.scheme.low_rank is None
     keys = [member.key for member in unit.members]
-    sample = Recheck(weights, unit.scheme.fmt, names=keys, sink=sink if simple else hold)
-    codes = choose_codes(unit, weights, statistics=statistics, learned=learned, sink=sample.take, device=device)
-    counts = sample.check(codes.result.promises)
-    told = tuple({**outcome, "rechecked": count} for outcome, count in zip(codes.told, counts, strict=True))
-    if simple:
-        return Quantized(codes.result, told)
-    found = low_rank.correct_unit(unit, weights, held, codes.result.errors, statistics=statistics, sink=sink)
-    told = tuple({**outcome, "low_rank": dict(own)} for outcome, own in zip(told, found.told, strict=True))
-    return Quantized(replace(codes.result, errors=found.errors), told)
-
-
-def choose_codes(
-    unit: Unit,
-    weights: Sequence[rtn.Weight],
-    *,
-    statistics: KnownInputs | None = None,
-    learned: Sequence[QTensor] | None = None,
-    sink: rtn.Sink,
-    device: torch.device | None = None,
-) -> Quantized:
-    """`quantize_unit` but for the low-rank parts and the second look."""
-    rule, fmt = unit.rule, unit.scheme.fmt
-    names = [member.weight for member in unit.members]
-    if learned is not None:
-        result = stored.quantize(weights, learned, fmt, names=names, sink=sink)
-        return Quantized(result, tuple({"algorithm": "learned"} for _ in names))
-    search_global = rule.global_scale == "search"
-    if not rule.calibrated:
-        result = rtn.quantize(
-            weights, fmt, names=names, search=rule.search, search_global=search_global, sink=sink, device=device
-        )
-        return Quantized(result, tuple({} for _ in names))
-    assert statistics is not None  # see above
-    options = options_of(rule)
-    found = calibrated.quantize(
-        weights,
-        fmt,
-        names=names,
-        inputs=inputs_of(unit, statistics, options),
-        options=options,
-        search=rule.search,
-        search_global=search_global,
-        sink=sink,
-        device=device,
-    )
-    told = {"algorithm": rule.algorithm, "weighting": rule.weighting}
-    return Quantized(found.unit, tuple(told | asdict(outcome) for outcome in found.outcomes))
+    sink = task.sink if whole else lambda member, row, q: runs.__setitem__((member, row), q)
+    sample = Recheck(task.weights, task.fmt, names=keys, sink=sink)
+    result = _quantize(replace(task, sink=sample.take))
+    counts = sample.check(result.promises)
+    records = [{**fields, "rechecked": n} for fields, n in zip(result.record_fields, counts, strict=True)]
+    result = replace(result, record_fields=tuple(records))
+    if whole:
+        return result
+    return low_rank.correct_unit(unit, task.weights, runs, result, statistics=statistics, sink=task.sink)
 
 
 def learned_codes(unit: Unit, rounding: Rounding | None) -> list[QTensor] | None:

@@ -6,9 +6,11 @@ weight. Must not know how units are quantized.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 
 from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
+from ptqpipe.options import CodeOptions
 from ptqpipe.plan import Plan, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, Rounding
@@ -59,8 +61,8 @@ def check_codes(
     if any(unit.scheme.activation in LARGEST and codes.has(unit.members[0].key) for unit in plan.units):
         _check_input_scales(codes, recipe, statistics)
     if all(codes.has(member.key) for unit in plan.units for member in unit.members):
-        for name in ("search", "global_scale", "algorithm", "weighting", "damping", "refine"):
-            given = getattr(options, name)
+        for name in (option.name for option in fields(CodeOptions)):
+            given = options.given.get(name)
             if given is not None:
                 raise UsageError(
                     f"--{name.replace('_', '-')} {given} would change nothing: {codes.path} has the codes of every "

@@ -13,7 +13,8 @@ from math import isqrt
 import torch
 
 from ptqpipe.algorithms.rows import quantize_rows
-from ptqpipe.algorithms.rtn import Matrix, Weight
+from ptqpipe.algorithms.unit import Matrix, Weight
+from ptqpipe.inputs import InputStatistics
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.stages.common.input_scales import module_of
@@ -21,7 +22,7 @@ from ptqpipe.stages.common.machine import Machine, one_thread_each, processors
 from ptqpipe.stages.common.quantize_unit import quantize_unit
 from ptqpipe.stages.convert.memory import share_of, units_at_once
 from ptqpipe.stages.convert.prepare import Prepared
-from ptqpipe.statistics import BLOCK, InputStatistics, Statistics
+from ptqpipe.statistics import BLOCK, Statistics
 
 READ_BYTES = 32 << 20
 LINEAR_SHAPE = (1024, 2048)  # of the sample where a weight costs the same in every matrix
@@ -120,7 +121,7 @@ def _time(unit: Unit, prepared: Prepared, machine: Machine, *, learned: bool) ->
     codes = _codes(unit, weights) if learned else None
     known = None if prepared.statistics is None else _RandomInputs(unit, prepared.statistics)
     begun = time.perf_counter()
-    quantize_unit(unit, weights, statistics=known, learned=codes, sink=lambda *_: None, device=machine.device)
+    quantize_unit(unit, weights, lambda *_: None, statistics=known, codes=codes, device=machine.device)
     return time.perf_counter() - begun
 
 

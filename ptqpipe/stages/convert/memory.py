@@ -3,7 +3,7 @@
 The numbers are those of the algorithms' own estimates; what every process and worker holds is in ``machine.py``.
 """
 
-from ptqpipe.algorithms import rtn
+from ptqpipe.algorithms.unit import gathered_bytes
 from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Member, Unit
@@ -22,7 +22,7 @@ def extra_bytes(unit: Unit, prepared: Prepared) -> int:
     codes = 0 if prepared.rounding is not None else unit_extra_bytes(unit, prepared.statistics)
     if prepared.rounding is None and unit.scheme.fmt.one_scale:
         size = max(_element_bytes(prepared.source, member) for member in unit.members)
-        codes += rtn.gathered_bytes([m.shape for m in unit.members], unit.scheme.fmt, element_bytes=size)
+        codes += gathered_bytes([m.shape for m in unit.members], unit.scheme.fmt, element_bytes=size)
     return max(codes, low_rank.extra_bytes(unit, prepared.statistics))
 
 

@@ -5,13 +5,14 @@ Reads no weight and writes nothing. Must not know how units are quantized.
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.containers import Container, get_container
 from ptqpipe.errors import UsageError
+from ptqpipe.options import ALGORITHMS
 from ptqpipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
 from ptqpipe.rounding import Rounding
@@ -80,22 +81,22 @@ def best_with(
         return options
     if options.algorithm is None and options.weighting is None:
         with Statistics.open(stats) as statistics:
-            full = any(statistics.has(module, "full_moment") for module in statistics.modules)
-        options = replace(options, algorithm="gptq" if full else "rtn")
+            usable = [name for name, row in ALGORITHMS.items() if not row.moment or statistics.has_any(row.moment)]
+        options = options.but(algorithm=usable[-1])
     if options.algorithm == "rtn" and options.weighting is None and options.search in (None, "exact", "brute_force"):
-        options = replace(options, weighting="diagonal")
+        options = options.but(weighting="diagonal")
     return options
 
 
 def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> None:
     """UsageError for an option that is given and would change no byte, since nothing of the recipe asks for it."""
-    gptq = any(rule.algorithm == "gptq" for rule in recipe.rules if rule.scheme is not None)
+    read = {name for rule in recipe.rules if rule.scheme is not None for name in ALGORITHMS[rule.algorithm].options}
+    own = {name: key for key, row in ALGORITHMS.items() for name in row.options}
     static = any(scheme.activation in LARGEST for scheme in recipe.schemes())
     low_rank = any(rule.low_rank for rule in recipe.rules)
     kinds = "a format with static activation scales, such as nvfp4_w4a4"
     for option, given, used, needs in (
-        ("--damping", options.damping, gptq, "algorithm gptq; give --stats"),
-        ("--refine", options.refine, gptq, "algorithm gptq; give --stats"),
+        *((f"--{n}", options.given.get(n), n in read, f"algorithm {own[n]}; give --stats") for n in own),
         ("--low-rank-dtype", options.low_rank_dtype, low_rank, "a low-rank part; give --low-rank"),
         ("--input-scale", options.input_scale, static and statistics, f"--stats and {kinds}"),
         ("--headroom", options.headroom, static and statistics, f"--stats and {kinds}"),

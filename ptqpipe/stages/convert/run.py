@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.algorithms import rtn
+from ptqpipe.algorithms.unit import WeightError, check_decode
 from ptqpipe.checkpoint.direct import margin
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import NumericsError
@@ -126,13 +126,12 @@ def _quantize(
     errors = MeanErrors(weights, means, written.take)
     sink = errors.take if biases else written.take
     codes = learned_codes(unit, prepared.rounding)
-    done = quantize_unit(unit, weights, statistics=prepared.statistics, learned=codes, sink=sink, device=machine.device)
-    result = done.result
+    result = quantize_unit(unit, weights, sink, statistics=prepared.statistics, codes=codes, device=machine.device)
     _check_kept_alive(unit, result.errors)
     hashes = written.finish()
     members = {}
-    told = zip(unit.members, result.errors, hashes, done.told, scales, strict=True)
-    for member, error, sha256, outcome, scale in told:
+    done = zip(unit.members, result.errors, hashes, result.record_fields, scales, strict=True)
+    for member, error, sha256, outcome, scale in done:
         members[member.key] = {
             "shape": list(member.shape),
             "format": fmt.name,
@@ -161,9 +160,9 @@ def _scratch() -> Scratch:
     return found
 
 
-def _check_kept_alive(unit: Unit, errors: Sequence[rtn.WeightError]) -> None:
+def _check_kept_alive(unit: Unit, errors: Sequence[WeightError]) -> None:
     """NumericsError for a weight of which mostly zeros are left: its scale, often a shared one, cannot hold it."""
-    rtn.check_decode([member.weight for member in unit.members], errors, unit.scheme.fmt)
+    check_decode([member.weight for member in unit.members], errors, unit.scheme.fmt)
     for member, error in zip(unit.members, errors, strict=True):
         if error.relative_mse > LOST:
             others = [m.weight for m in unit.members if m is not member]

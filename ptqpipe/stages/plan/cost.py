@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.algorithms import rtn
+from ptqpipe.algorithms.unit import Task, gathered_bytes
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.inputs import InputStatistics
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import Scheme
@@ -27,7 +29,7 @@ from ptqpipe.stages.common.jobs import MemoryPool
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, one_thread_each
 from ptqpipe.stages.common.text import mebibytes, role_of
 from ptqpipe.stages.plan.units import Group
-from ptqpipe.statistics import BLOCK, InputStatistics, Statistics
+from ptqpipe.statistics import BLOCK, Statistics
 
 Costs = Mapping[tuple[str, str], float]
 """(group id, option name) -> cost. Keeping costs nothing and is left out."""
@@ -95,7 +97,7 @@ def _bytes(group: Group, unit: Unit, stats: Statistics | None, moment: str) -> i
     """About what a unit takes beside what every worker has: its weights where they are kept, and its moments."""
     shapes = [member.shape for member in unit.members]
     formats = [option.scheme.fmt for option in group.options if option.scheme is not None]
-    whole = [rtn.gathered_bytes(shapes, fmt, element_bytes=4) for fmt in formats if fmt.one_scale]
+    whole = [gathered_bytes(shapes, fmt, element_bytes=4) for fmt in formats if fmt.one_scale]
     weights = (unit.elements * 4 if _cached(unit) else 0) + max(whole, default=0)
     if stats is None:
         return weights
@@ -153,14 +155,7 @@ def _scheme_errors(
             w = weights[member].rows(row, row + q.shape[0]).float()
             sums[(member, row)] = (power(q.dequantize() - w, h, moment), power(w, h, moment))
 
-    result = rtn.quantize(
-        weights,
-        scheme.fmt,
-        names=[member.weight for member in unit.members],
-        search="exact",
-        search_global=True,
-        sink=take,
-    )
+    result = rtn.quantize(Task(weights, scheme.fmt, [member.weight for member in unit.members], take))
     if inputs[0] is None:
         errors = [(error.squared_error, error.energy) for error in result.errors]
     else:

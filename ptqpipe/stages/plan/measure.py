@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ptqpipe.algorithms import rtn
+from ptqpipe.algorithms.unit import Task
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.evaluation.scores import ModelLogits, Window, batches, score, vocabulary_of, windows
 from ptqpipe.evaluation.text import Tokenizer, read_text
@@ -164,14 +165,7 @@ def _decoded(weights: Sequence[SourceRows], unit: Unit, scheme: Scheme) -> list[
     def take(member: int, row: int, q: QTensor) -> None:
         found[member][row : row + q.shape[0]] = q.dequantize()
 
-    rtn.quantize(
-        weights,
-        scheme.fmt,
-        names=[member.weight for member in unit.members],
-        search="exact",
-        search_global=True,
-        sink=take,
-    )
+    rtn.quantize(Task(weights, scheme.fmt, [member.weight for member in unit.members], take))
     return found
 
 

@@ -14,11 +14,13 @@ from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global
+from ptqpipe.inputs import InputStatistics
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
+from ptqpipe.stages.common.input_scales import LARGEST
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms.folding import RUN, Folding, Op, apply
-from ptqpipe.transforms.problem import Consumer, Inputs, Problem, Quantize
+from ptqpipe.transforms.problem import Consumer, Problem, Quantize
 from ptqpipe.transforms.structure import Edge, Matrix
 
 RUN_ELEMENTS = 1 << 20  # a run is computed in float64
@@ -149,7 +151,9 @@ def make_problem(
     )
 
 
-def _inputs(consumer: Matrix, statistics: Statistics, columns: torch.Tensor, *, full: bool, block: bool) -> Inputs:
+def _inputs(
+    consumer: Matrix, statistics: Statistics, columns: torch.Tensor, *, full: bool, block: bool
+) -> InputStatistics:
     """Statistics of a consumer's inputs as they are by now; ``full`` and ``block`` say which moments may be read."""
     module = next((name for name in consumer.modules if name in statistics.modules), consumer.modules[0])
     full = full and statistics.has(module, "full_moment")
@@ -164,14 +168,14 @@ def _inputs(consumer: Matrix, statistics: Statistics, columns: torch.Tensor, *, 
         raise NumericsError(f"{statistics.path} has NaN or inf for '{module}'; calibrate again")
     inverse = (1.0 / columns).float()
     blocks = inverse.reshape(-1, 16) if found.block_moment is not None else None
-    return Inputs(
-        found.tokens,
-        found.amax * inverse,
-        found.mean * inverse,
-        found.second_moment * inverse**2,
-        None if found.block_moment is None or blocks is None
+    return InputStatistics(
+        tokens=found.tokens,
+        amax=found.amax * inverse,
+        mean=found.mean * inverse,
+        second_moment=found.second_moment * inverse**2,
+        block_moment=None if found.block_moment is None or blocks is None
         else found.block_moment * blocks[:, :, None] * blocks[:, None, :],
-        None if found.full_moment is None else found.full_moment * inverse[:, None] * inverse[None, :],
+        full_moment=None if found.full_moment is None else found.full_moment * inverse[:, None] * inverse[None, :],
     )  # fmt: skip
 
 
@@ -191,7 +195,7 @@ def input_quantizer(activation: Activation) -> Quantize | None:
         return None
 
     def quantize(x: torch.Tensor) -> torch.Tensor:
-        largest = {Activation.NVFP4_STATIC_GLOBAL: 2688.0, Activation.FP8_TENSOR_STATIC: 448.0}.get(activation)
+        largest = LARGEST.get(activation)
         scale = None if largest is None else float(x.abs().amax()) / largest or 1.0
         return InputQuantizer(activation, scale)(x)
 

@@ -1,9 +1,9 @@
-"""tune: learned codes for the weights of a model, decoder block by decoder block, into a folder (`rounding.py`).
+"""tune: learned codes for the weights of a model, one decoder layer at a time, into a folder (`rounding.py`).
 
-The plan is convert's, so what is tuned is what a conversion with the same recipe will quantize; the start, scales and
-codes, is what that would write. Two streams of hidden states go through the model: of the float blocks, which say what
-is wanted, and of the blocks with the codes that were learned, activations quantized as the scheme says, which say what
-will be there. A killed run runs the finished blocks again with their codes and goes on.
+The plan is convert's: tune changes the weights that a conversion with the same recipe quantizes, and starts from the
+scales and codes that it would write. Two streams of hidden states go through the model: those of the float layers are
+the targets; those of the layers with learned codes, activations quantized as the scheme says, are the inputs that each
+layer will get. A killed run runs the finished layers again with their codes and continues.
 """
 
 import hashlib
@@ -34,13 +34,12 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import default_length, read_config
-from ptqpipe.stages.common.block_folder import BlockFolder
+from ptqpipe.stages.common.block_folder import BlockFolder, Finished
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.machine import Machine, compute_threads, resident_bytes, threads
 from ptqpipe.stages.common.progress import Progress, Step
 from ptqpipe.stages.convert.prepare import Prepared, prepare
-from ptqpipe.stages.tune.block import BlockWork
-from ptqpipe.stages.tune.follow import follow
+from ptqpipe.stages.tune.block import BlockWork, follow
 
 DEFAULT_SEQLEN = 2048
 METHODS = ("learned", "gptq", "gptq+learned")
@@ -53,7 +52,7 @@ class TuneOptions:
 
     seqlen    None: 2048, or the model's positions
     method    of METHODS: what finds the codes
-    share     of what the layers before have lost, how much a layer makes up for under "gptq": 0 to 1
+    share     fraction of the error of earlier layers that each layer compensates for under "gptq": 0 to 1
     settings  of learned rounding; its share of held-out samples counts for every method
     """
 
@@ -67,22 +66,12 @@ class TuneOptions:
 
 
 def settings_of(steps: int | None, *, seed: int) -> Settings:
-    """The usual number of steps for None. UsageError for a number of steps that is none."""
+    """Settings with the usual number of steps for None. UsageError for fewer than one."""
     if steps is None:
         return Settings(seed=seed)
     if steps < 1:
         raise UsageError(f"--steps {steps} is too few; use 1 or more")
     return Settings(steps=steps, seed=seed)
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """What a finished tuning was."""
-
-    out: Path
-    content: Mapping[str, Any]
-    seconds: float
-    peak_rss_bytes: int
 
 
 def tune(
@@ -96,7 +85,7 @@ def tune(
     options: TuneOptions | None = None,
     mode: Mode = "new",
     machine: Machine | None = None,
-) -> Tuned:
+) -> Finished:
     """Writes a folder of learned codes.
 
     Raises UsageError for data or settings that do not fit the model, CheckpointError for a model that cannot be run,
@@ -107,7 +96,7 @@ def tune(
     if options.method not in METHODS:
         raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
     if not 0.0 <= options.share <= 1.0:
-        raise UsageError(f"--share {options.share} is out of range; use 0 (nothing is made up for) to 1 (all of it)")
+        raise UsageError(f"--share {options.share} is out of range; use 0 (no compensation) to 1 (full compensation)")
     prepared = prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
     with prepared:
         source = prepared.source
@@ -137,7 +126,7 @@ def tune(
             _run(prepared, samples, folder, options, machine)
             content = _content(prepared, samples, options, folder)
             folder.finish(content)
-    return Tuned(out, content, time.monotonic() - begun, resident_bytes().peak)
+    return Finished(out, content, time.monotonic() - begun, resident_bytes().peak)
 
 
 def _run(prepared: Prepared, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine) -> None:
@@ -197,9 +186,9 @@ def _find(
     start = work.start()
     record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
     record["held_out"] = work.block.batches > 1  # else the one batch both learns and judges
-    codes = start
-    if "gptq" in options.method and work.held:
-        followed = follow(
+    codes: Mapping[str, QTensor] = start
+    if "gptq" in options.method and work.usable:
+        codes, before, after = follow(
             work,
             start,
             share=options.share,
@@ -207,28 +196,26 @@ def _find(
             inputs=given.get,
             targets=wanted.get,
         )
-        codes = dict(followed.codes)
-        record |= {"start_loss": followed.start_loss, "learned_loss": followed.found_loss, "kept": followed.kept}
-        record["followed_loss"] = followed.found_loss
-    if "learned" in options.method and work.held:
+        record |= {"start_loss": before, "learned_loss": after, "kept": after < before, "followed_loss": after}
+    if "learned" in options.method and work.usable:
         codes, learned = _learn(work, codes, options.settings, wanted=wanted, given=given)
         if "followed_loss" not in record:
             record |= {"start_loss": learned.start_loss, "learned_loss": learned.learned_loss, "kept": learned.kept}
         elif learned.kept:
             record |= {"learned_loss": learned.learned_loss, "kept": True}
-    total = sum(start[key].codes.numel() for key in work.held)
-    record["moved"] = sum(int((codes[k].codes != start[k].codes).sum()) for k in work.held) / max(1, total)
-    return codes, record | {"not_learned": sorted(start.keys() - work.held)}
+    total = sum(start[key].codes.numel() for key in work.usable)
+    record["moved"] = sum(int((codes[k].codes != start[k].codes).sum()) for k in work.usable) / max(1, total)
+    return dict(codes), record | {"not_learned": sorted(start.keys() - work.usable)}
 
 
 def _learn(
     work: BlockWork, start: Mapping[str, QTensor], settings: Settings, *, wanted: Activations, given: Activations
 ) -> tuple[dict[str, QTensor], Learned]:
     """Learned rounding at the scales of ``start``."""
-    fixed = {key: q.dequantize() for key, q in start.items() if key not in work.held}
+    fixed = {key: q.dequantize() for key, q in start.items() if key not in work.usable}
     learned = learn(
-        {key: work.weights[key] for key in work.held},
-        {key: start[key] for key in sorted(work.held)},
+        {key: work.weights[key] for key in work.usable},
+        {key: start[key] for key in sorted(work.usable)},
         forward=lambda x, batch, chosen: work.outputs(x, batch, {**fixed, **chosen}),
         inputs=given.get,
         targets=wanted.get,

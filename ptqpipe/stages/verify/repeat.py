@@ -20,7 +20,7 @@ from ptqpipe.search.proof import Optimality, cost, prove
 from ptqpipe.source import Source, SourceRows, row_runs
 from ptqpipe.stages.common import low_rank
 from ptqpipe.stages.common.input_scales import LARGEST
-from ptqpipe.stages.common.quantize_unit import choose_codes
+from ptqpipe.stages.common.quantize_unit import quantize_unit
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.replan import Replanned
@@ -56,7 +56,7 @@ def repeat_unit(
     cache = sum(member.elements for member in unit.members) * 2 <= cache_bytes
     rows = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
     differing: dict[tuple[int, int], str] = {}
-    quantized: low_rank.Held = {}
+    quantized: low_rank.Runs = {}
 
     def compare(member: int, row: int, q: QTensor) -> None:  # a second pass over a row replaces what the first found
         if unit.scheme.low_rank is not None:
@@ -66,14 +66,13 @@ def repeat_unit(
         if others:
             differing[(member, row)] = others
 
-    codes = choose_codes(unit, rows, statistics=statistics, sink=compare)
-    result = codes.result
-    _check_outcomes(unit, codes.told, claims, findings)
+    result = quantize_unit(unit, rows, compare, statistics=statistics, codes_only=True)
+    _check_outcomes(unit, result.record_fields, claims, findings)
     for (index, row), others in sorted(differing.items()):
         message = f"from row {row}: re-quantizing with the recorded recipe gives {others}"
         findings.fault("repeat", unit.members[index].key, message)
     if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
-        again = low_rank.correct_unit(unit, rows, quantized, result.errors, statistics=statistics, sink=lambda *_: None)
+        again = low_rank.correct_unit(unit, rows, quantized, result, statistics=statistics, sink=lambda *_: None)
         _check_low_rank(unit, [error.squared_error for error in again.errors], claims, findings)
     for member, error in zip(unit.members, result.errors, strict=True):
         claim, ratio = claims[member.key], 1.0

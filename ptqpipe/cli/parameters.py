@@ -1,0 +1,223 @@
+"""Parameters of commands: types of values, and options that several commands have.
+
+Options that decide bytes come from the table in ``ptqpipe/options.py`` (`recipe_options`), those of machine and output
+from `run_options`.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import Field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+
+from ptqpipe.errors import one_line
+from ptqpipe.options import described, recipe_fields, type_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PATH = click.Path(path_type=Path)
+OUT: dict[str, Any] = {"type": PATH, "required": True}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.IGNORECASE)
+MAX_SIZE = 2**62  # bytes
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes: ``800MB`` (10^6), ``2GiB`` (2^30), ``1500000000``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parses a size; click's error otherwise."""
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not a size; write 2GiB, 800MB or a number of bytes", param, ctx)
+        unit = (match[2] or "").lower()
+        size = float(match[1]) * _UNITS[unit.removesuffix("b") if len(unit) > 1 else unit]
+        if size > MAX_SIZE:
+            self.fail(f"{value!r} is more than any machine has; write 2GiB, 800MB or a number of bytes", param, ctx)
+        return int(size)
+
+
+class Existing(click.ParamType[Path]):
+    """A folder or a file that the call names and that must be there: exit code 2 if not, in every command.
+
+    The stages judge what is in it.
+    """
+
+    def __init__(self, kind: Literal["folder", "file"]) -> None:
+        """``kind``: which of the two."""
+        self.name = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path; click's error where there is no such thing."""
+        path = Path(value)
+        try:
+            there, folder = path.exists(), path.is_dir()
+        except (OSError, ValueError):  # a name too long, a zero byte
+            there = folder = False
+        if not there:
+            self.fail(one_line(f"{str(path)!r} does not exist, expected a {self.name}"), param, ctx)
+        if folder != (self.name == "folder"):
+            found = "folder" if folder else "file"
+            self.fail(one_line(f"{str(path)!r} is a {found}, expected a {self.name}"), param, ctx)
+        return path
+
+
+_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class Dtype(click.ParamType[str]):
+    """A float type in either spelling, ``bf16`` or ``bfloat16``; "auto" if that is among the known ones.
+
+    long  whether the stage takes the long spelling
+    """
+
+    name = "dtype"
+
+    def __init__(self, *known: str, long: bool = True) -> None:
+        """``known``: short spellings, as help and messages show them."""
+        self._known, self._long = known, long
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The spelling that the stage takes; click's error for an unknown one."""
+        word = str(value).strip().lower()
+        short = next((short for short, long in _DTYPES.items() if word == long), word)
+        if short not in self._known:
+            self.fail(f"{value!r} is unknown; use {', '.join(self._known)}", param, ctx)
+        return _DTYPES.get(short, short) if self._long else short
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """The known spellings."""
+        return "|".join(self._known)
+
+
+def names(value: str) -> tuple[str, ...]:
+    """The type of a value with several names: they stand between commas, without spaces and empty ones."""
+    return tuple(name for name in value.replace(" ", "").split(",") if name)
+
+
+def options(*which: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order of the help."""
+
+    def decorate(function: F) -> F:
+        for one in reversed(which):
+            function = one(function)
+        return function
+
+    return decorate
+
+
+def recipe_options(*which: str) -> Callable[[F], F]:
+    """--format, --ignore and the options of the table that are called so, or all; `Given.recipe` has what was given."""
+    known = recipe_fields()
+    return options(
+        click.option(
+            "--format",
+            "scheme",
+            metavar="NAME",
+            help="Number format: nvfp4, nvfp4_w4a4, mxfp4, mxfp8, fp8, fp8_block, ...; `ptqpipe formats` lists all.  "
+            "[default: nvfp4]",
+        ),
+        click.option(
+            "--ignore",
+            multiple=True,
+            metavar="PATTERN",
+            help="Leave these modules unquantized, whatever a recipe says: a name, a glob, re:<regex>. Repeatable.",
+        ),
+        *(_from_table(known[name]) for name in which or known),
+    )
+
+
+def _from_table(one: Field[Any]) -> Callable[[F], F]:
+    about, kind = described(one), type_of(one)
+    assert about is not None
+    flag = about.flag or f"--{one.name.replace('_', '-')}"
+    if kind is bool:
+        return click.option(flag, one.name, is_flag=True, help=about.help)
+    plain = "" if one.default is None else f"{one.default:g}" if kind is float else str(one.default)
+    default = about.shown or plain
+    help_text = f"{about.help}  [default: {default}]" if default else about.help
+    value: Any = click.Choice(list(about.choices)) if about.choices else Size() if about.metavar == "SIZE" else kind
+    return click.option(flag, one.name, type=value, metavar=about.metavar or None, help=help_text)
+
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bar.")
+DEVICE = click.option("--device", default="cpu", show_default=True, help="Device that computes: cpu, cuda or cuda:N.")
+STATS = click.option("--stats", type=PATH, metavar="DIR", help="Folder of statistics that `ptqpipe calibrate` wrote.")
+
+
+def run_options(
+    workers: str,
+    *,
+    default: str = "processors, at most 16",
+    memory: str = "2GiB",
+    restart: bool = True,
+) -> Callable[[F], F]:
+    """The options of machine and output: --workers, --max-memory, --resume, --overwrite, --json and --quiet.
+
+    workers  what ``--workers`` counts, as its help says it; ``default`` how many there are
+    memory   the default of ``--max-memory``
+    restart  whether the command has --resume and --overwrite
+    """
+    again = (
+        click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start."),
+        click.option("--overwrite", is_flag=True, help="Replace an existing output."),
+    )
+    return options(
+        click.option("--workers", type=int, metavar="N", help=f"{workers}.  [default: {default}]"),
+        click.option("--max-memory", type=Size(), default=memory, show_default=True, help="Limit of resident memory."),
+        *(again if restart else ()),
+        JSON,
+        QUIET,
+    )
+
+
+def window_options(samples: str, seed: str) -> Callable[[F], F]:
+    """How many windows of text are read or written, how long they are, and the seed that chooses them."""
+    return options(
+        click.option("--samples", type=int, default=128, show_default=True, metavar="N", help=samples),
+        click.option(
+            "--seqlen",
+            type=int,
+            metavar="N",
+            help="Tokens in each window.  [default: the model's positions, at most 2048]",
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help=seed),
+    )
+
+
+def data_options(samples: str, seed: str) -> Callable[[F], F]:
+    """The text that a model runs on: files, the field of their rows, and `window_options`."""
+    return options(
+        click.option(
+            "--data",
+            multiple=True,
+            metavar="FILE",
+            help="Text like what the model will serve: .txt, .jsonl, .parquet, or a data set NAME:CONFIG:SPLIT. "
+            "Repeatable.  [required]",
+        ),
+        click.option(
+            "--field",
+            metavar="NAME",
+            help="Field with the text in each row of --data.  [default: messages, text, content, prompt, ...]",
+        ),
+        window_options(samples, seed),
+    )

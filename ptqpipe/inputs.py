@@ -1,0 +1,51 @@
+"""What calibration knows about the inputs of linear layers, in memory: moments, and the statistics that hold them.
+
+These are what algorithms, transforms and stages hand to each other; `ptqpipe.statistics` reads them from a folder.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Second moments of an input x [tokens, K], means over its tokens; float32, from a folder on the CPU.
+
+    second_moment  [K] E[x^2]
+    block_moment   [K/16, 16, 16] E[x x^T] inside blocks of 16 columns, or None
+    full_moment    [K, K] E[x x^T], or None
+    held_out       the same moments of samples that no other number here is of, to judge by; or None
+    tokens         how many were seen; 0: not counted
+    """
+
+    second_moment: torch.Tensor
+    block_moment: torch.Tensor | None = None
+    full_moment: torch.Tensor | None = None
+    held_out: "Moments | None" = None
+    tokens: int = 0
+
+    def to(self, device: torch.device) -> "Moments":
+        """The moments on a device, without the held-out ones."""
+        second, block, full = (
+            None if m is None else m.to(device) for m in (self.second_moment, self.block_moment, self.full_moment)
+        )
+        assert second is not None
+        return Moments(second, block, full, tokens=self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputStatistics(Moments):
+    """What calibration knows about the input x [tokens, K] of one linear module. CPU tensors, float32.
+
+    measured   False where this module saw too few tokens and has its group's maximum (experts)
+    amax       [K] max |x|
+    mean       [K] E[x]
+    quantiles  p -> the p-quantile of |x| over all elements
+    """
+
+    amax: torch.Tensor
+    mean: torch.Tensor
+    measured: bool = True
+    quantiles: Mapping[float, float] = field(default_factory=dict)

@@ -1,0 +1,245 @@
+"""The options that decide the bytes of a conversion: one table.
+
+A line of `CodeOptions` or `CheckpointOptions` says everything about an option: its name, type and default, what it
+means, which values it may have. The command line has its help from that line (`cli/parameters.recipe_options`), Python
+its keyword (`ptqpipe.convert`), a recipe file its key (`recipe/file.py`), and the checks below their bounds. Nothing
+here imports torch: ``ptqpipe --help`` reads this file.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, NamedTuple, get_args
+
+from ptqpipe.errors import RecipeError, UsageError
+
+
+class Algorithm(NamedTuple):
+    """A row of `ALGORITHMS`: a way to choose codes, described without loading it.
+
+    module     its file, which has a function ``quantize(task)``; see ``ptqpipe/algorithms/__init__.py``
+    moment     the moment of the inputs that it needs from statistics; empty: none
+    weighting  what the block scales minimize unless the call or the recipe says so
+    options    fields of `CodeOptions` that it alone reads
+    """
+
+    module: str
+    moment: str = ""
+    weighting: str = "none"
+    options: tuple[str, ...] = ()
+
+
+# What a recipe can name, the better after the worse: with statistics, convert takes the last whose moment is there.
+ALGORITHMS: dict[str, Algorithm] = {
+    "rtn": Algorithm("ptqpipe.algorithms.rtn"),
+    "gptq": Algorithm(
+        "ptqpipe.algorithms.gptq",
+        moment="full_moment",
+        weighting="diagonal",
+        options=("damping", "order", "scales", "refine"),
+    ),
+}
+
+# Codes that `ptqpipe tune` has chosen: the algorithm where a call gives them.
+LEARNED = Algorithm("ptqpipe.algorithms.learned")
+
+
+class Option(NamedTuple):
+    """What is to be known of an option besides its name, type and default.
+
+    help     of the command line, which a reader understands alone; empty: the option is of recipe files only
+    metavar  what help calls its value
+    flag     the name on the command line, where it is not the field's own with dashes
+    choices  the values that it may have; empty: any of its type
+    bounds   the least and the largest value
+    usual    a hint on values, after the bounds in the message of a value outside them
+    shown    the default as help says it; empty: the field's own
+    """
+
+    help: str = ""
+    metavar: str = ""
+    flag: str = ""
+    choices: Collection[str] = ()
+    bounds: tuple[float, float] | None = None
+    usual: str = ""
+    shown: str = ""
+
+
+def option(default: Any, help: str = "", **more: Any) -> Any:
+    """A field of a dataclass that is an `Option` with this default."""
+    return field(default=default, metadata={"option": Option(help, **more)})
+
+
+def described(one: Field[Any]) -> Option | None:
+    """What the table says of a field; None for a field that is no option."""
+    found: Option | None = one.metadata.get("option")
+    return found
+
+
+def check_options(given: Any) -> None:
+    """RecipeError for a field of the dataclass ``given`` that is none of its choices or out of its bounds."""
+    for one in fields(given):
+        found, value = described(one), getattr(given, one.name)
+        if found is None:
+            continue
+        if found.choices and value not in found.choices:
+            raise RecipeError(f"{one.name} {value!r} is unknown; use {', '.join(found.choices)}")
+        if found.bounds is not None and not found.bounds[0] <= value <= found.bounds[1]:
+            least, most = found.bounds
+            hint = f" ({found.usual})" if found.usual else ""
+            raise RecipeError(f"{one.name} {value} is out of range; use {least:g} to {most:g}{hint}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeOptions:
+    """How the codes of weights are chosen. A rule of a recipe is these and the modules that it matches."""
+
+    search: str = option(
+        "exact",
+        "Search of the block scales: exact, absmax, four_over_six, ...; `ptqpipe formats` lists all.",
+        metavar="NAME",
+    )
+    global_scale: str = option(
+        "search",
+        "Search the global scale of formats that have one, or take the one of the largest weight.",
+        choices=("search", "absmax"),
+    )
+    algorithm: str = option(
+        "rtn",
+        "How codes are chosen with --stats: rtn rounds to nearest, gptq feeds back the error of earlier columns.",
+        choices=ALGORITHMS,
+        shown="gptq; rtn where calibrate left out the full moments",
+    )
+    weighting: str = option(
+        "none",
+        "What the block scales minimize with --stats: the error of the weights (none), the output error by the second "
+        "moment of each input (diagonal), or by the moments inside blocks of 16 inputs (block).",
+        choices=("none", "diagonal", "block"),
+        shown="diagonal",
+    )
+    damping: float = option(
+        0.01,
+        "For --algorithm gptq: fraction of the mean second moment of the inputs that is added to every one.",
+        metavar="D",
+        bounds=(0, 10),
+        usual="the usual is 0.01",
+    )
+    order: str = option("static", choices=("static", "none"))
+    scales: str = option("auto", choices=("auto", "first", "entry"))
+    refine: int = option(
+        3,
+        "For --algorithm gptq: sweeps of coordinate descent over scales and codes after the error feedback.",
+        metavar="N",
+        bounds=(0, 1000),
+        usual="sweeps",
+    )
+    low_rank: int = option(
+        0,
+        "Rank of a low-rank correction that is stored with each weight, 0 for none; needs --container ptqpipe.",
+        metavar="R",
+        bounds=(0, 4096),
+        usual="the usual is 16 to 64",
+    )
+    low_rank_dtype: str = option("bf16", "Type in which the factors of --low-rank are stored.", choices=("bf16", "fp8"))
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The moments of each input that choosing the codes reads; none without statistics."""
+        needed = ALGORITHMS[self.algorithm].moment
+        if not needed and self.weighting == "none":
+            return ()
+        block = ("block_moment",) if self.weighting == "block" and needed != "full_moment" else ()
+        return tuple(dict.fromkeys(("second_moment", *([needed] if needed else []), *block)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOptions:
+    """What is decided once for a whole checkpoint. A recipe is these and its rules."""
+
+    container: str | None = option(
+        None,
+        "Layout of the files: compressed_tensors, modelopt, deepseek_fp8, gptoss_mxfp4, mxfp8_hf or ptqpipe.",
+        metavar="NAME",
+        shown="the one that readers of the format expect",
+    )
+    input_amax: float = option(
+        336.0,
+        "Largest activation that must not clip, for formats with static activation scales and no --stats.",
+        metavar="A",
+    )
+    input_scale: str = option(
+        "absmax",
+        "Which activation seen by calibration sets a static activation scale: the largest, the 99.99 % quantile, or "
+        "the one of the least squared error. Needs --stats.",
+        choices=("absmax", "percentile", "mse"),
+    )
+    headroom: float = option(
+        1.0,
+        "Multiply the calibrated activation maximum by F before deriving a static activation scale. Needs --stats.",
+        metavar="F",
+        bounds=(0.1, 1000),
+        usual="1: none",
+    )
+    kv_cache: str = option(
+        "none",
+        "Store scales for an FP8 key-value cache, one for each layer or one for each head. Needs --stats.",
+        choices=("none", "fp8", "fp8_per_head"),
+    )
+    bias_correction: bool = option(
+        False, "Change biases so that the mean output of each layer stays what it was. Needs --stats."
+    )
+    shard_bytes: int | None = option(
+        None,
+        "Size of the largest weight file.",
+        metavar="SIZE",
+        flag="--shard-size",
+        shown="about 1/32 of all, 256MiB to 4GiB",
+    )
+
+
+def recipe_fields() -> dict[str, Field[Any]]:
+    """The options that a call may give, by name: those of the table with a help text."""
+    found = (one for kind in (CodeOptions, CheckpointOptions) for one in fields(kind))
+    return {one.name: one for one in found if (about := described(one)) is not None and about.help}
+
+
+def type_of(one: Field[Any]) -> type:
+    """The type of an option's values: int for ``int | None``."""
+    kinds: tuple[type, ...] = get_args(one.type) or (one.type,)
+    return kinds[0]
+
+
+class RecipeOptions:
+    """What a call says about bytes; each option that is given overrides the recipe.
+
+    scheme  number format by name for all weights, in place of a recipe file
+    ignore  patterns of modules that stay unquantized, whatever the recipe says
+    given   options of the table, by name; as an attribute, one that was not given is None
+    """
+
+    __slots__ = ("given", "ignore", "scheme")
+
+    def __init__(self, scheme: str | None = None, ignore: Collection[str] = (), **given: Any) -> None:
+        """UsageError for a name that is no option, with the nearest one."""
+        check_names(given, recipe_fields())
+        self.scheme, self.ignore = scheme, tuple(ignore)
+        # None and False are what an option is that nobody gave
+        self.given: Mapping[str, Any] = {k: v for k, v in given.items() if v is not None and v is not False}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in recipe_fields():
+            raise AttributeError(f"RecipeOptions has no option {name!r}")
+        return self.given.get(name)
+
+    def but(self, **given: Any) -> "RecipeOptions":
+        """These options with others of the table on top."""
+        return RecipeOptions(self.scheme, self.ignore, **{**self.given, **given})
+
+
+def check_names(given: Collection[str], known: Collection[str], *, what: str = "convert") -> None:
+    """UsageError for the first name of ``given`` that is not ``known``, with the nearest that is."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
+            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+            raise UsageError(f"{what} has no option {name!r}; {remedy}")
