@@ -6,7 +6,6 @@
 This file must not know models, searches or containers.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint.digests import FileDigests
-from ptqpipe.checkpoint.fields import COUNT, check_fields
+from ptqpipe.checkpoint.fields import COUNT, read_versioned
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 ROUNDING_FILE = "rounding.json"
 ROUNDING_VERSION = 1
@@ -53,15 +51,7 @@ class Rounding:
         file = Path(path) / ROUNDING_FILE
         if not file.is_file():
             raise UsageError(f"{path} holds no {ROUNDING_FILE}; make it with: ptqpipe tune MODEL -o {path}")
-        try:
-            content = json.loads(read_regular(file, limit=MAX_JSON_BYTES))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file} is damaged: {error}; tune again") from None
-        check_fields(file, content, {"version": COUNT}, remedy="tune again")
-        if content["version"] != ROUNDING_VERSION:
-            raise CheckpointError(f"{file} has version {content['version']}, expected {ROUNDING_VERSION}; tune again")
-        check_fields(file, content, _FIELDS, remedy="tune again")
-        return cls.of_files(Path(path), content)
+        return cls.of_files(Path(path), read_versioned(file, _FIELDS, version=ROUNDING_VERSION, remedy="tune again"))
 
     @classmethod
     def of_files(cls, path: Path, content: Mapping[str, Any]) -> "Rounding":

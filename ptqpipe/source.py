@@ -196,7 +196,5 @@ class SourceRows:
         entry = self._source.reader.entries[name]
         width = entry.nbytes // max(1, entry.shape[0] * entry.shape[1])
         dtype = self._source.reader.read(name, start=0, stop=0).dtype
-        raw = self._source.reader.read_raw(
-            name, start_byte=first * width, stop_byte=(first + count) * width, memory=memory
-        )
+        raw = self._source.reader.read_raw(name, start=first * width, stop=(first + count) * width, memory=memory)
         return raw.view(dtype).reshape(count, columns)

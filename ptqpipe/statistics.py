@@ -7,7 +7,6 @@ A linear's input x is [tokens, K]. Modules that share an input (q, k and v) shar
 means over tokens, so statistics of several processes merge by their counts. This file must not know models or formats.
 """
 
-import json
 import math
 from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
@@ -17,10 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from ptqpipe.checkpoint.digests import FileDigests
-from ptqpipe.checkpoint.fields import COUNT, NUMBER, check_fields
+from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 STATS_FILE = "stats.json"
 STATS_VERSION = 1
@@ -110,14 +108,7 @@ class Statistics:
             raise UsageError(f"the statistics {path} are no folder that exists; give what `ptqpipe calibrate -o` wrote")
         if not file.is_file():
             raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: ptqpipe calibrate MODEL -o {path}")
-        try:
-            content = json.loads(read_regular(file, limit=MAX_JSON_BYTES))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file} is damaged: {error}; calibrate again") from None
-        check_fields(file, content, {"version": COUNT}, remedy="calibrate again")
-        if content["version"] != STATS_VERSION:
-            raise CheckpointError(f"{file} has version {content['version']}, expected {STATS_VERSION}; calibrate again")
-        check_fields(file, content, _FIELDS, remedy="calibrate again")
+        content = read_versioned(file, _FIELDS, version=STATS_VERSION, remedy="calibrate again")
         return cls(Path(path), CheckpointReader.open(Path(path)), content)
 
     @property

@@ -4,6 +4,7 @@ What is expected is written as the file is: a type, `COUNT` or `NUMBER`; a dicti
 not be there and "*" is every name; a list of one, for lists of any length.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,27 @@ from typing import Any, Final
 
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.errors import CheckpointError
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 COUNT: Final = "a count"
 NUMBER: Final = "a number"
 _WORDS: Final = {str: "text", bool: "true or false", dict: "an object", list: "a list"}
+
+
+def read_versioned(path: Path, wanted: Any, *, version: int, remedy: str) -> dict[str, Any]:
+    """A JSON file of a version that is known, its fields checked: see `check_fields`.
+
+    Raises CheckpointError, naming the file, for one that cannot be read or parsed, of another version, or damaged.
+    """
+    try:
+        content: dict[str, Any] = json.loads(read_regular(path, limit=MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{shown(str(path))} is damaged: {error}; {remedy}") from None
+    check_fields(path, content, {"version": COUNT}, remedy=remedy)
+    if content["version"] != version:
+        raise CheckpointError(f"{shown(str(path))} has version {content['version']}, expected {version}; {remedy}")
+    check_fields(path, content, wanted, remedy=remedy)
+    return content
 
 
 def check_fields(path: Path, value: Any, wanted: Any, *, remedy: str) -> None:

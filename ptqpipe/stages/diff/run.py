@@ -202,7 +202,7 @@ def _same_bytes(left: Source, right: Source, name: str) -> bool:
     total = left.reader.entries[name].nbytes
     for start in range(0, total, READ_BYTES):
         stop = min(start + READ_BYTES, total)
-        a, b = (s.reader.read_bytes(name, start_byte=start, stop_byte=stop) for s in (left, right))
+        a, b = (s.reader.read_bytes(name, start=start, stop=stop) for s in (left, right))
         if a != b:
             return False
     return True
@@ -211,7 +211,7 @@ def _same_bytes(left: Source, right: Source, name: str) -> bool:
 def _flat(source: Source, name: str, start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of a plain tensor."""
     dtype, width = DTYPES[source.reader.entries[name].dtype]
-    raw = source.reader.read_bytes(name, start_byte=start * width, stop_byte=stop * width)
+    raw = source.reader.read_bytes(name, start=start * width, stop=stop * width)
     return torch.frombuffer(raw, dtype=dtype)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.containers import Role, StoredWeight, quantization_config
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import QTensor
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.text import name_pattern, role_of
 from ptqpipe.stages.inspect.text import FileRow, InspectReport, KeptRow, RoleRow, ScaleCounts, render, to_json
 from ptqpipe.stages.verify.structure import is_kv_scale, plain_tensors

@@ -4,7 +4,6 @@ Works for checkpoints of any tool: what can be recomputed from bytes is, the res
 per worker. Rendering is ``ptqpipe.report``.
 """
 
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
+from ptqpipe.checkpoint.digests import file_sha256
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.report import check_kind, default_path, render
@@ -28,7 +29,6 @@ from ptqpipe.report.content import (
 from ptqpipe.report.write import is_report
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
 from ptqpipe.stages.common.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.stages.common.text import layer_of, role_of
@@ -214,7 +214,8 @@ def _provenance(
         ("learned codes (ptqpipe tune)", _learned(raw)),
         ("fingerprint of this checkpoint", opened.reader.fingerprint()),
     ]
-    rows += [(f"sha256 of {name}", _sha256(opened.reader.path / name)) for name in ("config.json", RECORD_FILE)]
+    files = {name: opened.reader.path / name for name in ("config.json", RECORD_FILE)}
+    rows += [(f"sha256 of {name}", file_sha256(path) if path.is_file() else None) for name, path in files.items()]
     return tuple((what, str(value)) for what, value in rows if value)
 
 
@@ -236,10 +237,6 @@ def _learned(raw: Mapping[str, Any]) -> str | None:
     told = [str(found.get("digest") or ""), str(found.get("method") or "")]
     told += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
     return ", ".join(part for part in told if part) or None
-
-
-def _sha256(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 @dataclass(frozen=True, slots=True)
