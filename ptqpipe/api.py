@@ -14,6 +14,7 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine, default_workers
+from ptqpipe.stages.common.rewrite import Done
 from ptqpipe.stages.convert import run as stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import missing_config
@@ -51,7 +52,7 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     progress: bool = False,
-) -> stage.Converted:
+) -> Done:
     """Converts a checkpoint; the arguments mean what the options of ``ptqpipe convert`` mean.
 
     Returns where the checkpoint lies and its record (the content of ptqpipe.json). Raises a kind of PtqError;

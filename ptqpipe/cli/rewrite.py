@@ -18,12 +18,13 @@ def relayout(ckpt: Path, container: str, out: Path | None, run: RunOptions) -> N
     """Rewrite CKPT in another container: the same codes and scales, nothing is quantized again."""
     from ptqpipe.stages.common.identity import name_of
     from ptqpipe.stages.relayout import run as stage
+    from ptqpipe.stages.relayout import text
 
     out = out if out is not None else Path(f"{name_of(ckpt)}-{container.lower().replace('_', '-')}")
     with says_how_to_resume(out, run.mode):
         done = stage.relayout(ckpt, out, container=container, mode=run.mode, machine=run.machine(), ranks=ranks_of())
     if done is not None:
-        click.echo(json.dumps(stage.to_json(done)) if run.as_json else stage.render(done))
+        click.echo(json.dumps(text.to_json(done)) if run.as_json else text.render(done))
 
 
 @click.command(epilog="Example: ptqpipe dequantize CKPT --dtype bf16")

@@ -56,6 +56,7 @@ def transform(
     Statistics of MODEL are not those of the result: calibrate that again for `ptqpipe convert --stats`.
     """
     from ptqpipe.stages.transform import run as stage
+    from ptqpipe.stages.transform import text
     from ptqpipe.stages.transform.plan import TransformOptions
 
     options = TransformOptions(
@@ -76,7 +77,7 @@ def transform(
     if done is None:
         return
     if run.as_json:
-        click.echo(json.dumps(stage.to_json(done)))
+        click.echo(json.dumps(text.to_json(done)))
         return
-    click.echo(stage.render(done))
+    click.echo(text.render(done))
     click.echo(next_line("convert", out, "--format", fmt))

@@ -20,7 +20,8 @@ from ptqpipe.stages.common.block_folder import BlockFolder
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.relayout.run import relayout
-from ptqpipe.stages.transform.run import TransformOptions, transform
+from ptqpipe.stages.transform.plan import TransformOptions
+from ptqpipe.stages.transform.run import transform
 from ptqpipe.stages.tune.run import TuneOptions, tune
 from tests.calibration.models import make_model, make_windows, write_windows
 

@@ -17,8 +17,8 @@ from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.store import BlockRecord, write_block
 from ptqpipe.stages.common.block_folder import BlockFolder
+from ptqpipe.stages.common.jobs import Job, Progress
 from ptqpipe.stages.common.machine import Ranks
-from ptqpipe.stages.common.progress import Progress, Step
 
 HEAD = "head"
 
@@ -37,7 +37,7 @@ class Watch:
 
 def run_blocks(runner: Runner, output: BlockFolder, watch: Watch, *, shown: bool) -> None:
     """Every block, then what enters the head; those that are done already are run without being watched."""
-    steps = {name: Step(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
+    steps = {name: Job(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
     with Progress(list(steps.values()), shown=shown and watch.ranks.rank == 0) as progress:
         for part in runner.blocks():
             copies = [part, *(part.on(device) for device in watch.devices[1 : part.batches])]

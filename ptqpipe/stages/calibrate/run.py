@@ -29,7 +29,7 @@ from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.blocks import HEAD, Watch, run_blocks
 from ptqpipe.stages.common.block_folder import BlockFolder
 from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, compute_threads, resident_bytes, threads
+from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, compute_threads, peak_bytes, threads
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
 MOMENTS = ("diagonal", "block", "full")
@@ -119,7 +119,7 @@ def calibrate(
                 return None
             content = _content(source, samples, options, output, skeleton)
             output.finish(content)
-    return Calibrated(out, content, time.monotonic() - begun, resident_bytes().peak)
+    return Calibrated(out, content, time.monotonic() - begun, peak_bytes())
 
 
 def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:

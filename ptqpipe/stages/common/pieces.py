@@ -2,23 +2,21 @@
 
 Codes and scales are row major in every layout, so a run of rows is a run of bytes and nothing is decoded. Numbers that
 a layout stores alone (global scales, input scales) are inverted where the other side divides; what that costs is
-looked for and told. Knows readers, writers and parts; must not know names, configs or records.
+looked for and recorded. Knows readers, writers and parts; must not know names, configs or records.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.checkpoint.writer import CheckpointWriter
+from ptqpipe.checkpoint.writer import COPY_BYTES, CheckpointWriter
 from ptqpipe.containers import Part, Role, StoredWeight, decode_low_rank
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import Scheme
-from ptqpipe.stages.common.jobs import COPY_BYTES
 
 DECODE_BYTES = 1 << 20  # of codes; their float32 decode and its temporaries are some twenty times that
 
@@ -102,9 +100,9 @@ def move(piece: Piece, reader: CheckpointReader, writer: CheckpointWriter) -> Mo
             value = inverse
         if part.role in (Role.GLOBAL, Role.GLOBAL_DIVISOR):
             global_scale = float(value if part.role is Role.GLOBAL else 1.0 / value)
-        raw = _exactly(value.reshape(1), part).view(torch.uint8)
-        writer.write(part.name, raw, byte_offset=(piece.into or 0) * raw.nbytes)
-        hashes[part.role.value] = hashlib.sha256(raw.numpy().data).hexdigest()
+        number = _exactly(value.reshape(1), part)
+        written = writer.tensor(part.name, byte_offset=(piece.into or 0) * number.nbytes).put(number)
+        hashes[part.role.value] = written.sha256
     return Moved(hashes, changed, irreversible, global_scale)
 
 
@@ -141,7 +139,7 @@ def read_rows(
         span = (last - first - 1) * step + 1
         raw = torch.empty(span * row_bytes, dtype=torch.uint8)
         at = (base + first * step) * row_bytes
-        reader.read_into(part.name, raw, byte_start=at, byte_stop=at + span * row_bytes)
+        reader.read_into(part.name, raw, start=at, stop=at + span * row_bytes)
         yield first, raw.reshape(span, row_bytes)[::step].contiguous()
 
 
@@ -187,29 +185,12 @@ def rows_of(piece: Piece, part: Part) -> tuple[int, int, int, int]:
 
 def _move_rows(piece: Piece, part: Part, origin: Part, reader: CheckpointReader, writer: CheckpointWriter) -> str:
     """Writes a DATA or SCALES part; its sha256."""
-    digest = hashlib.sha256()
-    cast = _same_bytes if origin.dtype == part.dtype or origin.dtype not in _FLOATS else _widened(origin, part)
-    offset = _bytes_of_one(part, writer) * (piece.into or 0)
+    same = origin.dtype == part.dtype or origin.dtype not in _FLOATS
+    one = writer.layout.placements[part.name].nbytes // (part.shape[0] if part.stacked else 1)
+    written = writer.tensor(part.name, byte_offset=one * (piece.into or 0))
     for _, rows in read_rows(piece, origin, reader):
-        raw = cast(rows)
-        writer.write(part.name, raw, byte_offset=offset)
-        digest.update(raw.numpy().data)
-        offset += raw.nbytes
-    return digest.hexdigest()
-
-
-def _bytes_of_one(part: Part, writer: CheckpointWriter) -> int:
-    """Bytes of one expert of a part, of all of it where it is no stack."""
-    return writer.layout.placements[part.name].nbytes // (part.shape[0] if part.stacked else 1)
-
-
-def _same_bytes(rows: torch.Tensor) -> torch.Tensor:
-    return rows.reshape(-1)
-
-
-def _widened(origin: Part, part: Part) -> Callable[[torch.Tensor], torch.Tensor]:
-    dtype = _FLOATS[origin.dtype]
-    return lambda rows: _exactly(rows.reshape(-1).view(dtype), part).view(torch.uint8)
+        written.put(rows if same else _exactly(rows.reshape(-1).view(_FLOATS[origin.dtype]), part))
+    return written.sha256
 
 
 def _exactly(numbers: torch.Tensor, part: Part) -> torch.Tensor:

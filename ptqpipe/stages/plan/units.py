@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptqpipe.checkpoint.header import DTYPES
-from ptqpipe.containers import Container, Part, get_container
+from ptqpipe.containers import Container, Part
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.plan import Member, Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, parse_recipe
 from ptqpipe.schemes import Scheme, get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.outputs import abilities_of, check_supported, make_outputs
+from ptqpipe.stages.common.outputs import abilities_of, container_of, outputs_of
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
@@ -83,8 +83,7 @@ def find_groups(source: Source, schemes: Sequence[Scheme | None]) -> list[Group]
     """
     recipe = Recipe(tuple(Rule("*", scheme) for scheme in schemes if scheme is not None))
     name = recipe.container_name
-    container = get_container(name)
-    check_supported(container, recipe)
+    container = container_of(recipe, name)
     widest = Recipe((Rule("*", get_scheme("fp8_dynamic")),)).for_model(source.reader.config)  # fits every matrix
     plan = make_plan(source.tensors, source.reader.config, recipe=widest, abilities=abilities_of(name))
     by_group: dict[str, list[Unit]] = defaultdict(list)
@@ -220,11 +219,8 @@ def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group]
 
     RecipeError where the recipe does not give every group its option: names that no pattern tells apart.
     """
-    recipe = parse_recipe(dict(content)).for_model(source.reader.config)
-    name = recipe.container_name
-    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=abilities_of(name))
-    outputs = make_outputs(plan, source, get_container(name), container_name=name, recipe=recipe)
-    given = {member.weight: unit.scheme.name for unit in plan.units for member in unit.members}
+    outputs = outputs_of(source, parse_recipe(dict(content)).for_model(source.reader.config))
+    given = {member.weight: unit.scheme.name for unit in outputs.plan.units for member in unit.members}
     for group in groups:
         for member in group.members:
             if given.get(member.weight, KEEP) != chosen[group.id]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ptqpipe.checkpoint.files import RECORD_FILE
+from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.containers import quantization_config
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
@@ -16,10 +18,9 @@ from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.recipe import Recipe
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
-from ptqpipe.stages.common import kv_cache
-from ptqpipe.stages.common.biases import corrected_biases, with_reasons
-from ptqpipe.stages.common.jobs import RECORD_FILE, run_id_of, run_parts_of
+from ptqpipe.stages.common.extra_tensors import CACHE_REASON, corrected_biases, with_reasons
 from ptqpipe.stages.common.outputs import abilities_of
+from ptqpipe.stages.common.rewrite import run_parts_of
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of
 from ptqpipe.stages.verify.structure import is_kv_scale
@@ -150,6 +151,6 @@ def check_reasons(record: Record, plan: Plan, findings: Findings, recipe: Recipe
     for entry in plan.kept:
         claimed = kept.get(entry.name, {}).get("reason")
         added = recipe.kv_cache != "none" and is_kv_scale(entry.name)
-        reason = kv_cache.REASON if added else entry.reason
+        reason = CACHE_REASON if added else entry.reason
         if entry.name in kept and claimed != reason:
             findings.fault("record", entry.name, f"is kept for {claimed!r}, the plan's reason is {reason!r}")

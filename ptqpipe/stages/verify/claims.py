@@ -4,11 +4,11 @@ import hashlib
 import math
 from collections.abc import Mapping
 
-from ptqpipe.checkpoint.files import OWN_FILES
+from ptqpipe.checkpoint.digests import file_sha256
+from ptqpipe.checkpoint.files import OWN_FILES, RECORD_FILE
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.containers import Part
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import RECORD_FILE, file_sha256
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.record import Claim, Record, object_of
 from ptqpipe.stages.verify.structure import READ_BYTES, plain_tensors
@@ -94,7 +94,7 @@ def range_sha256(reader: CheckpointReader, name: str, start: int, stop: int) -> 
     """sha256 of bytes [start, stop) of a tensor."""
     digest = hashlib.sha256()
     for position in range(start, stop, READ_BYTES):
-        digest.update(reader.read_bytes(name, start_byte=position, stop_byte=min(position + READ_BYTES, stop)))
+        digest.update(reader.read_bytes(name, start=position, stop=min(position + READ_BYTES, stop)))
     return digest.hexdigest()
 
 

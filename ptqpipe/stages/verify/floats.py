@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, range_sha256
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.record import Record, object_of

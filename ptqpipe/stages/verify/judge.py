@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.formats import WHOLE, get_format
 from ptqpipe.plan import Slice
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_hashes, check_numbers
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.optimal import Optimality, prove_weight

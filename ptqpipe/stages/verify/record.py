@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.containers import quantization_config
 from ptqpipe.errors import CheckpointError
-from ptqpipe.stages.common.jobs import RECORD_FILE
 
 UNKNOWN = "unknown"  # the search of a weight whose numbers another tool made
 TAKEN_OVER = "not quantized in the checkpoint whose layout was changed"  # why a tensor of such a checkpoint is kept

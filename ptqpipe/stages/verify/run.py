@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.containers import StoredWeight
 from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Slice
 from ptqpipe.source import Source
-from ptqpipe.stages.common.biases import REASON as CORRECTED
-from ptqpipe.stages.common.jobs import RECORD_FILE
+from ptqpipe.stages.common.extra_tensors import BIAS_REASON as CORRECTED
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
 from ptqpipe.stages.common.moments import describe_statistics
+from ptqpipe.stages.common.outputs import Outputs
 from ptqpipe.stages.verify.asked import check_identity, check_lists, check_rules
 from ptqpipe.stages.verify.claims import check_coverage, check_kept_hash, check_written_files
 from ptqpipe.stages.verify.config import check_config, check_readers
@@ -31,7 +32,7 @@ from ptqpipe.stages.verify.judge import Options, check_weight, note_savings
 from ptqpipe.stages.verify.origin import Origins
 from ptqpipe.stages.verify.record import Record, claims_ownership, read_record
 from ptqpipe.stages.verify.repeat import check_input_scales, prove_unit, repeat_unit
-from ptqpipe.stages.verify.replan import Replanned, check_conversion, check_plan, replan
+from ptqpipe.stages.verify.replan import check_conversion, check_plan, replan
 from ptqpipe.stages.verify.structure import (
     check_dangling,
     check_fates,
@@ -64,7 +65,7 @@ class _Run:
     options: Options
     origins: Origins | None = None
     record: Record | None = None
-    planned: Replanned | None = None
+    planned: Outputs | None = None
     statistics: Statistics | None = None
     weights: list[WeightReport] = field(default_factory=list)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from ptqpipe.checkpoint.finite import NotFinite
 from ptqpipe.containers import WITH_KV_CACHE, StoredWeight, quantization_config
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import NotFinite
 from ptqpipe.stages.common.text import same_json
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.origin import Origins
@@ -126,7 +126,7 @@ def check_kept_finite(ckpt: Source, name: str, findings: Findings) -> str | None
     bad = NotFinite(ckpt.reader.entries[name].dtype)
     for start in range(0, ckpt.reader.entries[name].nbytes, READ_BYTES):
         stop = min(start + READ_BYTES, ckpt.reader.entries[name].nbytes)
-        bad.look(torch.frombuffer(ckpt.reader.read_bytes(name, start_byte=start, stop_byte=stop), dtype=torch.uint8))
+        bad.look(torch.frombuffer(ckpt.reader.read_bytes(name, start=start, stop=stop), dtype=torch.uint8))
     if bad.count:
         findings.note("values", name, f"is kept and has {bad.text}; they are the source's")
     return bad.text if bad.count else None
@@ -137,8 +137,8 @@ def _compare_bytes(ckpt: Source, source: Source, name: str, origin: str, finding
     differing, first = 0, None
     for start in range(0, total, READ_BYTES):
         stop = min(start + READ_BYTES, total)
-        a = torch.frombuffer(ckpt.reader.read_bytes(name, start_byte=start, stop_byte=stop), dtype=torch.uint8)
-        b = torch.frombuffer(source.reader.read_bytes(origin, start_byte=start, stop_byte=stop), dtype=torch.uint8)
+        a = torch.frombuffer(ckpt.reader.read_bytes(name, start=start, stop=stop), dtype=torch.uint8)
+        b = torch.frombuffer(source.reader.read_bytes(origin, start=start, stop=stop), dtype=torch.uint8)
         unlike = a != b
         if bool(unlike.any()):
             differing += int(unlike.sum())
@@ -156,7 +156,7 @@ def _compare_decoded(ckpt: Source, source: Source, name: str, findings: Findings
         decoded = q.dequantize().bfloat16()
         wanted = (decoded.t() if stored.transposed else decoded).contiguous()
         start = expert * width
-        raw = ckpt.reader.read_bytes(name, start_byte=start, stop_byte=start + width)
+        raw = ckpt.reader.read_bytes(name, start=start, stop=start + width)
         found = torch.frombuffer(raw, dtype=torch.bfloat16)
         if not torch.equal(found.view(torch.int16), wanted.flatten().view(torch.int16)):
             findings.fault("kept", name, "is not the bfloat16 decode of the source's quantized weight")
