@@ -4,15 +4,16 @@ A plain checkpoint's tensors are its weights. A quantized one's stored parts (co
 weight each, which is decoded when it is read.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ptqpipe.checkpoint.reader import CheckpointReader, Memory
-from ptqpipe.containers import Container, StoredWeight, decode, detect_container, get_container, merged_config
-from ptqpipe.errors import UsageError
+from ptqpipe.containers import Container, Part, StoredWeight, decode, detect_container, get_container, merged_config
+from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Slice
 from ptqpipe.qtensor import QTensor
 
@@ -67,6 +68,35 @@ class Source:
     def quantized(self, weight: str, *, expert: int | None = None, rows: tuple[int, int] | None = None) -> QTensor:
         """A stored weight (one expert of a stack), or some of its rows, as a QTensor."""
         return decode(self.stored[weight], self._load, expert=expert, rows=rows)
+
+    def runs(self, weight: str, *, expert: int | None = None, elements: int) -> Iterator[tuple[int, QTensor]]:
+        """(first row, rows) of a stored weight, or of one expert of a stack, in runs of about ``elements`` weights.
+
+        An expert of a stack, and a weight whose rows share a scale, are read whole and stay in memory as codes.
+        """
+        stored = self.stored[weight]
+        fmt, (n, k) = stored.scheme.fmt, stored.shape
+        shared = fmt.block[0] == WHOLE
+        block = 1 if shared else fmt.block[0]
+        step = max(1, elements // max(1, k) // block) * block
+        whole = self.quantized(weight, expert=expert) if shared or expert is not None else None
+        for start in range(0, n, step):
+            stop = min(start + step, n)
+            if whole is None:
+                yield start, self.quantized(weight, rows=(start, stop))
+            elif shared:
+                added = None if whole.low_rank is None else whole.low_rank.narrow(0, start, stop - start)
+                yield start, replace(whole, shape=(stop - start, k), data=whole.data[start:stop], low_rank=added)
+            else:
+                yield start, whole.narrow(0, start, stop - start)
+
+    def number(self, part: Part, *, expert: int | None = None) -> torch.Tensor:
+        """A part that holds one number (for each expert), as float32 0-d; NumericsError unless finite and positive."""
+        stored = self.reader.read(part.name).reshape(-1)
+        value = stored[expert if part.stacked and expert is not None else 0].float()
+        if not (torch.isfinite(value) and value > 0):
+            raise NumericsError(f"{part.name} is {value.item()}; a scale must be finite and positive")
+        return value
 
     def _load(self, name: str, start: int | None, stop: int | None) -> torch.Tensor:
         return self.reader.read(name, start=start or 0, stop=stop)

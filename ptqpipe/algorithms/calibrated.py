@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.algorithms import block_objective, gptq
-from ptqpipe.algorithms.metric import DAMPING, Metric, block_output_error, descending, make_metric, output_error
+from ptqpipe.algorithms.metric import DAMPING, Metric, descending, make_metric, output_error
 from ptqpipe.algorithms.refine import refine
 from ptqpipe.algorithms.rows import (
     checked_amax,
@@ -324,7 +324,7 @@ class _Judge:
         if self.full is not None:
             return output_error(error, self.full)
         if self.block is not None:
-            return block_output_error(error, self.block)
+            return output_error(error, self.block)
         return weighted
 
 

@@ -54,6 +54,7 @@ def plan(
     in OUT.measured.jsonl and continues from there.
     """
     from ptqpipe.stages.plan import run as stage
+    from ptqpipe.stages.plan import text
     from ptqpipe.stages.plan.measure import DEFAULT_TOKENS, Measurement
     from ptqpipe.stages.plan.units import DEFAULT_FORMATS
 
@@ -82,9 +83,9 @@ def plan(
     )
     stage.write_recipe(found, out)
     if as_json:
-        click.echo(json.dumps(stage.plan_json(found)))
+        click.echo(json.dumps(text.to_json(found)))
         return
-    click.echo(f"{stage.plan_text(found)}\n{out} is the recipe")
+    click.echo(f"{text.render(found)}\n{out} is the recipe")
     click.echo(next_line("convert", model, "--recipe", out, *([] if stats is None else ["--stats", stats])))
 
 

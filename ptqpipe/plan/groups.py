@@ -2,6 +2,9 @@
 
 ``rules`` holds the rule of every candidate that is to be quantized, ``reasons`` why the others are kept; a candidate
 whose group cannot follow moves from the one to the other.
+
+``stages/verify/groups.py`` finds the fused groups of a stored checkpoint again on its own: on purpose, so that a
+mistake here does not pass its own check.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -20,10 +20,10 @@ from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine, one_thread_each
+from ptqpipe.stages.common.rewrite import Done
 from ptqpipe.stages.common.text import decibels, size_text, table
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.common.rewrite import Done
 from ptqpipe.stages.convert.text import by_role
 from ptqpipe.stages.verify.run import verify
 

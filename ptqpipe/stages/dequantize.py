@@ -18,13 +18,14 @@ from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.source import check_disjoint
 from ptqpipe.checkpoint.writer import CheckpointWriter
-from ptqpipe.containers import DECODED_ROLES, StoredWeight, kv_scale, without_quantization
+from ptqpipe.containers import DECODED_ROLES, Role, StoredWeight, kv_scale, without_quantization
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import Job
 from ptqpipe.stages.common.machine import Share
-from ptqpipe.stages.common.pieces import Piece, decoded_rows
 from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
+
+RUN_ELEMENTS = 1 << 20  # weights that are decoded at a time: their float32 and its temporaries take some 20 bytes each
 
 DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
 
@@ -72,22 +73,24 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
         if isinstance(job, CopyTensor):
             return {"kept": {name: self.copy(job, writer)}}
         stored, written = job.stored, writer.tensor(name)
-        for expert in range(stored.experts or 1):
-            where = None if stored.experts is None else expert
-            piece = Piece(name, stored.shape, stored.scheme, (), stored, expert=where)
-            for rows in self._rows(piece):
+        for expert in range(stored.experts) if stored.experts is not None else (None,):
+            for rows in self._rows(stored, expert):
                 written.put(rows)
         facts = {"shape": list(job.spec.shape), "format": stored.scheme.fmt.name, "sha256": written.sha256}
         return {"members": {name: facts}}
 
-    def _rows(self, piece: Piece) -> Iterable[torch.Tensor]:
-        """The piece in the output's dtype and orientation, in runs that follow each other."""
-        dtype, decoded = DTYPES[self.dtype][1], decoded_rows(piece, self.source.reader)
-        if not piece.source.transposed:
-            return (_rounded(rows, dtype, piece) for _, rows in decoded)
-        whole = torch.empty(piece.shape[1], piece.shape[0], dtype=dtype)
+    def _rows(self, stored: StoredWeight, expert: int | None) -> Iterable[torch.Tensor]:
+        """A weight, or an expert of a stack, in the output's dtype and orientation, in runs that follow each other."""
+        shared = stored.part(Role.GLOBAL_DIVISOR) or stored.part(Role.GLOBAL)
+        if shared is not None:
+            self.source.number(shared, expert=expert)  # raises for one that is no scale
+        dtype, runs = DTYPES[self.dtype][1], self.source.runs(stored.weight, expert=expert, elements=RUN_ELEMENTS)
+        decoded = ((first, _rounded(q.dequantize(), dtype, stored.weight)) for first, q in runs)
+        if not stored.transposed:
+            return (rows for _, rows in decoded)
+        whole = torch.empty(stored.shape[1], stored.shape[0], dtype=dtype)
         for first, rows in decoded:
-            whole[:, first : first + rows.shape[0]] = _rounded(rows, dtype, piece).t()
+            whole[:, first : first + rows.shape[0]] = rows.t()
         return [whole]
 
     def configs(self) -> dict[str, dict[str, Any]]:
@@ -140,10 +143,10 @@ def _prepare(source: Source, out: Path, dtype: str) -> Dequantization:
     return Dequantization(out, source, layout, tuple(jobs), dtype, tuple(dropped), made_by)
 
 
-def _rounded(rows: torch.Tensor, dtype: torch.dtype, piece: Piece) -> torch.Tensor:
+def _rounded(rows: torch.Tensor, dtype: torch.dtype, weight: str) -> torch.Tensor:
     rounded = rows.to(dtype)
     if dtype is torch.float16 and not bool(torch.isfinite(rounded).all()):
-        raise NumericsError(f"{piece.weight} has numbers beyond 65504, which fp16 cannot hold; use --dtype bf16")
+        raise NumericsError(f"{weight} has numbers beyond 65504, which fp16 cannot hold; use --dtype bf16")
     return rounded
 
 

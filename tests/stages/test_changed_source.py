@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import ptqpipe
+from ptqpipe.checkpoint.block_folder import BlockFolder
 from ptqpipe.checkpoint.fingerprint import pages
 from ptqpipe.checkpoint.header import parse_file
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import CheckpointError, OutputError
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.stages.common.block_folder import BlockFolder
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.relayout.run import relayout

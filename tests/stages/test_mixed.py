@@ -12,6 +12,8 @@ import yaml
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+from ptqpipe.algorithms.knapsack import solve
+from ptqpipe.algorithms.metric import output_error
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.qtensor import squared_error
@@ -19,9 +21,7 @@ from ptqpipe.recipe import load_recipe, matches
 from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.plan.cost import power
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
-from ptqpipe.stages.plan.solve import solve
 from ptqpipe.stages.plan.units import find_groups, patterns, schemes_of
 from ptqpipe.statistics import Statistics
 from tests.algorithms import inputs
@@ -84,7 +84,7 @@ def test_the_forecast_is_the_bytes_that_convert_writes(model: Path, tmp_path: Pa
         assert weight_bytes(out) <= budget.nbytes
         tight = plan_mixed(model, Budget(nbytes=plan.file_bytes))  # the budget binds to the byte
         assert tight.file_bytes <= plan.file_bytes
-        assert tight.point.solution.cost <= plan.point.solution.cost * (1 + 1e-6)
+        assert tight.solution.cost <= plan.solution.cost * (1 + 1e-6)
     else:
         with Source.open(out) as ckpt:
             stored = sum(ckpt.reader.entries[p.name].nbytes for s in ckpt.stored.values() for p in s.parts)
@@ -94,8 +94,8 @@ def test_the_forecast_is_the_bytes_that_convert_writes(model: Path, tmp_path: Pa
                 for m in g.members
                 if plan.chosen[g.id] == "keep"
             )
-        assert 8 * stored / plan.elements == pytest.approx(plan.point.bits, rel=1e-12)
-        assert plan.point.bits <= (budget.bits or 0)
+        assert 8 * stored / plan.elements == pytest.approx(plan.bits(plan.solution), rel=1e-12)
+        assert plan.bits(plan.solution) <= (budget.bits or 0)
 
 
 @pytest.mark.parametrize("moments", [("block", "full"), ()])
@@ -226,7 +226,7 @@ def test_weighted_errors_are_the_mean_squared_outputs(moment: str) -> None:
     kept = {"second_moment": torch.diag(full.diag()), "block_moment": torch.block_diag(*blocks), "full_moment": full}
     given = {"second_moment": full.diag(), "block_moment": blocks, "full_moment": full}[moment].float()
     expected = float(torch.einsum("nk,kl,nl->", d.double(), kept[moment], d.double()))
-    assert power(d, given, moment) == pytest.approx(expected, rel=1e-5)
+    assert output_error(d, given) == pytest.approx(expected, rel=1e-5)
     if moment == "full_moment":
         assert expected == pytest.approx(float((x @ d.double().T).square().sum() / len(x)), rel=1e-9)
 

@@ -16,7 +16,7 @@ from ptqpipe.calibration.collect import Collector, find_attention
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.store import BlockRecord, write_block
-from ptqpipe.stages.common.block_folder import BlockFolder
+from ptqpipe.checkpoint.block_folder import BlockFolder
 from ptqpipe.stages.common.jobs import Job, Progress
 from ptqpipe.stages.common.machine import Ranks
 

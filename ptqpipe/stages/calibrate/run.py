@@ -21,13 +21,13 @@ from ptqpipe.calibration.moments import Moments
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import digest_of
+from ptqpipe.checkpoint.block_folder import BlockFolder
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import Mode
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.blocks import HEAD, Watch, run_blocks
-from ptqpipe.stages.common.block_folder import BlockFolder
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, compute_threads, peak_bytes, threads
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
@@ -110,7 +110,9 @@ def calibrate(
     with Source.open(path) as source:
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config))
         parts = _run_parts(source, samples, options)
-        folder = BlockFolder(out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, ranks=ranks)
+        folder = BlockFolder(
+            out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, rank=ranks.rank, wait=ranks.barrier
+        )
         with folder as output, threads(machine.workers):
             runner = _open_runner(skeleton, samples, output, watch, machine)
             with runner:

@@ -7,7 +7,7 @@ linear layers stay as they are: the weights' share of the cost is measured.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from ptqpipe.algorithms import rtn
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.scores import ModelLogits, Window, batches, score, vocabulary_of, windows
 from ptqpipe.evaluation.text import Tokenizer, read_text
-from ptqpipe.plan import Member, Unit
+from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import default_length, load_model, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
@@ -173,44 +174,3 @@ def _decoded(weights: Sequence[SourceRows], unit: Unit, scheme: Scheme) -> list[
         sink=take,
     )
     return found
-
-
-def find_place(model: Any, member: Member, w: torch.Tensor) -> torch.Tensor:
-    """The view of the model's parameter that holds this weight, found by its values: models merge experts in their own
-    ways. CheckpointError where none does."""
-    for name, parameter in _near(model, member.module):
-        for view in _views(name, parameter.detach(), w.shape, member):
-            if view.shape == w.shape and torch.equal(view, w):
-                return view
-    raise CheckpointError(
-        f"the model has no parameter that equals {member.weight}; measure is not possible, use --stats"
-    )
-
-
-def _near(model: Any, module: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters below the longest prefix of the module's name that the model knows."""
-    parts = module.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            found = model.get_submodule(".".join(parts[:end]))
-        except AttributeError:
-            continue
-        yield from found.named_parameters()
-        return
-
-
-def _views(name: str, p: torch.Tensor, shape: torch.Size, member: Member) -> Iterator[torch.Tensor]:
-    """Where [out, in] weights may lie in a parameter: whole, an expert, half of its rows or every other one; either
-    orientation."""
-    planes = [p]
-    if p.dim() == 3:
-        numbers = [int(part) for part in member.module.split(".") if part.isdigit()]
-        planes = [p[e] for e in dict.fromkeys(reversed(numbers)) if e < p.shape[0]]
-    for plane in planes:
-        if plane.dim() != 2:
-            continue
-        for matrix in (plane, plane.t()):
-            n = shape[0]
-            yield matrix
-            if matrix.shape[0] == 2 * n:
-                yield from (matrix[:n], matrix[n:], matrix[::2], matrix[1::2])

@@ -25,7 +25,7 @@ from ptqpipe.stages.common.outputs import abilities_of, container_of, outputs_of
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
 _EXPERTS = re.compile(r"(?:^|\.)experts\.\d+\.")
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,30 +188,45 @@ def recipe_content(
     return {"version": 1, "description": description, "rules": rules}
 
 
+_Template = tuple[str | None, ...]
+"""The pieces of a module's name as expressions; None stands for the number of the layer."""
+
+
 def patterns(modules: Sequence[str]) -> list[str]:
     """Anchored ``re:`` patterns that match exactly these modules (and every expert beside a listed one)."""
-    by_template: dict[str, dict[str, None]] = {}
+    layers: dict[_Template, dict[str, None]] = defaultdict(dict)
     for module in modules:
-        without = _EXPERTS.sub(lambda m: re.sub(r"\d+", "\0", m[0]), module)
-        match = _LAYER.search(without)
-        layer = match[0] if match is not None else ""
-        template = without if match is None else f"{without[: match.start()]}\1{without[match.end() :]}"
-        by_template.setdefault(template, {})[layer] = None
-    by_leaf: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
-    for template, layers in by_template.items():
-        head, _, leaf = template.rpartition(".")
-        by_leaf[(head, tuple(layers))].append(leaf)
+        template, layer = _template(module)
+        layers[template][layer] = None
+    leaves: dict[tuple[_Template, tuple[str, ...]], list[str]] = defaultdict(list)
+    for (*head, leaf), numbers in layers.items():
+        leaves[(tuple(head), tuple(numbers))].append(str(leaf))
     found = []
-    for (head, numbers), leaves in by_leaf.items():
-        text = re.escape(f"{head}." if head else "") + _alternatives(leaves)
-        text = text.replace("\0", r"\d+").replace(re.escape("\1"), _alternatives(numbers)).replace("\\\0", r"\d+")
-        found.append(f"re:{text}$")
+    for (parents, of_layers), of_parent in leaves.items():
+        pieces = [_alternatives(of_layers) if piece is None else piece for piece in parents]
+        found.append("re:" + r"\.".join([*pieces, _alternatives(of_parent)]) + "$")
     return found
 
 
-def _alternatives(words: Sequence[str]) -> str:
-    escaped = [re.escape(word) for word in words]
-    return escaped[0] if len(escaped) == 1 else f"(?:{'|'.join(escaped)})"
+def _template(module: str) -> tuple[_Template, str]:
+    """A module's name with any expert, and the number of its layer, "" for none: the first number inside the name."""
+    names = module.split(".")
+    pieces: list[str | None] = []
+    layer = ""
+    for place, name in enumerate(names):
+        inside = _NUMBER.fullmatch(name) is not None and 0 < place < len(names) - 1
+        if inside and names[place - 1] == "experts":
+            pieces.append(r"\d+")
+        elif inside and not layer:
+            layer = name
+            pieces.append(None)
+        else:
+            pieces.append(re.escape(name))
+    return tuple(pieces), layer
+
+
+def _alternatives(expressions: Sequence[str]) -> str:
+    return expressions[0] if len(expressions) == 1 else f"(?:{'|'.join(expressions)})"
 
 
 def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group], chosen: Assignment) -> int:

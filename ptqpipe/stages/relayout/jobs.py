@@ -16,8 +16,8 @@ from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import Job
 from ptqpipe.stages.common.outputs import abilities_of
-from ptqpipe.stages.common.pieces import Piece, rows_of
 from ptqpipe.stages.common.rewrite import CopyTensor
+from ptqpipe.stages.relayout.pieces import Piece, rows_of
 
 # Layouts that know float scales as F32 alone: a bfloat16 scale that passed through one comes back as itself.
 _WIDENING = frozenset({"modelopt", "deepseek_fp8"})

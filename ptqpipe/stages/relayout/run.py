@@ -26,7 +26,6 @@ from ptqpipe.plan import is_matrix
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Share
 from ptqpipe.stages.common.outputs import check_read_back
-from ptqpipe.stages.common.pieces import Moved, Piece, move
 from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
 from ptqpipe.stages.relayout.jobs import (
     MoveWeight,
@@ -37,6 +36,7 @@ from ptqpipe.stages.relayout.jobs import (
     warnings_of,
     weight_jobs,
 )
+from ptqpipe.stages.relayout.pieces import Moved, Piece, move
 from ptqpipe.stages.verify.record import TAKEN_OVER, UNKNOWN, read_record
 
 # What holds of each part of a stack's weight that is split: how its numbers were found, not what they cost.
@@ -87,7 +87,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
         """As `Rewrite`. CheckpointError for bytes that are not those that the source's record describes."""
         if isinstance(job, CopyTensor):
             return {"kept": {job.spec.name: self._keep(job, writer)}}
-        moved = [(piece, move(piece, self.source.reader, writer)) for piece in job.pieces]
+        moved = [(piece, move(piece, self.source, writer)) for piece in job.pieces]
         return {
             "members": {piece.name: self._member(piece, found) for piece, found in moved},
             "changed": [piece.name for piece, found in moved if found.changed],

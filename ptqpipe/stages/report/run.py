@@ -26,11 +26,11 @@ from ptqpipe.report.content import (
     mean_known,
     pooled_mse,
 )
+from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.report.write import is_report
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
-from ptqpipe.stages.common.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.stages.common.text import layer_of, role_of
 from ptqpipe.stages.inspect.run import inspect
 from ptqpipe.stages.report.choices import NAMES, SAMPLE, STORED

@@ -22,6 +22,7 @@ from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Learned, Settings, learn
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.checkpoint.block_folder import BlockFolder
 from ptqpipe.checkpoint.source import check_disjoint
 from ptqpipe.checkpoint.tensor_file import write_tensors
 from ptqpipe.checkpoint.writer import Mode
@@ -31,7 +32,6 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import default_length, read_config
-from ptqpipe.stages.common.block_folder import BlockFolder
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.jobs import Job, Progress
 from ptqpipe.stages.common.machine import Machine, compute_threads, peak_bytes, threads

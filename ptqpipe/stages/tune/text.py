@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.stages.common.output_error import samples_text
+from ptqpipe.report.output_error import samples_text
 from ptqpipe.stages.tune.run import Tuned
 
 

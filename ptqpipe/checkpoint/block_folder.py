@@ -7,7 +7,7 @@ block's file holds.
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_
 from ptqpipe.checkpoint.partial import Paths, RankLock, check_unfinished, output_errors, prepare, publish
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import Mode
-from ptqpipe.stages.common.machine import Ranks
 
 
 class BlockFolder:
@@ -30,15 +29,16 @@ class BlockFolder:
         source: CheckpointReader,
         index_file: str,
         mode: Mode,
-        ranks: Ranks | None = None,
+        rank: int = 0,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
         """Rank 0 prepares the folder while the others wait. OutputError, AlreadyComplete.
 
         source      the model, whose files a resumed run must find untouched
         parts       what decides the numbers of this run; which of them changed is what a refused --resume says
         index_file  the file whose "run_id" says which run made a complete folder
+        wait        returns when every rank has called it
         """
-        ranks = ranks or Ranks()
         self.paths = Paths.of(out)
         self.run_id = run_id_of(parts)
         self._source = source
@@ -48,14 +48,15 @@ class BlockFolder:
         self._journal: Journal | None = None
         if mode == "resume":
             check_unfinished(self.paths.out, self.run_id, index_file=index_file)
-        ranks.barrier_unless_first()
-        if ranks.rank == 0:
+        if rank != 0:
+            wait()
+        if rank == 0:
             identity = RunIdentity(self.run_id, "", dict(parts), source.file_states(), self._replace)
             self._lock, found = prepare(self.paths, identity, mode=mode, index_file=index_file)
             self._replace = (found or identity).replaces
             with output_errors(self.paths.partial):
                 self._journal = Journal(self.paths.partial / journal_name(0), found or identity)
-        ranks.barrier_if_first()
+            wait()
         self.done: dict[str, dict[str, Any]] = dict(read_journals(self.paths.partial).units)
 
     def commit(self, unit: str, record: Mapping[str, Any]) -> None:
