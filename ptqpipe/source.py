@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.checkpoint.reader import CheckpointReader, Memory
+from ptqpipe.checkpoint import CheckpointReader, Memory
 from ptqpipe.containers import Container, Part, StoredWeight, decode, detect_container, get_container, merged_config
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.formats import WHOLE

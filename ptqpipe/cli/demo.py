@@ -29,6 +29,6 @@ def demo(out: Path) -> None:
 @one_line_errors
 def formats() -> None:
     """List formats, containers and searches."""
-    from ptqpipe.stages.convert import text as tables
+    from ptqpipe.stages import formats as stage
 
-    click.echo(tables.formats_text())
+    click.echo(stage.render())

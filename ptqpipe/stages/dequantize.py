@@ -14,10 +14,7 @@ from typing import Any, Unpack
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint.files import RECORD_FILE
-from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.checkpoint.source import check_disjoint
-from ptqpipe.checkpoint.writer import CheckpointWriter
+from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.containers import DECODED_ROLES, Role, StoredWeight, kv_scale, without_quantization
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.source import Source

@@ -17,8 +17,7 @@ import torch
 
 from ptqpipe.algorithms.activation_scale import fp8_scale
 from ptqpipe.algorithms.rtn import Sink, Weight
-from ptqpipe.checkpoint.layout import TensorSpec
-from ptqpipe.checkpoint.writer import CheckpointWriter
+from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
 from ptqpipe.containers import kv_scale, quantization_config
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.plan import FLOAT_DTYPES, Member, Plan

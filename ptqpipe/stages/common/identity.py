@@ -5,7 +5,7 @@ Knows names, fingerprints and records, not what is done with them.
 
 from pathlib import Path
 
-from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
+from ptqpipe.checkpoint import OF_WEIGHTS
 from ptqpipe.errors import UsageError
 from ptqpipe.rounding import Rounding
 from ptqpipe.source import Source

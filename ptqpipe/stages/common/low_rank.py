@@ -5,7 +5,7 @@ else by its diagonal; without, the best for the weight. Knows plans and statisti
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ptqpipe.algorithms import lorc
@@ -15,59 +15,53 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.stages.common.input_scales import module_of
 from ptqpipe.statistics import KnownInputs, Statistics
 
-Held = dict[tuple[int, int], QTensor]
+Chunks = dict[tuple[int, int], QTensor]
 """(member, first row) -> quantized rows of a unit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Errors of a unit's weights with their low-rank parts, and what the record says of these."""
-
-    errors: tuple[WeightError, ...]
-    told: tuple[Mapping[str, Any], ...]
 
 
 def correct_unit(
     unit: Unit,
     weights: Sequence[Weight],
-    held: Held,
+    chunks: Chunks,
     errors: Sequence[WeightError],
     *,
     statistics: KnownInputs | None,
     sink: Sink,
-) -> Outcome:
-    """Sends the rows of ``held`` to ``sink``, each once, with the best low-rank part for what they leave.
+) -> tuple[tuple[WeightError, ...], tuple[Mapping[str, Any], ...]]:
+    """Sends the rows of ``chunks`` to ``sink``, each once, with the best low-rank part for what they leave.
 
     errors  of the codes alone
+
+    Returns, of each weight, its errors with the low-rank part, and what the record says of that.
     """
     low = unit.scheme.low_rank
     assert low is not None
     found: list[WeightError] = []
-    told: list[Mapping[str, Any]] = []
-    known: tuple[str, lorc.Weighting, lorc.Weighting | None] | None = None
+    facts: list[Mapping[str, Any]] = []
+    moments: tuple[str, lorc.Weighting, lorc.Weighting | None] | None = None
     for index, (member, weight, error) in enumerate(zip(unit.members, weights, errors, strict=True)):
         module = module_of(member)
         key = "" if statistics is None else statistics.key(module)
-        if known is None or known[0] != key:
-            known = None  # the old one goes before the new one comes
-            known = key, *_weighting(statistics, module, damping=unit.rule.damping)
-        runs = sorted((row, q) for (owner, row), q in held.items() if owner == index)
-        corrected = lorc.correct(weight, runs, low, weighting=known[1], judge=known[2])
+        if moments is None or moments[0] != key:
+            moments = None  # the old one goes before the new one comes
+            moments = key, *_weighting(statistics, module, damping=unit.rule.damping)
+        runs = sorted((row, q) for (owner, row), q in chunks.items() if owner == index)
+        corrected = lorc.correct(weight, runs, low, weighting=moments[1], judge=moments[2])
         for row, q in corrected.rows:
             sink(index, row, q)
         ratio = corrected.squared_error / error.squared_error if error.squared_error else 1.0
         found.append(replace(error, squared_error=corrected.squared_error, versus_absmax=error.versus_absmax * ratio))
-        told.append(
+        facts.append(
             {
                 "rank": low.of(member.shape),
                 "dtype": low.dtype,
-                "moment": known[1].kind,
-                "held_out": known[2] is not None,
+                "moment": moments[1].kind,
+                "held_out": moments[2] is not None,
                 "versus_codes": corrected.versus_codes,
                 "dropped": corrected.dropped,
             }
         )
-    return Outcome(tuple(found), tuple(told))
+    return tuple(found), tuple(facts)
 
 
 def _weighting(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
+from ptqpipe.checkpoint import ShardLayout, TensorSpec
 from ptqpipe.containers import Container, Part, Target, get_container, merged_config
 from ptqpipe.errors import CheckpointError, UnfitFormat
 from ptqpipe.plan import Abilities, Kept, Member, Plan, Unit, make_plan

@@ -70,7 +70,7 @@ def _quantize(
     sink: rtn.Sink,
     device: torch.device | None,
 ) -> Quantized:
-    held: low_rank.Held = {}
+    held: low_rank.Chunks = {}
 
     def hold(member: int, row: int, q: QTensor) -> None:
         held[(member, row)] = q
@@ -83,9 +83,9 @@ def _quantize(
     told = tuple({**outcome, "rechecked": count} for outcome, count in zip(codes.told, counts, strict=True))
     if simple:
         return Quantized(codes.result, told)
-    found = low_rank.correct_unit(unit, weights, held, codes.result.errors, statistics=statistics, sink=sink)
-    told = tuple({**outcome, "low_rank": dict(own)} for outcome, own in zip(told, found.told, strict=True))
-    return Quantized(replace(codes.result, errors=found.errors), told)
+    errors, facts = low_rank.correct_unit(unit, weights, held, codes.result.errors, statistics=statistics, sink=sink)
+    told = tuple({**outcome, "low_rank": dict(own)} for outcome, own in zip(told, facts, strict=True))
+    return Quantized(replace(codes.result, errors=errors), told)
 
 
 def choose_codes(

@@ -16,12 +16,19 @@ from typing import Any, Generic, TypedDict
 
 import torch
 
-from ptqpipe.checkpoint.digests import file_sha256
-from ptqpipe.checkpoint.files import INDEX_NAME, RECORD_FILE, json_bytes
-from ptqpipe.checkpoint.journal import run_id_of
-from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.checkpoint.partial import Paths, check_unfinished
-from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
+from ptqpipe.checkpoint import (
+    INDEX_NAME,
+    RECORD_FILE,
+    CheckpointWriter,
+    Mode,
+    Paths,
+    ShardLayout,
+    TensorSpec,
+    check_unfinished,
+    file_sha256,
+    json_bytes,
+    run_id_of,
+)
 from ptqpipe.errors import OutputError
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import name_of

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint.source import check_disjoint, resolve_source
+from ptqpipe.checkpoint import check_disjoint, resolve_source
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
 from ptqpipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe

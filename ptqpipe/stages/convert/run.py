@@ -14,10 +14,7 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.algorithms import rtn
-from ptqpipe.checkpoint.direct import margin
-from ptqpipe.checkpoint.finite import NotFinite
-from ptqpipe.checkpoint.header import DTYPES
-from ptqpipe.checkpoint.writer import CheckpointWriter, TensorWriter
+from ptqpipe.checkpoint import DTYPES, CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.containers import WHOLE_ROLES, Part, Role, encode_part, part_offset
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.formats import WHOLE

@@ -4,14 +4,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.containers import container_names
 from ptqpipe.errors import one_line
 from ptqpipe.kernels import cpu
 from ptqpipe.plan import unmatched_patterns
 from ptqpipe.report.content import can_be_proven, mean_known
 from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
-from ptqpipe.schemes import SCHEMES
-from ptqpipe.search import search_names
 from ptqpipe.stages.common.machine import WORKER_BYTES, Machine
 from ptqpipe.stages.common.rewrite import Done
 from ptqpipe.stages.common.text import decibels, mebibytes, name_pattern, role_of, size_text, table
@@ -201,17 +198,6 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def formats_text() -> str:
-    """Every format, container and search by name."""
-    lines = ["formats (any case; also element/block/scale[/global], such as e2m1/8/ue5m3):"]
-    for scheme in SCHEMES.values():
-        names = ", ".join((scheme.name, *scheme.aliases))
-        lines.append(f"  {names:<38} {scheme.describe()} [{scheme.container}]")
-    return "\n".join(
-        [*lines, f"containers: {', '.join(container_names())}", f"searches:   {', '.join(search_names())}"]
-    )
 
 
 def converted_json(done: Done) -> dict[str, Any]:

@@ -7,7 +7,8 @@ linear layers stay as they are: the weights' share of the cost is measured.
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def measure(
             if not known and file.tell() == 0:
                 _append(file, header)
             for done, (group, scheme) in enumerate(todo):
-                with _Quantized(model, source, group, scheme):
+                with _quantized(model, source, group, scheme):
                     found = score(model, text.tokens, window=window, reference=reference)
                 assert found.kl is not None
                 kl = float(found.kl.double().mean())
@@ -134,28 +135,22 @@ class _Reference:
         return self._kept[batch[0].start]
 
 
-class _Quantized:
-    """While entered, the group's weights in the model are those that the scheme decodes to."""
-
-    def __init__(self, model: Any, source: Source, group: Group, scheme: Scheme) -> None:
-        self._model, self._source, self._group, self._scheme = model, source, group, scheme
-        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __enter__(self) -> None:
-        for unit in self._group.units:
-            weights = [SourceRows(self._source, m.source, shape=m.shape, cache=True) for m in unit.members]
-            for member, weight, decoded in zip(
-                unit.members, weights, _decoded(weights, unit, self._scheme), strict=True
-            ):
-                original = weight.rows(0, member.shape[0]).float()
-                place = find_place(self._model, member, original)
-                self._saved.append((place, original))
-                with torch.no_grad():
+@contextmanager
+def _quantized(model: Any, source: Source, group: Group, scheme: Scheme) -> Iterator[None]:
+    """Meanwhile the group's weights in the model are those that the scheme decodes to."""
+    saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with torch.no_grad():
+        try:
+            for unit in group.units:
+                weights = [SourceRows(source, m.source, shape=m.shape, cache=True) for m in unit.members]
+                for member, weight, decoded in zip(unit.members, weights, _decoded(weights, unit, scheme), strict=True):
+                    original = weight.rows(0, member.shape[0]).float()
+                    place = find_place(model, member, original)
+                    saved.append((place, original))
                     place.copy_(decoded)
-
-    def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for place, original in self._saved:
+            yield
+        finally:
+            for place, original in saved:
                 place.copy_(original)
 
 

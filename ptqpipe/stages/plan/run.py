@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.algorithms.knapsack import Solution, require_scipy, solve
-from ptqpipe.checkpoint.single_file import check_file, write_file
-from ptqpipe.checkpoint.source import resolve_source
+from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import UsageError
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import check_model, name_of

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.checkpoint.header import DTYPES
+from ptqpipe.checkpoint import DTYPES
 from ptqpipe.containers import Container, Part
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.plan import Member, Unit, make_plan

@@ -7,7 +7,7 @@ names; must not write.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ptqpipe.checkpoint.layout import TensorSpec
+from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.containers import WITH_KV_CACHE, Container, Role, StoredWeight, Target, kv_scale
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import CODECS

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.checkpoint.writer import COPY_BYTES, CheckpointWriter
+from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter
 from ptqpipe.containers import Part, Role, StoredWeight
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Codec

@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint.files import RECORD_FILE
-from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.checkpoint.source import check_disjoint
-from ptqpipe.checkpoint.writer import CheckpointWriter
+from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.containers import Container, Role, get_container, quantization_config
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import get_format

@@ -7,7 +7,7 @@ know how factors are found.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ptqpipe.checkpoint.layout import TensorSpec
+from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.errors import UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source

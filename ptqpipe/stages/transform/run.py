@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.checkpoint.source import check_disjoint, resolve_source
-from ptqpipe.checkpoint.writer import CheckpointWriter
+from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ptqpipe.algorithms.rows import quantize_rows
-from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint import CheckpointReader
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global

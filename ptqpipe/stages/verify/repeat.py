@@ -57,7 +57,7 @@ def repeat_unit(
     rows = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
     differing: dict[tuple[int, int], str] = {}
 
-    held: low_rank.Held = {}
+    held: low_rank.Chunks = {}
 
     def compare(member: int, row: int, q: QTensor) -> None:  # a second pass over a row replaces what the first found
         if unit.scheme.low_rank is not None:
@@ -73,8 +73,8 @@ def repeat_unit(
     for (index, row), problem in sorted(differing.items()):
         findings.fault("repeat", unit.members[index].key, f"rows from {row} on: {problem} of the recorded recipe")
     if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
-        again = low_rank.correct_unit(unit, rows, held, result.errors, statistics=statistics, sink=lambda *_: None)
-        for member, error in zip(unit.members, again.errors, strict=True):
+        again, _ = low_rank.correct_unit(unit, rows, held, result.errors, statistics=statistics, sink=lambda *_: None)
+        for member, error in zip(unit.members, again, strict=True):
             claimed = claims[member.key].numbers.get("squared_error", 0.0)
             if not math.isclose(claimed, error.squared_error, rel_tol=LOW_RANK_TOLERANCE):
                 message = f"leaves {claimed:.6g}, that of the recorded recipe {error.squared_error:.6g}"

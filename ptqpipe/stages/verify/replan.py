@@ -8,8 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.checkpoint.files import RECORD_FILE
-from ptqpipe.checkpoint.journal import run_id_of
+from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.errors import CheckpointError
 from ptqpipe.source import Source
 from ptqpipe.stages.common.outputs import Outputs, outputs_of
