@@ -120,12 +120,13 @@ def test_with_statistics_the_recipe_converts_with_them(bits: float, moments: tup
 
 
 def test_more_budget_never_costs_more(model: Path) -> None:
-    curve = plan_mixed(model, Budget(bits=5.5)).curve
-    assert len(curve) > 5
-    costs = [point.solution.cost for point in curve]
+    plan = plan_mixed(model, Budget(bits=5.5))
+    assert len(plan.curve) > 5
+    costs = [solution.cost for solution in plan.curve]
     assert costs == sorted(costs, reverse=True)
-    assert [p.bits for p in curve] == sorted(p.bits for p in curve)
-    assert all(point.solution.gap <= 1e-6 for point in curve)
+    bits = [plan.bits(solution) for solution in plan.curve]
+    assert bits == sorted(bits)
+    assert all(solution.gap <= 1e-6 for solution in plan.curve)
 
 
 def test_a_sensitive_layer_gets_the_bits(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common.jobs import MemoryPool
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, one_thread_each
 from ptqpipe.stages.common.text import mebibytes, role_of
-from ptqpipe.stages.plan.units import Group
+from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, InputStatistics, Statistics
 
 Costs = Mapping[tuple[str, str], float]
@@ -154,14 +154,7 @@ def _scheme_errors(
             w = weights[member].rows(row, row + q.shape[0]).float()
             sums[(member, row)] = (output_error(q.dequantize() - w, h), output_error(w, h))
 
-    result = rtn.quantize(
-        weights,
-        scheme.fmt,
-        names=[member.weight for member in unit.members],
-        search="exact",
-        search_global=True,
-        sink=take,
-    )
+    result = quantize_as(weights, unit, scheme, sink=take)
     if inputs[0] is None:
         errors = [(error.squared_error, error.energy) for error in result.errors]
     else:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms import rtn
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.scores import ModelLogits, Window, batches, score, vocabulary_of, windows
 from ptqpipe.evaluation.text import Tokenizer, read_text
@@ -26,7 +25,7 @@ from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import default_length, load_model, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.plan.units import Group
+from ptqpipe.stages.plan.units import Group, quantize_as
 
 VERSION = 1
 DEFAULT_TOKENS = 4096
@@ -160,12 +159,5 @@ def _decoded(weights: Sequence[SourceRows], unit: Unit, scheme: Scheme) -> list[
     def take(member: int, row: int, q: QTensor) -> None:
         found[member][row : row + q.shape[0]] = q.dequantize()
 
-    rtn.quantize(
-        weights,
-        scheme.fmt,
-        names=[member.weight for member in unit.members],
-        search="exact",
-        search_global=True,
-        sink=take,
-    )
+    quantize_as(weights, unit, scheme, sink=take)
     return found

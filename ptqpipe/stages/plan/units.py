@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ptqpipe.algorithms import rtn
 from ptqpipe.checkpoint import DTYPES
 from ptqpipe.containers import Container, Part
 from ptqpipe.errors import FormatError, RecipeError, UsageError
@@ -155,6 +156,12 @@ def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """About the bytes of a tensor's entry in a safetensors header: its name, dtype and shape; offsets aside."""
     place: list[int] = []
     return len(json.dumps({name: {"dtype": dtype, "shape": list(shape), "data_offsets": place}}))
+
+
+def quantize_as(weights: Sequence[rtn.Weight], unit: Unit, scheme: Scheme, *, sink: rtn.Sink) -> rtn.UnitResult:
+    """Quantizes the weights of a unit to another scheme than its rule's, by the searches that convert runs."""
+    names = [member.weight for member in unit.members]
+    return rtn.quantize(weights, scheme.fmt, names=names, search="exact", search_global=True, sink=sink)
 
 
 Assignment = Mapping[str, str]

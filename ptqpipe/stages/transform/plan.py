@@ -14,9 +14,7 @@ from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import Job
 from ptqpipe.stages.common.rewrite import CopyTensor
 from ptqpipe.stages.dequantize import DTYPES
-from ptqpipe.transforms import ROTATIONS, SCALINGS, get_scaling
-from ptqpipe.transforms.folding import BLOCKS
-from ptqpipe.transforms.structure import Edge, Matrix, Structure
+from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling
 
 EDGE_KINDS = ("norm", "value", "up")
 TORCH_DTYPES = dict(DTYPES.values())

@@ -28,11 +28,21 @@ from ptqpipe.stages.transform import plan
 from ptqpipe.stages.transform.plan import TORCH_DTYPES, Component, TransformOptions
 from ptqpipe.stages.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
 from ptqpipe.statistics import Statistics
-from ptqpipe.transforms import ROTATIONS, SCALINGS, get_rotation, get_scaling, transform_names
-from ptqpipe.transforms.find_structure import find_structure
-from ptqpipe.transforms.folding import Op, is_exact, move_factors
-from ptqpipe.transforms.problem import Solution, SolveOptions
-from ptqpipe.transforms.structure import Edge, Structure
+from ptqpipe.transforms import (
+    ROTATIONS,
+    SCALINGS,
+    Edge,
+    Op,
+    Solution,
+    SolveOptions,
+    Structure,
+    find_structure,
+    get_rotation,
+    get_scaling,
+    is_exact,
+    move_factors,
+    transform_names,
+)
 
 
 @dataclass(frozen=True)

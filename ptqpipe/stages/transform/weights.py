@@ -16,10 +16,9 @@ from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
+from ptqpipe.stages.common.input_scales import LARGEST
 from ptqpipe.statistics import Statistics
-from ptqpipe.transforms.folding import RUN, Folding, Op, apply
-from ptqpipe.transforms.problem import Consumer, Inputs, Problem, Quantize
-from ptqpipe.transforms.structure import Edge, Matrix
+from ptqpipe.transforms import RUN, Consumer, Edge, Folding, Inputs, Matrix, Op, Problem, Quantize, apply
 
 RUN_ELEMENTS = 1 << 20  # a run is computed in float64
 SAMPLE_ELEMENTS = 1 << 23  # of all weights of a problem together, for searches
@@ -191,7 +190,7 @@ def input_quantizer(activation: Activation) -> Quantize | None:
         return None
 
     def quantize(x: torch.Tensor) -> torch.Tensor:
-        largest = {Activation.NVFP4_STATIC_GLOBAL: 2688.0, Activation.FP8_TENSOR_STATIC: 448.0}.get(activation)
+        largest = LARGEST.get(activation)
         scale = None if largest is None else float(x.abs().amax()) / largest or 1.0
         return InputQuantizer(activation, scale)(x)
 
