@@ -27,7 +27,7 @@ from ptqpipe.errors import CheckpointError
 #: Linux moves at most 2 GiB - 4 KiB in one call; smaller pieces cost nothing and let other threads in.
 _MAX_READ_BYTES: Final = 64 * 2**20
 
-#: Gives a contiguous uint8 CPU tensor of so many bytes, aligned for every dtype.
+#: Given a number of bytes, a contiguous uint8 CPU tensor of that size, aligned for every dtype.
 Memory = Callable[[int], torch.Tensor]
 
 
@@ -86,7 +86,7 @@ class CheckpointReader:
     def read(self, name: str, *, start: int = 0, stop: int | None = None, memory: Memory | None = None) -> torch.Tensor:
         """Rows ``[start, stop)`` of the first dimension as a CPU tensor of the stored dtype.
 
-        Fresh, unless ``memory`` is given: then in that, and read past the page cache.
+        Allocates, or fills ``memory`` with direct I/O when given.
 
         A scalar gives a 0-d tensor. Raises CheckpointError for an absent name, for a sub-byte dtype (use
         `read_bytes`), and for a file that has changed or cannot be read; ValueError for rows out of range.
@@ -104,7 +104,7 @@ class CheckpointReader:
         return buffer.view(DTYPES[entry.dtype][0]).reshape(shape)
 
     def read_raw(self, name: str, *, start: int, stop: int, memory: Memory | None = None) -> torch.Tensor:
-        """Bytes ``[start, stop)`` of a tensor as uint8: fresh, or in ``memory`` and past the page cache."""
+        """Bytes ``[start, stop)`` of a tensor as uint8: allocated, or in ``memory`` by direct I/O."""
         entry, nbytes = self._entry(name), stop - start
         if not 0 <= start <= stop <= entry.nbytes:
             raise ValueError(f"bytes [{start}, {stop}) of {shown(name)}, {entry.nbytes} long")

@@ -29,10 +29,10 @@ from ptqpipe.checkpoint.partial import Paths, RankLock, check_space, fsync_folde
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import OutputError
 
-#: A batch goes to the journal when so many bytes, or so many seconds, have gathered.
+#: A batch goes to the journal when this many bytes or seconds have gathered.
 BATCH_BYTES: Final = 256 * 2**20
 BATCH_SECONDS: Final = 2.0
-#: A tensor is copied in pieces of so many bytes.
+#: The size of the pieces in which a tensor is copied.
 COPY_BYTES: Final = 8 * 2**20
 
 Mode = Literal["new", "resume", "overwrite"]

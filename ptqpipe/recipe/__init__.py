@@ -7,12 +7,14 @@ know machines (workers, devices, memory).
     model.py      Rule and Recipe, patterns of names, and their JSON
     file.py       the YAML file
     options.py    the options that override it
+    write.py      recipes that are made by a program
 """
 
 from ptqpipe.recipe.file import load_recipe, parse_recipe
 from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule, matches
 from ptqpipe.recipe.options import RecipeOptions, build_recipe
 from ptqpipe.recipe.structure import DEFAULT_FUSE, Keep, Row, rows_of
+from ptqpipe.recipe.write import exact_patterns, recipe_text
 
 __all__ = [
     "BY_RECIPE",
@@ -24,8 +26,10 @@ __all__ = [
     "Row",
     "Rule",
     "build_recipe",
+    "exact_patterns",
     "load_recipe",
     "matches",
     "parse_recipe",
+    "recipe_text",
     "rows_of",
 ]

@@ -20,7 +20,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.transforms.find_structure import find_structure
 from ptqpipe.transforms.folding import BLOCKS, RUN, Folding, Op, apply, is_exact, move_factors
 from ptqpipe.transforms.problem import Consumer, Inputs, Problem, Quantize, Solution, SolveOptions
-from ptqpipe.transforms.structure import Edge, Matrix, Structure
+from ptqpipe.transforms.structure import Edge, Matrix, Structure, joined
 
 __all__ = [
     "BLOCKS",
@@ -46,6 +46,7 @@ __all__ = [
     "get_rotation",
     "get_scaling",
     "is_exact",
+    "joined",
     "move_factors",
     "transform_names",
 ]

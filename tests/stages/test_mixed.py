@@ -17,12 +17,12 @@ from ptqpipe.algorithms.metric import output_error
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.qtensor import squared_error
-from ptqpipe.recipe import load_recipe, matches
+from ptqpipe.recipe import exact_patterns, load_recipe, matches
 from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
-from ptqpipe.stages.plan.units import find_groups, patterns, schemes_of
+from ptqpipe.stages.plan.units import find_groups, schemes_of
 from ptqpipe.statistics import Statistics
 from tests.algorithms import inputs
 from tests.tiny import LLAMA_CONFIG, Tensors, fused_moe, llama, save
@@ -193,7 +193,7 @@ def test_shapes_that_a_format_does_not_fit_get_another(tmp_path: Path) -> None:
     ],
 )
 def test_patterns_match_their_modules_alone(modules: Sequence[str], others: Sequence[str]) -> None:
-    found = patterns(modules)
+    found = exact_patterns(modules)
     assert all(any(matches(pattern, module) for pattern in found) for module in modules)
     assert not any(matches(pattern, module) for pattern in found for module in others)
 

@@ -17,7 +17,7 @@ from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.store import BlockRecord, write_block
 from ptqpipe.checkpoint.block_folder import BlockFolder
-from ptqpipe.stages.common.jobs import Job, Progress
+from ptqpipe.stages.common.jobs import Job, progress_bar
 from ptqpipe.stages.common.machine import Ranks
 
 HEAD = "head"
@@ -38,7 +38,7 @@ class Watch:
 def run_blocks(runner: Runner, output: BlockFolder, watch: Watch, *, shown: bool) -> None:
     """Every block, then what enters the head; those that are done already are run without being watched."""
     steps = {name: Job(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
-    with Progress(list(steps.values()), shown=shown and watch.ranks.rank == 0) as progress:
+    with progress_bar(list(steps.values()), shown=shown and watch.ranks.rank == 0) as advance:
         for part in runner.blocks():
             copies = [part, *(part.on(device) for device in watch.devices[1 : part.batches])]
             if part.name in output.done:
@@ -47,7 +47,7 @@ def run_blocks(runner: Runner, output: BlockFolder, watch: Watch, *, shown: bool
                 record = _block(runner, copies, output, watch)
                 output.commit(part.name, record.to_json() if record is not None else {})
             del copies  # before the next block is loaded
-            progress.advance(steps[part.name])
+            advance(steps[part.name])
     head = runner.skeleton.head_name
     if head is not None and HEAD not in output.done:
         record = _head(runner, head, output, watch)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -78,36 +77,32 @@ def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int) -> Non
             raise
 
 
-class Progress:
-    """A tqdm bar over source bytes: rate, time left, memory. Advanced by any thread; draws nothing when not ``shown``.
+@contextmanager
+def progress_bar(jobs: Sequence[Job], *, shown: bool) -> Iterator[Callable[[Job], None]]:
+    """A tqdm bar over source bytes: rate, time left, memory. Yields what any thread calls when a job is done.
 
     The time left follows from the jobs that are done: the first ones of a run are its measurement of this machine.
+    Draws nothing when not ``shown``.
     """
+    lock = threading.Lock()
+    bar: Any = tqdm(
+        total=sum(job.source_bytes for job in jobs),
+        unit="B",
+        unit_scale=True,
+        disable=not shown,
+        file=sys.stderr,
+        smoothing=0.05,
+        bar_format="{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} {rate_fmt} ETA {remaining}{postfix}",
+    )
 
-    def __init__(self, jobs: Sequence[Job], *, shown: bool) -> None:
-        self._lock = threading.Lock()
-        self._bar: Any = tqdm(
-            total=sum(job.source_bytes for job in jobs),
-            unit="B",
-            unit_scale=True,
-            disable=not shown,
-            file=sys.stderr,
-            smoothing=0.05,
-            bar_format="{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} {rate_fmt} ETA {remaining}{postfix}",
-        )
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.close()
-
-    def advance(self, job: Job) -> None:
-        """One job is done."""
-        with self._lock:
-            if not self._bar.disable:
+    def advance(job: Job) -> None:
+        with lock:
+            if shown:
                 current, peak = resident_bytes()
-                self._bar.set_postfix_str(f"mem {current >> 20} MiB, peak {peak >> 20} | {job.id}"[:90], refresh=False)
-            self._bar.update(job.source_bytes)
+                bar.set_postfix_str(f"mem {current >> 20} MiB, peak {peak >> 20} | {job.id}"[:90], refresh=False)
+            bar.update(job.source_bytes)
+
+    try:
+        yield advance
+    finally:
+        bar.close()

@@ -32,7 +32,7 @@ from ptqpipe.checkpoint import (
 from ptqpipe.errors import OutputError
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.jobs import J, Job, MemoryPool, Progress, run_jobs
+from ptqpipe.stages.common.jobs import J, Job, MemoryPool, progress_bar, run_jobs
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, Ranks, Share, one_thread_each, peak_bytes
 
 
@@ -201,13 +201,13 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
     mine = [job for job in work.jobs if owners[job.group] == ranks.rank and job.id not in done]
     share = work.share_of(machine, mine)
     pool = MemoryPool(share.pool_bytes)
-    with one_thread_each(), Progress(mine, shown=machine.progress and ranks.rank == 0) as progress:
+    with one_thread_each(), progress_bar(mine, shown=machine.progress and ranks.rank == 0) as advance:
 
         def do(job: J) -> None:
             with pool.taken(work.extra_bytes(job)):
                 record = work.do(job, writer, share)
             writer.commit(job.id, record)
-            progress.advance(job)
+            advance(job)
 
         run_jobs(mine, do, threads=share.threads)
 

@@ -74,8 +74,8 @@ def _how(work: Conversion, machine: Machine) -> list[str]:
     at_once = share.workers if neediest is None else work.at_once(neediest, share)
     if neediest is not None and at_once < share.workers:
         lines.append(
-            f"  {at_once} at a time of units like {one_line(neediest.id, limit=300)}, which need the most memory; "
-            "more with more --max-memory"
+            f"  units that need as much memory as {one_line(neediest.id, limit=300)} run {at_once} at a time; raise "
+            "--max-memory to run more"
         )
     missing = cpu.why_missing() if machine.device.type == "cpu" else ""
     if missing:
@@ -166,7 +166,7 @@ def plan_json(work: Conversion, machine: Machine) -> dict[str, Any]:
 def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The record's weights summed by role and format, in the order of their first appearance.
 
-    versus_rtn  output error beside that of plain rounding, mean over the calibrated weights; None without any
+    versus_rtn  output error relative to that of plain rounding, mean over the calibrated weights; None without any
     held_out    whether that is of held-out samples
     proven      whether all scales are proven optimal; None where codes are not the nearest ones, which it is about
     """
@@ -201,7 +201,7 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def converted_json(done: Done) -> dict[str, Any]:
-    """The outcome as data: output errors beside plain rounding's first, where anything was calibrated or tuned."""
+    """The outcome as data: output errors relative to plain rounding's first, where anything was calibrated or tuned."""
     weights = done.record["weights"]
     return {
         "out": str(done.out),
@@ -277,7 +277,7 @@ def _judgement(record: Mapping[str, Any]) -> list[str]:
         ratio, back = mean_known(entry["versus_rtn"] for entry in calibrated), sum(e["reverted"] for e in calibrated)
         lines += [
             f"output error: {ratio:.3f} of that of plain rounding to nearest on {judged_by(weights)}, mean of "
-            f"{len(calibrated)} weights; {back} of {len(calibrated)} weights went back to plain rounding"
+            f"{len(calibrated)} weights; {back} of them keep plain rounding, since calibration did not help"
         ]
     if blocks:
         judged = samples_text([block.held_out for block in blocks])

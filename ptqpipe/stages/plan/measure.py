@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.evaluation.scores import ModelLogits, Window, batches, score, vocabulary_of, windows
+from ptqpipe.evaluation.kept_logits import KeptLogits
+from ptqpipe.evaluation.scores import score
 from ptqpipe.evaluation.text import Tokenizer, read_text
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
@@ -30,7 +31,6 @@ from ptqpipe.stages.plan.units import Group, quantize_as
 VERSION = 1
 DEFAULT_TOKENS = 4096
 DEFAULT_WINDOW = 2048
-MAX_REFERENCE_BYTES = 8 << 30  # of the float model's logits, which stay in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def measure(
     todo = [(g, o.scheme) for g in groups for o in g.options if o.scheme and (g.id, o.name) not in known]
     if todo:
         model = load_model(path, activations="none")
-        reference = _Reference(model, text.tokens, window)
+        reference = KeptLogits(model, text.tokens, window)
         with open(measurement.record, "a", encoding="utf-8") as file:
             if not known and file.tell() == 0:
                 _append(file, header)
@@ -115,23 +115,6 @@ def _read_record(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str],
     if whole != raw:
         os.truncate(path, len(whole))
     return known
-
-
-class _Reference:
-    """The float model's logits, computed once and kept: what `score` compares with."""
-
-    def __init__(self, model: Any, tokens: torch.Tensor, window: int) -> None:
-        self.vocabulary = vocabulary_of(model) or 0
-        needed = 4 * self.vocabulary * len(tokens)
-        if needed > MAX_REFERENCE_BYTES:
-            most = MAX_REFERENCE_BYTES // (4 * self.vocabulary)
-            raise UsageError(f"logits of {len(tokens)} tokens take {needed >> 30} GiB; use --max-tokens {most} or less")
-        give = ModelLogits(model)
-        found = windows(len(tokens), window)
-        self._kept = {batch[0].start: give(batch, tokens) for batch in batches(found, vocabulary=self.vocabulary)}
-
-    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
-        return self._kept[batch[0].start]
 
 
 @contextmanager

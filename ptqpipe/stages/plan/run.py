@@ -4,7 +4,6 @@ Sensitivities come from ``cost.py`` or ``measure.py``, the choice from ``solve.p
 a budget into bytes, asks for the choice, and makes sure that the recipe does what the plan says, to the byte.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from ptqpipe.algorithms.knapsack import Solution, require_scipy, solve
 from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import UsageError
+from ptqpipe.recipe import recipe_text
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import check_model, name_of
 from ptqpipe.stages.common.machine import Machine
@@ -149,7 +149,7 @@ class _Limits:
                 raise UsageError(f"--budget {budget.bits:g}bits is too small; the smallest possible is {bits:.3f}bits")
             return cls(sizes, limit, None, f"{budget.bits:g} bits per weight")
         assert budget.nbytes is not None
-        offsets = 2 * len(str(budget.nbytes)) + 1  # of a header entry: two numbers of about so many digits
+        offsets = 2 * len(str(budget.nbytes)) + 1  # of a header entry: two numbers of about as many digits
         sizes = tuple(tuple(o.nbytes + o.header_bytes + offsets * o.tensors for o in g.options) for g in groups)
         least = forecast(source, recipe_content(groups, smallest, description=""), groups, smallest)
         if least > budget.nbytes:
@@ -214,19 +214,6 @@ def write_recipe(plan: MixedPlan, path: Path) -> None:
     command += "" if plan.stats is None else f" --stats {name_of(plan.stats)}"
     note = f"{_MARK}{plan.file_bytes} bytes of weights and index: {command}\n"
     write_file(path, note + text)
-
-
-def recipe_text(content: Mapping[str, Any]) -> str:
-    """A recipe as YAML, in the style of recipes/*.yaml. JSON's strings are YAML's double-quoted ones."""
-    lines = [f"version: {content['version']}", f"description: {_quoted(content['description'])}", "rules:"]
-    for rule in content["rules"]:
-        more = [f"    {key}: {value}" for key, value in rule.items() if key != "match"]
-        lines += [f"  - match: {_quoted(rule['match'])}", *more]
-    return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def check_recipe_target(path: Path) -> None:

@@ -18,7 +18,7 @@ from ptqpipe.checkpoint import DTYPES
 from ptqpipe.containers import Container, Part
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.plan import Member, Unit, make_plan
-from ptqpipe.recipe import Recipe, Rule, parse_recipe
+from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
 from ptqpipe.schemes import Scheme, get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.outputs import abilities_of, container_of, outputs_of
@@ -26,7 +26,6 @@ from ptqpipe.stages.common.outputs import abilities_of, container_of, outputs_of
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
 _EXPERTS = re.compile(r"(?:^|\.)experts\.\d+\.")
-_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,50 +189,9 @@ def recipe_content(
         if name != common:
             modules = [m.module for group in groups if chosen[group.id] == name for m in group.members]
             more = {} if name == KEEP else dict(options or {})
-            rules += [{"match": pattern, "format": name, **more} for pattern in patterns(modules)]
+            rules += [{"match": pattern, "format": name, **more} for pattern in exact_patterns(modules)]
     rules.append({"match": "*", "format": common, **(options or {})})
     return {"version": 1, "description": description, "rules": rules}
-
-
-_Template = tuple[str | None, ...]
-"""The pieces of a module's name as expressions; None stands for the number of the layer."""
-
-
-def patterns(modules: Sequence[str]) -> list[str]:
-    """Anchored ``re:`` patterns that match exactly these modules (and every expert beside a listed one)."""
-    layers: dict[_Template, dict[str, None]] = defaultdict(dict)
-    for module in modules:
-        template, layer = _template(module)
-        layers[template][layer] = None
-    leaves: dict[tuple[_Template, tuple[str, ...]], list[str]] = defaultdict(list)
-    for (*head, leaf), numbers in layers.items():
-        leaves[(tuple(head), tuple(numbers))].append(str(leaf))
-    found = []
-    for (parents, of_layers), of_parent in leaves.items():
-        pieces = [_alternatives(of_layers) if piece is None else piece for piece in parents]
-        found.append("re:" + r"\.".join([*pieces, _alternatives(of_parent)]) + "$")
-    return found
-
-
-def _template(module: str) -> tuple[_Template, str]:
-    """A module's name with any expert, and the number of its layer, "" for none: the first number inside the name."""
-    names = module.split(".")
-    pieces: list[str | None] = []
-    layer = ""
-    for place, name in enumerate(names):
-        inside = _NUMBER.fullmatch(name) is not None and 0 < place < len(names) - 1
-        if inside and names[place - 1] == "experts":
-            pieces.append(r"\d+")
-        elif inside and not layer:
-            layer = name
-            pieces.append(None)
-        else:
-            pieces.append(re.escape(name))
-    return tuple(pieces), layer
-
-
-def _alternatives(expressions: Sequence[str]) -> str:
-    return expressions[0] if len(expressions) == 1 else f"(?:{'|'.join(expressions)})"
 
 
 def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group], chosen: Assignment) -> int:

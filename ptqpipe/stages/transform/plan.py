@@ -4,7 +4,7 @@ Everything that cannot be folded exactly is refused here, before anything is rea
 know how factors are found.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptqpipe.checkpoint import TensorSpec
@@ -14,7 +14,7 @@ from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import Job
 from ptqpipe.stages.common.rewrite import CopyTensor
 from ptqpipe.stages.dequantize import DTYPES
-from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling
+from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling, joined
 
 EDGE_KINDS = ("norm", "value", "up")
 TORCH_DTYPES = dict(DTYPES.values())
@@ -115,7 +115,7 @@ def make_jobs(
     embeddings = structure.embeddings if residual else ()
     sets = [edge.tensors() for edge in edges]
     sets += [[w.tensor, *([w.bias] if w.bias else [])] for w in writers] + [[name] for name in embeddings]
-    component = _joined(sets)
+    component = joined(sets)
     tensors = dict(source.tensors)
     origins: dict[str, str] = {}
     if residual and structure.tied:
@@ -148,20 +148,3 @@ def _spec(name: str, entry: tuple[str, tuple[int, ...]], dtype: str | None) -> T
     if dtype is not None and entry[0] not in TORCH_DTYPES:
         raise UsageError(f"'{name}' is {entry[0]}, expected BF16, F16 or F32; factors cannot be folded into it")
     return TensorSpec(name, entry[0] if dtype is None else DTYPES[dtype][0], entry[1])
-
-
-def _joined(sets: Iterable[Sequence[str]]) -> dict[str, str]:
-    """Name -> the name that stands for all that overlapping sets join it with."""
-    parent: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
-
-    for names in sets:
-        for name in names[1:]:
-            parent[root(name)] = root(names[0])
-        root(names[0])
-    return {name: root(name) for name in parent}

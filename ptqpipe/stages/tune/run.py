@@ -33,7 +33,7 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import default_length, read_config
 from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.jobs import Job, Progress
+from ptqpipe.stages.common.jobs import Job, progress_bar
 from ptqpipe.stages.common.machine import Machine, compute_threads, peak_bytes, threads
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import Conversion
@@ -147,10 +147,10 @@ def _run(prepared: Conversion, samples: Samples, folder: BlockFolder, options: T
         for _ in range(2):  # what float blocks return, what the tuned ones return
             disk = isinstance(runner.activations, OnDisk)
             streams.append(OnDisk(folder.paths.partial) if disk else InMemory())
-        with runner, Progress(list(steps.values()), shown=machine.progress) as progress:
+        with runner, progress_bar(list(steps.values()), shown=machine.progress) as advance:
             for block in runner.blocks():
                 _tune_block(block, prepared, runner, folder, options, wanted=streams[0], given=streams[1])
-                progress.advance(steps[block.name])
+                advance(steps[block.name])
     finally:
         for stream in streams:
             stream.close()
