@@ -120,18 +120,13 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
     return total_bits // 8
 
 
-def read_header(path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
-    """The tensors of one safetensors file in the order of their bytes, and its metadata.
-
-    Every entry is in bounds, the entries cover the data without overlap or hole. Raises CheckpointError, in
-    one line, for a file that is absent, unreadable, not regular, truncated, or has a malformed header.
-    """
-    header = parse_file(path)
-    return list(header.entries), dict(header.metadata)
-
-
 def parse_file(path: Path) -> FileHeader:
-    """As `read_header`, with the header's sha256, the file's size, and when its content and its inode were changed."""
+    """The header of one safetensors file: its tensors in the order of their bytes, its metadata, its sha256, the
+    file's size, and when its content and its inode were changed.
+
+    Every entry is in bounds, the entries cover the data without overlap or hole. Raises CheckpointError, in one line,
+    for a file that is absent, unreadable, not regular, truncated, or has a malformed header.
+    """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # before open(): opening a pipe would block for ever
             _bad(path, "is not a regular file", "remove it, or name the model's folder")

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
-from ptqpipe.checkpoint.header import DTYPES, SUB_BYTE_BITS, header_bytes, read_header, tensor_bytes
+from ptqpipe.checkpoint.header import DTYPES, SUB_BYTE_BITS, header_bytes, parse_file, tensor_bytes
 from ptqpipe.errors import CheckpointError
 from tests.checkpoint.builders import entry, one_line, raw_file, u8_file
 
@@ -18,7 +18,7 @@ U8 = entry("U8", [1], 0, 1)
 
 def refused(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        read_header(path)
+        parse_file(path)
     assert path.name in str(caught.value)
     return one_line(caught.value)
 
@@ -37,7 +37,7 @@ def test_each_dtype_means_what_it_means_to_the_library(name: str, tmp_path: Path
     if name != "F8_E8M0":  # the library's torch writer of 0.8 has no name for it
         path = tmp_path / "a.safetensors"
         path.write_bytes(save({"t": torch.zeros(3, 2, dtype=dtype)}))
-        (found,), _ = read_header(path)
+        (found,) = parse_file(path).entries
         assert (found.dtype, found.shape, found.nbytes) == (name, (3, 2), 6 * itemsize)
 
 
@@ -71,14 +71,16 @@ def test_a_header_is_pinned_to_the_byte() -> None:
 def test_entries_come_in_the_order_of_their_bytes_with_absolute_offsets(tmp_path: Path) -> None:
     header = {"b": entry("U8", [2], 1, 3), "__metadata__": {"k": "v"}, "a": entry("I8", [], 0, 1)}
     path = raw_file(tmp_path / "m.safetensors", header, b"123")
-    entries, metadata = read_header(path)
+    found = parse_file(path)
     data_start = path.stat().st_size - 3
-    assert [(e.name, e.offset - data_start, e.nbytes, e.shape) for e in entries] == [("a", 0, 1, ()), ("b", 1, 2, (2,))]
-    assert metadata == {"k": "v"}
+    places = [(e.name, e.offset - data_start, e.nbytes, e.shape) for e in found.entries]
+    assert places == [("a", 0, 1, ()), ("b", 1, 2, (2,))]
+    assert found.metadata == {"k": "v"}
 
 
 def test_a_file_without_tensors_has_none(tmp_path: Path) -> None:
-    assert read_header(raw_file(tmp_path / "m.safetensors", {})) == ([], {})
+    header = parse_file(raw_file(tmp_path / "m.safetensors", {}))
+    assert (header.entries, header.metadata) == ((), {})
 
 
 MALFORMED = {

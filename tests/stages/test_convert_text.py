@@ -13,6 +13,7 @@ from ptqpipe.kernels import cpu_library
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
+from ptqpipe.stages.common.outputs import QuantizeUnit
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.convert.text import header_text, plan_text
@@ -68,6 +69,19 @@ def test_units_that_need_much_memory_are_said_to_run_fewer_at_a_time(model: Path
         told = header_text(prepared, Machine(4, memory_bytes=own + 2 * most))
         assert re.search(r"\n  units that need as much memory as model\.layers\.\S+ run 2 at a time; raise", told)
         assert "at a time" not in header_text(prepared, Machine(4, memory_bytes=own + 4 * most))
+
+
+@pytest.mark.parametrize(("gib", "at_once"), [(4, 2), (5, 3), (64, 6)])
+def test_as_many_units_run_at_once_as_memory_has_room_for(
+    gib: int, at_once: int, model: Path, stats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes 1 GiB: a limit of four holds two of them, and not three in addition to what the workers have."""
+    monkeypatch.setattr(Conversion, "extra_bytes", lambda _, job: (1 << 30) * isinstance(job, QuantizeUnit))
+    with prepare(model, options=RecipeOptions(algorithm="gptq"), out=Path("nowhere"), stats=stats) as prepared:
+        _, neediest = prepared.least_memory()
+        assert neediest is not None
+        share = prepared.share_of(Machine(6, memory_bytes=(gib << 30) - 1), prepared.jobs)
+        assert prepared.at_once(neediest, share) == at_once
 
 
 @pytest.mark.parametrize(
