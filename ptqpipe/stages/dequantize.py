@@ -49,8 +49,8 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
     made_by: str | None
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """What the record says of this run."""
+    def head(self) -> dict[str, Any]:
+        """The head of the record: what this run was to do, and with what."""
         return {
             "ptqpipe": __version__,
             "dequantized_from": self.made_by,
@@ -62,7 +62,7 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
     @property
     def run_parts(self) -> Mapping[str, str]:
         """As `Rewrite`."""
-        return parts_of_stage("dequantize", self.asked, layout=self.layout.digest)
+        return parts_of_stage("dequantize", self.head, layout=self.layout.digest)
 
     def do(self, job: DecodeWeight | CopyTensor, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
         """As `Rewrite`. NumericsError where fp16 would overflow."""
@@ -97,7 +97,7 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
     def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """As `Rewrite`."""
         return {
-            **self.asked,
+            **self.head,
             "run_id": self.run_id,
             "weights": merged(done, "members"),
             "kept": merged(done, "kept"),

@@ -245,8 +245,8 @@ def merged(done: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
     return {name: entry for record in done for name, entry in record.get(key, {}).items()}
 
 
-# By stage, what a record says of the run that made it beside container and version: the same words in every record.
-_ASKED = {
+# By stage, the fields of a record, apart from container and version, that say what its run was to do.
+_HEAD = {
     "relayout": ("relayout_of", "relayout_from", "converted_as", "source", "statistics", "rounding"),
     "dequantize": ("dequantized_from", "source", "dtype"),
     "transform": ("transformed_from", "statistics", "transforms", "options", "exact", "dtype", "untied"),
@@ -263,13 +263,13 @@ def parts_of_stage(stage: str, record: Mapping[str, Any], *, layout: str) -> dic
         "container": str(record.get("container")),
         "layout": layout,
         "version": str(record.get("ptqpipe")),
-        **{key: json.dumps(record.get(key), sort_keys=True) for key in _ASKED[stage]},
+        **{key: json.dumps(record.get(key), sort_keys=True) for key in _HEAD[stage]},
     }
 
 
 def run_parts_of(record: Mapping[str, Any], *, layout: str) -> dict[str, str] | None:
     """`parts_of_stage` for the stage that wrote a record; None for a record of another one."""
-    stage = next((stage for stage, (first, *_) in _ASKED.items() if first in record), None)
+    stage = next((stage for stage, (first, *_) in _HEAD.items() if first in record), None)
     return None if stage is None else parts_of_stage(stage, record, layout=layout)
 
 

@@ -54,8 +54,8 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
     old_record: Mapping[str, Any]
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """What the record says of this run and of what came before it."""
+    def head(self) -> dict[str, Any]:
+        """The head of the record: what this run was to do, and what came before it."""
         old, source = self.old_record, named_source(self.source)
         # The plan does not follow from the recipe any more: "recipe" is not at the top, where verify would replan it.
         was = {key: old[key] for key in ("recipe", "container", "run_id", "ptqpipe") if key in old}
@@ -73,7 +73,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
     @property
     def run_parts(self) -> Mapping[str, str]:
         """As `Rewrite`."""
-        return parts_of_stage("relayout", self.asked, layout=self.layout.digest)
+        return parts_of_stage("relayout", self.head, layout=self.layout.digest)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
         """
         return {
             **{key: value for key, value in self.old_record.items() if key != "recipe"},
-            **self.asked,
+            **self.head,
             "run_id": self.run_id,
             "weights": merged(done, "members"),
             "kept": merged(done, "kept"),

@@ -65,8 +65,8 @@ class Transformation(Rewrite[Component | CopyTensor]):
     origins: Mapping[str, str]
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """What the record says of this run."""
+    def head(self) -> dict[str, Any]:
+        """The head of the record: what this run was to do, and with what."""
         options = asdict(self.options)
         return {
             "ptqpipe": __version__,
@@ -83,7 +83,7 @@ class Transformation(Rewrite[Component | CopyTensor]):
     @property
     def run_parts(self) -> Mapping[str, str]:
         """As `Rewrite`."""
-        return parts_of_stage("transform", self.asked, layout=self.layout.digest)
+        return parts_of_stage("transform", self.head, layout=self.layout.digest)
 
     def do(self, job: Component | CopyTensor, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
         """As `Rewrite`. NumericsError for numbers that the written dtype cannot hold."""
@@ -136,7 +136,7 @@ class Transformation(Rewrite[Component | CopyTensor]):
         squared = sum(facts["squared_error"] for facts in written.values())
         energy = sum(facts["energy"] for facts in written.values())
         return {
-            **self.asked,
+            **self.head,
             "run_id": self.run_id,
             "rounding": squared / energy if energy else 0.0,
             "foldings": [folding for entry in done for folding in entry.get("foldings", [])],
