@@ -17,6 +17,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine, default_workers
+from ptqpipe.stages.common.rewrite import Done
 from ptqpipe.stages.convert import run as stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import missing_config
@@ -39,7 +40,7 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     **options: Any,
-) -> stage.Converted:
+) -> Done:
     """Converts a checkpoint; the arguments mean what the options of ``ptqpipe convert`` mean.
 
     options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``workers``, ``device``,

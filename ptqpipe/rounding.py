@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint.digests import FileDigests
-from ptqpipe.checkpoint.fields import COUNT, read_index
+from ptqpipe.checkpoint.fields import COUNT, read_versioned
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import Format
@@ -51,8 +51,7 @@ class Rounding:
         file = Path(path) / ROUNDING_FILE
         if not file.is_file():
             raise UsageError(f"{path} holds no {ROUNDING_FILE}; make it with: ptqpipe tune MODEL -o {path}")
-        content = read_index(file, version=ROUNDING_VERSION, fields=_FIELDS, remedy="tune again")
-        return cls.of_files(Path(path), content)
+        return cls.of_files(Path(path), read_versioned(file, _FIELDS, version=ROUNDING_VERSION, remedy="tune again"))
 
     @classmethod
     def of_files(cls, path: Path, content: Mapping[str, Any]) -> "Rounding":

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.checkpoint.reader import CheckpointReader, Memory
-from ptqpipe.containers import Container, StoredWeight, decode, detect_container, get_container, merged_config
-from ptqpipe.errors import UsageError
+from ptqpipe.checkpoint import CheckpointReader, Memory
+from ptqpipe.containers import Container, Part, StoredWeight, decode, detect_container, get_container, merged_config
+from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.plan import Slice
 from ptqpipe.qtensor import QTensor
@@ -97,6 +97,14 @@ class Source:
                 yield start, self.quantized(weight, rows=(start, stop))
             else:
                 yield start, whole.narrow(0, start, stop - start)
+
+    def number(self, part: Part, *, expert: int | None = None) -> torch.Tensor:
+        """A part that holds one number (for each expert), as float32 0-d; NumericsError unless finite and positive."""
+        stored = self.reader.read(part.name).reshape(-1)
+        value = stored[expert if part.stacked and expert is not None else 0].float()
+        if not (torch.isfinite(value) and value > 0):
+            raise NumericsError(f"{part.name} is {value.item()}; a scale must be finite and positive")
+        return value
 
     def load(self, name: str, start: int | None, stop: int | None) -> torch.Tensor:
         """Rows [start, stop) of a stored tensor's first axis, all of it for None: what containers read with."""
@@ -234,7 +242,5 @@ class SourceRows:
         entry = self._source.reader.entries[name]
         width = entry.nbytes // max(1, entry.shape[0] * entry.shape[1])
         dtype = self._source.reader.read(name, start=0, stop=0).dtype
-        raw = self._source.reader.read_raw(
-            name, start_byte=first * width, stop_byte=(first + count) * width, memory=memory
-        )
+        raw = self._source.reader.read_raw(name, start=first * width, stop=(first + count) * width, memory=memory)
         return raw.view(dtype).reshape(count, columns)

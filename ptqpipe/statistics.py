@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ptqpipe.checkpoint.digests import FileDigests
-from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_index
+from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import InputStatistics, Moments
@@ -64,7 +64,7 @@ class Statistics:
             raise UsageError(f"the statistics {path} are no folder that exists; give what `ptqpipe calibrate -o` wrote")
         if not file.is_file():
             raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: ptqpipe calibrate MODEL -o {path}")
-        content = read_index(file, version=STATS_VERSION, fields=_FIELDS, remedy="calibrate again")
+        content = read_versioned(file, _FIELDS, version=STATS_VERSION, remedy="calibrate again")
         return cls(Path(path), CheckpointReader.open(Path(path)), content)
 
     @property

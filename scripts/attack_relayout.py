@@ -31,7 +31,8 @@ from ptqpipe.containers import container_names, quantization_config
 from ptqpipe.errors import FormatError, PtqError, UsageError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.stages.common.machine import Machine
-from ptqpipe.stages.relayout.run import Relayouted, relayout
+from ptqpipe.stages.common.rewrite import Done
+from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 
 ROUNDED = 5.001 * 2.0**-24  # the reciprocal, the two scales and the two products are rounded once each
@@ -48,7 +49,8 @@ def attack(ckpt: Path, container: str, work: Path) -> dict[str, Any]:
         return line | {"outcome": "its own layout", "reason": str(error)}
     except PtqError as error:
         return line | {"outcome": "refused", "reason": str(error)}
-    line |= {"outcome": "written", "weights": done.weights, "rounded": len(done.changed)}
+    rounded = len(done.record["decode_rounds_differently"])
+    line |= {"outcome": "written", "weights": len(done.record["weights"]), "rounded": rounded}
     line["wrong"] += list(_unlike_decodes(ckpt, done))
     line["wrong"] += list(_verdicts(ckpt, done.out, "there"))
     line["wrong"] += list(_damage(done.out, work / "damaged", seed=f"{ckpt.name} {container}"))
@@ -56,13 +58,13 @@ def attack(ckpt: Path, container: str, work: Path) -> dict[str, Any]:
     return line
 
 
-def _relayout(ckpt: Path, out: Path, container: str) -> Relayouted:
+def _relayout(ckpt: Path, out: Path, container: str) -> Done:
     done = relayout(ckpt, out, container=container, machine=Machine(workers=1))
     assert done is not None  # there is one rank
     return done
 
 
-def _unlike_decodes(ckpt: Path, done: Relayouted) -> Iterator[str]:
+def _unlike_decodes(ckpt: Path, done: Done) -> Iterator[str]:
     """Weights that do not decode to what they did; those of a stack that was split have other names."""
     with ptqpipe.load_tensors(ckpt) as before, ptqpipe.load_tensors(done.out) as after:
         for name in after:
@@ -75,7 +77,7 @@ def _unlike_decodes(ckpt: Path, done: Relayouted) -> Iterator[str]:
                 continue
             was, now = old.dequantize(), new.dequantize()
             near = bool(((was - now).abs() <= was.abs() * ROUNDED).all())
-            if not near or (name not in done.changed and not torch.equal(was, now)):
+            if not near or (name not in done.record["decode_rounds_differently"] and not torch.equal(was, now)):
                 yield f"{name} decodes otherwise"
 
 
@@ -136,7 +138,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 }
 
 
-def _back(ckpt: Path, there: Relayouted, work: Path, wrong: list[str]) -> dict[str, Any]:
+def _back(ckpt: Path, there: Done, work: Path, wrong: list[str]) -> dict[str, Any]:
     """The way back to the layout that it came from."""
     try:
         back = _relayout(there.out, work / "back", there.source_container)
@@ -147,7 +149,7 @@ def _back(ckpt: Path, there: Relayouted, work: Path, wrong: list[str]) -> dict[s
     if before.keys() != after.keys():
         return {"back": "other names"}  # a stack that was split
     unlike = [name for name in before if not _same(before[name], after[name])]
-    if len(unlike) > len(there.irreversible) + len(back.irreversible):
+    if len(unlike) > len(there.record["reciprocal_is_not_exact"]) + len(back.record["reciprocal_is_not_exact"]):
         wrong.append(f"back: {len(unlike)} tensors are not as they were, the first: {unlike[0]}")
     return {"back": "byte for byte" if not unlike else f"{len(unlike)} scalars by one rounding"}
 

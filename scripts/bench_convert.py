@@ -177,6 +177,7 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     from ptqpipe.algorithms.unit import Task
     from ptqpipe.recipe import RecipeOptions
     from ptqpipe.source import SourceRows
+    from ptqpipe.stages.common.outputs import QuantizeUnit
     from ptqpipe.stages.convert.prepare import prepare
 
     torch.set_num_threads(1)
@@ -198,8 +199,8 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     with prepared.source:
         held: list[tuple[Any, list[SourceRows]]] = []
         size = 0
-        for job in prepared.outputs.jobs:
-            if job.unit is None:
+        for job in prepared.jobs:
+            if not isinstance(job, QuantizeUnit):
                 continue
             weights = [SourceRows(prepared.source, m.source, shape=m.shape, cache=True) for m in job.unit.members]
             for weight in weights:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ptqpipe.algorithms import block_objective
-from ptqpipe.algorithms.metric import Metric, diagonal_output_error, expected_error
+from ptqpipe.algorithms.metric import Metric, expected_error, output_error
 from ptqpipe.algorithms.rows import chunks, encode_rows, measure, quantize_rows, search_scales, total_error
 from ptqpipe.algorithms.unit import (
     ROUNDING_MARGIN,
@@ -236,7 +236,7 @@ class _Errors:
         squared, energy = measure(q, w)
         error = w.float() - q.dequantize()
         self.squared, self.energy = self.squared + squared, self.energy + energy
-        self.weighted += diagonal_output_error(error, judge.second_moment)
+        self.weighted += output_error(error, judge.second_moment)
         self.output += expected_error(error, judge)
 
 

@@ -115,25 +115,21 @@ def descending(moment: torch.Tensor, *, group: int = 1) -> torch.Tensor:
 
 def expected_error(error: torch.Tensor, moments: Moments) -> float:
     """tr(E H E^T) of an error [n, K] by the best moment there is: the full one, else the blocks, else the diagonal."""
-    if moments.full_moment is not None:
-        return output_error(error, moments.full_moment)
-    if moments.block_moment is not None:
-        return block_output_error(error, moments.block_moment)
-    return diagonal_output_error(error, moments.second_moment)
+    for moment in (moments.full_moment, moments.block_moment):
+        if moment is not None:
+            return output_error(error, moment)
+    return output_error(error, moments.second_moment)
 
 
 def output_error(error: torch.Tensor, moment: torch.Tensor) -> float:
-    """tr(E H E^T) of an error [n, K], float32 products and a float64 sum."""
-    return float(((error @ moment).double() * error.double()).sum())
+    """tr(E H E^T) of an error [n, K]: the sum over its rows of E[(row x)^2]. Float32 products and a float64 sum.
 
 
-def block_output_error(error: torch.Tensor, blocks: torch.Tensor) -> float:
-    """tr(E H E^T) of an error [n, K] where H is ``blocks`` [K/b, b, b] on its diagonal and zero elsewhere."""
-    count, size = blocks.shape[0], blocks.shape[1]
-    parts = error.reshape(-1, count, size).transpose(0, 1)  # [K/b, n, b]
-    return float((torch.bmm(parts, blocks).double() * parts.double()).sum())
-
-
-def diagonal_output_error(error: torch.Tensor, second: torch.Tensor) -> float:
-    """sum over columns k of h_k |e_k|^2 of an error [n, K], h ``second`` [K]; float64."""
-    return float((error.double().square().sum(dim=0) * second.double()).sum())
+    moment  H of the inputs x: all of it [K, K], blocks on its diagonal [K/b, b, b], or its diagonal [K]
+    """
+    if moment.dim() == 1:
+        return float((error.double().square().sum(dim=0) * moment.double()).sum())
+    if moment.dim() == 2:
+        return float(((error @ moment).double() * error.double()).sum())
+    parts = error.reshape(-1, *moment.shape[:2]).transpose(0, 1)  # [K/b, n, b]
+    return float((torch.bmm(parts, moment).double() * parts.double()).sum())

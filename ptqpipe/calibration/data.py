@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.rows import read_rows
+from ptqpipe.checkpoint.digests import file_sha256
 from ptqpipe.checkpoint.files import refuse_pipes
 from ptqpipe.errors import CheckpointError, UsageError
 
@@ -112,8 +113,7 @@ def _described(name: str, rows: int, tokens: int) -> DataFile:
     path = Path(name).expanduser()
     if not path.is_file():
         return DataFile(name, None, rows, tokens)
-    with open(path, "rb") as file:
-        return DataFile(path.name, hashlib.file_digest(file, "sha256").hexdigest(), rows, tokens)
+    return DataFile(path.name, file_sha256(path), rows, tokens)
 
 
 def tokens_digest(windows: torch.Tensor) -> str:

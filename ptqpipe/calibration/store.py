@@ -5,7 +5,6 @@ Entries, experts without data and attention are named here; `statistics.py` is h
 
 import hashlib
 import json
-import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +15,7 @@ import torch
 
 from ptqpipe.calibration.collect import Collector, Slot
 from ptqpipe.calibration.moments import Moments, stand_in
-from ptqpipe.checkpoint.direct import bytes_of
-from ptqpipe.checkpoint.header import header_bytes
-from ptqpipe.checkpoint.partial import output_errors
+from ptqpipe.checkpoint.tensor_file import write_tensors
 
 LEAST_EXPERT_TOKENS = 16  # an expert with fewer has no statistics of its own
 
@@ -91,12 +88,12 @@ def write_block(
     attention: dict[str, dict[str, Any]] = {}
     if key_values is not None:
         module, k_amax, v_amax = key_values
-        tensors |= {f"{module}.k_amax": k_amax, f"{module}.v_amax": v_amax}
+        tensors |= {f"{module}.k_amax": k_amax.float(), f"{module}.v_amax": v_amax.float()}
         attention[module] = {"heads": k_amax.numel(), "k_amax": float(k_amax.max()), "v_amax": float(v_amax.max())}
     if not tensors:
         return None
     file = f"{name}.safetensors"
-    return BlockRecord(modules, attention, tuple(unused), file, _write(folder / file, tensors))
+    return BlockRecord(modules, attention, tuple(unused), file, write_tensors(folder / file, tensors))
 
 
 def _put(tensors: dict[str, torch.Tensor], key: str, moments: Moments, *, block: bool) -> None:
@@ -138,21 +135,6 @@ def _stand_ins(collector: Collector) -> dict[str, tuple[Moments, dict[float, flo
         if measured:
             found[group] = stand_in(measured)
     return found
-
-
-def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """A safetensors file of float32 tensors, on disk when this returns; its sha256."""
-    names = sorted(tensors)
-    digest = hashlib.sha256()
-    chunks = [memoryview(header_bytes([(name, "F32", tuple(tensors[name].shape)) for name in names]))]
-    chunks += [bytes_of(tensors[name].float().contiguous()) for name in names]
-    with output_errors(path), open(path, "wb") as file:
-        for chunk in chunks:
-            digest.update(chunk)
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
 
 
 def digest_of(blocks: Mapping[str, Mapping[str, Any]]) -> str:

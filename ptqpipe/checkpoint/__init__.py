@@ -1,1 +1,66 @@
-"""Reading and writing safetensors checkpoints: headers, index, shards, journal, atomic finish; knows no formats."""
+"""Reading and writing safetensors checkpoints: headers, index, shards, journal, atomic finish; knows no formats.
+
+header.py, files.py, reader.py, direct.py    a folder that is there: its headers, its files, any bytes of any tensor
+source.py, fingerprint.py, finite.py         which folder a name means, what its content is known by, NaN in it
+layout.py, writer.py, finish.py              a folder that is made: where every byte will lie, tensors, the end
+partial.py, journal.py                       the hidden folder that it grows in, and what is on disk already
+block_folder.py, tensor_file.py, digests.py  folders of statistics and learned codes: one file a decoder block
+fields.py, single_file.py                    JSON files that are read, and one file that is replaced at once
+"""
+
+from ptqpipe.checkpoint.block_folder import BlockFolder
+from ptqpipe.checkpoint.digests import FileDigests, file_sha256
+from ptqpipe.checkpoint.direct import bytes_of, margin
+from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
+from ptqpipe.checkpoint.files import INDEX_NAME, OWN_FILES, RECORD_FILE, json_bytes, read_json_object, refuse_pipes
+from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
+from ptqpipe.checkpoint.finite import NotFinite
+from ptqpipe.checkpoint.header import DTYPES, TensorEntry, parse_file, pread_exactly
+from ptqpipe.checkpoint.journal import run_id_of
+from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
+from ptqpipe.checkpoint.partial import Paths, check_unfinished, output_errors
+from ptqpipe.checkpoint.reader import CheckpointReader, Memory
+from ptqpipe.checkpoint.single_file import check_file, write_file
+from ptqpipe.checkpoint.source import check_disjoint, resolve_source
+from ptqpipe.checkpoint.tensor_file import write_tensors
+from ptqpipe.checkpoint.writer import COPY_BYTES, CheckpointWriter, Mode, TensorWriter
+
+__all__ = [
+    "COPY_BYTES",
+    "COUNT",
+    "DTYPES",
+    "INDEX_NAME",
+    "NUMBER",
+    "OF_WEIGHTS",
+    "OWN_FILES",
+    "RECORD_FILE",
+    "BlockFolder",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "FileDigests",
+    "Memory",
+    "Mode",
+    "NotFinite",
+    "Paths",
+    "ShardLayout",
+    "TensorEntry",
+    "TensorSpec",
+    "TensorWriter",
+    "bytes_of",
+    "check_disjoint",
+    "check_file",
+    "check_unfinished",
+    "file_sha256",
+    "json_bytes",
+    "margin",
+    "output_errors",
+    "parse_file",
+    "pread_exactly",
+    "read_json_object",
+    "read_versioned",
+    "refuse_pipes",
+    "resolve_source",
+    "run_id_of",
+    "write_file",
+    "write_tensors",
+]

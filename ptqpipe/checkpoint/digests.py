@@ -13,6 +13,15 @@ from ptqpipe.checkpoint.header import shown
 from ptqpipe.errors import CheckpointError
 
 
+def file_sha256(path: Path, *, remedy: str = "check the file") -> str:
+    """sha256 of a whole file in hex. CheckpointError where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{shown(str(path))} cannot be read: {error.strerror}; {remedy}") from None
+
+
 class FileDigests:
     """May be asked by threads; each file is read once for it, and then likely from memory."""
 
@@ -26,12 +35,7 @@ class FileDigests:
         with self._lock:
             if file.name not in self._known:
                 return
-            try:
-                with open(file, "rb") as opened:
-                    found = hashlib.file_digest(opened, "sha256").hexdigest()
-            except OSError as error:
-                raise CheckpointError(f"{shown(str(file))} cannot be read: {error.strerror}; {self._remedy}") from None
-            if found != self._known[file.name]:
+            if file_sha256(file, remedy=self._remedy) != self._known[file.name]:
                 raise CheckpointError(
                     f"{shown(str(file))} is damaged: its sha256 is not the one that was recorded; {self._remedy}"
                 )

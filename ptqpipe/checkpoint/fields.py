@@ -19,25 +19,27 @@ NUMBER: Final = "a number"
 _WORDS: Final = {str: "text", bool: "true or false", dict: "an object", list: "a list"}
 
 
+def read_versioned(path: Path, wanted: Any, *, version: int, remedy: str) -> dict[str, Any]:
+    """A JSON file of a version that is known, its fields checked: see `check_fields`.
+
+    Raises CheckpointError, naming the file, for one that cannot be read or parsed, of another version, or damaged.
+    """
+    try:
+        content: dict[str, Any] = json.loads(read_regular(path, limit=MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{shown(str(path))} is damaged: {error}; {remedy}") from None
+    check_fields(path, content, {"version": COUNT}, remedy=remedy)
+    if content["version"] != version:
+        raise CheckpointError(f"{shown(str(path))} has version {content['version']}, expected {version}; {remedy}")
+    check_fields(path, content, wanted, remedy=remedy)
+    return content
+
+
 def check_fields(path: Path, value: Any, wanted: Any, *, remedy: str) -> None:
     """CheckpointError, naming the file and the first field that is missing or of another type."""
     problem = _problem(value, wanted, "")
     if problem:
         raise CheckpointError(f"{shown(str(path))} is damaged: {problem}; {remedy}")
-
-
-def read_index(path: Path, *, version: int, fields: Any, remedy: str) -> dict[str, Any]:
-    """The content of a JSON file with a "version" and ``fields``. CheckpointError for a damaged one, or another
-    version."""
-    try:
-        content: dict[str, Any] = json.loads(read_regular(path, limit=MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}; {remedy}") from None
-    check_fields(path, content, {"version": COUNT}, remedy=remedy)
-    if content["version"] != version:
-        raise CheckpointError(f"{path} has version {content['version']}, expected {version}; {remedy}")
-    check_fields(path, content, fields, remedy=remedy)
-    return content
 
 
 def _problem(value: Any, wanted: Any, where: str) -> str:

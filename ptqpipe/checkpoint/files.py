@@ -26,10 +26,9 @@ from ptqpipe.regular_file import MAX_JSON_BYTES, kind_of, read_regular
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
-#: Written anew by every converter, so never carried over.
+#: The record beside the weights: what wrote them, from what, and the fate of every tensor. Its "run_id" names the run.
 RECORD_FILE: Final = "ptqpipe.json"
-"""The record that makes a folder one of ours."""
-
+#: Written anew by every converter, so never carried over.
 OWN_FILES: Final = frozenset({"config.json", "hf_quant_config.json", RECORD_FILE})
 
 _SAFETENSORS: Final = ".safetensors"
@@ -98,6 +97,14 @@ def read_json_object(path: Path, *, strict: bool = True) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{shown(str(path))} holds {type(value).__name__}, expected a JSON object")
     return value
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """A JSON file's bytes. A half of a surrogate pair, which a source's config may hold escaped, stays escaped."""
+    try:
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def refuse_pipes(folder: Path) -> None:

@@ -121,7 +121,8 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def parse_file(path: Path) -> FileHeader:
-    """The tensors of one safetensors file in the order of their bytes, its metadata, and what tells this file apart.
+    """The header of one safetensors file: its tensors in the order of their bytes, its metadata, its sha256, the
+    file's size, and when its content and its inode were changed.
 
     Every entry is in bounds, the entries cover the data without overlap or hole. Raises CheckpointError, in one line,
     for a file that is absent, unreadable, not regular, truncated, or has a malformed header.

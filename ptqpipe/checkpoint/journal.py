@@ -7,6 +7,7 @@ again, with the same bytes), damage before it is an error. This file must not kn
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -49,6 +50,11 @@ class JournalContent:
     units: dict[str, dict[str, Any]] = field(default_factory=dict)
     tensors: set[int] = field(default_factory=set)
     sound_bytes: int = 0
+
+
+def run_id_of(parts: Mapping[str, str]) -> str:
+    """Identifies what decides the bytes of a run, by the sha256 of all of it: a run resumes only itself."""
+    return hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()
 
 
 def journal_name(rank: int) -> str:

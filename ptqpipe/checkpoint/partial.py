@@ -25,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.journal import (
     JournalContent,
@@ -37,8 +38,6 @@ from ptqpipe.checkpoint.journal import (
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
-#: The file beside the weights whose "run_id" says which run wrote them; its writer puts it there.
-REPORT_NAME: Final = "ptqpipe.json"
 #: Folders that hold .safetensors and are no models, by the file that each has.
 KINDS: Final = MappingProxyType({"stats.json": "statistics", "rounding.json": "learned codes"})
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -165,25 +164,23 @@ def lock_all(folder: Path) -> RankLock:
     return lock
 
 
-def completed_run(out: Path) -> str | None:
-    """The run that wrote a complete output, from its ptqpipe.json; None if there is none or it does not say."""
+def completed_run(out: Path, *, index_file: str | None = None) -> str | None:
+    """The run that wrote a complete output; None if there is no output or it does not say.
+
+    index_file  the file whose "run_id" says it; None for a model, where the record does
+    """
     try:
-        report = json.loads(read_regular(Path(out) / REPORT_NAME, limit=MAX_JSON_BYTES))
+        index = json.loads(read_regular(Path(out) / (index_file or RECORD_FILE), limit=MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    run_id = report.get("run_id") if isinstance(report, dict) else None
+    run_id = index.get("run_id") if isinstance(index, dict) else None
     return run_id if isinstance(run_id, str) else None
 
 
-def is_complete(out: Path, run_id: str) -> bool:
-    """Whether this very run has already produced ``out``: nothing is left for --resume to do."""
-    return completed_run(out) == run_id
-
-
-def check_unfinished(out: Path, run_id: str) -> None:
+def check_unfinished(out: Path, run_id: str, *, index_file: str | None = None) -> None:
     """Raises AlreadyComplete if this very run has produced ``out`` and nothing was begun beside it since."""
     paths = Paths.of(out)
-    if not paths.partial.is_dir() and is_complete(paths.out, run_id):
+    if not paths.partial.is_dir() and completed_run(paths.out, index_file=index_file) == run_id:
         raise AlreadyComplete(f"{shown(str(paths.out))} is already complete, by this very run; nothing is left to do")
 
 
@@ -197,7 +194,7 @@ def prepare(
     Raises OutputError for an output or a leftover that ``mode`` does not allow, and for another run's leftover.
     """
     if mode == "resume" and not paths.partial.is_dir():
-        _refuse_resume(paths, identity)
+        _refuse_resume(paths, identity, index_file)
     if mode == "new":
         _refuse_existing(paths)
     if mode == "overwrite":
@@ -208,7 +205,7 @@ def prepare(
         lock = lock_all(paths.partial)
     try:
         with output_errors(paths.partial):
-            found = _settle(paths, identity, lock, mode=mode)
+            found = _settle(paths, identity, lock, mode=mode, index_file=index_file)
             paths.growing.mkdir(exist_ok=True)
             fsync_folder(paths.partial)
             fsync_folder(paths.out.parent)
@@ -218,7 +215,9 @@ def prepare(
     return lock, found.identity
 
 
-def _settle(paths: Paths, identity: RunIdentity, lock: RankLock, *, mode: str) -> JournalContent:
+def _settle(
+    paths: Paths, identity: RunIdentity, lock: RankLock, *, mode: str, index_file: str | None
+) -> JournalContent:
     """With the lock held: put a former output back, then continue or discard what the partial folder holds."""
     if paths.old.exists() and paths.growing.exists() and not paths.out.exists():
         paths.old.rename(paths.out)
@@ -226,7 +225,7 @@ def _settle(paths: Paths, identity: RunIdentity, lock: RankLock, *, mode: str) -
     if found.identity is not None and not paths.growing.exists():  # killed after the last rename, before the clean-up
         shutil.rmtree(paths.partial)
         if mode == "resume":
-            _refuse_resume(paths, identity)
+            _refuse_resume(paths, identity, index_file)
         raise OutputError(f"{shown(str(paths.partial))} was left from a finished run, and is removed now; start again")
     if found.identity is None:
         _empty(paths.partial, keep=lock.name)
@@ -340,13 +339,11 @@ def _refuse_replacing(paths: Paths, index_file: str | None) -> None:
             raise OutputExists(f"{shown_out} is, or holds, {name}; --overwrite does not delete that, choose another -o")
 
 
-def _refuse_resume(paths: Paths, identity: RunIdentity) -> None:
+def _refuse_resume(paths: Paths, identity: RunIdentity, index_file: str | None) -> None:
     """Raises where nothing is left to resume and something lies at OUT; else the run starts from its beginning."""
-    out = shown(str(paths.out))
-    if is_complete(paths.out, identity.run_id):
-        raise AlreadyComplete(f"{out} is already complete, by this very run; nothing is left to do")
+    check_unfinished(paths.out, identity.run_id, index_file=index_file)
     if paths.out.exists() and (not paths.out.is_dir() or any(paths.out.iterdir())):
         raise WrongOutput(
-            f"{out} has no unfinished run beside it, and is no output of this run; --overwrite replaces it, or choose "
-            "another -o"
+            f"{shown(str(paths.out))} has no unfinished run beside it, and is no output of this run; --overwrite "
+            "replaces it, or choose another -o"
         )

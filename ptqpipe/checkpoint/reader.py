@@ -27,7 +27,7 @@ from ptqpipe.errors import CheckpointError
 #: Linux moves at most 2 GiB - 4 KiB in one call; smaller pieces cost nothing and let other threads in.
 _MAX_READ_BYTES: Final = 64 * 2**20
 
-#: Gives a contiguous uint8 CPU tensor of so many bytes, aligned for every dtype.
+#: Given a number of bytes, a contiguous uint8 CPU tensor of that size, aligned for every dtype.
 Memory = Callable[[int], torch.Tensor]
 
 
@@ -86,7 +86,7 @@ class CheckpointReader:
     def read(self, name: str, *, start: int = 0, stop: int | None = None, memory: Memory | None = None) -> torch.Tensor:
         """Rows ``[start, stop)`` of the first dimension as a CPU tensor of the stored dtype.
 
-        Fresh, unless ``memory`` is given: then in that, and read past the page cache.
+        Allocates, or fills ``memory`` with direct I/O when given.
 
         A scalar gives a 0-d tensor. Raises CheckpointError for an absent name, for a sub-byte dtype (use
         `read_bytes`), and for a file that has changed or cannot be read; ValueError for rows out of range.
@@ -99,19 +99,19 @@ class CheckpointReader:
         if not 0 <= start <= stop <= rows:
             raise ValueError(f"rows [{start}, {stop}) of {shown(name)} with {rows} rows")
         row_bytes = entry.nbytes // rows if rows else 0
-        buffer = self.read_raw(name, start_byte=start * row_bytes, stop_byte=stop * row_bytes, memory=memory)
+        buffer = self.read_raw(name, start=start * row_bytes, stop=stop * row_bytes, memory=memory)
         shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
         return buffer.view(DTYPES[entry.dtype][0]).reshape(shape)
 
-    def read_raw(self, name: str, *, start_byte: int, stop_byte: int, memory: Memory | None = None) -> torch.Tensor:
-        """Bytes ``[start_byte, stop_byte)`` of a tensor as uint8: fresh, or in ``memory`` and past the page cache."""
-        entry, nbytes = self._entry(name), stop_byte - start_byte
-        if not 0 <= start_byte <= stop_byte <= entry.nbytes:
-            raise ValueError(f"bytes [{start_byte}, {stop_byte}) of {shown(name)}, {entry.nbytes} long")
-        offset = entry.offset + start_byte
+    def read_raw(self, name: str, *, start: int, stop: int, memory: Memory | None = None) -> torch.Tensor:
+        """Bytes ``[start, stop)`` of a tensor as uint8: allocated, or in ``memory`` by direct I/O."""
+        entry, nbytes = self._entry(name), stop - start
+        if not 0 <= start <= stop <= entry.nbytes:
+            raise ValueError(f"bytes [{start}, {stop}) of {shown(name)}, {entry.nbytes} long")
+        offset = entry.offset + start
         if memory is None or nbytes < direct.LEAST_BYTES or offset % 8:
             buffer = torch.empty(nbytes, dtype=torch.uint8) if memory is None else memory(nbytes)
-            self._read(entry, direct.bytes_of(buffer), start_byte)
+            self._read(entry, direct.bytes_of(buffer), start)
             return buffer
         try:
             found = self._direct(entry.file).read(memory(nbytes + direct.margin()), offset, nbytes)
@@ -121,21 +121,19 @@ class CheckpointReader:
             _raise_changed(entry.file)
         return found
 
-    def read_into(
-        self, name: str, buffer: memoryview | bytearray | torch.Tensor, *, byte_start: int, byte_stop: int
-    ) -> None:
-        """Bytes ``[byte_start, byte_stop)`` of a tensor into the caller's contiguous buffer of exactly that size."""
+    def read_into(self, name: str, buffer: memoryview | bytearray | torch.Tensor, *, start: int, stop: int) -> None:
+        """Bytes ``[start, stop)`` of a tensor into the caller's contiguous buffer of exactly that size."""
         entry = self._entry(name)
         view = direct.bytes_of(buffer) if isinstance(buffer, torch.Tensor) else memoryview(buffer).cast("B")
-        if not 0 <= byte_start <= byte_stop <= entry.nbytes or len(view) != byte_stop - byte_start:
-            raise ValueError(f"bytes [{byte_start}, {byte_stop}) of {entry.nbytes} into a buffer of {len(view)}")
-        self._read(entry, view, byte_start)
+        if not 0 <= start <= stop <= entry.nbytes or len(view) != stop - start:
+            raise ValueError(f"bytes [{start}, {stop}) of {entry.nbytes} into a buffer of {len(view)}")
+        self._read(entry, view, start)
 
-    def read_bytes(self, name: str, *, start_byte: int = 0, stop_byte: int | None = None) -> bytearray:
-        """Bytes ``[start_byte, stop_byte)`` of a tensor of any dtype, as they lie in the file."""
-        stop = self._entry(name).nbytes if stop_byte is None else stop_byte
-        buffer = bytearray(max(stop - start_byte, 0))
-        self.read_into(name, buffer, byte_start=start_byte, byte_stop=stop)
+    def read_bytes(self, name: str, *, start: int = 0, stop: int | None = None) -> bytearray:
+        """Bytes ``[start, stop)`` of a tensor of any dtype, as they lie in the file."""
+        stop = self._entry(name).nbytes if stop is None else stop
+        buffer = bytearray(max(stop - start, 0))
+        self.read_into(name, buffer, start=start, stop=stop)
         return buffer
 
     def read_json(self, name: str) -> dict[str, Any] | None:
@@ -161,7 +159,7 @@ class CheckpointReader:
         headers = list(self._headers.values())
         try:
             return fingerprint_of(
-                self.path, headers, lambda e, start, stop: self.read_bytes(e.name, start_byte=start, stop_byte=stop)
+                self.path, headers, lambda e, start, stop: self.read_bytes(e.name, start=start, stop=stop)
             )
         except OSError as error:
             _raise_unreadable(Path(error.filename or self.path), error)

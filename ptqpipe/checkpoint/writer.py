@@ -7,29 +7,33 @@ after its bytes and then its line in the journal are on disk. This file must not
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Literal
 
 import torch
 
-from ptqpipe.checkpoint.direct import OutputFile, bytes_of
+from ptqpipe.checkpoint.direct import OutputFile, bytes_of, margin
 from ptqpipe.checkpoint.finish import add_files, check_shards, check_units, checked_names
 from ptqpipe.checkpoint.header import DTYPE_NAMES, shown
 from ptqpipe.checkpoint.journal import Journal, RunIdentity, fdatasync, journal_name, read_journals
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.partial import Paths, RankLock, check_space, fsync_folder, join, output_errors, prepare, publish
+from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import OutputError
 
-#: A batch goes to the journal when so many bytes, or so many seconds, have gathered.
+#: A batch goes to the journal when this many bytes or seconds have gathered.
 BATCH_BYTES: Final = 256 * 2**20
 BATCH_SECONDS: Final = 2.0
+#: The size of the pieces in which a tensor is copied.
+COPY_BYTES: Final = 8 * 2**20
 
 Mode = Literal["new", "resume", "overwrite"]
 
@@ -130,6 +134,10 @@ class CheckpointWriter:
             self._dirty.add(placement.file)
             self._pending_bytes += len(view)
             self._note_written(name, byte_offset, byte_offset + len(view), placement.nbytes)
+
+    def tensor(self, name: str, *, byte_offset: int = 0) -> TensorWriter:
+        """Writes a tensor, or its part from byte ``byte_offset`` on, in pieces that follow each other."""
+        return TensorWriter(self, name, byte_offset)
 
     def commit(self, unit_id: str, record: Mapping[str, Any]) -> None:
         """Says that a unit's tensors are written. Durable once a batch has gathered, or after `flush`.
@@ -254,6 +262,49 @@ class CheckpointWriter:
         if self._lock_file is not None:
             self._lock_file.release()
             self._lock_file = None
+
+
+class TensorWriter:
+    """Bytes of one tensor of the output, piece after piece, and the sha256 of all of them. For one thread."""
+
+    def __init__(self, writer: CheckpointWriter, name: str, byte_offset: int) -> None:
+        """Use `CheckpointWriter.tensor`."""
+        self._writer, self._spec, self._first = writer, writer._specs[name], byte_offset
+        self._digest = hashlib.sha256()
+        self.nbytes = 0
+
+    def put(self, data: torch.Tensor) -> TensorWriter:
+        """Appends the numbers of ``data``, of the planned dtype or uint8, in row-major order; returns itself.
+
+        Raises OutputError.
+        """
+        raw = _as_bytes(data, self._spec)
+        self._writer.write(self._spec.name, raw, byte_offset=self._first + self.nbytes)
+        self._digest.update(raw)
+        self.nbytes += len(raw)
+        return self
+
+    def copy(
+        self, reader: CheckpointReader, source: str, *, look: Callable[[torch.Tensor], None] | None = None
+    ) -> TensorWriter:
+        """Copies a tensor of a checkpoint byte for byte; ``look`` sees every chunk, as uint8 that holds whole numbers.
+
+        Raises CheckpointError where it cannot be read.
+        """
+        total = reader.entries[source].nbytes
+        buffer = torch.empty(min(total, COPY_BYTES) + margin(), dtype=torch.uint8)
+        for start in range(0, total, COPY_BYTES):
+            stop = min(start + COPY_BYTES, total)
+            chunk = reader.read_raw(source, start=start, stop=stop, memory=lambda nbytes: buffer[:nbytes])
+            self.put(chunk)
+            if look is not None:
+                look(chunk)
+        return self
+
+    @property
+    def sha256(self) -> str:
+        """Of what is written so far, in hex."""
+        return self._digest.hexdigest()
 
 
 def _as_bytes(data: torch.Tensor | bytes | bytearray | memoryview, spec: TensorSpec) -> memoryview:

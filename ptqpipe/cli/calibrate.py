@@ -270,6 +270,7 @@ def plan(given: Given) -> None:
     and continues from there.
     """
     from ptqpipe.stages.plan import run as stage
+    from ptqpipe.stages.plan import text
     from ptqpipe.stages.plan.units import DEFAULT_FORMATS
 
     if given.measure is None and (given.max_tokens is not None or given.window is not None):
@@ -285,9 +286,9 @@ def plan(given: Given) -> None:
     )
     stage.write_recipe(found, given.out)
     if given.as_json:
-        click.echo(json.dumps(stage.plan_json(found)))
+        click.echo(json.dumps(text.to_json(found)))
         return
-    click.echo(f"{stage.plan_text(found)}\n{given.out} is the recipe")
+    click.echo(f"{text.render(found)}\n{given.out} is the recipe")
     statistics = [] if given.stats is None else ["--stats", given.stats]
     click.echo(next_line("convert", given.model, "--recipe", given.out, *statistics))
 

@@ -88,6 +88,7 @@ def relayout(given: Given) -> None:
     """
     from ptqpipe.stages.common.identity import name_of
     from ptqpipe.stages.relayout import run as stage
+    from ptqpipe.stages.relayout import text
 
     container = given.container.lower().replace("_", "-")
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{container}")
@@ -96,7 +97,7 @@ def relayout(given: Given) -> None:
             given.ckpt, out, container=given.container, mode=given.mode, machine=given.machine(), ranks=ranks_of()
         )
     if done is not None:
-        click.echo(json.dumps(stage.to_json(done)) if given.as_json else stage.render(done))
+        click.echo(json.dumps(text.to_json(done)) if given.as_json else text.render(done))
 
 
 @command(example="ptqpipe dequantize CKPT --dtype bf16")
@@ -166,6 +167,7 @@ def transform(given: Given) -> None:
     again before `ptqpipe convert --stats`.
     """
     from ptqpipe.stages.transform import run as stage
+    from ptqpipe.stages.transform import text
     from ptqpipe.stages.transform.plan import TransformOptions
 
     with says_how_to_resume(given.out, given.mode):
@@ -181,9 +183,9 @@ def transform(given: Given) -> None:
     if done is None:
         return
     if given.as_json:
-        click.echo(json.dumps(stage.to_json(done)))
+        click.echo(json.dumps(text.to_json(done)))
         return
-    click.echo(stage.render(done))
+    click.echo(text.render(done))
     click.echo(next_line("convert", given.out, "--format", given.format))
 
 

@@ -111,6 +111,6 @@ def report(given: Given) -> None:
 @command(example="ptqpipe formats")
 def formats(given: Given) -> None:
     """List formats, containers and scale searches."""
-    from ptqpipe.stages.convert import text as tables
+    from ptqpipe.stages import formats as stage
 
-    click.echo(tables.formats_text())
+    click.echo(stage.render())

@@ -7,7 +7,6 @@ recipe.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ptqpipe.errors import CheckpointError
@@ -22,22 +21,15 @@ _WHOLE_STACKS = ("input_linear", "output_linear")
 _PROJECTIONS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A matrix that may be quantized, before the rules have spoken. ``order`` is its place in the source."""
-
-    member: Member
-    order: int
-
-
 def find_candidates(
     tensors: Shapes, config: Mapping[str, Any], *, abilities: Abilities
-) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Candidates by key (weight name, with the expert where stacks stay whole), and reasons of those that cannot be."""
+) -> tuple[dict[str, Member], dict[str, str]]:
+    """Matrices that may be quantized, by key (weight name, with the expert where stacks stay whole), in the order of
+    the source; and reasons of those that cannot be."""
     conv1d = conv1d_leaves(tensors)
-    found: dict[str, Candidate] = {}
+    found: dict[str, Member] = {}
     reasons: dict[str, str] = {}
-    for order, (name, (dtype, shape)) in enumerate(tensors.items()):
+    for name, (dtype, shape) in tensors.items():
         if 0 in shape:
             reasons[name] = "empty"
         elif len(shape) == 3 and _is_whole_stack(name, tensors) and not (abilities.stacks and abilities.matrices):
@@ -49,7 +41,7 @@ def find_candidates(
                     raise CheckpointError(
                         f"{member.weight!r} lies beside the stack {name!r}, which holds that weight, too; remove one"
                     )
-                found[member.key] = Candidate(member, order)
+                found[member.key] = member
             reasons.update({name: reason} if reason else {})
         elif dtype not in FLOAT_DTYPES:
             reasons[name] = f"{dtype} numbers, not weights"
@@ -58,9 +50,9 @@ def find_candidates(
         elif not abilities.matrices:
             reasons[name] = "this container stores stacks of experts only"
         elif name.removesuffix(".weight").rpartition(".")[2] not in conv1d:
-            found[name] = Candidate(Member(name, (shape[0], shape[1]), Slice(name)), order)
+            found[name] = Member(name, (shape[0], shape[1]), Slice(name))
         elif abilities.transposed:
-            found[name] = Candidate(Member(name, (shape[1], shape[0]), Slice(name, transposed=True)), order)
+            found[name] = Member(name, (shape[1], shape[0]), Slice(name, transposed=True))
         else:
             reasons[name] = (
                 "Conv1D keeps its weight as [in, out], which no reader of this layout expects; --container ptqpipe"

@@ -2,38 +2,41 @@
 
 ``rules`` holds the rule of every candidate that is to be quantized, ``reasons`` why the others are kept; a candidate
 whose group cannot follow moves from the one to the other.
+
+``stages/verify/groups.py`` finds the fused groups of a stored checkpoint again on its own: on purpose, so that a
+mistake here does not pass its own check.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from ptqpipe.errors import RecipeError
-from ptqpipe.plan.candidates import Candidate
-from ptqpipe.plan.types import Shapes
+from ptqpipe.plan.types import Member, Shapes
 from ptqpipe.recipe import Rule
 
 
-def fused_groups(candidates: Mapping[str, Candidate], fuse: Sequence[Sequence[str]]) -> list[list[str]]:
+def fused_groups(candidates: Mapping[str, Member], fuse: Sequence[Sequence[str]]) -> list[list[str]]:
     """Every candidate in exactly one group; groups and members in the order of the source, then of the fuse table."""
     table = {leaf: (index, place) for index, leaves in enumerate(fuse) for place, leaf in enumerate(leaves)}
     groups: dict[tuple[str, int, int], list[tuple[int, str]]] = {}
     singles: list[tuple[int, list[str]]] = []
-    for key, candidate in candidates.items():
-        parent, _, leaf = candidate.member.module.rpartition(".")
-        if leaf in table and candidate.member.stack is None:
+    order = {key: place for place, key in enumerate(candidates)}
+    for key, member in candidates.items():
+        parent, _, leaf = member.module.rpartition(".")
+        if leaf in table and member.stack is None:
             index, place = table[leaf]
-            columns = candidate.member.shape[1]  # runtimes stack rows, so only equal columns fuse
+            columns = member.shape[1]  # runtimes stack rows, so only equal columns fuse
             groups.setdefault((parent, index, columns), []).append((place, key))
         else:
-            singles.append((candidate.order, [key]))
-    fused = [(min(candidates[k].order for _, k in group), [k for _, k in sorted(group)]) for group in groups.values()]
+            singles.append((order[key], [key]))
+    fused = [(min(order[key] for _, key in group), [key for _, key in sorted(group)]) for group in groups.values()]
     return [keys for _, keys in sorted(fused + singles, key=lambda item: item[0])]
 
 
 def siblings_outside(
-    candidates: Mapping[str, Candidate], group: Sequence[str], tensors: Shapes, fuse: Sequence[Sequence[str]]
+    candidates: Mapping[str, Member], group: Sequence[str], tensors: Shapes, fuse: Sequence[Sequence[str]]
 ) -> list[str]:
     """Matrices that runtimes fuse with a group though they are no candidates (of a dtype that is not quantized)."""
-    first = candidates[group[0]].member
+    first = candidates[group[0]]
     parent, dot, leaf = first.module.rpartition(".")
     leaves = next((leaves for leaves in fuse if leaf in leaves), ())
     siblings = [f"{parent}{dot}{other}.weight" for other in leaves]
@@ -62,13 +65,11 @@ def keep_whole_groups(
             )
 
 
-def reject_split_stacks(
-    candidates: Mapping[str, Candidate], *, rules: dict[str, Rule], reasons: dict[str, str]
-) -> None:
+def reject_split_stacks(candidates: Mapping[str, Member], *, rules: dict[str, Rule], reasons: dict[str, str]) -> None:
     """A 3-D source tensor is quantized as a whole or kept as a whole."""
     by_tensor: dict[str, list[str]] = {}
-    for key, candidate in candidates.items():
-        by_tensor.setdefault(candidate.member.source.tensor, []).append(key)
+    for key, member in candidates.items():
+        by_tensor.setdefault(member.source.tensor, []).append(key)
     for tensor, keys in by_tensor.items():
         kept = [key for key in keys if key not in rules]
         if not kept:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.errors import UsageError
-from ptqpipe.plan.candidates import Candidate, find_candidates
+from ptqpipe.plan.candidates import find_candidates
 from ptqpipe.plan.groups import fused_groups, keep_whole_groups, reject_split_stacks, siblings_outside
 from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Shapes, Unit
 from ptqpipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, matches
@@ -29,8 +29,8 @@ def make_plan(
     """
     candidates, reasons = find_candidates(tensors, config, abilities=abilities or Abilities())
     rules: dict[str, Rule] = {}
-    for key, candidate in candidates.items():
-        decided = _rule_or_reason(candidate.member, recipe)
+    for key, member in candidates.items():
+        decided = _rule_or_reason(member, recipe)
         if isinstance(decided, Rule):
             rules[key] = decided
         else:
@@ -46,7 +46,7 @@ def make_plan(
     )
     if not units:
         raise UsageError(_nothing_to_do(kept))
-    modules = [candidate.member.module for candidate in candidates.values()]
+    modules = [member.module for member in candidates.values()]
     modules += [name.removesuffix(".weight") for name in tensors]
     tied = "lm_head.weight" not in tensors
     modules += ["lm_head"] * tied
@@ -66,14 +66,14 @@ def _rule_or_reason(member: Member, recipe: Recipe) -> Rule | str:
 
 
 def _units(
-    candidates: Mapping[str, Candidate], groups: Iterable[list[str]], rules: Mapping[str, Rule]
+    candidates: Mapping[str, Member], groups: Iterable[list[str]], rules: Mapping[str, Rule]
 ) -> tuple[Unit, ...]:
     """A unit for every group that is quantized, called after its first module and the leaves of the others."""
     units = []
     for group in groups:
         if group[0] not in rules:
             continue
-        members = tuple(candidates[key].member for key in group)
+        members = tuple(candidates[key] for key in group)
         leaves = "+".join([members[0].module, *(member.module.rpartition(".")[2] for member in members[1:])])
         suffix = f"[{members[0].source.expert}]" if members[0].stack is not None else ""
         units.append(Unit(leaves + suffix, members, rules[group[0]]))

@@ -34,7 +34,7 @@ def read_box(reader: CheckpointReader, name: str, ranges: Sequence[Sequence[Rang
     view, at = bytes_of(out), 0
     for start, stop in _runs(entry.shape, ranges):
         first, last = start * dtype.itemsize, stop * dtype.itemsize
-        reader.read_into(name, view[at : at + last - first], byte_start=first, byte_stop=last)
+        reader.read_into(name, view[at : at + last - first], start=first, stop=last)
         at += last - first
     return out.view(dtype).reshape(shape)
 
@@ -132,7 +132,7 @@ def _read_rows(
         runs = [(row * width + first, row * width + last) for start, stop in rows for row in range(start, stop)]
     view, at = bytes_of(out), 0
     for begin, end in runs:
-        source.reader.read_into(part.name, view[at : at + end - begin], byte_start=base + begin, byte_stop=base + end)
+        source.reader.read_into(part.name, view[at : at + end - begin], start=base + begin, stop=base + end)
         at += end - begin
     return out
 

@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.errors import OutputExists, UsageError, VerifyError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.machine import Machine, one_thread_each
+from ptqpipe.stages.common.rewrite import Done
 from ptqpipe.stages.common.text import decibels, size_text, table
 from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import Converted, convert
+from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import by_role
 from ptqpipe.stages.verify.run import verify
 
@@ -106,7 +107,7 @@ def _check_place(out: Path) -> None:
             raise OutputExists(f"{out} holds {path.name!r}, which no demo has written; give another -o")
 
 
-def _convert(scheme: str, out: Path, machine: Machine) -> Converted:
+def _convert(scheme: str, out: Path, machine: Machine) -> Done:
     prepared = prepare(MODEL, options=RecipeOptions(scheme=scheme), out=out)
     with prepared:
         done = convert(prepared, mode="overwrite", machine=machine)

@@ -6,217 +6,145 @@ and are left out, and listed. Weights stream through in runs of rows; a stack th
 memory for one expert.
 """
 
-import hashlib
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.checkpoint.source import check_disjoint
-from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
-from ptqpipe.containers import DECODED_ROLES, StoredWeight, kv_scale, without_quantization
+from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
+from ptqpipe.containers import DECODED_ROLES, Role, StoredWeight, kv_scale, without_quantization
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import (
-    RECORD_FILE,
-    copy_tensor,
-    finish_checkpoint,
-    named_source,
-    run_id_of,
-    run_parts_of,
-    write_checkpoint,
-)
-from ptqpipe.stages.common.machine import Machine, Ranks, resident_bytes
-from ptqpipe.stages.common.pieces import Piece, decoded_rows
+from ptqpipe.stages.common.jobs import Job
+from ptqpipe.stages.common.machine import Share
+from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
+
+RUN_ELEMENTS = 1 << 20  # weights that are decoded at a time: their float32 and its temporaries take some 20 bytes each
 
 DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantized:
-    """What a finished decoding was. ``dropped`` lists the tensors that a float model has no place for."""
+class DecodeWeight(Job):
+    """Decodes a stored weight, or all experts of a stack, into the tensor ``spec``."""
 
-    out: Path
-    record: Mapping[str, Any]
-    weights: int
-    kept: int
-    dropped: tuple[str, ...]
-    written_bytes: int
-    seconds: float
-    peak_rss_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A stored weight to decode, or the name of a tensor to copy."""
-
-    id: str
-    group: int
-    source_bytes: int
     spec: TensorSpec
-    stored: StoredWeight | None = None
+    stored: StoredWeight
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    source: Source
+@dataclass(frozen=True)
+class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
+    """A decoding that is decided to the byte.
+
+    dtype    of the weights, a key of DTYPES
+    dropped  tensors of the source that a float model has no place for
+    made_by  the run that wrote the checkpoint, where its record names one
+    """
+
     dtype: str
-    layout: ShardLayout
-    jobs: tuple[Job, ...]
     dropped: tuple[str, ...]
-    made_by: str | None  # the run that wrote the checkpoint, where it says so
+    made_by: str | None
 
     @property
-    def run_parts(self) -> dict[str, str]:
-        parts = run_parts_of(self.asked, layout=self.layout.digest)
-        assert parts is not None  # it is a run of this stage
-        return parts
-
-    @property
-    def asked(self) -> dict[str, Any]:
+    def head(self) -> dict[str, Any]:
+        """The head of the record: what this run was to do, and with what."""
         return {
             "ptqpipe": __version__,
             "dequantized_from": self.made_by,
-            "source": named_source(self.source.reader),
+            "source": named_source(self.source),
             "container": "plain",
             "dtype": self.dtype,
         }
 
+    @property
+    def run_parts(self) -> Mapping[str, str]:
+        """As `Rewrite`."""
+        return parts_of_stage("dequantize", self.head, layout=self.layout.digest)
 
-def dequantize(
-    ckpt: Path,
-    out: Path,
-    *,
-    dtype: str = "bf16",
-    mode: Mode = "new",
-    machine: Machine | None = None,
-    ranks: Ranks | None = None,
-) -> Dequantized | None:
+    def do(self, job: DecodeWeight | CopyTensor, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
+        """As `Rewrite`. NumericsError where fp16 would overflow."""
+        name = job.spec.name
+        if isinstance(job, CopyTensor):
+            return {"kept": {name: self.copy(job, writer)}}
+        stored, written = job.stored, writer.tensor(name)
+        for expert in range(stored.experts) if stored.experts is not None else (None,):
+            for rows in self._rows(stored, expert):
+                written.put(rows)
+        facts = {"shape": list(job.spec.shape), "format": stored.scheme.fmt.name, "sha256": written.sha256}
+        return {"members": {name: facts}}
+
+    def _rows(self, stored: StoredWeight, expert: int | None) -> Iterable[torch.Tensor]:
+        """A weight, or an expert of a stack, in the output's dtype and orientation, in runs that follow each other."""
+        shared = stored.part(Role.GLOBAL_DIVISOR) or stored.part(Role.GLOBAL)
+        if shared is not None:
+            self.source.number(shared, expert=expert)  # raises for one that is no scale
+        dtype, runs = DTYPES[self.dtype][1], self.source.runs(stored.weight, expert=expert, elements=RUN_ELEMENTS)
+        decoded = ((first, _rounded(q.dequantize(), dtype, stored.weight)) for first, q in runs)
+        if not stored.transposed:
+            return (rows for _, rows in decoded)
+        whole = torch.empty(stored.shape[1], stored.shape[0], dtype=dtype)
+        for first, rows in decoded:
+            whole[:, first : first + rows.shape[0]] = rows.t()
+        return [whole]
+
+    def configs(self) -> dict[str, dict[str, Any]]:
+        """As `Rewrite`."""
+        return {"config.json": with_dtype(without_quantization(self.source.reader.config), self.dtype)}
+
+    def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """As `Rewrite`."""
+        return {
+            **self.head,
+            "run_id": self.run_id,
+            "weights": merged(done, "members"),
+            "kept": merged(done, "kept"),
+            "dropped": list(self.dropped),
+        }
+
+
+def dequantize(ckpt: Path, out: Path, *, dtype: str = "bf16", **run: Unpack[Run]) -> Done | None:
     """Writes a packed checkpoint as floats (bf16, fp16 or fp32). The result on rank 0, None on the others.
 
     Raises UsageError for a plain checkpoint or an unknown dtype, NumericsError where fp16 would overflow.
     """
-    begun = time.monotonic()
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} is unknown; use {', '.join(DTYPES)}")
     with Source.open(Path(ckpt)) as source:
         check_disjoint(source.reader.path, Path(out))
         source.reader.check_links()
-        prepared = _prepare(source, dtype)
-        record = write_checkpoint(
-            Path(out),
-            prepared.layout,
-            jobs=prepared.jobs,
-            source=source.reader,
-            run_parts=prepared.run_parts,
-            mode=mode,
-            machine=machine or Machine(),
-            ranks=ranks or Ranks(),
-            work=lambda job, writer, _: _do(job, prepared, writer),
-            finish=lambda writer: _finish(prepared, writer),
-        )
-    if record is None:
-        return None
-    return Dequantized(
-        Path(out),
-        record,
-        weights=len(record["weights"]),
-        kept=len(record["kept"]),
-        dropped=prepared.dropped,
-        written_bytes=prepared.layout.file_bytes,
-        seconds=time.monotonic() - begun,
-        peak_rss_bytes=resident_bytes().peak,
-    )
+        return rewrite(_prepare(source, Path(out), dtype), **run)
 
 
-def _prepare(source: Source, dtype: str) -> _Prepared:
+def _prepare(source: Source, out: Path, dtype: str) -> Dequantization:
     if source.container is None:
         raise UsageError(f"{source.reader.path} is not quantized; there is nothing to decode")
-    jobs: list[Job] = []
+    jobs: list[DecodeWeight | CopyTensor] = []
     dropped: list[str] = []
     for name, (stored_dtype, shape) in source.tensors.items():
         stored = source.stored.get(name)
         if stored is not None:
-            n, k = stored.shape
-            matrix = (k, n) if stored.transposed else (n, k)
-            shape = matrix if stored.experts is None else (stored.experts, *matrix)
             parts = tuple(part.name for part in stored.parts if part.role in DECODED_ROLES)
             dropped += [part.name for part in stored.parts if part.role not in DECODED_ROLES]
             size = sum(source.reader.entries[part].nbytes for part in parts)
-            jobs.append(Job(name, len(jobs), size, TensorSpec(name, DTYPES[dtype][0], shape), stored))
+            jobs.append(DecodeWeight(name, len(jobs), size, TensorSpec(name, DTYPES[dtype][0], shape), stored))
         elif kv_scale(name, stored_dtype, shape) is not None:
             dropped.append(name)
         else:
-            size = source.reader.entries[name].nbytes
-            jobs.append(Job(f"keep:{name}", len(jobs), size, TensorSpec(name, stored_dtype, shape)))
+            size, spec = source.reader.entries[name].nbytes, TensorSpec(name, stored_dtype, shape)
+            jobs.append(CopyTensor(f"keep:{name}", len(jobs), size, name, spec))
     layout = ShardLayout.plan([[job.spec] for job in jobs])
     made_by = (source.reader.read_json(RECORD_FILE) or {}).get("run_id")
-    return _Prepared(source, dtype, layout, tuple(jobs), tuple(dropped), made_by)
+    return Dequantization(out, source, layout, tuple(jobs), dtype, tuple(dropped), made_by)
 
 
-def _do(job: Job, prepared: _Prepared, writer: CheckpointWriter) -> dict[str, Any]:
-    name = job.spec.name
-    if job.stored is None:
-        sha256, nbytes = copy_tensor(prepared.source.reader, name, writer, name)
-        return {"kept": {name: {"sha256": sha256, "bytes": nbytes}}}
-    digest = hashlib.sha256()
-    offset = 0
-    for expert in range(job.stored.experts or 1):
-        where = None if job.stored.experts is None else expert
-        piece = Piece(name, job.stored.shape, job.stored.scheme, (), job.stored, expert=where)
-        for rows in _rows(piece, prepared):
-            raw = rows.reshape(-1).view(torch.uint8)
-            writer.write(name, raw, byte_offset=offset)
-            digest.update(raw.numpy().data)
-            offset += raw.nbytes
-    facts = {"shape": list(job.spec.shape), "format": job.stored.scheme.fmt.name, "sha256": digest.hexdigest()}
-    return {"members": {name: facts}}
-
-
-def _rows(piece: Piece, prepared: _Prepared) -> Iterable[torch.Tensor]:
-    """The piece in the output's dtype and orientation, in runs that follow each other."""
-    dtype = DTYPES[prepared.dtype][1]
-    reader = prepared.source.reader
-    if not piece.source.transposed:
-        return (_rounded(rows, dtype, piece) for _, rows in decoded_rows(piece, reader))
-    whole = torch.empty(piece.shape[1], piece.shape[0], dtype=dtype)
-    for first, rows in decoded_rows(piece, reader):
-        whole[:, first : first + rows.shape[0]] = _rounded(rows, dtype, piece).t()
-    return [whole]
-
-
-def _rounded(rows: torch.Tensor, dtype: torch.dtype, piece: Piece) -> torch.Tensor:
+def _rounded(rows: torch.Tensor, dtype: torch.dtype, weight: str) -> torch.Tensor:
     rounded = rows.to(dtype)
     if dtype is torch.float16 and not bool(torch.isfinite(rounded).all()):
-        raise NumericsError(f"{piece.weight} has numbers beyond 65504, which fp16 cannot hold; use --dtype bf16")
+        raise NumericsError(f"{weight} has numbers beyond 65504, which fp16 cannot hold; use --dtype bf16")
     return rounded
-
-
-def _finish(prepared: _Prepared, writer: CheckpointWriter) -> dict[str, Any]:
-    reader = prepared.source.reader
-    config = with_dtype(without_quantization(reader.config), prepared.dtype)
-    return finish_checkpoint(
-        writer,
-        prepared.jobs,
-        reader,
-        record=lambda records: _record(prepared, records),
-        configs={"config.json": config},
-    )
-
-
-def _record(prepared: _Prepared, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        **prepared.asked,
-        "run_id": run_id_of(prepared.run_parts),
-        "weights": {name: facts for entry in records for name, facts in entry.get("members", {}).items()},
-        "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
-        "dropped": list(prepared.dropped),
-    }
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -229,25 +157,19 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return changed
 
 
-def render(done: Dequantized) -> str:
+def render(done: Done) -> str:
     """What was done, for a terminal."""
+    dropped = done.record["dropped"]
     lines = [
-        f"{done.out}: {done.weights} weights decoded, {done.kept} tensors kept; {done.written_bytes} bytes "
-        f"in {done.seconds:.1f} s, peak memory {done.peak_rss_bytes >> 20} MiB"
+        f"{done.out}: {len(done.record['weights'])} weights decoded, {len(done.record['kept'])} tensors kept; "
+        f"{done.written_bytes} bytes in {done.seconds:.1f} s, peak memory {done.peak_rss_bytes >> 20} MiB"
     ]
-    if done.dropped:
-        lines.append(f"{len(done.dropped)} scales of activations or kv cache left out, the first: {done.dropped[0]}")
+    if dropped:
+        lines.append(f"{len(dropped)} scales of activations or kv cache left out, the first: {dropped[0]}")
     return "\n".join(lines)
 
 
-def to_json(done: Dequantized) -> dict[str, Any]:
+def to_json(done: Done) -> dict[str, Any]:
     """The outcome as data."""
-    return {
-        "out": str(done.out),
-        "weights": done.weights,
-        "kept": done.kept,
-        "dropped": list(done.dropped),
-        "written_bytes": done.written_bytes,
-        "seconds": done.seconds,
-        "peak_rss_bytes": done.peak_rss_bytes,
-    }
+    record = done.record
+    return done.to_json(weights=len(record["weights"]), kept=len(record["kept"]), dropped=record["dropped"])

@@ -254,7 +254,7 @@ def _relative(error: float, energy: float) -> float:
 def _flat(source: Source, name: str, start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of a plain tensor."""
     dtype, width = DTYPES[source.reader.entries[name].dtype]
-    raw = source.reader.read_bytes(name, start_byte=start * width, stop_byte=stop * width)
+    raw = source.reader.read_bytes(name, start=start * width, stop=stop * width)
     return torch.frombuffer(raw, dtype=dtype)
 
 

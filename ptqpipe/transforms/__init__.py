@@ -17,9 +17,38 @@ from typing import Protocol, cast
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.transforms.folding import Folding
-from ptqpipe.transforms.problem import Problem, Solution, SolveOptions
-from ptqpipe.transforms.structure import Edge, Matrix, Structure
+from ptqpipe.transforms.find_structure import find_structure
+from ptqpipe.transforms.folding import BLOCKS, RUN, Folding, Op, apply, is_exact, move_factors
+from ptqpipe.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
+from ptqpipe.transforms.structure import Edge, Matrix, Structure, joined
+
+__all__ = [
+    "BLOCKS",
+    "ONLINE",
+    "ROTATIONS",
+    "RUN",
+    "SCALINGS",
+    "Consumer",
+    "Edge",
+    "Folding",
+    "Matrix",
+    "Op",
+    "Problem",
+    "Quantize",
+    "Rotation",
+    "Scaling",
+    "Solution",
+    "SolveOptions",
+    "Structure",
+    "apply",
+    "find_structure",
+    "get_rotation",
+    "get_scaling",
+    "is_exact",
+    "joined",
+    "move_factors",
+    "transform_names",
+]
 
 SCALINGS = ("smoothquant", "awq", "aqas", "smooth_swiglu")
 ROTATIONS = ("rotate_residual", "rotate_values")

@@ -11,7 +11,7 @@ factor per channel passes through:
 ``find_structure.py`` finds them. Must not know files, formats or statistics.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,3 +147,20 @@ class Structure:
     output_norms: tuple[str, ...]
     tied: bool
     others: tuple[str, ...]
+
+
+def joined(sets: Iterable[Sequence[str]]) -> dict[str, str]:
+    """Name -> the name that stands for all that overlapping sets join it with."""
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
+        return name
+
+    for names in sets:
+        for name in names[1:]:
+            parent[root(name)] = root(names[0])
+        root(names[0])
+    return {name: root(name) for name in parent}

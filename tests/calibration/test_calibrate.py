@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from ptqpipe.calibration import runner
 from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.data import load_samples
+from ptqpipe.checkpoint.block_folder import Finished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli.common import devices_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
 from ptqpipe.stages.calibrate import run as calibrate_run
 from ptqpipe.stages.calibrate import run as stage
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.stages.common.block_folder import Finished
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.statistics import BLOCK, Statistics
 from tests.calibration.models import (

@@ -71,15 +71,16 @@ def test_a_header_is_pinned_to_the_byte() -> None:
 def test_entries_come_in_the_order_of_their_bytes_with_absolute_offsets(tmp_path: Path) -> None:
     header = {"b": entry("U8", [2], 1, 3), "__metadata__": {"k": "v"}, "a": entry("I8", [], 0, 1)}
     path = raw_file(tmp_path / "m.safetensors", header, b"123")
-    entries, metadata = parse_file(path).entries, parse_file(path).metadata
+    found = parse_file(path)
     data_start = path.stat().st_size - 3
-    assert [(e.name, e.offset - data_start, e.nbytes, e.shape) for e in entries] == [("a", 0, 1, ()), ("b", 1, 2, (2,))]
-    assert metadata == {"k": "v"}
+    places = [(e.name, e.offset - data_start, e.nbytes, e.shape) for e in found.entries]
+    assert places == [("a", 0, 1, ()), ("b", 1, 2, (2,))]
+    assert found.metadata == {"k": "v"}
 
 
 def test_a_file_without_tensors_has_none(tmp_path: Path) -> None:
-    found = parse_file(raw_file(tmp_path / "m.safetensors", {}))
-    assert (list(found.entries), dict(found.metadata)) == ([], {})
+    header = parse_file(raw_file(tmp_path / "m.safetensors", {}))
+    assert (header.entries, header.metadata) == ((), {})
 
 
 MALFORMED = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ptqpipe.checkpoint import writer as writer_module
-from ptqpipe.checkpoint.partial import is_complete
+from ptqpipe.checkpoint.partial import completed_run
 from tests.checkpoint.killing import dies
 from tests.checkpoint.runs import RUN_ID, convert, snapshot
 
@@ -40,7 +40,7 @@ def source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def resume(out: Path, source: Path) -> None:
     """What a user does after a kill: --resume, unless nothing had begun or all was done."""
-    if (out.parent / f".{out.name}.partial").exists() and not is_complete(out, RUN_ID):
+    if (out.parent / f".{out.name}.partial").exists() and completed_run(out) != RUN_ID:
         convert(out, source, mode="resume")
     elif not out.exists():
         convert(out, source)

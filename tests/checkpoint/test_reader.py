@@ -73,18 +73,18 @@ def test_bytes_are_read_into_the_callers_memory(tmp_path: Path) -> None:
     save_file({"w": w}, tmp_path / "model.safetensors")
     with CheckpointReader.open(tmp_path) as reader:
         into = torch.zeros(2, 4, dtype=torch.int16)
-        reader.read_into("w", into, byte_start=8, byte_stop=24)
+        reader.read_into("w", into, start=8, stop=24)
         assert torch.equal(into, w[1:])
         part = bytearray(3)
-        reader.read_into("w", part, byte_start=1, byte_stop=4)
+        reader.read_into("w", part, start=1, stop=4)
         assert bytes(part) == w.numpy().tobytes()[1:4]
-        assert bytes(reader.read_bytes("w", start_byte=22)) == w.numpy().tobytes()[22:]
+        assert bytes(reader.read_bytes("w", start=22)) == w.numpy().tobytes()[22:]
         with pytest.raises(ValueError, match="into a buffer of 3"):
-            reader.read_into("w", part, byte_start=0, byte_stop=4)
+            reader.read_into("w", part, start=0, stop=4)
         with pytest.raises(ValueError, match="of 24"):
-            reader.read_into("w", part, byte_start=22, byte_stop=25)
+            reader.read_into("w", part, start=22, stop=25)
         with pytest.raises(ValueError, match="contiguous"):
-            reader.read_into("w", into.t(), byte_start=0, byte_stop=16)
+            reader.read_into("w", into.t(), start=0, stop=16)
 
 
 def test_sub_byte_tensors_are_bytes_only(tmp_path: Path) -> None:

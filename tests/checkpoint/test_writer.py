@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ptqpipe.checkpoint import writer as writer_module
 from ptqpipe.checkpoint.header import DTYPE_NAMES
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.checkpoint.partial import is_complete
+from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.errors import CheckpointError, OutputError
@@ -95,8 +95,8 @@ def test_the_output_is_exactly_what_was_planned(source: Path, out: Path) -> None
         for spec in specs(unit):
             place = LAYOUT.placements[spec.name]
             assert files[place.file][place.offset : place.offset + place.nbytes] == content(spec.name, place.nbytes)
-    assert is_complete(out, RUN_ID)
-    assert not is_complete(out, "other")
+    assert completed_run(out) == RUN_ID
+    assert completed_run(out) != "other"
 
 
 def test_threads_in_any_order_write_the_same_bytes(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(source: Path, out: Pat
     assert snapshot(out) == {"mine": b"dear"}
     (out / "mine").unlink()
     convert(out, source, mode="resume")
-    assert is_complete(out, RUN_ID)
+    assert completed_run(out) == RUN_ID
 
 
 def test_an_output_behind_a_link_is_written_where_it_points(source: Path, out: Path, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_an_output_behind_a_link_is_written_where_it_points(source: Path, out: P
     out.symlink_to("disk/real")
     convert(out, source)
     assert out.is_symlink()
-    assert is_complete(tmp_path / "disk" / "real", RUN_ID)
+    assert completed_run(tmp_path / "disk" / "real") == RUN_ID
 
 
 def interrupted(out: Path, source: Path, unit: str = "c") -> None:

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 import ptqpipe
+from ptqpipe.checkpoint.block_folder import BlockFolder
 from ptqpipe.checkpoint.fingerprint import pages
 from ptqpipe.checkpoint.header import parse_file
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import CheckpointError, OutputError
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.stages.common.block_folder import BlockFolder
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.relayout.run import relayout
-from ptqpipe.stages.transform.run import TransformOptions, transform
+from ptqpipe.stages.transform.plan import TransformOptions
+from ptqpipe.stages.transform.run import transform
 from ptqpipe.stages.tune.run import TuneOptions, tune
 from tests.calibration.models import make_model, make_windows, write_windows
 

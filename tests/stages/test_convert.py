@@ -20,7 +20,6 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.stages.convert.memory import least_memory
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import converted_text
@@ -517,8 +516,9 @@ def test_a_unit_with_one_scale_is_counted_with_all_of_its_weights(tmp_path: Path
     model = tiny.save(tmp_path / "model", tiny.llama(layers=1, inner=4096))
     options = RecipeOptions(scheme="fp8_tensor")
     with prepare(model, options=options, out=tmp_path / "out") as prepared:
-        least, unit = least_memory(prepared)
-        assert unit == "model.layers.0.mlp.gate_proj+up_proj"
+        least, job = prepared.least_memory()
+        assert job is not None
+        assert job.id == "model.layers.0.mlp.gate_proj+up_proj"
         weights = 2 * 4096 * 128
         assert least - BASE_BYTES - WORKER_BYTES == weights * 2 + weights  # bfloat16, and codes of a byte
         with pytest.raises(UsageError, match="weights share one scale in fp8_tensor; give --max-memory 551MiB"):

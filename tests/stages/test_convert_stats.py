@@ -21,9 +21,9 @@ from ptqpipe.errors import PtqError, RecipeError, UsageError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.stages.convert.memory import least_memory
+from ptqpipe.stages.common.outputs import QuantizeUnit
 from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.convert.run import convert
+from ptqpipe.stages.convert.run import Conversion, convert
 from ptqpipe.stages.convert.text import plan_text
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
@@ -274,7 +274,9 @@ def wide(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_limit_below_what_one_unit_needs_is_refused_with_what_it_needs(tmp_path: Path) -> None:
     model, stats = wide(tmp_path)
     prepared = prepare(model, options=RecipeOptions(algorithm="gptq"), out=tmp_path / "out", stats=stats)
-    least, unit = least_memory(prepared)
+    least, job = prepared.least_memory()
+    assert job is not None
+    unit = job.id
     assert unit == "model.layers.0.mlp.down_proj"
     assert least - BASE_BYTES - WORKER_BYTES >= 32 * 1024 * 1024
     small = Machine(workers=2, memory_bytes=least - 1)
@@ -310,7 +312,7 @@ def test_as_many_units_run_at_once_as_memory_has_room_for(
                 running[0] -= 1
 
     monkeypatch.setattr(gptq, "quantize", watched)
-    monkeypatch.setattr("ptqpipe.stages.convert.memory.extra_bytes", lambda *_: 1 << 30)
+    monkeypatch.setattr(Conversion, "extra_bytes", lambda _, job: (1 << 30) * isinstance(job, QuantizeUnit))
     memory = BASE_BYTES + 4 * (WORKER_BYTES + (1 << 20)) + (room << 30)
     run(model, stats, tmp_path / "out", Machine(workers=3, memory_bytes=memory), algorithm="gptq")
     assert at_once[0] == room

@@ -13,8 +13,9 @@ from ptqpipe.kernels import cpu_library
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import SCHEMES
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
-from ptqpipe.stages.convert.memory import extra_bytes
-from ptqpipe.stages.convert.prepare import Prepared, prepare
+from ptqpipe.stages.common.outputs import QuantizeUnit
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.convert.text import header_text, plan_text
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
@@ -34,7 +35,7 @@ def stats(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def plain(model: Path) -> Iterator[Prepared]:
+def plain(model: Path) -> Iterator[Conversion]:
     with prepare(model, out=Path("nowhere")) as prepared:
         yield prepared
 
@@ -51,7 +52,7 @@ def test_static_input_scales_are_said_to_come_from_the_statistics_where_they_do(
         )
 
 
-def test_where_memory_has_no_room_for_the_workers_that_were_asked_for_it_says_what_has(plain: Prepared) -> None:
+def test_where_memory_has_no_room_for_the_workers_that_were_asked_for_it_says_what_has(plain: Conversion) -> None:
     for tell in (header_text, plan_text):
         told = tell(plain, Machine(workers=64, memory_bytes=2 << 30))
         found = re.search(r"(\d+) units at a time, not 64: --max-memory 2048MiB .*; --max-memory (\d+)MiB has", told)
@@ -63,12 +64,24 @@ def test_where_memory_has_no_room_for_the_workers_that_were_asked_for_it_says_wh
 
 def test_units_that_need_much_memory_are_said_to_run_fewer_at_a_time(model: Path, stats: Path) -> None:
     with prepare(model, options=RecipeOptions(algorithm="gptq"), out=Path("nowhere"), stats=stats) as prepared:
-        most = max(extra_bytes(unit, prepared) for unit in prepared.plan.units)
-        own = BASE_BYTES + 5 * WORKER_BYTES + sum(job.source_bytes for job in prepared.outputs.jobs)  # four, one ahead
-        assert "\n  2 at a time of units like model.layers." in header_text(
-            prepared, Machine(4, memory_bytes=own + 2 * most)
-        )
+        most = max(prepared.extra_bytes(job) for job in prepared.jobs)
+        own = BASE_BYTES + 5 * WORKER_BYTES + sum(job.source_bytes for job in prepared.jobs)  # four, one ahead
+        told = header_text(prepared, Machine(4, memory_bytes=own + 2 * most))
+        assert re.search(r"\n  units that need as much memory as model\.layers\.\S+ run 2 at a time; raise", told)
         assert "at a time" not in header_text(prepared, Machine(4, memory_bytes=own + 4 * most))
+
+
+@pytest.mark.parametrize(("gib", "at_once"), [(4, 2), (5, 3), (64, 6)])
+def test_as_many_units_run_at_once_as_memory_has_room_for(
+    gib: int, at_once: int, model: Path, stats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes 1 GiB: a limit of four holds two of them, and not three in addition to what the workers have."""
+    monkeypatch.setattr(Conversion, "extra_bytes", lambda _, job: (1 << 30) * isinstance(job, QuantizeUnit))
+    with prepare(model, options=RecipeOptions(algorithm="gptq"), out=Path("nowhere"), stats=stats) as prepared:
+        _, neediest = prepared.least_memory()
+        assert neediest is not None
+        share = prepared.share_of(Machine(6, memory_bytes=(gib << 30) - 1), prepared.jobs)
+        assert prepared.at_once(neediest, share) == at_once
 
 
 @pytest.mark.parametrize(
@@ -76,7 +89,7 @@ def test_units_that_need_much_memory_are_said_to_run_fewer_at_a_time(model: Path
     [((None, 0), "not built"), ((object(), cpu_library.ABI - 1), f"built for ABI {cpu_library.ABI - 1}, expected")],
 )
 def test_missing_kernels_are_told_with_the_reason(
-    built: tuple[object, int], reason: str, plain: Prepared, monkeypatch: pytest.MonkeyPatch
+    built: tuple[object, int], reason: str, plain: Conversion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_library, "_built", lambda: built)
     told = [line for line in header_text(plain, Machine()).splitlines() if "compiled kernels" in line]
@@ -86,7 +99,7 @@ def test_missing_kernels_are_told_with_the_reason(
 
 
 @pytest.mark.skipif(not cpu_library.known_isas(), reason="no compiled kernels")
-def test_kernels_that_are_there_are_not_mentioned(plain: Prepared) -> None:
+def test_kernels_that_are_there_are_not_mentioned(plain: Conversion) -> None:
     assert "compiled kernels" not in header_text(plain, Machine())
 
 

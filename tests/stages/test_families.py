@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.checkpoint.digests import file_sha256
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.recipe import Recipe, RecipeOptions, Rule
@@ -21,7 +22,6 @@ from ptqpipe.runtime import load, load_model
 from ptqpipe.runtime.loading import default_length, positions_of
 from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.stages.common.jobs import file_sha256
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.evaluate.run import Options, evaluate
@@ -164,14 +164,14 @@ def test_kv_b_proj_is_quantized_from_8_bits_on(make: Make, tmp_path: Path) -> No
     module = "model.layers.0.self_attn.kv_b_proj"
     for scheme, kept in (("nvfp4", True), ("mxfp4", True), ("mxfp8", False), ("fp8", False)):
         with prepare(model, options=RecipeOptions(scheme=scheme), out=tmp_path / "out") as prepared:
-            reasons = {entry.name: entry.reason for entry in prepared.plan.kept}
+            reasons = {entry.name: entry.reason for entry in prepared.outputs.plan.kept}
             assert (f"{module}.weight" in reasons) is kept
             if kept:
                 assert "at least 8 bits" in reasons[f"{module}.weight"]
     recipe = tmp_path / "mixed.yaml"  # the first rule that matches decides: no later one takes it from there
     recipe.write_text('version: 1\nrules:\n- {match: "*attn*", format: nvfp4}\n- {match: "*", format: fp8_dynamic}\n')
     with prepare(model, recipe_path=recipe, out=tmp_path / "out") as prepared:
-        assert f"{module}.weight" in {entry.name for entry in prepared.plan.kept}
+        assert f"{module}.weight" in {entry.name for entry in prepared.outputs.plan.kept}
 
 
 def test_verify_names_the_readers_that_fail_where_kv_b_proj_has_4_bits(make: Make, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from ptqpipe.stages import demo
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.plan.run import Budget, plan_mixed
-from ptqpipe.stages.transform.run import TransformOptions, transform
+from ptqpipe.stages.transform.plan import TransformOptions
+from ptqpipe.stages.transform.run import transform
 from tests.transforms.models import make_model, make_statistics, token_ids
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"

@@ -4,21 +4,20 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import pytest
 
+from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.errors import OutputError
-from ptqpipe.stages.common.jobs import MemoryPool, records_of, run_id_of, run_jobs
+from ptqpipe.stages.common.jobs import Job, MemoryPool, run_jobs
+from ptqpipe.stages.common.rewrite import records_of
 
 SECONDS = 30  # far above what any thread takes
 SHORT = 0.05  # what a thread that must wait is watched for
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    id: str
-    source_bytes: int = 1
+def named(name: object) -> Job:
+    return Job(str(name), 0, 1)
 
 
 @contextmanager
@@ -109,7 +108,7 @@ def test_never_more_than_all_is_held() -> None:
 
 def test_one_thread_runs_the_jobs_in_order() -> None:
     seen: list[str] = []
-    jobs = [Job(str(number)) for number in range(20)]
+    jobs = [named(number) for number in range(20)]
     run_jobs(jobs, lambda job: seen.append(job.id), threads=1)
     assert seen == [job.id for job in jobs]
 
@@ -123,7 +122,7 @@ def test_every_job_runs_once_on_no_more_threads_than_asked(threads: int) -> None
         names.add(threading.current_thread().name)
         seen.append(job.id)
 
-    run_jobs([Job(str(number)) for number in range(100)], do, threads=threads)
+    run_jobs([named(number) for number in range(100)], do, threads=threads)
     assert sorted(seen, key=int) == [str(number) for number in range(100)]
     assert 1 <= len(names) <= threads
 
@@ -143,19 +142,19 @@ def test_the_first_error_ends_the_run_after_the_jobs_in_flight() -> None:
 
     failed = threading.Event()
     with pytest.raises(ValueError, match="the second job"):
-        run_jobs([Job(str(number)) for number in range(1000)], do, threads=2)
+        run_jobs([named(number) for number in range(1000)], do, threads=2)
     assert seen[0] == "0"
     assert len(seen) < 10
 
 
 def test_records_come_in_the_order_of_the_jobs() -> None:
     done = {"b": {"n": 2}, "a": {"n": 1}, "other": {}}
-    assert records_of([Job("a"), Job("b")], done) == [{"n": 1}, {"n": 2}]
+    assert records_of([named("a"), named("b")], done) == [{"n": 1}, {"n": 2}]
 
 
 def test_a_job_without_a_record_is_named() -> None:
     with pytest.raises(OutputError, match=r"unit 'b' is missing.*--resume"):
-        records_of([Job("a"), Job("b")], {"a": {}})
+        records_of([named("a"), named("b")], {"a": {}})
 
 
 def test_a_run_is_known_by_its_parts_whatever_their_order() -> None:

@@ -10,11 +10,12 @@ from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.scores import score
 from ptqpipe.plan import Member, Slice
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import load_model
 from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.plan.measure import Measurement, find_place
+from ptqpipe.stages.plan.measure import Measurement
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
 from tests.tiny import llama, save
 

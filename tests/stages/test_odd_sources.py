@@ -377,7 +377,7 @@ def test_ignore_wins_over_the_keep_list_and_the_rules_of_a_recipe(tmp_path: Path
     options = RecipeOptions(ignore=("*o_proj", "*down_proj"))
     prepared = prepare(model, options=options, recipe_path=recipe, out=tmp_path / "out")
     with prepared:
-        kept = {kept.name: kept.reason for kept in prepared.plan.kept}
+        kept = {kept.name: kept.reason for kept in prepared.outputs.plan.kept}
     assert kept["model.layers.0.mlp.down_proj.weight"] == "ignored on request"
     assert kept[f"{OUT}.weight"] == "ignored on request"
     assert "lm_head.weight" not in kept  # a rule that names a module exactly overrides the default keep list

@@ -19,8 +19,9 @@ from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError, UsageError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.stages.common.machine import Machine
+from ptqpipe.stages.common.rewrite import Done
 from ptqpipe.stages.dequantize import dequantize
-from ptqpipe.stages.relayout.run import Relayouted, relayout
+from ptqpipe.stages.relayout.run import relayout
 from tests import tiny
 
 E4M3_VALUES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -51,7 +52,7 @@ DIRECTIONS = [(name, container) for name, containers in GOLDEN.items() for conta
 OWN = {"ct": "compressed_tensors", "mo": "modelopt", "ds": "deepseek_fp8", "gptoss": "gptoss_mxfp4", "quark": ""}
 
 
-def run(ckpt: Path, out: Path, container: str, *, workers: int = 2) -> Relayouted:
+def run(ckpt: Path, out: Path, container: str, *, workers: int = 2) -> Done:
     done = relayout(ckpt, out, container=container, machine=Machine(workers=workers))
     assert done is not None
     return done
@@ -93,7 +94,7 @@ def test_golden_weights_decode_to_the_recorded_bytes_in_every_layout(
     with ptqpipe.load_tensors(shared_dir / "golden" / name) as before, ptqpipe.load_tensors(done.out) as after:
         assert set(before) >= {n for n in after if "scale" not in n}
         quantized = [n for n in before if isinstance(before[n], QTensor)]
-        assert len(quantized) == done.weights > 0
+        assert len(quantized) == len(done.record["weights"]) > 0
         for weight in quantized:
             old, new = before[weight], after[weight]
             assert isinstance(old, QTensor)
@@ -101,7 +102,7 @@ def test_golden_weights_decode_to_the_recorded_bytes_in_every_layout(
             assert torch.equal(old.data, new.data)
             assert torch.equal(raw(old.scales.float()), raw(new.scales.float()))
             was, now = old.dequantize(), new.dequantize()
-            if weight in done.changed:
+            if weight in done.record["decode_rounds_differently"]:
                 # the reciprocal, the two scales and the two products are rounded once each: 5 x 2^-24
                 assert bool(((was - now).abs() <= was.abs() * (5.001 * 2.0**-24)).all())
             else:
@@ -118,7 +119,7 @@ def test_golden_there_and_back_gives_every_tensor_that_can_come_back(
     there = run(source, tmp_path / "there", container)
     back = run(there.out, tmp_path / "back", OWN[name.split("-")[0]])
     before, after = tensors_of(source), tensors_of(back.out)
-    lost = set(there.irreversible)
+    lost = set(there.record["reciprocal_is_not_exact"])
     assert before.keys() == after.keys()
     for tensor, t in before.items():
         assert t.dtype == after[tensor].dtype or (t.dtype, after[tensor].dtype) == (torch.float32, torch.bfloat16)
@@ -127,7 +128,7 @@ def test_golden_there_and_back_gives_every_tensor_that_can_come_back(
             assert lost
             assert torch.allclose(t, after[tensor], rtol=2.0**-23, atol=0)
     again = run(back.out, tmp_path / "again", container)  # the neighbours come back as themselves
-    if not back.irreversible:
+    if not back.record["reciprocal_is_not_exact"]:
         assert same_tensors(tensors_of(again.out), tensors_of(there.out))
 
 
@@ -146,11 +147,12 @@ def test_inexact_reciprocals_are_counted(shared_dir: Path, tmp_path: Path, name:
         if tensor.endswith(("weight_global_scale", "weight_scale_2")):
             d, g = (x, inverse) if mine == "compressed_tensors" else (inverse, x)
             changed += int(not torch.equal(E4M3_VALUES / d, E4M3_VALUES * g))
-    assert (len(done.changed), len(done.irreversible)) == (changed, irreversible)
+    assert len(done.record["decode_rounds_differently"]) == changed
+    assert len(done.record["reciprocal_is_not_exact"]) == irreversible
     assert changed > 0
     record = json.loads((done.out / "ptqpipe.json").read_text())
-    assert record["decode_rounds_differently"] == list(done.changed)
-    assert record["reciprocal_is_not_exact"] == list(done.irreversible)
+    assert record["decode_rounds_differently"] == done.record["decode_rounds_differently"]
+    assert record["reciprocal_is_not_exact"] == done.record["reciprocal_is_not_exact"]
 
 
 @pytest.mark.shared
@@ -260,7 +262,8 @@ def test_relayout_of_a_conversion_is_the_conversion_to_that_layout(
     first = ptqpipe.convert(model, format=scheme, container=container, out=tmp_path / "first").out
     direct = ptqpipe.convert(model, format=scheme, container=other, out=tmp_path / "direct").out
     done = run(first, tmp_path / "done", other)
-    assert (done.changed, done.irreversible, done.dropped) == ((), (), ())
+    for key in ("decode_rounds_differently", "reciprocal_is_not_exact", "dropped"):
+        assert done.record[key] == []
     assert files_but_the_record(done.out) == files_but_the_record(direct)
     back = run(done.out, tmp_path / "back", container)
     assert files_but_the_record(back.out) == files_but_the_record(first)

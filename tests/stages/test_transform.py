@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.errors import AlreadyComplete, NumericsError, OutputError, PtqError, UsageError
+from ptqpipe.stages.common.rewrite import Done
 from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import Transformed, transform
+from ptqpipe.stages.transform.run import transform
 from tests import tiny
 from tests.transforms.models import logits, make_model, make_statistics, token_ids
 
@@ -24,7 +25,7 @@ pytest.importorskip("transformers")
 DEMO = Path(__file__).resolve().parent.parent.parent / "ptqpipe" / "demo_model"
 
 
-def run(model: Path, out: Path, options: TransformOptions, stats: Path | None) -> Transformed:
+def run(model: Path, out: Path, options: TransformOptions, stats: Path | None) -> Done:
     done = transform(model, out, stats=stats, options=options)
     assert done is not None
     return done
@@ -47,8 +48,8 @@ def test_smoothquant_of_the_demo_model_keeps_its_logits(tmp_path: Path) -> None:
     ids = token_ids(vocabulary=1024)
     stats = make_statistics(DEMO, tmp_path / "stats", ids)
     done = run(DEMO, tmp_path / "out", TransformOptions("smoothquant"), stats)
-    assert done.edges == 6
-    assert not done.exact
+    assert len(done.record["foldings"]) == 6
+    assert not done.record["exact"]
     check_same_logits(DEMO, tmp_path / "out", ids)
 
 
@@ -59,8 +60,8 @@ def test_power_of_two_smoothing_of_the_demo_model_changes_no_bit_of_its_logits(
     ids = token_ids(vocabulary=1024)
     stats = make_statistics(DEMO, tmp_path / "stats", ids)
     done = run(DEMO, tmp_path / "out", TransformOptions("smoothquant", alpha=1.0, powers_of_two=True), stats)
-    assert done.exact
-    assert done.rounding == 0.0
+    assert done.record["exact"]
+    assert done.record["rounding"] == 0.0
     assert sum(entry["changed"] for entry in done.record["foldings"]) > 100
     assert torch.equal(logits(tmp_path / "out", ids, dtype=dtype), logits(DEMO, ids, dtype=dtype))
 
@@ -148,12 +149,12 @@ def test_powers_of_two_are_exact_unless_the_norm_adds_one(tmp_path: Path, kind: 
     stats = make_statistics(model, tmp_path / "stats", ids)
     every = TransformOptions("smoothquant", alpha=1.0, powers_of_two=True, edges=("norm", "value", "up"))
     done = run(model, tmp_path / "out", every, stats)
-    assert done.exact == (kind == "llama")
+    assert done.record["exact"] == (kind == "llama")
     assert {t.dtype for n, t in load_file(tmp_path / "out" / "model.safetensors").items() if "layernorm" in n} == {
         torch.bfloat16 if kind == "llama" else torch.float32
     }
     inner = run(model, tmp_path / "inner", replace(every, edges=("value", "up")), stats)
-    assert inner.exact  # no norm among these
+    assert inner.record["exact"]  # no norm among these
     for out in [tmp_path / "inner"] + [tmp_path / "out"] * (kind == "llama"):
         assert torch.equal(logits(out, ids), logits(model, ids))
         assert torch.equal(logits(out, ids, dtype=torch.bfloat16), logits(model, ids, dtype=torch.bfloat16))
@@ -204,7 +205,7 @@ def test_the_cost_of_rounding_is_that_of_the_written_dtype(tmp_path: Path, dtype
     model = make_model(tmp_path / "model", "llama")
     done = run(model, tmp_path / "out", TransformOptions("rotate", block=16, dtype=dtype), None)
     largest = {"bf16": 2.0**-9, "fp16": 2.0**-12, "fp32": 2.0**-25}[dtype]  # half a unit in the last place
-    assert 0 < done.rounding <= largest**2
+    assert 0 < done.record["rounding"] <= largest**2
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == {
         "bf16": "bfloat16", "fp16": "float16", "fp32": "float32",
     }[dtype]  # fmt: skip
@@ -215,8 +216,8 @@ def test_powers_of_two_in_a_narrower_dtype_are_not_called_exact(tmp_path: Path) 
     stats = make_statistics(model, tmp_path / "stats", token_ids())
     options = TransformOptions("smooth_swiglu", alpha=1.0, dtype="bf16")
     done = run(model, tmp_path / "out", options, stats)
-    assert not done.exact
-    assert 0 < done.rounding <= 2.0**-18
+    assert not done.record["exact"]
+    assert 0 < done.record["rounding"] <= 2.0**-18
 
 
 def test_numbers_that_fp16_cannot_hold_are_refused(tmp_path: Path) -> None:
@@ -404,7 +405,7 @@ def test_powers_of_two_change_no_bit_of_the_bench_model(tmp_path: Path, shared_d
     model, ids = shared_dir / "assets" / "models" / "bench-4m" / "hf", token_ids(vocabulary=2048)
     stats = make_statistics(model, tmp_path / "stats", ids)
     done = run(model, tmp_path / "out", TransformOptions("awq,smooth_swiglu", powers_of_two=True), stats)
-    assert done.exact
+    assert done.record["exact"]
     assert sum(entry["changed"] for entry in done.record["foldings"]) > 100
     assert torch.equal(logits(tmp_path / "out", ids), logits(model, ids))
     assert torch.equal(logits(tmp_path / "out", ids, dtype=torch.bfloat16), logits(model, ids, dtype=torch.bfloat16))

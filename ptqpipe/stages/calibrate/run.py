@@ -27,15 +27,15 @@ from ptqpipe.calibration.moments import Moments
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
+from ptqpipe.checkpoint.block_folder import BlockFolder, Finished
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
 from ptqpipe.checkpoint.writer import Mode
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
-from ptqpipe.stages.common.block_folder import BlockFolder, Finished
 from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, compute_threads, resident_bytes, threads
-from ptqpipe.stages.common.progress import Progress, Step
+from ptqpipe.stages.common.jobs import Job, progress_bar
+from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, compute_threads, peak_bytes, threads
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
 MOMENTS = ("diagonal", "block", "full")
@@ -123,7 +123,9 @@ def calibrate(
     with Source.open(path) as source:
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config))
         parts = _run_parts(source, samples, options)
-        folder = BlockFolder(out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, ranks=ranks)
+        folder = BlockFolder(
+            out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, rank=ranks.rank, wait=ranks.barrier
+        )
         with folder as output, threads(machine.workers):
             runner = _open_runner(skeleton, samples, output, collecting, machine)
             with runner:
@@ -132,7 +134,7 @@ def calibrate(
                 return None
             content = _content(source, samples, options, output, skeleton)
             output.finish(content)
-    return Finished(out, content, time.monotonic() - begun, resident_bytes().peak)
+    return Finished(out, content, time.monotonic() - begun, peak_bytes())
 
 
 def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
@@ -235,8 +237,8 @@ def _content(
 
 def run_blocks(runner: Runner, output: BlockFolder, collecting: Collecting, *, shown: bool) -> None:
     """Every block, then what enters the head; those that are done already are run without collecting."""
-    steps = {name: Step(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
-    with Progress(list(steps.values()), shown=shown and collecting.ranks.rank == 0) as progress:
+    steps = {name: Job(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
+    with progress_bar(list(steps.values()), shown=shown and collecting.ranks.rank == 0) as advance:
         for part in runner.blocks():
             copies = [part, *(part.on(device) for device in collecting.devices[1 : part.batches])]
             if part.name in output.done:
@@ -245,7 +247,7 @@ def run_blocks(runner: Runner, output: BlockFolder, collecting: Collecting, *, s
                 record = _block(runner, copies, output, collecting)
                 output.commit(part.name, record.to_json() if record is not None else {})
             del copies  # before the next block is loaded
-            progress.advance(steps[part.name])
+            advance(steps[part.name])
     head = runner.skeleton.head_name
     if head is not None and HEAD not in output.done:
         record = _head(runner, head, output, collecting)

@@ -5,7 +5,7 @@ Knows names, fingerprints and records, not what is done with them.
 
 from pathlib import Path
 
-from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
+from ptqpipe.checkpoint import OF_WEIGHTS
 from ptqpipe.errors import UsageError
 from ptqpipe.rounding import Rounding
 from ptqpipe.source import Source
@@ -33,15 +33,15 @@ def check_model(made: Statistics | Rounding, source: Source) -> None:
     if theirs == ours:
         return
     what, verb = ("statistics", "calibrate") if isinstance(made, Statistics) else ("learned codes", "tune")
-    told, name = made.content["model"].get("name"), name_of(source.reader.path)
-    known = f"the model {told}" if told else "another model"
+    recorded, name = made.content["model"].get("name"), name_of(source.reader.path)
+    model = f"the model {recorded}" if recorded else "another model"
     if theirs[:OF_WEIGHTS] == ours[:OF_WEIGHTS]:
         raise UsageError(
-            f"the {what} in {made.path} belong to {known} with another config.json (fingerprint ..."
+            f"the {what} in {made.path} belong to {model} with another config.json (fingerprint ..."
             f"{theirs[-_SHOWN:]}, {name} has the same weights and ...{ours[-_SHOWN:]}); put that config.json back, or "
             f"{verb} this model"
         )
     raise UsageError(
-        f"the {what} in {made.path} belong to {known} (fingerprint {theirs[:_SHOWN]}), this is {name} "
+        f"the {what} in {made.path} belong to {model} (fingerprint {theirs[:_SHOWN]}), this is {name} "
         f"(fingerprint {ours[:_SHOWN]}); name the folder with that model's files, or {verb} this one"
     )

@@ -34,7 +34,7 @@ class InputScales:
         self._recipe = recipe
         self._statistics = statistics
         self._experts: dict[tuple[str, str], list[str]] | None = None  # (experts, leaf) -> modules
-        self._known: dict[tuple[float, str, tuple[str, ...]], float] = {}
+        self._shared: dict[tuple[float, str, tuple[str, ...]], float] = {}
         self._lock = threading.Lock()
 
     def of(self, unit: Unit) -> list[torch.Tensor | None]:
@@ -42,7 +42,8 @@ class InputScales:
         largest = LARGEST.get(unit.scheme.activation)
         if largest is None:
             return [None] * len(unit.members)
-        if self._statistics is None:
+        statistics = self._statistics
+        if statistics is None:
             constant = torch.tensor(self._recipe.input_amax, dtype=torch.float32) / largest
             return [constant] * len(unit.members)
         amax = 0.0
@@ -53,8 +54,8 @@ class InputScales:
             if match is None or len(leaves) == 1:
                 alone.append(module)
             else:
-                amax = max(amax, self._of_experts(match[1], leaves, largest))
-        amax = max(amax, self._amax(alone, largest))
+                amax = max(amax, self._of_experts(statistics, match[1], leaves, largest))
+        amax = max(amax, self._amax(statistics, alone, largest))
         nvfp4 = unit.scheme.activation is Activation.NVFP4_STATIC_GLOBAL
         scale = (nvfp4_scale if nvfp4 else fp8_scale)(amax, headroom=self._recipe.headroom)
         return [scale] * len(unit.members)
@@ -62,30 +63,28 @@ class InputScales:
     def _fused_with(self, leaf: str) -> tuple[str, ...]:
         return next((group for group in self._recipe.fuse if leaf in group), (leaf,))
 
-    def _of_experts(self, experts: str, leaves: tuple[str, ...], largest: float) -> float:
-        """Of these projections of all experts of a layer."""
+    def _of_experts(self, statistics: Statistics, experts: str, leaves: tuple[str, ...], largest: float) -> float:
+        """The largest activation of these projections of all experts of a layer."""
         key = (largest, experts, leaves)
         with self._lock:
-            if key not in self._known:
-                found = self._index()
-                modules = [module for leaf in leaves for module in found.get((experts, leaf), ())]
-                self._known[key] = self._amax(modules, largest)
-            return self._known[key]
+            if key not in self._shared:
+                index = self._index(statistics)
+                modules = [module for leaf in leaves for module in index.get((experts, leaf), ())]
+                self._shared[key] = self._amax(statistics, modules, largest)
+            return self._shared[key]
 
-    def _index(self) -> dict[tuple[str, str], list[str]]:
-        assert self._statistics is not None  # `of` has looked
+    def _index(self, statistics: Statistics) -> dict[tuple[str, str], list[str]]:
+        """(experts, leaf) -> the modules of that projection."""
         if self._experts is None:
             self._experts = defaultdict(list)
-            for module in self._statistics.modules:
+            for module in statistics.modules:
                 match = _EXPERT.fullmatch(module)
                 if match is not None:
                     self._experts[match[1], match[2]].append(module)
         return self._experts
 
-    def _amax(self, modules: list[str], largest: float) -> float:
+    def _amax(self, statistics: Statistics, modules: list[str], largest: float) -> float:
         """The largest activation that must not clip, over the inputs of these modules; 0 for none."""
-        statistics = self._statistics
-        assert statistics is not None  # `of` has looked
         first = {statistics.key(module): module for module in reversed(modules)}  # each input once
         amax = 0.0
         for module in first.values():

@@ -18,23 +18,20 @@ MAX_DEFAULT_WORKERS = 16  # of those that wait for disks; what only computes has
 READ_AHEAD = 1  # threads beside the workers, which wait for the disk while those compute
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Resident bytes of this process: now, and at most so far."""
-
-    current: int
-    peak: int
-
-
-def resident_bytes() -> Memory:
-    """Read from the kernel's accounting."""
+def resident_bytes() -> tuple[int, int]:
+    """(resident bytes of this process now, at most so far), from the kernel's accounting."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             current = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):  # not Linux: the peak is all there is
         current = peak
-    return Memory(current, max(peak, current))
+    return current, max(peak, current)
+
+
+def peak_bytes() -> int:
+    """The most bytes that this process has had resident so far."""
+    return resident_bytes()[1]
 
 
 def default_workers() -> int:
@@ -70,16 +67,18 @@ def require_device_kernels() -> None:
 class Share:
     """What the workers of a stage get of the memory.
 
-    workers      that compute at once: as many as were asked for, as there are jobs, or as memory has room for
-    threads      those and the ones that read ahead
-    cache_bytes  of a unit that each thread may keep
-    pool_bytes   left beside all that, for what single jobs need
+    workers      how many compute at once: as many as were asked for, as there are jobs, or as memory has room for
+    threads      workers plus read-ahead threads
+    cache_bytes  how much of a unit each thread may keep in memory
+    pool_bytes   what is left of the memory for what single jobs need in addition
+    device       where the workers compute
     """
 
     workers: int
     threads: int
     cache_bytes: int
     pool_bytes: int
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class Machine:
             threads = ahead
         cache = max(0, free // threads - WORKER_BYTES)
         used = BASE_BYTES + threads * (WORKER_BYTES + min(cache, largest_unit_bytes))
-        return Share(workers, threads, cache, max(0, self.memory_bytes - used))
+        return Share(workers, threads, cache, max(0, self.memory_bytes - used), self.device)
 
 
 @contextlib.contextmanager

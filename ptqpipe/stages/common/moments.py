@@ -18,7 +18,7 @@ from ptqpipe.plan import Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.rounding import Rounding
 from ptqpipe.source import Source
-from ptqpipe.stages.common.biases import corrected_biases
+from ptqpipe.stages.common.extra_tensors import corrected_biases
 from ptqpipe.stages.common.identity import check_model
 from ptqpipe.stages.common.input_scales import LARGEST, module_of
 from ptqpipe.statistics import KnownInputs, Statistics

@@ -1,47 +1,71 @@
-"""From a plan to files: which tensors are written, where, and by which job. Decided before a weight is read."""
+"""What a recipe writes for a source: which tensors, where, and by which job. Decided before a weight is read.
+
+convert writes it, verify compares a checkpoint with it, plan asks for its size. Must not know how units are quantized.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.containers import HF_QUANT_CONFIG, ConfigRequest, Container, Part, Target, merged_config
+from ptqpipe.checkpoint import ShardLayout, TensorSpec
+from ptqpipe.containers import HF_QUANT_CONFIG, ConfigRequest, Container, Part, Target, get_container, merged_config
 from ptqpipe.errors import CheckpointError, UnfitFormat
-from ptqpipe.plan import Kept, Member, Plan, Unit
+from ptqpipe.plan import Kept, Member, Plan, Unit, make_plan
 from ptqpipe.recipe import Recipe
 from ptqpipe.source import Source
-from ptqpipe.stages.common.biases import corrected_biases
-from ptqpipe.stages.common.kv_cache import cache_specs, config_with_cache
+from ptqpipe.stages.common.extra_tensors import cache_specs, config_with_cache, corrected_biases, with_reasons
+from ptqpipe.stages.common.jobs import Job
+from ptqpipe.stages.common.rewrite import CopyTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What one worker does in one go: quantize a unit, or copy a kept tensor. ``group`` places it among the shards."""
+class QuantizeUnit(Job):
+    """Quantizes the weights of a unit and writes their parts.
 
-    id: str
-    group: int
-    source_bytes: int
-    unit: Unit | None = None
-    parts: tuple[tuple[Part, ...], ...] = ()  # of each member
-    kept: Kept | None = None
-    biases: tuple[str, ...] = ()  # that are corrected with the unit
-    cache: tuple[str, tuple[TensorSpec, TensorSpec]] | None = None  # an attention module and its kv-cache scales
+    parts   of each member, in order
+    biases  names of those that are corrected with the unit
+    """
+
+    unit: Unit
+    parts: tuple[tuple[Part, ...], ...]
+    biases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCacheScales(Job):
+    """Writes the scales of the keys and values that an attention module caches."""
+
+    module: str
+    specs: tuple[TensorSpec, TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Everything that will be written, except the numbers."""
+    """Everything that a recipe writes for a source, except the numbers.
 
+    targets  what the config files say of every quantized weight
+    """
+
+    recipe: Recipe
+    plan: Plan
     container_name: str
+    container: Container
     layout: ShardLayout
-    jobs: tuple[Job, ...]
+    jobs: tuple[QuantizeUnit | CopyTensor | WriteCacheScales, ...]
     targets: tuple[Target, ...]
-    kv_cache: str = "none"
+
+    def configs(self, source: Source, *, version: object) -> dict[str, dict[str, Any]]:
+        """The config files by name, as the container spells them. ``version``: of the ptqpipe that writes them."""
+        base = config_with_cache(source.reader.config, self.recipe.kv_cache)
+        provenance = {"producer": "ptqpipe", "version": version}
+        return self.container.configs(ConfigRequest(base, self.targets, self.plan.kept_modules, provenance))
 
 
-def check_supported(container: Container, recipe: Recipe) -> None:
-    """UnfitFormat with the container's own words for the first scheme that it cannot spell."""
+def container_of(recipe: Recipe, name: str) -> Container:
+    """The container of this name; UnfitFormat, with its reason, for the first scheme of the recipe that it cannot
+    store."""
+    container = get_container(name)
     for scheme in recipe.schemes():
         reason = container.supports(scheme)
         if scheme.low_rank is not None and not container.ABILITIES.low_rank:
@@ -51,26 +75,53 @@ def check_supported(container: Container, recipe: Recipe) -> None:
             )
         if reason is not None:
             raise UnfitFormat(reason)
+    return container
 
 
-def make_outputs(plan: Plan, source: Source, container: Container, *, container_name: str, recipe: Recipe) -> Outputs:
-    """Parts, shards and jobs of a plan, in the order of the source's tensors."""
-    order = {name: index for index, name in enumerate(source.tensors)}
-    todo: list[tuple[int, Unit | Kept]] = [(min(order[m.source.tensor] for m in u.members), u) for u in plan.units]
+def outputs_of(source: Source, recipe: Recipe, *, container_name: str | None = None) -> Outputs:
+    """What a recipe writes for a source: the fate of every tensor, and the parts, shards and jobs that it comes to.
+
+    recipe          with what its keep rules say of this model (`Recipe.for_model`)
+    container_name  None: the recipe's own
+
+    Reads headers only. Raises UnfitFormat for a scheme that the container cannot store, and what `make_plan` raises.
+    """
+    name = container_name or recipe.container_name
+    container = container_of(recipe, name)
+    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=container.ABILITIES)
     biases = corrected_biases(plan, source, recipe)
+    plan = with_reasons(plan, biases)
+    groups, jobs = _groups_and_jobs(plan, source, container, biases)
+    for module, pair in cache_specs(source, recipe.kv_cache, container, container_name=name).items():
+        groups.append(list(pair))
+        jobs.append(WriteCacheScales(f"kv:{module}", len(groups) - 1, 0, module, pair))
+    targets: dict[str, Target] = {}
+    for unit in (job.unit for job in jobs if isinstance(job, QuantizeUnit)):
+        for member in unit.members:
+            target = Target(member.weight, unit.scheme, member.stack, transposed=_stored_transposed(member))
+            targets.setdefault(member.weight, target)
+    layout = ShardLayout.plan(groups, shard_bytes=recipe.shard_bytes)
+    return Outputs(recipe, plan, name, container, layout, tuple(jobs), tuple(targets.values()))
+
+
+def _groups_and_jobs(
+    plan: Plan, source: Source, container: Container, biases: Mapping[str, str]
+) -> tuple[list[list[TensorSpec]], list[QuantizeUnit | CopyTensor | WriteCacheScales]]:
+    """Groups of tensors that are written together, and the jobs of units and kept tensors, in the source's order."""
+    tensors = source.tensors
+    order = {name: index for index, name in enumerate(tensors)}
     corrected = set(biases.values())
+    todo: list[tuple[int, Unit | Kept]] = [(min(order[m.source.tensor] for m in u.members), u) for u in plan.units]
     todo += [(order[kept.name], kept) for kept in plan.kept if kept.name not in corrected]
     todo.sort(key=lambda item: item[0])
     groups: list[list[TensorSpec]] = []
     group_of: dict[str, int] = {}  # of a stack, which many units write together
-    jobs: list[Job] = []
-    targets: dict[str, Target] = {}
-    tensors = source.tensors
+    jobs: list[QuantizeUnit | CopyTensor | WriteCacheScales] = []
     for _, item in todo:
         if isinstance(item, Kept):
-            dtype, shape = tensors[item.name]
-            groups.append([TensorSpec(item.name, dtype, shape)])
-            jobs.append(Job(f"keep:{item.name}", len(groups) - 1, _stored_bytes(source, item.name), kept=item))
+            spec, read = TensorSpec(item.name, *tensors[item.name]), _stored_bytes(source, item.name)
+            groups.append([spec])
+            jobs.append(CopyTensor(f"keep:{item.name}", len(groups) - 1, read, item.name, spec, item.reason))
             continue
         parts = tuple(_parts(container, member, item) for member in item.members)
         first = parts[0][0].name
@@ -79,31 +130,9 @@ def make_outputs(plan: Plan, source: Source, container: Container, *, container_
             group_of[first] = len(groups) - 1
         own = tuple(biases[member.weight] for member in item.members if member.weight in biases)
         groups[group_of[first]] += [TensorSpec(name, *tensors[name]) for name in own]
-        for member in item.members:
-            target = Target(member.weight, item.scheme, member.stack, transposed=_stored_transposed(member))
-            targets.setdefault(member.weight, target)
-        read = sum(member.elements * _element_bytes(source, member) for member in item.members)
-        jobs.append(Job(item.id, group_of[first], int(read), unit=item, parts=parts, biases=own))
-    specs = cache_specs(source, recipe.kv_cache, container, container_name=container_name)
-    for module, pair in specs.items():
-        groups.append(list(pair))
-        jobs.append(Job(f"kv:{module}", len(groups) - 1, 0, cache=(module, pair)))
-    layout = ShardLayout.plan(groups, shard_bytes=recipe.shard_bytes)
-    return Outputs(container_name, layout, tuple(jobs), tuple(targets.values()), recipe.kv_cache)
-
-
-def config_files(
-    outputs: Outputs, plan: Plan, source: Source, container: Container, *, provenance: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """The config files by name, from the container."""
-    base = config_with_cache(source.reader.config, outputs.kv_cache)
-    return container.configs(ConfigRequest(base, outputs.targets, plan.kept_modules, provenance))
-
-
-def check_readable(outputs: Outputs, plan: Plan, source: Source, container: Container) -> None:
-    """Reads the output back from its names and config before any of it is written; CheckpointError as below."""
-    files = config_files(outputs, plan, source, container, provenance={})
-    check_read_back(container, files, outputs.layout, outputs.targets, container_name=outputs.container_name)
+        read = int(sum(member.elements * _element_bytes(source, member) for member in item.members))
+        jobs.append(QuantizeUnit(item.id, group_of[first], read, item, parts, own))
+    return groups, jobs
 
 
 def check_read_back(

@@ -1,75 +1,40 @@
 """A conversion decided from headers: the fate of every tensor, every byte's place, statistics and codes checked.
 
+Learned codes are good for one plan: the same weights in the same formats and fused groups, and inputs quantized at the
+same static scales. rounding.json holds the recipe that says all of it; whoever gives codes alone gets that recipe.
 Reads no weight and writes nothing. Must not know how units are quantized.
 """
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint.source import check_disjoint, resolve_source
-from ptqpipe.containers import Container, get_container
-from ptqpipe.errors import UsageError
-from ptqpipe.options import ALGORITHMS
+from ptqpipe.checkpoint import check_disjoint, resolve_source
+from ptqpipe.containers import get_container
+from ptqpipe.errors import CheckpointError, RecipeError, UsageError
+from ptqpipe.options import ALGORITHMS, CodeOptions
 from ptqpipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
-from ptqpipe.rounding import Rounding
+from ptqpipe.rounding import ROUNDING_FILE, Rounding
+from ptqpipe.schemes import get_scheme
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
-from ptqpipe.stages.common import kv_cache
-from ptqpipe.stages.common.biases import corrected_biases, with_reasons
+from ptqpipe.stages.common.extra_tensors import check_cached
 from ptqpipe.stages.common.identity import check_model, name_of
 from ptqpipe.stages.common.input_scales import LARGEST, InputScales
-from ptqpipe.stages.common.jobs import (
-    run_id_of,
-)
-from ptqpipe.stages.common.moments import (
-    open_statistics,
-)
+from ptqpipe.stages.common.moments import open_statistics
 from ptqpipe.stages.common.outputs import (
-    Outputs,
-    check_readable,
-    check_supported,
-    make_outputs,
+    WriteCacheScales,
+    check_read_back,
+    container_of,
+    outputs_of,
 )
-from ptqpipe.stages.convert.codes import check_codes, recipe_of_codes
+from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.statistics import Statistics
 
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A conversion that is decided to the byte and has read no weight. A context manager; or call ``close``."""
-
-    source_path: Path
-    out: Path
-    recipe: Recipe
-    plan: Plan
-    outputs: Outputs
-    source: Source
-    container: Container
-    run_parts: Mapping[str, str]
-    input_scales: InputScales
-    statistics: Statistics | None = None
-    rounding: Rounding | None = None
-
-    @property
-    def run_id(self) -> str:
-        """Identifies source, recipe, layout and version: a run resumes only itself."""
-        return run_id_of(self.run_parts)
-
-    def __enter__(self) -> "Prepared":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the files of the source, of the statistics and of learned codes."""
-        for opened in (self.source, self.statistics, self.rounding):
-            if opened is not None:
-                opened.close()
+_AGAIN = "leave out what differs, or tune again with the same --format, --recipe, --container and --ignore"
 
 
 def best_with(
@@ -114,7 +79,7 @@ def prepare(
     out: Path | None = None,
     stats: Path | None = None,
     rounding: Path | None = None,
-) -> Prepared:
+) -> Conversion:
     """Everything that can be decided from headers. Raises before any weight is read; writes nothing.
 
     stats     a folder of `ptqpipe calibrate`
@@ -129,47 +94,35 @@ def prepare(
         check_used(options, recipe, statistics=stats is not None)
         for rule in recipe.rules:
             get_search(rule.search)
-        container_name = recipe.container_name
-        container = get_container(container_name)
-        check_supported(container, recipe)
-        path = resolve_source(str(model))
-        source = opened.enter_context(Source.open(path))
+        container_of(recipe, recipe.container_name)  # before anything is downloaded
+        source = opened.enter_context(Source.open(resolve_source(str(model))))
         source.reader.check_links()
         source.check_requantizable()
-        recipe = recipe.for_model(source.reader.config)
-        plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=container.ABILITIES)
-        check_ignored(plan, options.ignore)
-        plan = with_reasons(plan, corrected_biases(plan, source, recipe))
-        outputs = make_outputs(plan, source, container, container_name=container_name, recipe=recipe)
-        check_readable(outputs, plan, source, container)
-        check_rounding(learned, source, plan)
-        statistics = open_statistics(stats, source, plan, recipe=recipe, learned=learned)
+        outputs = outputs_of(source, recipe.for_model(source.reader.config))
+        check_ignored(outputs.plan, options.ignore)
+        files = outputs.configs(source, version=__version__)
+        check_read_back(
+            outputs.container, files, outputs.layout, outputs.targets, container_name=outputs.container_name
+        )
+        if learned is not None:
+            _check_rounding(learned, source, outputs.plan)
+        statistics = open_statistics(stats, source, outputs.plan, recipe=outputs.recipe, learned=learned)
         if statistics is not None:
             opened.enter_context(statistics)
         if learned is not None:
-            check_codes(learned, source, plan, recipe=recipe, options=options, statistics=statistics)
-        kv_cache.check_statistics(dict(job.cache for job in outputs.jobs if job.cache is not None), statistics)
-        target = out if out is not None else default_out(path, recipe)
+            _check_codes(learned, source, outputs.plan, recipe=outputs.recipe, options=options, statistics=statistics)
+        check_cached([job.module for job in outputs.jobs if isinstance(job, WriteCacheScales)], statistics)
+        path = source.reader.path
+        target = out if out is not None else default_out(path, outputs.recipe)
         check_disjoint(path, target)
-        parts = {
-            "source": source.reader.fingerprint(),
-            "recipe": recipe.digest,
-            "layout": outputs.layout.digest,
-            "version": __version__,
-        }
-        if statistics is not None:
-            parts["statistics"] = statistics.digest
-        if learned is not None:
-            parts["rounding"] = learned.digest
-        scales = InputScales(recipe, statistics)
-        opened.pop_all()  # from here on `Prepared.close` closes them
-        return Prepared(path, target, recipe, plan, outputs, source, container, parts, scales, statistics, learned)
+        source.reader.fingerprint()  # now, so that a source that changes before it is converted is found
+        scales = InputScales(outputs.recipe, statistics)
+        opened.pop_all()  # from here on `Conversion.close` closes them
+    return Conversion(target, source, outputs.layout, outputs.jobs, outputs, scales, statistics, learned)
 
 
-def check_rounding(found: Rounding | None, source: Source, plan: Plan) -> None:
+def _check_rounding(found: Rounding, source: Source, plan: Plan) -> None:
     """Learned codes against model and plan. UsageError where they are another model's, or lack a weight."""
-    if found is None:
-        return
     check_model(found, source)
     for unit in plan.units:
         if unit.scheme.low_rank is not None:
@@ -186,3 +139,104 @@ def default_out(path: Path, recipe: Recipe) -> Path:
     """``<model>-NVFP4A16`` in the working directory; ``-MIXED`` for several schemes."""
     schemes = recipe.schemes()
     return Path(f"{name_of(path)}-{schemes[0].suffix if len(schemes) == 1 else 'MIXED'}")
+
+
+def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
+    """The recipe that codes were learned for, which holds where the call gives no recipe file.
+
+    CheckpointError where rounding.json has none that this version knows; UsageError where ``options`` name another
+    format.
+    """
+    described = codes.content.get("recipe")
+    if not isinstance(described, Mapping):
+        raise CheckpointError(f"{codes.path / ROUNDING_FILE} has no recipe, so what its codes mean is lost; tune again")
+    try:
+        recipe = Recipe.from_json(described)
+    except RecipeError as error:
+        raise CheckpointError(f"{codes.path / ROUNDING_FILE}: {error}; tune again") from None
+    names = [scheme.name for scheme in recipe.schemes()]
+    if options.scheme is not None and [get_scheme(options.scheme).name] != names:
+        raise UsageError(
+            f"--format {options.scheme} contradicts {codes.path}, which holds codes for {', '.join(names)}; leave "
+            "--format out, or tune with the same --format"
+        )
+    return recipe
+
+
+def _check_codes(
+    codes: Rounding,
+    source: Source,
+    plan: Plan,
+    *,
+    recipe: Recipe,
+    options: RecipeOptions,
+    statistics: Statistics | None,
+) -> None:
+    """UsageError, in one line, for what of a call contradicts the codes that it is to write.
+
+    plan, recipe  those of the call
+    """
+    _check_plan(codes, source, plan, recipe)
+    if any(unit.scheme.activation in LARGEST and codes.has(unit.members[0].key) for unit in plan.units):
+        _check_input_scales(codes, recipe, statistics)
+    if all(codes.has(member.key) for unit in plan.units for member in unit.members):
+        for name in (option.name for option in fields(CodeOptions)):
+            given = options.given.get(name)
+            if given is not None:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {given} would change nothing: {codes.path} has the codes of every "
+                    "weight; leave it out"
+                )
+
+
+def _check_plan(codes: Rounding, source: Source, plan: Plan, recipe: Recipe) -> None:
+    """The call's plan against the codes' own; a weight without codes may be kept on request."""
+    own = recipe_of_codes(codes, RecipeOptions())
+    if own == recipe:
+        wanted = _fates(plan)
+    else:
+        abilities = get_container(own.container_name).ABILITIES
+        wanted = _fates(make_plan(source.tensors, source.reader.config, recipe=own, abilities=abilities))
+    found = _fates(plan)
+    for key in dict.fromkeys([*codes.content["weights"], *wanted, *found]):
+        was, now = wanted.get(key), found.get(key)
+        if (now is None and not codes.has(key)) or (now is not None and now == was):
+            continue
+        before, after = ("kept" if fate is None else f"in {fate[0]}" for fate in (was, now))
+        if before == after:
+            before, after = "quantized", "kept" if now is None else "in another fused group"
+        raise UsageError(f"{codes.path} was tuned with '{key}' {before}, this call has it {after}; {_AGAIN}")
+
+
+_Fate = tuple[str, tuple[str, ...]]
+
+
+def _fates(plan: Plan) -> dict[str, _Fate]:
+    """Key of every quantized weight -> its scheme, and the keys of its unit."""
+    units = [(unit.scheme.label, tuple(m.key for m in unit.members)) for unit in plan.units]
+    return {key: (label, keys) for label, keys in units for key in keys}
+
+
+def _check_input_scales(codes: Rounding, recipe: Recipe, statistics: Statistics | None) -> None:
+    """Codes were learned behind inputs at static scales: those must be the ones that are written."""
+    made_with = codes.content.get("statistics")
+    given = None if statistics is None else statistics.digest
+    if made_with != given:
+        if made_with is None:
+            raise UsageError(
+                f"{codes.path} was tuned without statistics, its input scales are constant; leave --stats out, or tune "
+                "again with the same --stats"
+            )
+        held = "no --stats are given" if statistics is None else f"{statistics.path} holds others ({given:.16})"
+        raise UsageError(
+            f"{codes.path} was tuned with the input scales of statistics {str(made_with)[:16]}, {held}; give the "
+            "--stats that tune had"
+        )
+    own = recipe_of_codes(codes, RecipeOptions())
+    for name in ("input_amax",) if given is None else ("input_scale", "headroom"):
+        was, now = getattr(own, name), getattr(recipe, name)
+        if was != now:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {now} contradicts {codes.path}, which was tuned with {was}; leave it out, "
+                "or tune again with a recipe that says so"
+            )

@@ -1,46 +1,36 @@
 """convert: a published checkpoint in, a packed low-precision checkpoint out.
 
-One straight line: what ``prepare.py`` has decided from headers, workers quantize unit by unit and write, each at its
-place, and the folder gets its name when everything is on disk. Memory is a
-few chunks per worker, whatever the size of the model; the bytes depend on source and recipe alone.
+What ``prepare.py`` has decided from headers is a `Conversion`: its jobs quantize unit by unit and write each part at
+its place. Memory is a few chunks for each worker, whatever the size of the model; the bytes depend on source and recipe
+alone.
 """
 
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.algorithms.unit import WeightError, check_decode
-from ptqpipe.checkpoint.direct import margin
-from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
-from ptqpipe.errors import NumericsError
-from ptqpipe.plan import Unit
-from ptqpipe.source import Scratch, SourceRows
-from ptqpipe.stages.common import kv_cache
-from ptqpipe.stages.common.biases import MeanErrors
-from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.jobs import (
-    finish_checkpoint,
-    write_checkpoint,
-)
-from ptqpipe.stages.common.machine import Machine, Ranks, resident_bytes
-from ptqpipe.stages.common.moments import (
-    describe_statistics,
-    means_of,
-)
-from ptqpipe.stages.common.outputs import (
-    Job,
-    config_files,
-)
+from ptqpipe.algorithms.unit import UnitResult, WeightError, check_decode, gathered_bytes
+from ptqpipe.checkpoint import DTYPES, CheckpointWriter, NotFinite, TensorWriter, margin
+from ptqpipe.containers import WHOLE_ROLES, Part, Role, encode_part, part_offset
+from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.plan import Member, Unit
+from ptqpipe.qtensor import QTensor
+from ptqpipe.rounding import Rounding
+from ptqpipe.source import Scratch, Source, SourceRows
+from ptqpipe.stages.common import low_rank
+from ptqpipe.stages.common.extra_tensors import MeanErrors, write_scales
+from ptqpipe.stages.common.input_scales import InputScales
+from ptqpipe.stages.common.machine import Machine, Share
+from ptqpipe.stages.common.moments import describe_statistics, means_of, unit_extra_bytes
+from ptqpipe.stages.common.outputs import Outputs, QuantizeUnit, WriteCacheScales
 from ptqpipe.stages.common.quantize_unit import learned_codes, quantize_unit
-from ptqpipe.stages.convert import memory
-from ptqpipe.stages.convert.prepare import Prepared
-from ptqpipe.stages.convert.write_parts import PartWriter, keep_tensor
+from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, rewrite
+from ptqpipe.stages.common.text import mebibytes
+from ptqpipe.statistics import Statistics
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
 LOST = 0.5
@@ -48,116 +38,202 @@ LOST = 0.5
 _of_worker = threading.local()
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """What a finished conversion was: where it lies, its record (the content of ptqpipe.json), and its cost."""
+@dataclass(frozen=True)
+class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
+    """A conversion that is decided to the byte and has read no weight. A context manager; or call ``close``.
 
-    out: Path
-    record: Mapping[str, Any]
-    source_bytes: int
-    written_bytes: int
-    seconds: float
-    peak_rss_bytes: int
-
-
-def convert(
-    prepared: Prepared, *, mode: Mode = "new", machine: Machine | None = None, ranks: Ranks | None = None
-) -> Converted | None:
-    """Runs a prepared conversion. The result on rank 0, None on the others.
-
-    Raises NumericsError for damaged weights, OutputError where the target refuses; what is done stays resumable.
+    outputs       what the recipe writes for the source
+    input_scales  the static scales of the units' inputs
+    statistics    None where none were given
+    rounding      learned codes that are written as they are; None for none
     """
-    machine, ranks = machine or Machine(), ranks or Ranks()
-    memory.check_memory(prepared, machine)
-    begun = time.monotonic()
 
-    def work(job: Job, writer: CheckpointWriter, cache_bytes: int) -> Mapping[str, Any]:
-        if job.unit is not None:
-            return _quantize(job, prepared, writer, machine, cache_bytes)
-        if job.cache is not None:
-            assert prepared.statistics is not None  # `prepare` has looked
-            return {"kept": kv_cache.write_scales(*job.cache, prepared.statistics, writer)}
-        return keep_tensor(job, prepared.source, writer)
+    outputs: Outputs
+    input_scales: InputScales
+    statistics: Statistics | None = None
+    rounding: Rounding | None = None
 
-    record = write_checkpoint(
-        prepared.out,
-        prepared.outputs.layout,
-        jobs=prepared.outputs.jobs,
-        source=prepared.source.reader,
-        run_parts=prepared.run_parts,
-        mode=mode,
-        machine=machine,
-        ranks=ranks,
-        work=work,
-        unit_bytes=memory.largest_unit(prepared),
-        extra_bytes=lambda job: 0 if job.unit is None else memory.extra_bytes(job.unit, prepared),
-        finish=lambda writer: _finish(prepared, writer),
-    )
-    if record is None:
-        return None
-    return Converted(
-        prepared.out,
-        record,
-        source_bytes=sum(entry.nbytes for entry in prepared.source.reader.entries.values()),
-        written_bytes=prepared.outputs.layout.file_bytes,
-        seconds=time.monotonic() - begun,
-        peak_rss_bytes=resident_bytes().peak,
-    )
-
-
-def _quantize(
-    job: Job, prepared: Prepared, writer: CheckpointWriter, machine: Machine, cache_bytes: int
-) -> dict[str, Any]:
-    """Quantizes a unit, writes its parts, and returns its record."""
-    unit = job.unit
-    assert unit is not None
-    fmt = unit.scheme.fmt
-    cache = job.source_bytes <= cache_bytes
-    scratch = _scratch()
-    if cache:
-        scratch.begin(job.source_bytes + (64 + margin()) * len(unit.members))
-    weights = [
-        SourceRows(prepared.source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in unit.members
-    ]
-    scales = prepared.input_scales.of(unit)
-    written = PartWriter(job, writer, input_scales=scales)
-    biases = dict(zip((b.removesuffix("bias") + "weight" for b in job.biases), job.biases, strict=True))
-    means = means_of(unit, prepared.statistics, set(biases))
-    errors = MeanErrors(weights, means, written.take)
-    sink = errors.take if biases else written.take
-    codes = learned_codes(unit, prepared.rounding)
-    result = quantize_unit(unit, weights, sink, statistics=prepared.statistics, codes=codes, device=machine.device)
-    _check_kept_alive(unit, result.errors)
-    hashes = written.finish()
-    members = {}
-    done = zip(unit.members, result.errors, hashes, result.record_fields, scales, strict=True)
-    for member, error, sha256, outcome, scale in done:
-        members[member.key] = {
-            "shape": list(member.shape),
-            "format": fmt.name,
-            "scheme": unit.scheme.name,
-            "search": unit.rule.search,
-            "proven": result.proven,
-            "global_scale": result.global_scale,
-            "versus_plain_global": result.versus_plain_global,
-            "squared_error": error.squared_error,
-            "energy": error.energy,
-            "relative_mse": error.relative_mse,
-            "versus_absmax": error.versus_absmax,
-            "bits_per_weight": unit.scheme.bits_per_weight(member.shape),
-            "sha256": sha256,
-            **({} if scale is None else {"input_scale": float(scale)}),
-            **outcome,
+    @property
+    def run_parts(self) -> Mapping[str, str]:
+        """As `Rewrite`: source, recipe, layout and version, statistics and learned codes where there are any."""
+        data = {"statistics": self.statistics, "rounding": self.rounding}
+        return {
+            "source": self.source.reader.fingerprint(),
+            "recipe": self.outputs.recipe.digest,
+            "layout": self.layout.digest,
+            "version": __version__,
+            **{name: opened.digest for name, opened in data.items() if opened is not None},
         }
-    return {"members": members, "kept": errors.write(unit.members, biases, prepared.source, writer)}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """As `Rewrite`, from the container."""
+        return tuple(self.outputs.container.warnings(self.outputs.targets, self.source.reader.config))
+
+    def cache_bytes(self, job: QuantizeUnit | CopyTensor | WriteCacheScales) -> int:
+        """As `Rewrite`: a unit's weights, which most searches read more than once."""
+        return job.source_bytes if isinstance(job, QuantizeUnit) else 0
+
+    def extra_bytes(self, job: QuantizeUnit | CopyTensor | WriteCacheScales) -> int:
+        """As `Rewrite`: what choosing the codes of a unit takes, by the algorithms' own estimates."""
+        if not isinstance(job, QuantizeUnit):
+            return 0
+        unit, codes = job.unit, 0
+        if self.rounding is None:
+            codes = unit_extra_bytes(unit, self.statistics)
+            if unit.scheme.fmt.one_scale:
+                size = max(_element_bytes(self.source, member) for member in unit.members)
+                codes += gathered_bytes([m.shape for m in unit.members], unit.scheme.fmt, element_bytes=size)
+        return max(codes, low_rank.extra_bytes(unit, self.statistics))
+
+    def do(
+        self, job: QuantizeUnit | CopyTensor | WriteCacheScales, writer: CheckpointWriter, share: Share
+    ) -> Mapping[str, Any]:
+        """As `Rewrite`. NumericsError for damaged weights, and for what a format would lose."""
+        if isinstance(job, QuantizeUnit):
+            return self._quantize(job, writer, share)
+        if isinstance(job, CopyTensor):
+            return {"kept": {job.tensor: self._keep(job, writer)}}
+        assert self.statistics is not None  # `check_cached`
+        return {"kept": write_scales(job.module, job.specs, self.statistics, writer)}
+
+    def _quantize(self, job: QuantizeUnit, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
+        """Quantizes a unit, writes its parts, and returns its record."""
+        unit = job.unit
+        weights = _weights(job, self.source, cache=job.source_bytes <= share.cache_bytes)
+        scales = self.input_scales.of(unit)
+        parts = PartWriter(job, writer, input_scales=scales)
+        biases = {f"{name.removesuffix('bias')}weight": name for name in job.biases}
+        errors = MeanErrors(weights, means_of(unit, self.statistics, set(biases)), parts.take)
+        done = quantize_unit(
+            unit,
+            weights,
+            errors.take if biases else parts.take,
+            statistics=self.statistics,
+            codes=learned_codes(unit, self.rounding),
+            device=share.device,
+        )
+        _check_kept_alive(unit, done.errors)
+        columns = zip(unit.members, done.errors, parts.finish(), done.record_fields, scales, strict=True)
+        return {
+            "members": {
+                member.key: {
+                    **_facts(unit, member, done, error),
+                    "sha256": sha256,
+                    **({} if scale is None else {"input_scale": float(scale)}),
+                    **outcome,
+                }
+                for member, error, sha256, outcome, scale in columns
+            },
+            "kept": errors.write(unit.members, biases, self.source, writer),
+        }
+
+    def _keep(self, job: CopyTensor, writer: CheckpointWriter) -> dict[str, Any]:
+        """Copies a kept tensor byte for byte; one that the source stores quantized is written decoded, as bfloat16.
+
+        NaN and infinities, which make a model useless wherever they are, are copied, too, and the record counts them.
+        """
+        bad = NotFinite(job.spec.dtype)
+        if job.tensor in self.source.stored:
+            written = _write_decoded(self.source, job.tensor, writer.tensor(job.tensor), look=bad.look)
+        else:
+            written = writer.tensor(job.tensor).copy(self.source.reader, job.tensor, look=bad.look)
+        entry = {"reason": job.reason, "sha256": written.sha256, "bytes": written.nbytes}
+        return entry | ({"not_finite": bad.text} if bad.count else {})
+
+    def configs(self) -> dict[str, dict[str, Any]]:
+        """As `Rewrite`."""
+        return self.outputs.configs(self.source, version=__version__)
+
+    def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """As `Rewrite`: recipe, versions, and fate, error and hash of every tensor, in the plan's order."""
+        return {
+            "ptqpipe": __version__,
+            "torch": torch.__version__,
+            "run_id": self.run_id,
+            "container": self.outputs.container_name,
+            "source": named_source(self.source),
+            "recipe": self.outputs.recipe.to_json(),
+            **({} if self.statistics is None else {"statistics": describe_statistics(self.statistics)}),
+            **({} if self.rounding is None else {"rounding": self.rounding.describe()}),
+            "weights": merged(done, "members"),
+            "kept": merged(done, "kept"),
+            "consumed": sorted(self.source.consumed),
+        }
+
+    def __enter__(self) -> "Conversion":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files of the source, of the statistics and of learned codes."""
+        for opened in (self.source, self.statistics, self.rounding):
+            if opened is not None:
+                opened.close()
 
 
-def _scratch() -> Scratch:
-    """The calling worker's own; it goes when the worker's thread ends."""
-    found: Scratch | None = getattr(_of_worker, "scratch", None)
-    if found is None:
-        found = _of_worker.scratch = Scratch()
-    return found
+def convert(conversion: Conversion, **run: Unpack[Run]) -> Done | None:
+    """Runs a conversion that is prepared. The result on rank 0, None on the others.
+
+    Raises UsageError where one unit alone needs more than ``--max-memory``, NumericsError for damaged weights,
+    OutputError where the target refuses; what is done stays resumable.
+    """
+    _check_memory(conversion, run.get("machine") or Machine())
+    return rewrite(conversion, **run)
+
+
+def _check_memory(conversion: Conversion, machine: Machine) -> None:
+    least, job = conversion.least_memory()
+    if not isinstance(job, QuantizeUnit) or least <= machine.memory_bytes:
+        return
+    why, remedy = (
+        f"whose weights share one scale in {job.unit.scheme.fmt.name}",
+        "a format with a scale for each row",
+    )
+    if job.unit.rule.calibrated or job.unit.scheme.low_rank is not None:
+        why = "whose second moment is factored in memory"
+        remedy = "--algorithm rtn --weighting diagonal without low_rank"
+    raise UsageError(
+        f"--max-memory {machine.memory_bytes >> 20}MiB is too small for {job.id}, {why}; "
+        f"give --max-memory {mebibytes(least)}, or {remedy}"
+    )
+
+
+def _element_bytes(source: Source, member: Member) -> int:
+    """Of a weight in memory: as it is stored, float32 where it is decoded."""
+    name = member.source.tensor
+    return 4 if name in source.stored else DTYPES[source.tensors[name][0]][1]
+
+
+def _weights(job: QuantizeUnit, source: Source, *, cache: bool) -> list[SourceRows]:
+    """The weights of a unit, read when asked for. ``cache``: once, to memory that the worker uses again and again."""
+    scratch: Scratch | None = getattr(_of_worker, "scratch", None)
+    if scratch is None:  # the worker's own; it goes when the worker's thread ends
+        scratch = _of_worker.scratch = Scratch()
+    members = job.unit.members
+    if cache:
+        scratch.begin(job.source_bytes + (64 + margin()) * len(members))
+    return [SourceRows(source, m.source, shape=m.shape, cache=cache, memory=scratch.take) for m in members]
+
+
+def _facts(unit: Unit, member: Member, result: UnitResult, error: WeightError) -> dict[str, Any]:
+    """What the record says of any quantized weight: its rule, and its errors."""
+    return {
+        "shape": list(member.shape),
+        "format": unit.scheme.fmt.name,
+        "scheme": unit.scheme.name,
+        "search": unit.rule.search,
+        "proven": result.proven,
+        "global_scale": result.global_scale,
+        "versus_plain_global": result.versus_plain_global,
+        "squared_error": error.squared_error,
+        "energy": error.energy,
+        "relative_mse": error.relative_mse,
+        "versus_absmax": error.versus_absmax,
+        "bits_per_weight": unit.scheme.bits_per_weight(member.shape),
+    }
 
 
 def _check_kept_alive(unit: Unit, errors: Sequence[WeightError]) -> None:
@@ -173,36 +249,54 @@ def _check_kept_alive(unit: Unit, errors: Sequence[WeightError]) -> None:
             )
 
 
-def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The content of ptqpipe.json: recipe, versions, fate, error and hash of every tensor, in the plan's order."""
-    weights: dict[str, Any] = {}
-    kept: dict[str, Any] = {}
-    for entry in records:
-        weights.update(entry.get("members", {}))
-        kept.update(entry.get("kept", {}))
-    return {
-        "ptqpipe": __version__,
-        "torch": torch.__version__,
-        "run_id": prepared.run_id,
-        "container": prepared.outputs.container_name,
-        "source": {"name": name_of(prepared.source_path), "fingerprint": prepared.run_parts["source"]},
-        "recipe": prepared.recipe.to_json(),
-        **({} if prepared.statistics is None else {"statistics": describe_statistics(prepared.statistics)}),
-        **({} if prepared.rounding is None else {"rounding": prepared.rounding.describe()}),
-        "weights": weights,
-        "kept": kept,
-        "consumed": sorted(prepared.source.consumed),
-    }
+class PartWriter:
+    """Takes a unit's quantized rows and writes their parts at their places, with a running hash of each part."""
+
+    def __init__(
+        self, job: QuantizeUnit, writer: CheckpointWriter, *, input_scales: Sequence[torch.Tensor | None]
+    ) -> None:
+        self._job, self._writer, self._input_scales = job, writer, input_scales
+        self._last: dict[int, QTensor] = {}
+        self._written: dict[tuple[int, str], TensorWriter] = {}
+
+    def take(self, member: int, row: int, q: QTensor) -> None:
+        """Rows from ``row`` on of member number ``member``, in order; row 0 begins (again)."""
+        self._last[member] = q
+        for part in self._job.parts[member]:
+            if part.role not in WHOLE_ROLES:
+                if part.role is Role.SCALES and row > 0 and q.fmt.shares_rows:
+                    continue  # one scale for all rows, written with the first run
+                self._put(member, part, q, row)
+
+    def finish(self) -> list[dict[str, str]]:
+        """Writes the parts that are not rows (global scales, right factors); the hashes of every part, by member."""
+        for member, q in self._last.items():
+            for part in self._job.parts[member]:
+                if part.role in WHOLE_ROLES:
+                    self._put(member, part, q, 0)
+        return [
+            {part.role.value: self._written[member, part.name].sha256 for part in parts}
+            for member, parts in enumerate(self._job.parts)
+        ]
+
+    def _put(self, member: int, part: Part, q: QTensor, row: int) -> None:
+        if row == 0:
+            where = self._job.unit.members[member]
+            expert = where.source.expert if where.stack is not None else None
+            offset = part_offset(part, q.fmt, where.shape, expert=expert)
+            self._written[member, part.name] = self._writer.tensor(part.name, byte_offset=offset)
+        self._written[member, part.name].put(encode_part(part, q, input_global_scale=self._input_scales[member]))
 
 
-def _finish(prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
-    """The config files, the record and what is carried along; then the output has its name. The record."""
-    provenance = {"producer": "ptqpipe", "version": __version__}
-    files = config_files(prepared.outputs, prepared.plan, prepared.source, prepared.container, provenance=provenance)
-    return finish_checkpoint(
-        writer,
-        prepared.outputs.jobs,
-        prepared.source.reader,
-        record=lambda records: _record(prepared, records),
-        configs=files,
-    )
+def _write_decoded(
+    source: Source, name: str, written: TensorWriter, *, look: Callable[[torch.Tensor], None]
+) -> TensorWriter:
+    """Writes a stored quantized weight as bfloat16. ``look`` sees every chunk."""
+    stored = source.stored[name]
+    for expert in range(stored.experts or 1):
+        q = source.quantized(name, expert=None if stored.experts is None else expert)
+        w = q.dequantize().bfloat16()
+        raw = (w.t() if stored.transposed else w).contiguous().reshape(-1).view(torch.uint8)
+        written.put(raw)
+        look(raw)
+    return written

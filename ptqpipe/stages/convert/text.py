@@ -4,20 +4,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.containers import container_names
 from ptqpipe.errors import one_line
 from ptqpipe.kernels import cpu
 from ptqpipe.plan import unmatched_patterns
 from ptqpipe.report.content import can_be_proven, mean_known
-from ptqpipe.schemes import SCHEMES
-from ptqpipe.search import search_names
+from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.stages.common.machine import WORKER_BYTES, Machine
-from ptqpipe.stages.common.output_error import judged_by, samples_text, tuned_blocks, tuned_from
+from ptqpipe.stages.common.rewrite import Done
 from ptqpipe.stages.common.text import decibels, mebibytes, name_pattern, role_of, size_text, table
-from ptqpipe.stages.convert.estimate import estimate_seconds
-from ptqpipe.stages.convert.memory import least_memory, most_extra, share_of, units_at_once
-from ptqpipe.stages.convert.prepare import Prepared
-from ptqpipe.stages.convert.run import Converted
+from ptqpipe.stages.convert.run import Conversion
 
 _WEIGHT_ERROR = (
     "SQNR, relative MSE and vs abs-max are errors of the weights, which codes that are chosen by data let grow where "
@@ -25,33 +20,33 @@ _WEIGHT_ERROR = (
 )
 
 
-def header_text(prepared: Prepared, machine: Machine) -> str:
+def header_text(work: Conversion, machine: Machine) -> str:
     """What is about to happen, in a few lines, with everything that is kept."""
-    return "\n".join([*_what(prepared), *_how(prepared, machine), *_kept(prepared)])
+    return "\n".join([*_what(work), *_how(work, machine), *_kept(work)])
 
 
-def _what(prepared: Prepared) -> list[str]:
-    source_bytes = sum(entry.nbytes for entry in prepared.source.reader.entries.values())
-    layout = prepared.outputs.layout
-    lines = [f"{prepared.source_path} -> {prepared.out}  ({prepared.outputs.container_name})"]
-    lines += [f"  {scheme.describe()}" for scheme in prepared.recipe.schemes()]
-    lines += _input_scale(prepared)
-    count = sum(len(unit.members) for unit in prepared.plan.units)
+def _what(work: Conversion) -> list[str]:
+    source_bytes = sum(entry.nbytes for entry in work.source.reader.entries.values())
+    layout, plan = work.layout, work.outputs.plan
+    lines = [f"{work.source.reader.path} -> {work.out}  ({work.outputs.container_name})"]
+    lines += [f"  {scheme.describe()}" for scheme in work.outputs.recipe.schemes()]
+    lines += _input_scale(work)
+    count = sum(len(unit.members) for unit in plan.units)
     shards = f"{len(layout.shards)} files" if len(layout.shards) > 1 else "1 file"
     lines.append(
-        f"  {count} weights in {len(prepared.plan.units)} units to quantize, {len(prepared.plan.kept)} tensors kept; "
+        f"  {count} weights in {len(plan.units)} units to quantize, {len(plan.kept)} tensors kept; "
         f"{size_text(source_bytes)} -> {layout.file_bytes} bytes ({size_text(layout.file_bytes)}, "
         f"{layout.file_bytes / source_bytes:.3f}x) in {shards}"
     )
-    return [*lines, *(f"  warning: {line}" for line in warnings_of(prepared))]
+    return [*lines, *(f"  warning: {line}" for line in warnings_of(work))]
 
 
-def _input_scale(prepared: Prepared) -> list[str]:
+def _input_scale(work: Conversion) -> list[str]:
     """Where the static scales of activations come from, for schemes that have one."""
-    recipe = prepared.recipe
+    recipe = work.outputs.recipe
     if not any(scheme.needs_input_global_scale for scheme in recipe.schemes()):
         return []
-    if prepared.statistics is not None:
+    if work.statistics is not None:
         times = "" if recipe.headroom == 1 else f" x {recipe.headroom:g}"
         return [
             f"  input_global_scale: each layer's own from the statistics, {recipe.input_scale}{times} of its "
@@ -64,23 +59,23 @@ def _input_scale(prepared: Prepared) -> list[str]:
     ]
 
 
-def _how(prepared: Prepared, machine: Machine) -> list[str]:
+def _how(work: Conversion, machine: Machine) -> list[str]:
     """What makes the run slower than was asked for: fewer workers than --workers, no compiled kernels."""
     lines = []
-    share, jobs = share_of(prepared, machine), len(prepared.outputs.jobs)
-    wanted = min(machine.workers, jobs)
-    _, unit = most_extra(prepared)
+    share = work.share_of(machine, work.jobs)
+    wanted = min(machine.workers, len(work.jobs))
+    least, neediest = work.least_memory()
     if share.workers < wanted:
-        enough = least_memory(prepared)[0] + (wanted - 1) * WORKER_BYTES
+        enough = least + (wanted - 1) * WORKER_BYTES
         lines.append(
             f"  {share.workers} units at a time, not {wanted}: --max-memory {mebibytes(machine.memory_bytes)} has no "
             f"room for more; --max-memory {mebibytes(enough)} has"
         )
-    at_once = share.workers if unit is None else units_at_once(unit, prepared, share)
-    if unit is not None and at_once < share.workers:
+    at_once = share.workers if neediest is None else work.at_once(neediest, share)
+    if neediest is not None and at_once < share.workers:
         lines.append(
-            f"  {at_once} at a time of units like {one_line(unit.id, limit=300)}, which need the most memory; "
-            "more with more --max-memory"
+            f"  units that need as much memory as {one_line(neediest.id, limit=300)} run {at_once} at a time; raise "
+            "--max-memory to run more"
         )
     missing = cpu.why_missing() if machine.device.type == "cpu" else ""
     if missing:
@@ -88,67 +83,67 @@ def _how(prepared: Prepared, machine: Machine) -> list[str]:
     return lines
 
 
-def warnings_of(prepared: Prepared) -> list[str]:
+def warnings_of(work: Conversion) -> list[str]:
     """What is worth a look before the run: patterns without a match, and what readers are known to get wrong."""
-    unused = unmatched_patterns(prepared.plan, prepared.recipe)
-    lines = [f"{pattern!r} of the recipe matches no tensor; is it a typo?" for pattern in unused]
-    return lines + prepared.container.warnings(prepared.outputs.targets, prepared.source.reader.config)
+    unused = unmatched_patterns(work.outputs.plan, work.outputs.recipe)
+    return [*(f"{pattern!r} of the recipe matches no tensor; is it a typo?" for pattern in unused), *work.warnings]
 
 
-def missing_config(prepared: Prepared) -> str | None:
+def missing_config(work: Conversion) -> str | None:
     """The warning that a source without config.json deserves, None for one that has it."""
-    if prepared.source.reader.has_config:
+    if work.source.reader.has_config:
         return None
     return (
-        f"{prepared.source_path} has no config.json: transformers, vLLM and SGLang cannot load what is made of it, and "
-        "nothing is known of its family (MTP layers); put the model's config.json there and convert again"
+        f"{work.source.reader.path} has no config.json: transformers, vLLM and SGLang cannot load what is made of it, "
+        "and nothing is known of its family (MTP layers); put the model's config.json there and convert again"
     )
 
 
-def _kept(prepared: Prepared) -> list[str]:
+def _kept(work: Conversion) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for kept in prepared.plan.kept:
+    for kept in work.outputs.plan.kept:
         groups[(name_pattern(kept.name), name_pattern(kept.reason))].append(kept.name)
     lines = ["kept as they are:"]
     for (pattern, reason), names in groups.items():
         shown = one_line(names[0], limit=300) if len(names) == 1 else f"{pattern} (x{len(names)})"
         lines.append(f"  {shown}: {reason}")
-    lines += [f"  {name}: not carried over, {why}" for name, why in _left_out(prepared)]
+    lines += [f"  {name}: not carried over, {why}" for name, why in _left_out(work)]
     return lines
 
 
-def _left_out(prepared: Prepared) -> list[tuple[str, str]]:
-    return [(str(path.name), why) for path, why in prepared.source.reader.left_out.items()]
+def _left_out(work: Conversion) -> list[tuple[str, str]]:
+    return [(str(path.name), why) for path, why in work.source.reader.left_out.items()]
 
 
-def plan_text(prepared: Prepared, machine: Machine) -> str:
-    """The dry run: the fate of every tensor, exact sizes, memory and time."""
+def plan_text(work: Conversion, machine: Machine) -> str:
+    """The dry run: the fate of every tensor, exact sizes, memory."""
     rows = [
         [name_pattern(f"{unit.id}"), unit.scheme.fmt.name, unit.rule.search, "x".join(map(str, unit.members[0].shape))]
-        for unit in prepared.plan.units
+        for unit in work.outputs.plan.units
     ]
     counted: dict[tuple[str, ...], int] = defaultdict(int)
     for row in rows:
         counted[tuple(row)] += 1
     body = [[row[0], row[1], row[2], row[3], str(count)] for row, count in counted.items()]
-    estimate = estimate_seconds(prepared, machine)
     fates = table(["unit", "format", "search", "first shape", "count"], body, left=3)
-    least, unit = least_memory(prepared)
-    share = share_of(prepared, machine)
+    least, neediest = work.least_memory()
+    workers = work.share_of(machine, work.jobs).workers
     tail = (
-        f"writes {prepared.outputs.layout.file_bytes} bytes of weights and index; at most "
-        f"{size_text(machine.memory_bytes)} of memory with {share.workers} workers; about {estimate:.0f} s here"
+        f"writes {work.layout.file_bytes} bytes of weights and index; at most {size_text(machine.memory_bytes)} of "
+        f"memory with {workers} workers"
     )
-    short = [f"needs --max-memory {-(-least >> 20)}MiB, for {unit}"] if unit and least > machine.memory_bytes else []
-    return "\n".join([*_what(prepared), *_how(prepared, machine), fates, *_kept(prepared), tail, *short])
+    short = []
+    if neediest is not None and least > machine.memory_bytes:
+        short = [f"needs --max-memory {mebibytes(least)}, for {neediest.id}"]
+    return "\n".join([*_what(work), *_how(work, machine), fates, *_kept(work), tail, *short])
 
 
-def plan_json(prepared: Prepared, machine: Machine) -> dict[str, Any]:
+def plan_json(work: Conversion, machine: Machine) -> dict[str, Any]:
     """The dry run as data: every tensor's fate."""
     return {
-        "source": str(prepared.source_path),
-        "out": str(prepared.out),
-        "container": prepared.outputs.container_name,
+        "source": str(work.source.reader.path),
+        "out": str(work.out),
+        "container": work.outputs.container_name,
         "units": [
             {
                 "id": unit.id,
@@ -157,22 +152,21 @@ def plan_json(prepared: Prepared, machine: Machine) -> dict[str, Any]:
                 "search": unit.rule.search,
                 "weights": {m.weight: list(m.shape) for m in unit.members},
             }
-            for unit in prepared.plan.units
+            for unit in work.outputs.plan.units
         ],
-        "kept": {kept.name: kept.reason for kept in prepared.plan.kept},
-        "warnings": warnings_of(prepared),
-        "bytes": prepared.outputs.layout.file_bytes,
-        "files": list(prepared.outputs.layout.weight_files),
+        "kept": {kept.name: kept.reason for kept in work.outputs.plan.kept},
+        "warnings": warnings_of(work),
+        "bytes": work.layout.file_bytes,
+        "files": list(work.layout.weight_files),
         "memory_bytes": machine.memory_bytes,
-        "least_memory_bytes": least_memory(prepared)[0],
-        "seconds_estimate": estimate_seconds(prepared, machine),
+        "least_memory_bytes": work.least_memory()[0],
     }
 
 
 def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The record's weights summed by role and format, in the order of their first appearance.
 
-    versus_rtn  output error beside that of plain rounding, mean over the calibrated weights; None without any
+    versus_rtn  output error relative to that of plain rounding, mean over the calibrated weights; None without any
     held_out    whether that is of held-out samples
     proven      whether all scales are proven optimal; None where codes are not the nearest ones, which it is about
     """
@@ -206,19 +200,8 @@ def by_role(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def formats_text() -> str:
-    """Every format, container and search by name."""
-    lines = ["formats (any case; also element/block/scale[/global], such as e2m1/8/ue5m3):"]
-    for scheme in SCHEMES.values():
-        names = ", ".join((scheme.name, *scheme.aliases))
-        lines.append(f"  {names:<38} {scheme.describe()} [{scheme.container}]")
-    return "\n".join(
-        [*lines, f"containers: {', '.join(container_names())}", f"searches:   {', '.join(search_names())}"]
-    )
-
-
-def converted_json(done: Converted) -> dict[str, Any]:
-    """The outcome as data: output errors beside plain rounding's first, where anything was calibrated or tuned."""
+def converted_json(done: Done) -> dict[str, Any]:
+    """The outcome as data: output errors relative to plain rounding's first, where anything was calibrated or tuned."""
     weights = done.record["weights"]
     return {
         "out": str(done.out),
@@ -237,7 +220,7 @@ def converted_json(done: Converted) -> dict[str, Any]:
     }
 
 
-def converted_text(done: Converted) -> str:
+def converted_text(done: Done) -> str:
     """The closing table, and by what it is to be judged."""
     speed = done.source_bytes / max(done.seconds, 1e-9)
     return "\n".join(
@@ -294,7 +277,7 @@ def _judgement(record: Mapping[str, Any]) -> list[str]:
         ratio, back = mean_known(entry["versus_rtn"] for entry in calibrated), sum(e["reverted"] for e in calibrated)
         lines += [
             f"output error: {ratio:.3f} of that of plain rounding to nearest on {judged_by(weights)}, mean of "
-            f"{len(calibrated)} weights; {back} of {len(calibrated)} weights went back to plain rounding"
+            f"{len(calibrated)} weights; {back} of them keep plain rounding, since calibration did not help"
         ]
     if blocks:
         judged = samples_text([block.held_out for block in blocks])

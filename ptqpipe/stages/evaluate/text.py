@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.errors import OutputExists
 from ptqpipe.evaluation.harness import Metric, compare
 from ptqpipe.evaluation.measures import Divergence, Perplexity
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.text import table
 
 VERSION = 1

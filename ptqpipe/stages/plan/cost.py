@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.algorithms import rtn
-from ptqpipe.algorithms.unit import Task, gathered_bytes
+from ptqpipe.algorithms.metric import output_error
+from ptqpipe.algorithms.unit import gathered_bytes
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import InputStatistics
 from ptqpipe.plan import Unit
@@ -28,7 +28,7 @@ from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common.jobs import MemoryPool
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, one_thread_each
 from ptqpipe.stages.common.text import mebibytes, role_of
-from ptqpipe.stages.plan.units import Group
+from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, Statistics
 
 Costs = Mapping[tuple[str, str], float]
@@ -117,7 +117,7 @@ def _unit_errors(source: Source, group: Group, unit: Unit, *, stats: Statistics 
     for option in group.options:
         if option.scheme is None:
             continue
-        for member, error, signal in _scheme_errors(weights, inputs, unit, option.scheme, moment):
+        for member, error, signal in _scheme_errors(weights, inputs, unit, option.scheme):
             found.append(_Error(group.id, option.name, role_of(member), member, error, signal))
     return found
 
@@ -144,7 +144,6 @@ def _scheme_errors(
     inputs: Sequence[torch.Tensor | None],
     unit: Unit,
     scheme: Scheme,
-    moment: str,
 ) -> list[tuple[str, float, float]]:
     """(weight, error, signal) of each member."""
     sums: dict[tuple[int, int], tuple[float, float]] = {}
@@ -153,9 +152,9 @@ def _scheme_errors(
         h = inputs[member]
         if h is not None:
             w = weights[member].rows(row, row + q.shape[0]).float()
-            sums[(member, row)] = (power(q.dequantize() - w, h, moment), power(w, h, moment))
+            sums[(member, row)] = (output_error(q.dequantize() - w, h), output_error(w, h))
 
-    result = rtn.quantize(Task(weights, scheme.fmt, [member.weight for member in unit.members], take))
+    result = quantize_as(weights, unit, scheme, take)
     if inputs[0] is None:
         errors = [(error.squared_error, error.energy) for error in result.errors]
     else:
@@ -164,16 +163,6 @@ def _scheme_errors(
             rows = [value for (member, _), value in sorted(sums.items()) if member == index]
             errors.append((sum(e for e, _ in rows), sum(s for _, s in rows)))
     return [(m.weight, *pair) for m, pair in zip(unit.members, errors, strict=True)]
-
-
-def power(d: torch.Tensor, h: torch.Tensor, moment: str) -> float:
-    """sum over rows of d of E[(d x)^2], from a moment of x: ``[K]``, ``[K/16, 16, 16]`` or ``[K, K]``."""
-    if moment == "second_moment":
-        return float((d.double().square() * h.double()).sum())
-    if moment == "full_moment":
-        return float(((d @ h).double() * d.double()).sum())
-    blocks = d.reshape(d.shape[0], -1, h.shape[1]).transpose(0, 1)
-    return float((torch.bmm(blocks, h).double() * blocks.double()).sum())
 
 
 def _sum(errors: Sequence[_Error], *, relative: bool) -> dict[tuple[str, str], float]:

@@ -8,29 +8,29 @@ linear layers stay as they are: the weights' share of the cost is measured.
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptqpipe.algorithms import rtn
-from ptqpipe.algorithms.unit import Task
-from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.evaluation.scores import ModelLogits, Window, batches, score, vocabulary_of, windows
+from ptqpipe.errors import UsageError
+from ptqpipe.evaluation.kept_logits import KeptLogits
+from ptqpipe.evaluation.scores import score
 from ptqpipe.evaluation.text import Tokenizer, read_text
-from ptqpipe.plan import Member, Unit
+from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import default_length, load_model, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.plan.units import Group
+from ptqpipe.stages.plan.units import Group, quantize_as
 
 VERSION = 1
 DEFAULT_TOKENS = 4096
 DEFAULT_WINDOW = 2048
-MAX_REFERENCE_BYTES = 8 << 30  # of the float model's logits, which stay in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ def measure(
     todo = [(g, o.scheme) for g in groups for o in g.options if o.scheme and (g.id, o.name) not in known]
     if todo:
         model = load_model(path, activations="none")
-        reference = _Reference(model, text.tokens, window)
+        reference = KeptLogits(model, text.tokens, window)
         with open(measurement.record, "a", encoding="utf-8") as file:
             if not known and file.tell() == 0:
                 _append(file, header)
             for done, (group, scheme) in enumerate(todo):
-                with _Quantized(model, source, group, scheme):
+                with _quantized(model, source, group, scheme):
                     found = score(model, text.tokens, window=window, reference=reference)
                 assert found.kl is not None
                 kl = float(found.kl.double().mean())
@@ -117,45 +117,22 @@ def _read_record(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str],
     return known
 
 
-class _Reference:
-    """The float model's logits, computed once and kept: what `score` compares with."""
-
-    def __init__(self, model: Any, tokens: torch.Tensor, window: int) -> None:
-        self.vocabulary = vocabulary_of(model) or 0
-        needed = 4 * self.vocabulary * len(tokens)
-        if needed > MAX_REFERENCE_BYTES:
-            most = MAX_REFERENCE_BYTES // (4 * self.vocabulary)
-            raise UsageError(f"logits of {len(tokens)} tokens take {needed >> 30} GiB; use --max-tokens {most} or less")
-        give = ModelLogits(model)
-        found = windows(len(tokens), window)
-        self._kept = {batch[0].start: give(batch, tokens) for batch in batches(found, vocabulary=self.vocabulary)}
-
-    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
-        return self._kept[batch[0].start]
-
-
-class _Quantized:
-    """While entered, the group's weights in the model are those that the scheme decodes to."""
-
-    def __init__(self, model: Any, source: Source, group: Group, scheme: Scheme) -> None:
-        self._model, self._source, self._group, self._scheme = model, source, group, scheme
-        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __enter__(self) -> None:
-        for unit in self._group.units:
-            weights = [SourceRows(self._source, m.source, shape=m.shape, cache=True) for m in unit.members]
-            for member, weight, decoded in zip(
-                unit.members, weights, _decoded(weights, unit, self._scheme), strict=True
-            ):
-                original = weight.rows(0, member.shape[0]).float()
-                place = find_place(self._model, member, original)
-                self._saved.append((place, original))
-                with torch.no_grad():
+@contextmanager
+def _quantized(model: Any, source: Source, group: Group, scheme: Scheme) -> Iterator[None]:
+    """Meanwhile the group's weights in the model are those that the scheme decodes to."""
+    saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with torch.no_grad():
+        try:
+            for unit in group.units:
+                weights = [SourceRows(source, m.source, shape=m.shape, cache=True) for m in unit.members]
+                for member, weight, decoded in zip(unit.members, weights, _decoded(weights, unit, scheme), strict=True):
+                    original = weight.rows(0, member.shape[0]).float()
+                    place = find_place(model, member, original)
+                    saved.append((place, original))
                     place.copy_(decoded)
-
-    def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for place, original in self._saved:
+            yield
+        finally:
+            for place, original in saved:
                 place.copy_(original)
 
 
@@ -165,46 +142,5 @@ def _decoded(weights: Sequence[SourceRows], unit: Unit, scheme: Scheme) -> list[
     def take(member: int, row: int, q: QTensor) -> None:
         found[member][row : row + q.shape[0]] = q.dequantize()
 
-    rtn.quantize(Task(weights, scheme.fmt, [member.weight for member in unit.members], take))
+    quantize_as(weights, unit, scheme, take)
     return found
-
-
-def find_place(model: Any, member: Member, w: torch.Tensor) -> torch.Tensor:
-    """The view of the model's parameter that holds this weight, found by its values: models merge experts in their own
-    ways. CheckpointError where none does."""
-    for name, parameter in _near(model, member.module):
-        for view in _views(name, parameter.detach(), w.shape, member):
-            if view.shape == w.shape and torch.equal(view, w):
-                return view
-    raise CheckpointError(
-        f"the model has no parameter that equals {member.weight}; measure is not possible, use --stats"
-    )
-
-
-def _near(model: Any, module: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters below the longest prefix of the module's name that the model knows."""
-    parts = module.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            found = model.get_submodule(".".join(parts[:end]))
-        except AttributeError:
-            continue
-        yield from found.named_parameters()
-        return
-
-
-def _views(name: str, p: torch.Tensor, shape: torch.Size, member: Member) -> Iterator[torch.Tensor]:
-    """Where [out, in] weights may lie in a parameter: whole, an expert, half of its rows or every other one; either
-    orientation."""
-    planes = [p]
-    if p.dim() == 3:
-        numbers = [int(part) for part in member.module.split(".") if part.isdigit()]
-        planes = [p[e] for e in dict.fromkeys(reversed(numbers)) if e < p.shape[0]]
-    for plane in planes:
-        if plane.dim() != 2:
-            continue
-        for matrix in (plane, plane.t()):
-            n = shape[0]
-            yield matrix
-            if matrix.shape[0] == 2 * n:
-                yield from (matrix[:n], matrix[n:], matrix[::2], matrix[1::2])

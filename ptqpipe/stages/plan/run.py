@@ -4,7 +4,6 @@ Sensitivities come from ``cost.py`` or ``measure.py``, the choice from ``solve.p
 a budget into bytes, asks for the choice, and makes sure that the recipe does what the plan says, to the byte.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,25 +11,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.checkpoint.single_file import check_file, write_file
-from ptqpipe.checkpoint.source import resolve_source
+from ptqpipe.algorithms.knapsack import Solution, require_scipy, solve
+from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import UsageError
-from ptqpipe.plan import Member
+from ptqpipe.recipe import recipe_text
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import check_model, name_of
 from ptqpipe.stages.common.machine import Machine
-from ptqpipe.stages.common.text import layer_of, role_of, size_text, table
+from ptqpipe.stages.common.text import size_text
 from ptqpipe.stages.plan.cost import Costs, choose_moment, estimate
 from ptqpipe.stages.plan.measure import Measurement, measure
-from ptqpipe.stages.plan.solve import Solution, require_scipy, solve
-from ptqpipe.stages.plan.units import DEFAULT_FORMATS, KEEP, Group, find_groups, forecast, recipe_content, schemes_of
+from ptqpipe.stages.plan.units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
 from ptqpipe.statistics import Statistics
 
 POINTS = 9  # of the Pareto curve
-NO_GAP = 1e-9  # of the cost: below it is the rounding of sums
 _MARK = "# Converts to "
 _ATTEMPTS = 64
-_SLACK = 64  # bytes: by so much header entries may be overestimated, and 4 a group
+_SLACK = 64  # upper bound of the error of estimated headers: 64 bytes, and 4 bytes per group
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +45,14 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One choice of the Pareto curve. ``file_bytes`` is exact for the chosen one, about right (None) for the others."""
-
-    bits: float
-    solution: Solution
-    counts: Mapping[str, int]  # weights by option
-
-
-@dataclass(frozen=True, slots=True)
 class MixedPlan:
     """A decided plan, whose recipe is ``content``.
 
-    groups, chosen  parallel: groups, and the names of their options
-    how             what costs mean
-    stats           the statistics that converting needs, None for none
+    chosen      group id -> the name of its option
+    how         what costs mean
+    solution    the choice; one of ``curve``, the choices at other budgets, the smallest first
+    file_bytes  of weights and index that the recipe converts to, exactly
+    stats       the statistics that converting needs, None for none
     """
 
     source: str
@@ -70,8 +60,8 @@ class MixedPlan:
     chosen: Mapping[str, str]
     costs: Costs
     how: str
-    point: Point
-    curve: tuple[Point, ...]
+    solution: Solution
+    curve: tuple[Solution, ...]
     file_bytes: int
     content: Mapping[str, Any]
     stats: Path | None = None
@@ -80,6 +70,17 @@ class MixedPlan:
     def elements(self) -> int:
         """How many numbers could be quantized."""
         return sum(group.elements for group in self.groups)
+
+    def bits(self, solution: Solution) -> float:
+        """Bits per weight of a choice: of its tensors alone, without their headers."""
+        return 8 * sum(g.options[o].nbytes for g, o in zip(self.groups, solution.chosen, strict=True)) / self.elements
+
+    def counts(self, solution: Solution) -> dict[str, int]:
+        """Option -> how many weights have it in a choice."""
+        counts: dict[str, int] = defaultdict(int)
+        for group, o in zip(self.groups, solution.chosen, strict=True):
+            counts[group.options[o].name] += len(group.members)
+        return dict(counts)
 
 
 def plan_mixed(
@@ -148,7 +149,7 @@ class _Limits:
                 raise UsageError(f"--budget {budget.bits:g}bits is too small; the smallest possible is {bits:.3f}bits")
             return cls(sizes, limit, None, f"{budget.bits:g} bits per weight")
         assert budget.nbytes is not None
-        offsets = 2 * len(str(budget.nbytes)) + 1  # of a header entry: two numbers of about so many digits
+        offsets = 2 * len(str(budget.nbytes)) + 1  # of a header entry: two numbers of about as many digits
         sizes = tuple(tuple(o.nbytes + o.header_bytes + offsets * o.tensors for o in g.options) for g in groups)
         least = forecast(source, recipe_content(groups, smallest, description=""), groups, smallest)
         if least > budget.nbytes:
@@ -177,10 +178,9 @@ def _decide(
         content = recipe_content(groups, chosen, description=description, options=options)
         size = forecast(source, content, groups, chosen)
         if limits.file_budget is None or size <= limits.file_budget:
-            point = _point(groups, solution)
-            curve = _curve(groups, rows, limits.sizes, point)
+            curve = _curve(rows, limits.sizes, solution)
             name = name_of(source.reader.path)
-            return MixedPlan(name, tuple(groups), chosen, costs, how, point, curve, size, content)
+            return MixedPlan(name, tuple(groups), chosen, costs, how, solution, curve, size, content)
         limit = solution.nbytes - (1 if attempt < _ATTEMPTS // 2 else max(1, size - limits.file_budget))
     raise UsageError("no choice of formats was found within this budget; give a few kilobytes more")
 
@@ -189,28 +189,17 @@ def _names(groups: Sequence[Group], solution: Solution) -> dict[str, str]:
     return {group.id: group.options[o].name for group, o in zip(groups, solution.chosen, strict=True)}
 
 
-def _point(groups: Sequence[Group], solution: Solution) -> Point:
-    counts: dict[str, int] = defaultdict(int)
-    nbytes = 0
-    for group, o in zip(groups, solution.chosen, strict=True):
-        counts[group.options[o].name] += len(group.members)
-        nbytes += group.options[o].nbytes
-    return Point(8 * nbytes / sum(group.elements for group in groups), solution, dict(counts))
-
-
-def _curve(
-    groups: Sequence[Group], rows: list[list[float]], sizes: Sequence[Sequence[int]], point: Point
-) -> tuple[Point, ...]:
+def _curve(rows: list[list[float]], sizes: Sequence[Sequence[int]], solution: Solution) -> tuple[Solution, ...]:
     """Choices at budgets from the smallest possible to the least that costs nothing more, denser among the small ones;
     the plan is among them."""
     low = sum(min(row) for row in sizes)
     best = [min(range(len(row)), key=lambda o: (row[o], size[o])) for row, size in zip(rows, sizes, strict=True)]
     high = sum(size[o] for size, o in zip(sizes, best, strict=True))
-    found = {point.solution.nbytes: point}
+    found = {solution.nbytes: solution}
     for step in range(POINTS):
-        solution = solve(rows, sizes, low + (high - low) * step**2 // (POINTS - 1) ** 2)
-        if solution is not None:
-            found.setdefault(solution.nbytes, _point(groups, solution))
+        other = solve(rows, sizes, low + (high - low) * step**2 // (POINTS - 1) ** 2)
+        if other is not None:
+            found.setdefault(other.nbytes, other)
     return tuple(found[size] for size in sorted(found))
 
 
@@ -227,107 +216,6 @@ def write_recipe(plan: MixedPlan, path: Path) -> None:
     write_file(path, note + text)
 
 
-def recipe_text(content: Mapping[str, Any]) -> str:
-    """A recipe as YAML, in the style of recipes/*.yaml. JSON's strings are YAML's double-quoted ones."""
-    lines = [f"version: {content['version']}", f"description: {_quoted(content['description'])}", "rules:"]
-    for rule in content["rules"]:
-        more = [f"    {key}: {value}" for key, value in rule.items() if key != "match"]
-        lines += [f"  - match: {_quoted(rule['match'])}", *more]
-    return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def check_recipe_target(path: Path) -> None:
     """OutputError unless ``path`` is free or an earlier plan's recipe, where a file can be written."""
     check_file(path, own=lambda head: head.startswith(_MARK.encode()), what="a recipe of ptqpipe plan")
-
-
-def plan_text(plan: MixedPlan) -> str:
-    """The plan for a terminal: what became what, the Pareto curve, how far from optimal it could be."""
-    groups = defaultdict(list)
-    for group in plan.groups:
-        for member in group.members:
-            groups[(role_of(member.weight), plan.chosen[group.id])].append(member)
-    rows = [
-        [role, name, str(len(members)), f"{sum(m.elements for m in members):,}", _layers(members)]
-        for (role, name), members in sorted(groups.items())
-    ]
-    names = sorted({name for point in plan.curve for name in point.counts})
-    base = plan.curve[0].solution.cost or 1.0
-    curve = [
-        [
-            "*" if point is plan.point else "",
-            f"{point.bits:.3f}",
-            size_text(point.solution.nbytes),
-            f"{point.solution.cost:.4g}",
-            f"{point.solution.cost / base:.3f}",
-            *(str(point.counts.get(name, 0)) for name in names),
-            "0" if point.solution.gap < NO_GAP else f"{point.solution.gap:.1e}",
-        ]
-        for point in plan.curve
-    ]
-    head = ["", "bits", "size", "cost", "of largest", *names, "gap"]
-    point = plan.point
-    within = "" if point.solution.gap < NO_GAP else f" to within {point.solution.gap:.1e}"
-    return "\n".join(
-        [
-            f"{plan.source}: {len(plan.groups)} groups, {plan.elements:,} numbers; cost: {plan.how}",
-            table(["role", "format", "weights", "params", "layers"], rows, left=2),
-            "",
-            "Pareto curve (sizes of the groups; * is the plan):",
-            table(head, curve),
-            "",
-            f"{point.bits:.4f} bits per weight, cost {point.solution.cost:.4g}, optimal{within}; converts to "
-            f"{plan.file_bytes:,} bytes ({size_text(plan.file_bytes)}) of weights and index",
-        ]
-    )
-
-
-def _layers(members: Sequence[Member]) -> str:
-    """The numbers of layers, runs shortened: 0-3, 7."""
-    numbers = sorted({layer for m in members if (layer := layer_of(m.module)) is not None})
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return text if len(text) <= 40 else f"{len(numbers)} layers"
-
-
-def plan_json(plan: MixedPlan) -> dict[str, Any]:
-    """The plan as data: every group's choice and costs, the curve."""
-    return {
-        "model": plan.source,
-        "how": plan.how,
-        "bits_per_weight": plan.point.bits,
-        "bytes": plan.file_bytes,
-        "cost": plan.point.solution.cost,
-        "gap": plan.point.solution.gap,
-        "groups": [
-            {
-                "id": group.id,
-                "weights": [member.weight for member in group.members],
-                "chosen": plan.chosen[group.id],
-                "options": {
-                    o.name: {"bytes": o.nbytes, "cost": 0.0 if o.name == KEEP else plan.costs[(group.id, o.name)]}
-                    for o in group.options
-                },
-            }
-            for group in plan.groups
-        ],
-        "curve": [
-            {
-                "bits": p.bits,
-                "bytes": p.solution.nbytes,
-                "cost": p.solution.cost,
-                "gap": p.solution.gap,
-                "weights": dict(p.counts),
-            }
-            for p in plan.curve
-        ],
-    }

@@ -13,19 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.checkpoint.header import DTYPES
-from ptqpipe.containers import Container, Part, get_container
+from ptqpipe.algorithms import rtn
+from ptqpipe.algorithms.unit import Sink, Task, UnitResult, Weight
+from ptqpipe.checkpoint import DTYPES
+from ptqpipe.containers import Container, Part
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.plan import Member, Unit, make_plan
-from ptqpipe.recipe import Recipe, Rule, parse_recipe
+from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
 from ptqpipe.schemes import Scheme, get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.outputs import check_supported, make_outputs
+from ptqpipe.stages.common.outputs import container_of, outputs_of
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
 _EXPERTS = re.compile(r"(?:^|\.)experts\.\d+\.")
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,7 @@ def find_groups(source: Source, schemes: Sequence[Scheme | None]) -> list[Group]
     """
     recipe = Recipe(tuple(Rule("*", scheme) for scheme in schemes if scheme is not None))
     name = recipe.container_name
-    container = get_container(name)
-    check_supported(container, recipe)
+    container = container_of(recipe, name)
     widest = Recipe((Rule("*", get_scheme("fp8_dynamic")),)).for_model(source.reader.config)  # fits every matrix
     plan = make_plan(source.tensors, source.reader.config, recipe=widest, abilities=container.ABILITIES)
     by_group: dict[str, list[Unit]] = defaultdict(list)
@@ -158,6 +158,11 @@ def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     return len(json.dumps({name: {"dtype": dtype, "shape": list(shape), "data_offsets": place}}))
 
 
+def quantize_as(weights: Sequence[Weight], unit: Unit, scheme: Scheme, sink: Sink) -> UnitResult:
+    """Quantizes the weights of a unit to another scheme than its rule's, by the searches that convert runs."""
+    return rtn.quantize(Task(weights, scheme.fmt, [member.weight for member in unit.members], sink))
+
+
 Assignment = Mapping[str, str]
 """Group id -> the name of its option."""
 
@@ -184,35 +189,9 @@ def recipe_content(
         if name != common:
             modules = [m.module for group in groups if chosen[group.id] == name for m in group.members]
             more = {} if name == KEEP else dict(options or {})
-            rules += [{"match": pattern, "format": name, **more} for pattern in patterns(modules)]
+            rules += [{"match": pattern, "format": name, **more} for pattern in exact_patterns(modules)]
     rules.append({"match": "*", "format": common, **(options or {})})
     return {"version": 1, "description": description, "rules": rules}
-
-
-def patterns(modules: Sequence[str]) -> list[str]:
-    """Anchored ``re:`` patterns that match exactly these modules (and every expert beside a listed one)."""
-    by_template: dict[str, dict[str, None]] = {}
-    for module in modules:
-        without = _EXPERTS.sub(lambda m: re.sub(r"\d+", "\0", m[0]), module)
-        match = _LAYER.search(without)
-        layer = match[0] if match is not None else ""
-        template = without if match is None else f"{without[: match.start()]}\1{without[match.end() :]}"
-        by_template.setdefault(template, {})[layer] = None
-    by_leaf: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
-    for template, layers in by_template.items():
-        head, _, leaf = template.rpartition(".")
-        by_leaf[(head, tuple(layers))].append(leaf)
-    found = []
-    for (head, numbers), leaves in by_leaf.items():
-        text = re.escape(f"{head}." if head else "") + _alternatives(leaves)
-        text = text.replace("\0", r"\d+").replace(re.escape("\1"), _alternatives(numbers)).replace("\\\0", r"\d+")
-        found.append(f"re:{text}$")
-    return found
-
-
-def _alternatives(words: Sequence[str]) -> str:
-    escaped = [re.escape(word) for word in words]
-    return escaped[0] if len(escaped) == 1 else f"(?:{'|'.join(escaped)})"
 
 
 def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group], chosen: Assignment) -> int:
@@ -220,12 +199,8 @@ def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group]
 
     RecipeError where the recipe does not give every group its option: names that no pattern tells apart.
     """
-    recipe = parse_recipe(dict(content)).for_model(source.reader.config)
-    name = recipe.container_name
-    container = get_container(name)
-    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=container.ABILITIES)
-    outputs = make_outputs(plan, source, container, container_name=name, recipe=recipe)
-    given = {member.weight: unit.scheme.name for unit in plan.units for member in unit.members}
+    outputs = outputs_of(source, parse_recipe(dict(content)).for_model(source.reader.config))
+    given = {member.weight: unit.scheme.name for unit in outputs.plan.units for member in unit.members}
     for group in groups:
         for member in group.members:
             if given.get(member.weight, KEEP) != chosen[group.id]:

@@ -4,32 +4,30 @@ A job moves one stored weight (one expert of a stack) or copies a kept tensor un
 names; must not write.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ptqpipe.checkpoint.layout import TensorSpec
+from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.containers import Container, Role, StoredWeight, Target, kv_scale
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import CODECS
 from ptqpipe.plan import INTERLEAVED_GATE_UP
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.pieces import Piece, rows_of
+from ptqpipe.stages.common.jobs import Job
+from ptqpipe.stages.common.rewrite import CopyTensor
+from ptqpipe.stages.relayout.pieces import Piece, rows_of
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What one worker does in one go: a stored weight (one expert of a stack), or a kept tensor under its new name."""
+class MoveWeight(Job):
+    """Moves a stored weight, or one expert of a stack, as the weights of the output that it becomes."""
 
-    id: str
-    group: int
-    source_bytes: int
-    pieces: tuple[Piece, ...] = ()
-    kept: TensorSpec | None = None
+    pieces: tuple[Piece, ...]
 
 
-def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: str) -> list[Job]:
-    """One job a weight, or an expert of a stack; FormatError naming the weight where the layout cannot spell it."""
+def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: str, *, group: int) -> list[MoveWeight]:
+    """One job per weight, or per expert of a stack; FormatError naming the weight where the layout cannot store it."""
     scheme = _scheme_in(stored, source, target)
     reason = target.supports(scheme)
     if reason is not None:
@@ -50,13 +48,13 @@ def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: s
             if part.role in (Role.DATA, Role.SCALES):
                 rows_of(piece, origin)  # raises where it cuts blocks
     return [
-        Job(
+        MoveWeight(
             stored.weight if stored.experts is None else f"{stored.weight}[{e}]",
-            group=0,
+            group,
             source_bytes=total // len(pieces),
-            pieces=tuple(group),
+            pieces=tuple(of_one),
         )
-        for e, group in enumerate(pieces)
+        for e, of_one in enumerate(pieces)
     ]
 
 
@@ -113,7 +111,7 @@ def _scheme_in(stored: StoredWeight, source: Source, target: Container) -> Schem
     return scheme
 
 
-def kept_job(tensor: str, source: Source, target: Container, name: str) -> Job:
+def kept_job(tensor: str, source: Source, target: Container, name: str, *, group: int) -> CopyTensor:
     """A tensor that is part of no quantized weight; scales of the kv cache get the layout's name."""
     entry = source.reader.entries[tensor]
     spelled, style = kv_scale(tensor, entry.dtype, entry.shape, container=target), target.ABILITIES.kv_cache
@@ -122,36 +120,44 @@ def kept_job(tensor: str, source: Source, target: Container, name: str) -> Job:
     spec = TensorSpec(tensor, entry.dtype, entry.shape)
     if spelled is not None:
         spec = TensorSpec(spelled.name, spelled.dtype, spelled.shape)
-    return Job(f"keep:{tensor}", 0, entry.nbytes, kept=spec)
+    return CopyTensor(f"keep:{tensor}", group, entry.nbytes, tensor, spec)
 
 
-def specs_of(job: Job) -> list[TensorSpec]:
-    kept = [job.kept] if job.kept is not None else []
-    return kept + [TensorSpec(part.name, part.dtype, part.shape) for piece in job.pieces for part in piece.parts]
+def specs_of(job: MoveWeight | CopyTensor) -> list[TensorSpec]:
+    """The tensors that a job writes, with those that other experts of the same stack write, too."""
+    if isinstance(job, CopyTensor):
+        return [job.spec]
+    return [TensorSpec(part.name, part.dtype, part.shape) for piece in job.pieces for part in piece.parts]
 
 
-def dropped_parts(source: Source, jobs: list[Job]) -> Iterator[str]:
+def pieces_of(jobs: Iterable[MoveWeight | CopyTensor]) -> Iterator[Piece]:
+    """The weights of the output, in order; each expert of a stack alone."""
+    return (piece for job in jobs if isinstance(job, MoveWeight) for piece in job.pieces)
+
+
+def dropped_parts(source: Source, jobs: Iterable[MoveWeight | CopyTensor]) -> Iterator[str]:
     """Stored parts that nothing in the output is made of."""
-    used = {piece.origin(part).name for job in jobs for piece in job.pieces for part in piece.parts}
+    used = {piece.origin(part).name for piece in pieces_of(jobs) for part in piece.parts}
     for stored in source.stored.values():
         for part in stored.parts:
             if part.name not in used:
                 yield part.name
 
 
-def warnings_of(source: Source, target: Container, name: str, jobs: list[Job]) -> Iterator[str]:
+def warnings_of(source: Source, target: Container, name: str, jobs: Sequence[MoveWeight | CopyTensor]) -> Iterator[str]:
+    """What readers of the output are known to get wrong."""
     yield from target.warnings(targets_of(jobs), source.reader.config)
-    names = [job.kept.name for job in jobs if job.kept is not None]
+    names = [job.spec.name for job in jobs if isinstance(job, CopyTensor)]
     scales = [n for n in names if kv_scale(n, "F32", (1,), container=target) is not None]
     if scales and target.ABILITIES.kv_cache is None:
         yield f"{name} cannot announce a quantized KV cache; {scales[0]} and its like are kept, and readers drop them"
 
 
-def targets_of(jobs: list[Job] | tuple[Job, ...]) -> list[Target]:
+def targets_of(jobs: Iterable[MoveWeight | CopyTensor]) -> list[Target]:
+    """What the config files say of every weight of the output."""
     found: dict[str, Target] = {}
-    for job in jobs:
-        for piece in job.pieces:
-            stack = piece.source.experts if piece.into is not None else None
-            transposed = piece.source.transposed and (piece.into is not None or piece.expert is None)
-            found.setdefault(piece.weight, Target(piece.weight, piece.scheme, stack, transposed))
+    for piece in pieces_of(jobs):
+        stack = piece.source.experts if piece.into is not None else None
+        transposed = piece.source.transposed and (piece.into is not None or piece.expert is None)
+        found.setdefault(piece.weight, Target(piece.weight, piece.scheme, stack, transposed))
     return list(found.values())

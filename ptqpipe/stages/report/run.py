@@ -4,7 +4,6 @@ Works for checkpoints of any tool: what can be recomputed from bytes is, the res
 per worker. Rendering is ``ptqpipe.report``.
 """
 
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
+from ptqpipe.checkpoint.digests import file_sha256
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.containers import is_kv_scale
 from ptqpipe.errors import CheckpointError, UsageError
@@ -26,12 +27,11 @@ from ptqpipe.report.content import (
     mean_known,
     pooled_mse,
 )
+from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.report.write import is_report
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
-from ptqpipe.stages.common.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.stages.common.text import layer_of, role_of
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.report.choices import NAMES, SAMPLE, STORED
@@ -213,7 +213,8 @@ def _provenance(
         ("learned codes (ptqpipe tune)", _learned(raw)),
         ("fingerprint of this checkpoint", opened.reader.fingerprint()),
     ]
-    rows += [(f"sha256 of {name}", _sha256(opened.reader.path / name)) for name in ("config.json", RECORD_FILE)]
+    files = {name: opened.reader.path / name for name in ("config.json", RECORD_FILE)}
+    rows += [(f"sha256 of {name}", file_sha256(path) if path.is_file() else None) for name, path in files.items()]
     return tuple((what, str(value)) for what, value in rows if value)
 
 
@@ -235,10 +236,6 @@ def _learned(raw: Mapping[str, Any]) -> str | None:
     told = [str(found.get("digest") or ""), str(found.get("method") or "")]
     told += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
     return ", ".join(part for part in told if part) or None
-
-
-def _sha256(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 @dataclass(frozen=True, slots=True)

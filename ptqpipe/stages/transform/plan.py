@@ -4,25 +4,17 @@ Everything that cannot be folded exactly is refused here, before anything is rea
 know how factors are found.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ptqpipe._version import __version__
-from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.checkpoint.source import check_disjoint
+from ptqpipe.checkpoint import TensorSpec
 from ptqpipe.errors import UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.identity import check_model
-from ptqpipe.stages.common.jobs import named_source, run_parts_of
+from ptqpipe.stages.common.jobs import Job
+from ptqpipe.stages.common.rewrite import CopyTensor
 from ptqpipe.stages.dequantize import DTYPES
-from ptqpipe.statistics import Statistics
-from ptqpipe.transforms import ROTATIONS, SCALINGS, get_rotation, get_scaling, transform_names
-from ptqpipe.transforms.find_structure import find_structure
-from ptqpipe.transforms.folding import BLOCKS
-from ptqpipe.transforms.structure import Edge, Matrix, Structure
+from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling, joined
 
 EDGE_KINDS = ("norm", "value", "up")
 TORCH_DTYPES = dict(DTYPES.values())
@@ -55,84 +47,17 @@ class TransformOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A component, or one tensor that is copied."""
+class Component(Job):
+    """Tensors that edges join: their factors depend on nothing else, so one worker finds and folds them."""
 
-    id: str
-    group: int
-    source_bytes: int
     specs: tuple[TensorSpec, ...]
-    edges: tuple[Edge, ...] = ()
-    writers: tuple[Matrix, ...] = ()
-    embeddings: tuple[str, ...] = ()
+    edges: tuple[Edge, ...]
+    writers: tuple[Matrix, ...]
+    embeddings: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A transformation that is decided but for the factors."""
-
-    out: Path
-    source: Source
-    statistics: Statistics | None
-    options: TransformOptions
-    names: tuple[str, ...]
-    structure: Structure
-    exact: bool
-    dtype: str | None
-    layout: ShardLayout
-    jobs: tuple[Job, ...]
-    origins: Mapping[str, str]
-
-    @property
-    def run_parts(self) -> dict[str, str]:
-        """What decides the bytes of this run."""
-        parts = run_parts_of(self.asked, layout=self.layout.digest)
-        assert parts is not None  # it is a run of this stage
-        return parts
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """What the record says of this run."""
-        options = asdict(self.options)
-        return {
-            "ptqpipe": __version__,
-            "container": "plain",
-            "transformed_from": named_source(self.source.reader),
-            "statistics": None if self.statistics is None else self.statistics.digest,
-            "transforms": list(self.names),
-            "options": {key: options[key] for key in ("alpha", "powers_of_two", "edges", "block", "untie", "format")},
-            "exact": self.exact,
-            "dtype": self.dtype,
-            "untied": sorted(self.origins),
-        }
-
-
-def prepare(source: Source, out: Path, *, stats: Path | None, options: TransformOptions) -> Prepared:
-    """Everything but the factors. Writes nothing; ``source`` must stay open."""
-    if source.container is not None:
-        raise UsageError(
-            f"{source.reader.path} is quantized ({source.container_name}); transform the float model, or what "
-            "`ptqpipe dequantize` makes of it"
-        )
-    check_disjoint(source.reader.path, out)
-    source.reader.check_links()
-    names = transform_names(options.apply)
-    _check_options(options, names)
-    structure = find_structure(source.tensors, source.reader.config)
-    for name in names:
-        if name in ROTATIONS:
-            get_rotation(name).check(structure, options.block, untie=options.untie)
-    exact = _exact(names, options, structure) and options.dtype in (None, "fp32")
-    dtype = options.dtype if options.dtype is not None else None if exact else "fp32"
-    jobs, origins = _jobs(source, structure, names, dtype=dtype, options=options)
-    layout = ShardLayout.plan([job.specs for job in jobs], shard_bytes=options.shard_bytes)
-    statistics = _open_statistics(stats, source, names)
-    return Prepared(
-        out, source, statistics, options, names, structure, exact, dtype, layout, tuple(jobs), origins
-    )  # fmt: skip
-
-
-def _check_options(options: TransformOptions, names: Sequence[str]) -> None:
+def check_options(options: TransformOptions, names: Sequence[str]) -> None:
+    """UsageError for an option out of its range, and for scalings after a rotation."""
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UsageError(f"--dtype {options.dtype!r} is unknown; use {', '.join(DTYPES)}")
     if options.block not in BLOCKS:
@@ -153,7 +78,7 @@ def _check_options(options: TransformOptions, names: Sequence[str]) -> None:
         )
 
 
-def _exact(names: Sequence[str], options: TransformOptions, structure: Structure) -> bool:
+def is_exact(names: Sequence[str], options: TransformOptions, structure: Structure) -> bool:
     """Whether every factor is a power of two that only multiplies: no norm of the form (1 + weight)."""
     if any(name in ROTATIONS for name in names):
         return False
@@ -164,21 +89,6 @@ def _exact(names: Sequence[str], options: TransformOptions, structure: Structure
         if structure.architecture.offset and "norm" in (options.edges or scaling.EDGES):
             return False
     return True
-
-
-def _open_statistics(stats: Path | None, source: Source, names: Sequence[str]) -> Statistics | None:
-    needing = next((name for name in names if name in SCALINGS), None)
-    if needing is None:
-        return None
-    if stats is None:
-        raise UsageError(f"{needing} needs --stats; make them with: ptqpipe calibrate {source.reader.path} -o STATS")
-    statistics = Statistics.open(Path(stats))
-    try:
-        check_model(statistics, source)
-    except BaseException:
-        statistics.close()
-        raise
-    return statistics
 
 
 def _used(structure: Structure, names: Sequence[str], options: TransformOptions) -> list[Edge]:
@@ -192,17 +102,20 @@ def _used(structure: Structure, names: Sequence[str], options: TransformOptions)
     return [edge for edge in structure.edges if edge.kind in kinds]
 
 
-def _jobs(
+def make_jobs(
     source: Source, structure: Structure, names: Sequence[str], *, dtype: str | None, options: TransformOptions
-) -> tuple[list[Job], dict[str, str]]:
-    """Components and copied tensors in the order of the source, and where new tensors come from."""
+) -> tuple[list[Component | CopyTensor], dict[str, str]]:
+    """Components and copied tensors in the order of the source, and where new tensors come from.
+
+    dtype  of the components' tensors; None: each its own
+    """
     edges = _used(structure, names, options)
     residual = "rotate_residual" in names
     writers = structure.writers if residual else ()
     embeddings = structure.embeddings if residual else ()
     sets = [edge.tensors() for edge in edges]
     sets += [[w.tensor, *([w.bias] if w.bias else [])] for w in writers] + [[name] for name in embeddings]
-    component = _joined(sets)
+    component = joined(sets)
     tensors = dict(source.tensors)
     origins: dict[str, str] = {}
     if residual and structure.tied:
@@ -211,20 +124,21 @@ def _jobs(
     members: dict[str, list[str]] = {}
     for name in tensors:
         members.setdefault(component.get(name, f"keep:{name}"), []).append(name)
-    jobs: list[Job] = []
+    jobs: list[Component | CopyTensor] = []
     for key, group in members.items():
-        inside = set(group) if not key.startswith("keep:") else set()
-        specs = tuple(_spec(name, tensors[name], dtype if name in inside else None) for name in group)
         size = sum(source.reader.entries[origins.get(name, name)].nbytes for name in group)
+        if key.startswith("keep:"):
+            jobs.append(CopyTensor(key, len(jobs), size, group[0], _spec(group[0], tensors[group[0]], None)))
+            continue
         jobs.append(
-            Job(
+            Component(
                 key,
                 len(jobs),
                 size,
-                specs,
-                tuple(edge for edge in edges if edge.tensors()[0] in inside),
-                tuple(writer for writer in writers if writer.tensor in inside),
-                tuple(name for name in embeddings if name in inside),
+                tuple(_spec(name, tensors[name], dtype) for name in group),
+                tuple(edge for edge in edges if edge.tensors()[0] in group),
+                tuple(writer for writer in writers if writer.tensor in group),
+                tuple(name for name in embeddings if name in group),
             )
         )
     return jobs, origins
@@ -234,20 +148,3 @@ def _spec(name: str, entry: tuple[str, tuple[int, ...]], dtype: str | None) -> T
     if dtype is not None and entry[0] not in TORCH_DTYPES:
         raise UsageError(f"'{name}' is {entry[0]}, expected BF16, F16 or F32; factors cannot be folded into it")
     return TensorSpec(name, entry[0] if dtype is None else DTYPES[dtype][0], entry[1])
-
-
-def _joined(sets: Iterable[Sequence[str]]) -> dict[str, str]:
-    """Name -> the name that stands for all that overlapping sets join it with."""
-    parent: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
-
-    for names in sets:
-        for name in names[1:]:
-            parent[root(name)] = root(names[0])
-        root(names[0])
-    return {name: root(name) for name in parent}

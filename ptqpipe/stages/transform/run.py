@@ -8,56 +8,141 @@ Sums are in float64 and every tensor is rounded once, to the dtype that is writt
 exact in every float dtype: then the dtype stays, and the result computes the same bits as the source.
 """
 
-import hashlib
 import math
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import torch
-
-from ptqpipe.checkpoint.layout import TensorSpec
-from ptqpipe.checkpoint.source import resolve_source
-from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
-from ptqpipe.errors import NumericsError
+from ptqpipe._version import __version__
+from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
+from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import (
-    copy_tensor,
-    finish_checkpoint,
-    run_id_of,
-    write_checkpoint,
-)
-from ptqpipe.stages.common.machine import Machine, Ranks, resident_bytes
-from ptqpipe.stages.common.text import size_text
+from ptqpipe.stages.common.identity import check_model
+from ptqpipe.stages.common.machine import Share
+from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
 from ptqpipe.stages.dequantize import with_dtype
-from ptqpipe.stages.transform.plan import TORCH_DTYPES, Job, Prepared, TransformOptions, prepare
+from ptqpipe.stages.transform import plan
+from ptqpipe.stages.transform.plan import TORCH_DTYPES, Component, TransformOptions
 from ptqpipe.stages.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
-from ptqpipe.transforms import ROTATIONS, get_rotation, get_scaling
-from ptqpipe.transforms.folding import Op, is_exact, move_factors
-from ptqpipe.transforms.problem import Solution, SolveOptions
-from ptqpipe.transforms.structure import Edge
+from ptqpipe.statistics import Statistics
+from ptqpipe.transforms import (
+    ROTATIONS,
+    SCALINGS,
+    Edge,
+    Op,
+    Solution,
+    SolveOptions,
+    Structure,
+    find_structure,
+    get_rotation,
+    get_scaling,
+    is_exact,
+    move_factors,
+    transform_names,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Transformed:
-    """What a finished transformation was.
+@dataclass(frozen=True)
+class Transformation(Rewrite[Component | CopyTensor]):
+    """A transformation that is decided but for the factors.
 
-    rounding  squared error of the one rounding to the written dtype, relative to the weights' energy
+    names       the transforms, in their order
+    statistics  None where no transform scales
+    exact       whether every factor is a power of two that only multiplies
+    dtype       of the tensors that change; None: each its own
+    origins     output name -> source name where they differ (a head that was the embedding)
     """
 
-    out: Path
-    record: Mapping[str, Any]
-    edges: int
-    changed: int
-    kept: int
+    options: TransformOptions
+    names: tuple[str, ...]
+    structure: Structure
+    statistics: Statistics | None
     exact: bool
-    rounding: float
-    written_bytes: int
-    seconds: float
-    peak_rss_bytes: int
+    dtype: str | None
+    origins: Mapping[str, str]
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The head of the record: what this run was to do, and with what."""
+        options = asdict(self.options)
+        return {
+            "ptqpipe": __version__,
+            "container": "plain",
+            "transformed_from": named_source(self.source),
+            "statistics": None if self.statistics is None else self.statistics.digest,
+            "transforms": list(self.names),
+            "options": {key: options[key] for key in ("alpha", "powers_of_two", "edges", "block", "untie", "format")},
+            "exact": self.exact,
+            "dtype": self.dtype,
+            "untied": sorted(self.origins),
+        }
+
+    @property
+    def run_parts(self) -> Mapping[str, str]:
+        """As `Rewrite`."""
+        return parts_of_stage("transform", self.head, layout=self.layout.digest)
+
+    def do(self, job: Component | CopyTensor, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
+        """As `Rewrite`. NumericsError for numbers that the written dtype cannot hold."""
+        if isinstance(job, CopyTensor):
+            return {"kept": {job.tensor: self.copy(job, writer)}}
+        weights = Weights(self.source.reader, self.origins)
+        foldings = [entry for name in self.names for entry in self._fold(name, job, weights)]
+        members = {spec.name: _write(spec, weights, writer, exact=self.exact) for spec in job.specs}
+        return {"members": members, "foldings": foldings}
+
+    def _fold(self, name: str, job: Component, weights: Weights) -> list[dict[str, Any]]:
+        """Adds what one transform folds in this component; one entry of the record for each edge."""
+        if name in ROTATIONS:
+            foldings = get_rotation(name).fold(
+                self.structure, job.edges, writers=job.writers, embeddings=job.embeddings, block=self.options.block,
+                read=weights.whole,
+            )  # fmt: skip
+            weights.add(foldings)
+            changed = list(dict.fromkeys(tensor for tensor, _ in foldings))
+            return [{"transform": name, "block": self.options.block, "tensors": changed}] if changed else []
+        edges = [edge for edge in job.edges if edge.kind in (self.options.edges or get_scaling(name).EDGES)]
+        return [self._scale(name, edge, weights) for edge in edges]
+
+    def _scale(self, name: str, edge: Edge, weights: Weights) -> dict[str, Any]:
+        """Finds and adds the factors that one scaling moves across an edge; the record's entry."""
+        scaling, statistics = get_scaling(name), self.statistics
+        assert statistics is not None  # `_open_statistics`
+        search_for = get_scheme(self.options.format).fmt if scaling.NEEDS_QUANTIZER else None
+        problem = make_problem(edge, weights, statistics, search_for=search_for)
+        if problem is None:
+            return {"transform": name, "edge": edge.id, "kind": edge.kind, "skipped": "nothing is quantized"}
+        solution = scaling.solve(problem, _solve_options(self.options, name))
+        weights.add(move_factors(edge, solution.factors))
+        weights.divide_inputs(edge, solution.factors)
+        return _entry(name, edge, solution)
+
+    def configs(self) -> dict[str, dict[str, Any]]:
+        """As `Rewrite`."""
+        config = dict(self.source.reader.config)
+        if self.dtype is not None:
+            config = with_dtype(config, self.dtype)
+        if self.origins:
+            config["tie_word_embeddings"] = False
+        return {"config.json": config}
+
+    def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """As `Rewrite`. ``rounding``: squared error of the one rounding to the written dtype, relative to the weights'
+        energy."""
+        written = merged(done, "members")
+        squared = sum(facts["squared_error"] for facts in written.values())
+        energy = sum(facts["energy"] for facts in written.values())
+        return {
+            **self.head,
+            "run_id": self.run_id,
+            "rounding": squared / energy if energy else 0.0,
+            "foldings": [folding for entry in done for folding in entry.get("foldings", [])],
+            "weights": written,
+            "kept": merged(done, "kept"),
+        }
 
 
 def transform(
@@ -66,90 +151,56 @@ def transform(
     *,
     stats: Path | None = None,
     options: TransformOptions | None = None,
-    mode: Mode = "new",
-    machine: Machine | None = None,
-    ranks: Ranks | None = None,
-) -> Transformed | None:
+    **run: Unpack[Run],
+) -> Done | None:
     """Writes an equivalent checkpoint. The result on rank 0, None on the others.
 
     Raises UsageError for what cannot be folded exactly, for missing statistics and for those of another model,
     NumericsError for numbers that the written dtype cannot hold.
     """
-    begun = time.monotonic()
-    options = options or TransformOptions()
-    with Source.open(resolve_source(str(model))) as source:
-        prepared = prepare(source, Path(out), stats=stats, options=options)
-        try:
-            record = write_checkpoint(
-                prepared.out,
-                prepared.layout,
-                jobs=prepared.jobs,
-                source=source.reader,
-                run_parts=prepared.run_parts,
-                mode=mode,
-                machine=machine or Machine(),
-                ranks=ranks or Ranks(),
-                work=lambda job, writer, _: _do(job, prepared, writer),
-                finish=lambda writer: _finish(prepared, writer),
-            )
-        finally:
-            if prepared.statistics is not None:
-                prepared.statistics.close()
-    if record is None:
-        return None
-    return Transformed(
-        prepared.out,
-        record,
-        edges=len(record["foldings"]),
-        changed=len(record["weights"]),
-        kept=len(record["kept"]),
-        exact=prepared.exact,
-        rounding=record["rounding"],
-        written_bytes=prepared.layout.file_bytes,
-        seconds=time.monotonic() - begun,
-        peak_rss_bytes=resident_bytes().peak,
+    with ExitStack() as opened:
+        source = opened.enter_context(Source.open(resolve_source(str(model))))
+        work = _prepare(source, Path(out), opened, stats=stats, options=options or TransformOptions())
+        return rewrite(work, **run)
+
+
+def _prepare(
+    source: Source, out: Path, opened: ExitStack, *, stats: Path | None, options: TransformOptions
+) -> Transformation:
+    """Everything but the factors. Writes nothing; ``opened`` closes the statistics."""
+    if source.container is not None:
+        raise UsageError(
+            f"{source.reader.path} is quantized ({source.container_name}); transform the float model, or what "
+            "`ptqpipe dequantize` makes of it"
+        )
+    check_disjoint(source.reader.path, out)
+    source.reader.check_links()
+    names = transform_names(options.apply)
+    plan.check_options(options, names)
+    structure = find_structure(source.tensors, source.reader.config)
+    for name in names:
+        if name in ROTATIONS:
+            get_rotation(name).check(structure, options.block, untie=options.untie)
+    exact = plan.is_exact(names, options, structure) and options.dtype in (None, "fp32")
+    dtype = options.dtype if options.dtype is not None else None if exact else "fp32"
+    jobs, origins = plan.make_jobs(source, structure, names, dtype=dtype, options=options)
+    groups = [[job.spec] if isinstance(job, CopyTensor) else job.specs for job in jobs]
+    layout = ShardLayout.plan(groups, shard_bytes=options.shard_bytes)
+    statistics = _open_statistics(stats, source, names, opened)
+    return Transformation(
+        out, source, layout, tuple(jobs), options, names, structure, statistics, exact, dtype, origins
     )
 
 
-def _do(job: Job, prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
-    source = prepared.source
-    if not (job.edges or job.writers or job.embeddings):
-        name = job.specs[0].name
-        sha256, nbytes = copy_tensor(source.reader, name, writer, name)
-        return {"kept": {name: {"sha256": sha256, "bytes": nbytes}}}
-    weights = Weights(source.reader, prepared.origins)
-    foldings = [entry for name in prepared.names for entry in _fold(name, job, prepared, weights)]
-    members = {spec.name: _write(spec, weights, writer, exact=prepared.exact) for spec in job.specs}
-    return {"members": members, "foldings": foldings}
-
-
-def _fold(name: str, job: Job, prepared: Prepared, weights: Weights) -> list[dict[str, Any]]:
-    """Adds what one transform folds in this component; one entry of the record for each edge."""
-    options = prepared.options
-    if name in ROTATIONS:
-        foldings = get_rotation(name).fold(
-            prepared.structure, job.edges, writers=job.writers, embeddings=job.embeddings, block=options.block,
-            read=weights.whole,
-        )  # fmt: skip
-        weights.add(foldings)
-        changed = list(dict.fromkeys(tensor for tensor, _ in foldings))
-        return [{"transform": name, "block": options.block, "tensors": changed}] if changed else []
-    scaling, statistics = get_scaling(name), prepared.statistics
-    assert statistics is not None
-    entries = []
-    for edge in job.edges:
-        if edge.kind not in (options.edges or scaling.EDGES):
-            continue
-        search_for = get_scheme(options.format).fmt if scaling.NEEDS_QUANTIZER else None
-        problem = make_problem(edge, weights, statistics, search_for=search_for)
-        if problem is None:
-            entries.append({"transform": name, "edge": edge.id, "kind": edge.kind, "skipped": "nothing is quantized"})
-            continue
-        solution = scaling.solve(problem, _solve_options(prepared, name))
-        weights.add(move_factors(edge, solution.factors))
-        weights.divide_inputs(edge, solution.factors)
-        entries.append(_entry(name, edge, solution))
-    return entries
+def _open_statistics(stats: Path | None, source: Source, names: Sequence[str], opened: ExitStack) -> Statistics | None:
+    needing = next((name for name in names if name in SCALINGS), None)
+    if needing is None:
+        return None
+    if stats is None:
+        raise UsageError(f"{needing} needs --stats; make them with: ptqpipe calibrate {source.reader.path} -o STATS")
+    statistics = opened.enter_context(Statistics.open(Path(stats)))
+    check_model(statistics, source)
+    return statistics
 
 
 def _entry(name: str, edge: Edge, solution: Solution) -> dict[str, Any]:
@@ -169,8 +220,8 @@ def _entry(name: str, edge: Edge, solution: Solution) -> dict[str, Any]:
     return entry if solution.error is None else entry | {"error": solution.error, "plain_error": solution.plain_error}
 
 
-def _solve_options(prepared: Prepared, name: str) -> SolveOptions:
-    options, scaling = prepared.options, get_scaling(name)
+def _solve_options(options: TransformOptions, name: str) -> SolveOptions:
+    scaling = get_scaling(name)
     alpha = SolveOptions().alpha if options.alpha is None else options.alpha
     if not scaling.NEEDS_QUANTIZER:
         return SolveOptions(alpha=alpha, powers_of_two=options.powers_of_two)
@@ -184,8 +235,7 @@ def _solve_options(prepared: Prepared, name: str) -> SolveOptions:
 
 def _write(spec: TensorSpec, weights: Weights, writer: CheckpointWriter, *, exact: bool) -> dict[str, Any]:
     """Writes one tensor of a component; its hash and what rounding cost."""
-    dtype = TORCH_DTYPES[spec.dtype]
-    digest, offset = hashlib.sha256(), 0
+    dtype, written = TORCH_DTYPES[spec.dtype], writer.tensor(spec.name)
     squared = energy = 0.0
     experts: Sequence[int | None] = range(spec.shape[0]) if len(spec.shape) == 3 else (None,)
     for expert in experts:
@@ -195,71 +245,8 @@ def _write(spec: TensorSpec, weights: Weights, writer: CheckpointWriter, *, exac
             if not math.isfinite(error):
                 raise NumericsError(f"'{spec.name}' has numbers that {spec.dtype} cannot hold; use --dtype fp32")
             squared, energy = squared + error, energy + float((rows**2).sum())
-            raw = rounded.reshape(-1).view(torch.uint8)
-            writer.write(spec.name, raw, byte_offset=offset)
-            digest.update(raw.numpy().data)
-            offset += raw.nbytes
+            written.put(rounded)
     ops: list[Op] = weights.ops.get(spec.name, [])
     if squared and exact and is_exact(ops):
         raise NumericsError(f"'{spec.name}' leaves the range of {spec.dtype} by powers of two; use --dtype fp32")
-    return {"shape": list(spec.shape), "squared_error": squared, "energy": energy, "sha256": digest.hexdigest()}
-
-
-def _finish(prepared: Prepared, writer: CheckpointWriter) -> dict[str, Any]:
-    config = dict(prepared.source.reader.config)
-    if prepared.dtype is not None:
-        config = with_dtype(config, prepared.dtype)
-    if prepared.origins:
-        config["tie_word_embeddings"] = False
-    return finish_checkpoint(
-        writer,
-        prepared.jobs,
-        prepared.source.reader,
-        record=lambda records: _record(prepared, records),
-        configs={"config.json": config},
-    )
-
-
-def _record(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    written = {name: facts for entry in records for name, facts in entry.get("members", {}).items()}
-    squared = sum(facts["squared_error"] for facts in written.values())
-    energy = sum(facts["energy"] for facts in written.values())
-    return {
-        **prepared.asked,
-        "run_id": run_id_of(prepared.run_parts),
-        "rounding": squared / energy if energy else 0.0,
-        "foldings": [folding for entry in records for folding in entry.get("foldings", [])],
-        "weights": written,
-        "kept": {name: facts for entry in records for name, facts in entry.get("kept", {}).items()},
-    }
-
-
-FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
-
-
-def render(done: Transformed) -> str:
-    """What was done, for a terminal."""
-    how = "exact: every factor is a power of two" if done.exact else f"rounded once to {done.record['dtype']}"
-    if not done.exact and done.rounding > FLOAT32_ROUNDING:
-        how += f", a relative MSE of {done.rounding:.1e}"
-    return (
-        f"{done.out}: {' then '.join(done.record['transforms'])}, {done.edges} foldings into {done.changed} tensors, "
-        f"{done.kept} kept; {how}; {size_text(done.written_bytes)} in {done.seconds:.1f} s, peak memory "
-        f"{done.peak_rss_bytes >> 20} MiB"
-    )
-
-
-def to_json(done: Transformed) -> dict[str, Any]:
-    """The outcome as data."""
-    return {
-        "out": str(done.out),
-        "transforms": done.record["transforms"],
-        "foldings": done.record["foldings"],
-        "changed": done.changed,
-        "kept": done.kept,
-        "exact": done.exact,
-        "rounding": done.rounding,
-        "written_bytes": done.written_bytes,
-        "seconds": done.seconds,
-        "peak_rss_bytes": done.peak_rss_bytes,
-    }
+    return {"shape": list(spec.shape), "squared_error": squared, "energy": energy, "sha256": written.sha256}

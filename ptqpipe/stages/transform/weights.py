@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ptqpipe.algorithms.rows import quantize_rows
-from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint import CheckpointReader
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global
@@ -19,9 +19,7 @@ from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
 from ptqpipe.stages.common.input_scales import LARGEST
 from ptqpipe.statistics import Statistics
-from ptqpipe.transforms.folding import RUN, Folding, Op, apply
-from ptqpipe.transforms.problem import Consumer, Problem, Quantize
-from ptqpipe.transforms.structure import Edge, Matrix
+from ptqpipe.transforms import RUN, Consumer, Edge, Folding, Matrix, Op, Problem, Quantize, apply
 
 RUN_ELEMENTS = 1 << 20  # a run is computed in float64
 SAMPLE_ELEMENTS = 1 << 23  # of all weights of a problem together, for searches

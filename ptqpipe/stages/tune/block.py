@@ -28,7 +28,7 @@ from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
 from ptqpipe.source import SourceRows
 from ptqpipe.stages.common.quantize_unit import quantize_unit
-from ptqpipe.stages.convert.prepare import Prepared
+from ptqpipe.stages.convert.run import Conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class BlockWork:
     """
 
     block: Block
-    prepared: Prepared
+    prepared: Conversion
     units: tuple[Unit, ...]
     weights: Mapping[str, torch.Tensor]
     assemblies: tuple[Assembly, ...]
     quantizers: Mapping[str, InputQuantizer]
 
     @classmethod
-    def of(cls, block: Block, prepared: Prepared, runner: Runner) -> "BlockWork":
+    def of(cls, block: Block, prepared: Conversion, runner: Runner) -> "BlockWork":
         """Reads the weights of the block's units."""
         tensors = {tensor for found in block.origins.values() for tensor in found}
-        units = tuple(u for u in prepared.plan.units if all(m.source.tensor in tensors for m in u.members))
+        units = tuple(u for u in prepared.outputs.plan.units if all(m.source.tensor in tensors for m in u.members))
         weights = {
             m.key: SourceRows(prepared.source, m.source, shape=m.shape).rows(0, m.shape[0])
             for unit in units
@@ -108,7 +108,9 @@ def _is_parameter(runner: Runner, name: str) -> bool:
     return leaf in runner.skeleton.model.get_submodule(parent)._parameters
 
 
-def _quantizers(assemblies: Sequence[Assembly], units: Sequence[Unit], prepared: Prepared) -> dict[str, InputQuantizer]:
+def _quantizers(
+    assemblies: Sequence[Assembly], units: Sequence[Unit], prepared: Conversion
+) -> dict[str, InputQuantizer]:
     """Module -> what happens to its input, as `quantized_inputs` names modules and stacked experts."""
     found: dict[str, InputQuantizer] = {}
     modules = {key: a.parameter.rpartition(".")[0] for a in assemblies if not a.stacked for key in a.keys}

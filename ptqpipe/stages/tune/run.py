@@ -8,7 +8,6 @@ layer will get. A killed run runs the finished layers again with their codes and
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,10 +22,9 @@ from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Learned, Settings, learn
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.checkpoint.direct import bytes_of
-from ptqpipe.checkpoint.header import DTYPE_NAMES, header_bytes
-from ptqpipe.checkpoint.partial import output_errors
+from ptqpipe.checkpoint.block_folder import BlockFolder, Finished
 from ptqpipe.checkpoint.source import check_disjoint
+from ptqpipe.checkpoint.tensor_file import write_tensors
 from ptqpipe.checkpoint.writer import Mode
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Unit
@@ -34,11 +32,11 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import default_length, read_config
-from ptqpipe.stages.common.block_folder import BlockFolder, Finished
 from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.machine import Machine, compute_threads, resident_bytes, threads
-from ptqpipe.stages.common.progress import Progress, Step
-from ptqpipe.stages.convert.prepare import Prepared, prepare
+from ptqpipe.stages.common.jobs import Job, progress_bar
+from ptqpipe.stages.common.machine import Machine, compute_threads, peak_bytes, threads
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.tune.block import BlockWork, follow
 
 DEFAULT_SEQLEN = 2048
@@ -100,13 +98,13 @@ def tune(
     prepared = prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
     with prepared:
         source = prepared.source
-        if any(unit.scheme.low_rank is not None for unit in prepared.plan.units):
+        if any(unit.scheme.low_rank is not None for unit in prepared.outputs.plan.units):
             raise UsageError("tune does not learn codes beside a low-rank part; leave low_rank out of the recipe")
-        check_disjoint(prepared.source_path, out)
-        config = read_config(prepared.source_path)
+        check_disjoint(prepared.source.reader.path, out)
+        config = read_config(prepared.source.reader.path)
         samples = load_samples(
             data,
-            prepared.source_path,
+            prepared.source.reader.path,
             samples=options.samples,
             seqlen=default_length(config, DEFAULT_SEQLEN) if options.seqlen is None else options.seqlen,
             seed=options.seed,
@@ -126,22 +124,22 @@ def tune(
             _run(prepared, samples, folder, options, machine)
             content = _content(prepared, samples, options, folder)
             folder.finish(content)
-    return Finished(out, content, time.monotonic() - begun, resident_bytes().peak)
+    return Finished(out, content, time.monotonic() - begun, peak_bytes())
 
 
-def _run(prepared: Prepared, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine) -> None:
+def _run(prepared: Conversion, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine) -> None:
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
     runner = Runner.open(skeleton, samples.windows, device=machine.device, spill=folder.paths.partial)
-    steps = {name: Step(name, i, skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
+    steps = {name: Job(name, i, skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
     streams: list[Activations] = []
     try:
         for _ in range(2):  # what float blocks return, what the tuned ones return
             disk = isinstance(runner.activations, OnDisk)
             streams.append(OnDisk(folder.paths.partial) if disk else InMemory())
-        with runner, Progress(list(steps.values()), shown=machine.progress) as progress:
+        with runner, progress_bar(list(steps.values()), shown=machine.progress) as advance:
             for block in runner.blocks():
                 _tune_block(block, prepared, runner, folder, options, wanted=streams[0], given=streams[1])
-                progress.advance(steps[block.name])
+                advance(steps[block.name])
     finally:
         for stream in streams:
             stream.close()
@@ -149,7 +147,7 @@ def _run(prepared: Prepared, samples: Samples, folder: BlockFolder, options: Tun
 
 def _tune_block(
     block: Block,
-    prepared: Prepared,
+    prepared: Conversion,
     runner: Runner,
     folder: BlockFolder,
     options: TuneOptions,
@@ -239,19 +237,10 @@ def _write(folder: Path, block: str, codes: Mapping[str, QTensor]) -> dict[str, 
         tensors |= {f"{key}.data": q.data, f"{key}.scales": q.scales}
         if q.global_scale is not None:
             tensors[f"{key}.global_scale"] = q.global_scale.reshape(1)
-    names = sorted(tensors)
-    digest = hashlib.sha256()
-    entries = [(name, DTYPE_NAMES[tensors[name].dtype], tuple(tensors[name].shape)) for name in names]
     path = folder / f"{block}.safetensors"
-    with output_errors(path), open(path, "wb") as file:
-        for chunk in (memoryview(header_bytes(entries)), *(bytes_of(tensors[name].contiguous()) for name in names)):
-            digest.update(chunk)
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
     return {
         "file": path.name,
-        "sha256": digest.hexdigest(),
+        "sha256": write_tensors(path, tensors),
         "weights": {key: {"format": q.fmt.name, "shape": list(q.shape)} for key, q in codes.items()},
     }
 
@@ -263,7 +252,7 @@ def _read_codes(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dic
         return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
 
 
-def _content(prepared: Prepared, samples: Samples, options: TuneOptions, folder: BlockFolder) -> dict[str, Any]:
+def _content(prepared: Conversion, samples: Samples, options: TuneOptions, folder: BlockFolder) -> dict[str, Any]:
     """rounding.json."""
     blocks = folder.done
     source = prepared.source
@@ -272,8 +261,8 @@ def _content(prepared: Prepared, samples: Samples, options: TuneOptions, folder:
         "ptqpipe": __version__,
         "run_id": folder.run_id,
         "digest": hashlib.sha256(json.dumps(blocks, sort_keys=True).encode()).hexdigest(),
-        "model": {"name": name_of(prepared.source_path), "fingerprint": source.reader.fingerprint()},
-        "recipe": prepared.recipe.to_json(),
+        "model": {"name": name_of(prepared.source.reader.path), "fingerprint": source.reader.fingerprint()},
+        "recipe": prepared.outputs.recipe.to_json(),
         "statistics": prepared.run_parts.get("statistics"),
         "data": {
             "files": [asdict(file) for file in samples.files],

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.stages.common.block_folder import Finished
-from ptqpipe.stages.common.output_error import samples_text
+from ptqpipe.checkpoint.block_folder import Finished
+from ptqpipe.report.output_error import samples_text
 from ptqpipe.stages.common.text import table
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from ptqpipe.checkpoint.digests import file_sha256
 from ptqpipe.checkpoint.files import OWN_FILES, RECORD_FILE
+from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.containers import Part, get_container, is_kv_scale, quantization_config
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
@@ -23,9 +25,8 @@ from ptqpipe.recipe import Recipe
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
-from ptqpipe.stages.common import kv_cache
-from ptqpipe.stages.common.biases import corrected_biases, with_reasons
-from ptqpipe.stages.common.jobs import file_sha256, run_id_of, run_parts_of
+from ptqpipe.stages.common.extra_tensors import CACHE_REASON, corrected_biases, with_reasons
+from ptqpipe.stages.common.rewrite import run_parts_of
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.structure import chunks, compare_decoded
 
@@ -268,7 +269,7 @@ def check_reasons(record: Record, plan: Plan, findings: Findings, recipe: Recipe
     for entry in plan.kept:
         claimed = kept.get(entry.name, {}).get("reason")
         added = recipe.kv_cache != "none" and is_kv_scale(entry.name)
-        reason = kv_cache.REASON if added else entry.reason
+        reason = CACHE_REASON if added else entry.reason
         if entry.name in kept and claimed != reason:
             findings.fault("record", entry.name, f"is kept for {claimed!r}, the plan's reason is {reason!r}")
 

@@ -20,10 +20,10 @@ from ptqpipe.search.proof import Optimality, cost, prove
 from ptqpipe.source import Source, SourceRows, row_runs
 from ptqpipe.stages.common import low_rank
 from ptqpipe.stages.common.input_scales import LARGEST
+from ptqpipe.stages.common.outputs import Outputs
 from ptqpipe.stages.common.quantize_unit import quantize_unit
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers
 from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.replan import Replanned
 from ptqpipe.statistics import Statistics
 
 SCORE_BUDGET = 1 << 25  # scored elements per weight, when sampling
@@ -144,7 +144,7 @@ def _unlike(ckpt: Source, member: Member, row: int, q: QTensor) -> str:
     return ""
 
 
-def check_input_scales(ckpt: Source, planned: Replanned, record: Record, findings: Findings) -> None:
+def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings: Findings) -> None:
     """Every static input scale is the one that the record claims; without statistics that is the recipe's constant."""
     roles: Sequence[Role] = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
     measured = isinstance(record.raw.get("statistics"), Mapping)

@@ -6,47 +6,30 @@ and config key of the checkpoint is compared with it.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.containers import get_container
+from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.errors import CheckpointError
-from ptqpipe.plan import Plan, make_plan
-from ptqpipe.recipe import Recipe
 from ptqpipe.record import Record, object_of, text_of
 from ptqpipe.source import Source
-from ptqpipe.stages.common.biases import corrected_biases, with_reasons
-from ptqpipe.stages.common.jobs import RECORD_FILE, run_id_of
-from ptqpipe.stages.common.outputs import Outputs, check_supported, config_files, make_outputs
+from ptqpipe.stages.common.outputs import Outputs, outputs_of
 from ptqpipe.stages.verify.claims import check_reasons, conversion_parts, recipe_of
 from ptqpipe.stages.verify.findings import Findings
 
 
-@dataclass(frozen=True, slots=True)
-class Replanned:
-    """What the recorded recipe makes of the source: the plan, and everything that must have been written."""
-
-    recipe: Recipe
-    plan: Plan
-    outputs: Outputs
-
-
-def replan(record: Record, source: Source) -> Replanned:
-    """The plan again. Raises a PtqError where the recorded recipe is none, or makes nothing of this source."""
+def replan(record: Record, source: Source) -> Outputs:
+    """What must have been written. Raises a PtqError where the recorded recipe is none, or makes nothing of this
+    source."""
     conversion = record.conversion
     if conversion is None:
         raise CheckpointError(f"{RECORD_FILE} has no recipe")
     recipe, name = recipe_of(object_of(conversion, "recipe")), text_of(conversion, "container", RECORD_FILE)
-    container = get_container(name)
-    check_supported(container, recipe)
-    plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=container.ABILITIES)
-    plan = with_reasons(plan, corrected_biases(plan, source, recipe))
-    return Replanned(recipe, plan, make_outputs(plan, source, container, container_name=name, recipe=recipe))
+    return outputs_of(source, recipe, container_name=name)
 
 
-def check_plan(ckpt: Source, source: Source, record: Record, planned: Replanned, findings: Findings) -> None:
+def check_plan(ckpt: Source, source: Source, record: Record, planned: Outputs, findings: Findings) -> None:
     """Names, dtypes, shapes, places, config files and the run's identity follow from recipe and source."""
-    reader, layout = ckpt.reader, planned.outputs.layout
+    reader, layout = ckpt.reader, planned.layout
     specs = {spec.name: spec for shard in layout.shards for spec in shard.tensors}
     for name in sorted(specs.keys() - reader.entries.keys()):
         findings.fault("plan", name, "should have been written by the recorded recipe, but is missing")
@@ -66,11 +49,8 @@ def check_plan(ckpt: Source, source: Source, record: Record, planned: Replanned,
     _check_config_files(ckpt, source, record, planned, findings)
 
 
-def _check_config_files(ckpt: Source, source: Source, record: Record, planned: Replanned, findings: Findings) -> None:
-    assert ckpt.container is not None
-    provenance = {"producer": "ptqpipe", "version": record.raw.get("ptqpipe")}
-    files = config_files(planned.outputs, planned.plan, source, ckpt.container, provenance=provenance)
-    for name, wanted in files.items():
+def _check_config_files(ckpt: Source, source: Source, record: Record, planned: Outputs, findings: Findings) -> None:
+    for name, wanted in planned.configs(source, version=record.raw.get("ptqpipe")).items():
         found = ckpt.reader.read_json(name)
         if found is None:
             findings.fault("config", name, "is missing")
@@ -89,12 +69,12 @@ def _where(found: Any, wanted: Any, path: str = "") -> str:
     return f"{path.rstrip('.')} ({found!r:.60}, expected {wanted!r:.60})"
 
 
-def check_conversion(source: Source, record: Record, planned: Replanned, findings: Findings) -> None:
+def check_conversion(source: Source, record: Record, planned: Outputs, findings: Findings) -> None:
     """The run that converted binds recipe and source to the layout that the recipe makes of it."""
     conversion = record.conversion
     assert conversion is not None  # it was planned again
     raw = {**record.raw, "ptqpipe": conversion.get("ptqpipe", record.raw.get("ptqpipe"))}
-    parts = conversion_parts(raw, planned.recipe, layout=planned.outputs.layout.digest)
+    parts = conversion_parts(raw, planned.recipe, layout=planned.layout.digest)
     if conversion.get("run_id") != run_id_of(parts):
         findings.fault("record", RECORD_FILE, "its run_id is not that of its recipe, layout, version and source")
     claimed = record.raw.get("consumed")

@@ -21,13 +21,14 @@ from ptqpipe.plan import Unit
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common.biases import REASON as CORRECTED
+from ptqpipe.stages.common.extra_tensors import BIAS_REASON as CORRECTED
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
 from ptqpipe.stages.common.moments import describe_statistics
+from ptqpipe.stages.common.outputs import Outputs
 from ptqpipe.stages.verify import claims, config, groups, structure
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.repeat import check_input_scales, prove_unit, repeat_unit
-from ptqpipe.stages.verify.replan import Replanned, check_conversion, check_plan, replan
+from ptqpipe.stages.verify.replan import check_conversion, check_plan, replan
 from ptqpipe.stages.verify.text import VerifyReport, WeightReport
 from ptqpipe.stages.verify.weights import check_weight
 from ptqpipe.statistics import Statistics
@@ -48,7 +49,7 @@ class _Run:
     sample_blocks: int | None
     origins: Origins | None = None
     record: Record | None = None
-    planned: Replanned | None = None
+    planned: Outputs | None = None
     statistics: Statistics | None = None
     weights: list[WeightReport] = field(default_factory=list)
 
@@ -288,7 +289,7 @@ def _check_finite(run: _Run, name: str, entry: Mapping[str, Any], found: Finding
         found.fault("record", name, f"has {has} according to {RECORD_FILE}, but {stored} in the checkpoint")
 
 
-def _unit_job(run: _Run, planned: Replanned, unit: Unit) -> tuple[Findings, WeightReport | None]:
+def _unit_job(run: _Run, planned: Outputs, unit: Unit) -> tuple[Findings, WeightReport | None]:
     found = Findings(run.findings.own, run.findings.chosen)
     record, source = run.record, run.source
     assert record is not None  # a plan was made of it, and of the source

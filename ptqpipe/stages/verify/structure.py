@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint.files import OWN_FILES
+from ptqpipe.checkpoint.finite import NotFinite
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.containers import StoredWeight, is_kv_scale
 from ptqpipe.origins import Origins
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import NotFinite
 from ptqpipe.stages.common.text import same_json
 from ptqpipe.stages.verify.findings import Findings
 
@@ -38,7 +38,7 @@ def chunks(
     """(first byte, bytes) of bytes [start, stop) of a tensor, some megabytes at a time; all of it by default."""
     end = reader.entries[name].nbytes if stop is None else stop
     for first in range(start, end, READ_BYTES):
-        yield first, reader.read_bytes(name, start_byte=first, stop_byte=min(first + READ_BYTES, end))
+        yield first, reader.read_bytes(name, start=first, stop=min(first + READ_BYTES, end))
 
 
 def check_fates(ckpt: Source, origins: Origins, findings: Findings) -> None:

@@ -1,8 +1,8 @@
 """What a record says of the error at the layers' outputs, by which calibrated and tuned weights are judged.
 
-A weight that was calibrated knows its output error beside that of plain rounding to nearest; learned codes know it by
-decoder block, beside what `ptqpipe tune` started from. The error of the weights themselves says little of either: both
-let it grow where inputs are small.
+For a calibrated weight the record has its output error relative to that of plain rounding to nearest; for learned
+codes that of each decoder block, relative to what `ptqpipe tune` started from. The error of the weights themselves says
+little of either: both let it grow where inputs are small.
 """
 
 import math
@@ -22,8 +22,8 @@ def judged_by(weights: Mapping[str, Mapping[str, Any]]) -> str:
 
 def samples_text(held_out: Sequence[bool]) -> str:
     """Which samples errors are of, from whether each is of held-out ones."""
-    told = set(held_out)
-    return HELD_OUT if told == {True} else f"{HELD_OUT} where there were any" if True in told else SEEN
+    kinds = set(held_out)
+    return HELD_OUT if kinds == {True} else f"{HELD_OUT} where there were any" if True in kinds else SEEN
 
 
 def tuned_blocks(record: Mapping[str, Any]) -> tuple[TunedBlock, ...]:

@@ -2,25 +2,20 @@
 
 Codes and scales are row major in every layout, so a run of rows is a run of bytes and nothing is decoded. Numbers that
 a layout stores alone (global scales, input scales) are inverted where the other side divides; what that costs is
-looked for and told. Knows readers, writers and parts; must not know names, configs or records.
+looked for and recorded. Knows readers, writers and parts; must not know names, configs or records.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.checkpoint.writer import CheckpointWriter
-from ptqpipe.containers import Part, Role, StoredWeight, decode_low_rank
-from ptqpipe.errors import CheckpointError, FormatError, NumericsError
+from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter
+from ptqpipe.containers import Part, Role, StoredWeight
+from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Codec
-from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import Scheme
-from ptqpipe.stages.common.jobs import COPY_BYTES
-
-DECODE_BYTES = 1 << 20  # of codes; their float32 decode and its temporaries are some twenty times that
+from ptqpipe.source import Source
 
 _OTHER_SPELLING = {
     Role.GLOBAL: Role.GLOBAL_DIVISOR,
@@ -82,7 +77,7 @@ class Moved:
     global_scale: float | None
 
 
-def move(piece: Piece, reader: CheckpointReader, writer: CheckpointWriter) -> Moved:
+def move(piece: Piece, source: Source, writer: CheckpointWriter) -> Moved:
     """Writes every part of a piece at its place. NumericsError for a scale that the new dtype cannot hold."""
     hashes: dict[str, str] = {}
     changed, irreversible = False, []
@@ -90,9 +85,9 @@ def move(piece: Piece, reader: CheckpointReader, writer: CheckpointWriter) -> Mo
     for part in piece.parts:
         origin = piece.origin(part)
         if part.role in (Role.DATA, Role.SCALES):
-            hashes[part.role.value] = _move_rows(piece, part, origin, reader, writer)
+            hashes[part.role.value] = _move_rows(piece, part, origin, source.reader, writer)
             continue
-        value = read_number(reader, origin, expert=piece.expert)
+        value = source.number(origin, expert=piece.expert)
         if origin.role is not part.role:
             inverse = 1.0 / value
             irreversible += [part.name] if bool(1.0 / inverse != value) else []
@@ -102,9 +97,9 @@ def move(piece: Piece, reader: CheckpointReader, writer: CheckpointWriter) -> Mo
             value = inverse
         if part.role in (Role.GLOBAL, Role.GLOBAL_DIVISOR):
             global_scale = float(value if part.role is Role.GLOBAL else 1.0 / value)
-        raw = _exactly(value.reshape(1), part).view(torch.uint8)
-        writer.write(part.name, raw, byte_offset=(piece.into or 0) * raw.nbytes)
-        hashes[part.role.value] = hashlib.sha256(raw.numpy().data).hexdigest()
+        number = _exactly(value.reshape(1), part)
+        written = writer.tensor(part.name, byte_offset=(piece.into or 0) * number.nbytes).put(number)
+        hashes[part.role.value] = written.sha256
     return Moved(hashes, changed, irreversible, global_scale)
 
 
@@ -116,52 +111,22 @@ def decodes_alike(divisor: torch.Tensor, factor: torch.Tensor, codec: Codec) -> 
     return torch.equal(values / divisor, values * factor)
 
 
-def read_number(reader: CheckpointReader, part: Part, *, expert: int | None) -> torch.Tensor:
-    """A part that holds one number (for each expert), as float32 0-d; NumericsError unless finite and positive."""
-    stored = reader.read(part.name).reshape(-1)
-    value = stored[expert if part.stacked and expert is not None else 0].float()
-    if not (torch.isfinite(value) and value > 0):
-        raise NumericsError(f"{part.name} is {value.item()}; a scale must be finite and positive")
-    return value
+def _read_rows(piece: Piece, part: Part, reader: CheckpointReader) -> Iterator[torch.Tensor]:
+    """uint8 [rows, bytes] of a piece's DATA or SCALES, in runs of some megabytes.
 
-
-def read_rows(
-    piece: Piece, part: Part, reader: CheckpointReader, *, limit_bytes: int = COPY_BYTES, align: int = 1
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, uint8 [rows, bytes]) of a piece's DATA or SCALES, in runs of about ``limit_bytes``.
-
-    For SCALES the rows are those of the piece's scale grid. Runs are multiples of ``align`` rows.
+    For SCALES the rows are those of the piece's scale grid.
     """
     count, total, start, step = rows_of(piece, part)
     row_bytes = reader.entries[part.name].nbytes // ((piece.source.experts or 1) * total)
     base = (piece.expert or 0) * total + start
-    run = max(limit_bytes // max(row_bytes * step, 1) // align, 1) * align
+    run = max(COPY_BYTES // max(row_bytes * step, 1), 1)
     for first in range(0, count, run):
         last = min(first + run, count)
         span = (last - first - 1) * step + 1
         raw = torch.empty(span * row_bytes, dtype=torch.uint8)
         at = (base + first * step) * row_bytes
-        reader.read_into(part.name, raw, byte_start=at, byte_stop=at + span * row_bytes)
-        yield first, raw.reshape(span, row_bytes)[::step].contiguous()
-
-
-def decoded_rows(piece: Piece, reader: CheckpointReader) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, float32 [rows, K]) of a piece, some megabytes at a time: the decode of ``qtensor.py``."""
-    fmt, source = piece.source.scheme.fmt, piece.source
-    data, scales = (source.part(role) for role in (Role.DATA, Role.SCALES))
-    divisor = source.part(Role.GLOBAL_DIVISOR)
-    number = divisor or source.part(Role.GLOBAL)
-    if data is None or scales is None:
-        raise CheckpointError(f"{source.weight} has no stored codes or scales")
-    g = None if number is None else read_number(reader, number, expert=piece.expert)
-    raw = torch.cat([rows for _, rows in read_rows(piece, scales, reader)])
-    grid = raw.view(fmt.scale.dtype or torch.uint8).reshape(fmt.scale_shape(piece.shape))
-    thin = decode_low_rank(source, lambda name, i, j: reader.read(name, start=i or 0, stop=j), expert=piece.expert)
-    for first, rows in read_rows(piece, data, reader, limit_bytes=DECODE_BYTES, align=fmt.step(0)):
-        count = rows.shape[0]
-        own = grid[slice(*fmt.scale_run(0, first, first + count))]
-        added = None if thin is None else thin.narrow(0, first, count)
-        yield first, QTensor(fmt, (count, piece.shape[1]), rows, own, g, divisor is not None, added).dequantize()
+        reader.read_into(part.name, raw, start=at, stop=at + span * row_bytes)
+        yield raw.reshape(span, row_bytes)[::step].contiguous()
 
 
 def rows_of(piece: Piece, part: Part) -> tuple[int, int, int, int]:
@@ -186,29 +151,12 @@ def rows_of(piece: Piece, part: Part) -> tuple[int, int, int, int]:
 
 def _move_rows(piece: Piece, part: Part, origin: Part, reader: CheckpointReader, writer: CheckpointWriter) -> str:
     """Writes a DATA or SCALES part; its sha256."""
-    digest = hashlib.sha256()
-    cast = _same_bytes if origin.dtype == part.dtype or origin.dtype not in _FLOATS else _widened(origin, part)
-    offset = _bytes_of_one(part, writer) * (piece.into or 0)
-    for _, rows in read_rows(piece, origin, reader):
-        raw = cast(rows)
-        writer.write(part.name, raw, byte_offset=offset)
-        digest.update(raw.numpy().data)
-        offset += raw.nbytes
-    return digest.hexdigest()
-
-
-def _bytes_of_one(part: Part, writer: CheckpointWriter) -> int:
-    """Bytes of one expert of a part, of all of it where it is no stack."""
-    return writer.layout.placements[part.name].nbytes // (part.shape[0] if part.stacked else 1)
-
-
-def _same_bytes(rows: torch.Tensor) -> torch.Tensor:
-    return rows.reshape(-1)
-
-
-def _widened(origin: Part, part: Part) -> Callable[[torch.Tensor], torch.Tensor]:
-    dtype = _FLOATS[origin.dtype]
-    return lambda rows: _exactly(rows.reshape(-1).view(dtype), part).view(torch.uint8)
+    same = origin.dtype == part.dtype or origin.dtype not in _FLOATS
+    one = writer.layout.placements[part.name].nbytes // (part.shape[0] if part.stacked else 1)
+    written = writer.tensor(part.name, byte_offset=one * (piece.into or 0))
+    for rows in _read_rows(piece, origin, reader):
+        written.put(rows if same else _exactly(rows.reshape(-1).view(_FLOATS[origin.dtype]), part))
+    return written.sha256
 
 
 def _exactly(numbers: torch.Tensor, part: Part) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The choice as an integer program: one option for each group, the least total cost within a budget of bytes.
+"""The multiple-choice knapsack: one option for each group, the least total cost within a budget of bytes.
 
     minimize   sum cost[g][o] x[g][o]     subject to   sum_o x[g][o] = 1,   sum size[g][o] x[g][o] <= budget
 

@@ -5,22 +5,18 @@ whose line is in the journal; one that failed before its first block leaves noth
 block's file holds.
 """
 
-import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_journals
-from ptqpipe.checkpoint.partial import Paths, RankLock, output_errors, prepare, publish
+from ptqpipe.checkpoint.files import json_bytes
+from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_journals, run_id_of
+from ptqpipe.checkpoint.partial import Paths, RankLock, check_unfinished, output_errors, prepare, publish
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import Mode
-from ptqpipe.errors import AlreadyComplete
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
-from ptqpipe.stages.common.jobs import json_bytes, run_id_of
-from ptqpipe.stages.common.machine import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +40,16 @@ class BlockFolder:
         source: CheckpointReader,
         index_file: str,
         mode: Mode,
-        ranks: Ranks | None = None,
+        rank: int = 0,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
         """Rank 0 prepares the folder while the others wait. OutputError, AlreadyComplete.
 
         source      the model, whose files a resumed run must find untouched
         parts       what decides the numbers of this run; which of them changed is what a refused --resume says
         index_file  the file whose "run_id" says which run made a complete folder
+        wait        returns when every rank has called it
         """
-        ranks = ranks or Ranks()
         self.paths = Paths.of(out)
         self.run_id = run_id_of(parts)
         self._source = source
@@ -61,24 +58,17 @@ class BlockFolder:
         self._lock: RankLock | None = None
         self._journal: Journal | None = None
         if mode == "resume":
-            self._check_unfinished()
-        ranks.barrier_unless_first()
-        if ranks.rank == 0:
+            check_unfinished(self.paths.out, self.run_id, index_file=index_file)
+        if rank != 0:
+            wait()
+        if rank == 0:
             identity = RunIdentity(self.run_id, "", dict(parts), source.file_states(), self._replace)
             self._lock, found = prepare(self.paths, identity, mode=mode, index_file=index_file)
             self._replace = (found or identity).replaces
             with output_errors(self.paths.partial):
                 self._journal = Journal(self.paths.partial / journal_name(0), found or identity)
-        ranks.barrier_if_first()
+            wait()
         self.done: dict[str, dict[str, Any]] = dict(read_journals(self.paths.partial).units)
-
-    def _check_unfinished(self) -> None:
-        try:
-            found = json.loads(read_regular(self.paths.out / self._index_file, limit=MAX_JSON_BYTES))["run_id"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return
-        if found == self.run_id and not self.paths.partial.is_dir():
-            raise AlreadyComplete(f"{self.paths.out} is already complete, by this very run; nothing is left to do")
 
     def commit(self, unit: str, record: Mapping[str, Any]) -> None:
         """A block's file is on disk; ``record`` is JSON. Rank 0 keeps it."""

@@ -1,0 +1,34 @@
+"""A small safetensors file beside an index (statistics and learned codes of one decoder block), written whole.
+
+Must not know what the tensors are. The weights of models have `writer.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ptqpipe.checkpoint.direct import bytes_of
+from ptqpipe.checkpoint.header import DTYPE_NAMES, header_bytes
+from ptqpipe.checkpoint.partial import output_errors
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Writes CPU tensors of any dtype in the order of their names; on disk when this returns. Its sha256 in hex.
+
+    Raises OutputError.
+    """
+    names = sorted(tensors)
+    header = header_bytes([(name, DTYPE_NAMES[tensors[name].dtype], tuple(tensors[name].shape)) for name in names])
+    digest = hashlib.sha256()
+    with output_errors(path), open(path, "wb") as file:
+        for chunk in (memoryview(header), *(bytes_of(tensors[name].contiguous()) for name in names)):
+            digest.update(chunk)
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()

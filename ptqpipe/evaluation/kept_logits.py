@@ -1,0 +1,32 @@
+"""A model's logits on one text, computed once: what other models, or the same one quantized, are scored against.
+
+Memory holds all of them; `cache.py` keeps those of long texts on disk.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ptqpipe.errors import UsageError
+from ptqpipe.evaluation.scores import ModelLogits, Window, batches, vocabulary_of, windows
+
+MAX_BYTES = 8 << 30
+
+
+class KeptLogits:
+    """The reference of `score`: the logits of a model on ``tokens`` int64 [T], float32 [T, vocabulary] in memory."""
+
+    def __init__(self, model: Any, tokens: torch.Tensor, window: int) -> None:
+        """UsageError where they would take more than 8 GiB."""
+        self.vocabulary = vocabulary_of(model) or 0
+        needed = 4 * self.vocabulary * len(tokens)
+        if needed > MAX_BYTES:
+            most = MAX_BYTES // (4 * self.vocabulary)
+            raise UsageError(f"logits of {len(tokens)} tokens take {needed >> 30} GiB; use --max-tokens {most} or less")
+        give = ModelLogits(model)
+        found = windows(len(tokens), window)
+        self._kept = {batch[0].start: give(batch, tokens) for batch in batches(found, vocabulary=self.vocabulary)}
+
+    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
+        return self._kept[batch[0].start]

@@ -1,0 +1,283 @@
+"""Stages that write a checkpoint: what one has to say (`Rewrite`), and the one function that runs it (`rewrite`).
+
+convert, relayout, dequantize and transform decide every byte's place from headers, and are then the same: workers do
+the jobs that are not in the journal yet, rank 0 writes the config files and the record, and the folder gets its name.
+Must not know what a job computes.
+"""
+
+import hashlib
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypedDict
+
+import torch
+
+from ptqpipe.checkpoint import (
+    INDEX_NAME,
+    RECORD_FILE,
+    CheckpointWriter,
+    Mode,
+    Paths,
+    ShardLayout,
+    TensorSpec,
+    check_unfinished,
+    file_sha256,
+    json_bytes,
+    run_id_of,
+)
+from ptqpipe.errors import OutputError
+from ptqpipe.source import Source
+from ptqpipe.stages.common.identity import name_of
+from ptqpipe.stages.common.jobs import J, Job, MemoryPool, progress_bar, run_jobs
+from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, Ranks, Share, one_thread_each, peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTensor(Job):
+    """Copies a tensor of the source byte for byte, under the name of ``spec``. ``reason``: why it stays as it is."""
+
+    tensor: str
+    spec: TensorSpec
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Rewrite(ABC, Generic[J]):
+    """A checkpoint that is decided to the byte: where everything will lie, and what makes it. Has read no weight.
+
+    out     the output folder, which is not there yet
+    source  what the jobs read; whoever opened it closes it
+    """
+
+    out: Path
+    source: Source
+    layout: ShardLayout
+    jobs: tuple[J, ...]
+
+    @property
+    @abstractmethod
+    def run_parts(self) -> Mapping[str, str]:
+        """What decides the bytes, by name: an unfinished run is continued only by one with the same parts."""
+
+    @abstractmethod
+    def do(self, job: J, writer: CheckpointWriter, share: Share) -> Mapping[str, Any]:
+        """Writes the tensors of a job at their places; what the journal says of it (JSON). Called on many threads."""
+
+    @abstractmethod
+    def configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """The config files by name; the source's files of these names are not carried over."""
+
+    @abstractmethod
+    def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The content of ptqpipe.json, from what `do` returned for every job, in the order of the jobs."""
+
+    @property
+    def run_id(self) -> str:
+        """Identifies the run: the sha256 of `run_parts`."""
+        return run_id_of(self.run_parts)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What readers of the output are known to get wrong."""
+        return ()
+
+    def cache_bytes(self, job: J) -> int:
+        """What a worker that does this job would like to keep in memory."""
+        return 0
+
+    def extra_bytes(self, job: J) -> int:
+        """What this job needs in addition to that and to what every worker has; it waits until it is free."""
+        return 0
+
+    def least_memory(self) -> tuple[int, J | None]:
+        """(bytes of memory that are needed with one job at a time, the job that needs the most; None for none)."""
+        most = max(self.jobs, key=self.extra_bytes, default=None)
+        extra = 0 if most is None else self.extra_bytes(most)
+        return BASE_BYTES + WORKER_BYTES + extra, most if extra else None
+
+    def share_of(self, machine: Machine, jobs: Sequence[J]) -> Share:
+        """What the workers get of a machine's memory for these jobs."""
+        cache = max(map(self.cache_bytes, self.jobs), default=0)
+        return machine.divide_memory(cache, len(jobs), reserved_bytes=max(map(self.extra_bytes, jobs), default=0))
+
+    def at_once(self, job: J, share: Share) -> int:
+        """How many jobs that need as much as this one are done at the same time."""
+        extra = self.extra_bytes(job)
+        return share.workers if not extra else max(1, min(share.workers, share.pool_bytes // extra))
+
+    def copy(
+        self, job: CopyTensor, writer: CheckpointWriter, *, look: Callable[[torch.Tensor], None] | None = None
+    ) -> dict[str, Any]:
+        """Copies a tensor; its part of the record. ``look`` sees every chunk of its bytes."""
+        written = writer.tensor(job.spec.name).copy(self.source.reader, job.tensor, look=look)
+        return {"sha256": written.sha256, "bytes": written.nbytes}
+
+
+class Run(TypedDict, total=False):
+    """How a stage runs: on which machine, among which ranks, and what it may do to what lies at the output."""
+
+    mode: Mode
+    machine: Machine
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished checkpoint: where it lies, what was written, and what that cost.
+
+    record            the content of its ptqpipe.json
+    source_container  the layout of the source, "plain" for one that is not quantized
+    warnings          what readers of the output are known to get wrong
+    written_bytes     of weights and index
+    """
+
+    out: Path
+    record: Mapping[str, Any]
+    source_container: str
+    warnings: tuple[str, ...]
+    source_bytes: int
+    written_bytes: int
+    seconds: float
+    peak_rss_bytes: int
+
+    def to_json(self, **facts: Any) -> dict[str, Any]:
+        """The outcome as data: where, ``facts``, and the cost."""
+        cost = {key: getattr(self, key) for key in ("written_bytes", "seconds", "peak_rss_bytes")}
+        return {"out": str(self.out), **facts, **cost}
+
+
+def rewrite(
+    work: Rewrite[J], *, mode: Mode = "new", machine: Machine | None = None, ranks: Ranks | None = None
+) -> Done | None:
+    """Does the jobs that this rank owns and that are not done yet; rank 0 then finishes. None on the other ranks.
+
+    Raises what the jobs raise, CheckpointError where the source has changed since it was opened, and OutputError; what
+    is done stays resumable. AlreadyComplete where there is nothing left to resume.
+    """
+    machine, ranks, begun = machine or Machine(), ranks or Ranks(), time.monotonic()
+    if mode == "resume":
+        check_unfinished(work.out, work.run_id)  # on every rank, before any of them waits for another
+    ranks.barrier_unless_first()
+    writer = CheckpointWriter.open(
+        work.out,
+        work.layout,
+        run_id=work.run_id,
+        run_parts=work.run_parts,
+        source_files=work.source.reader.file_states(),
+        mode=mode,
+        rank=ranks.rank,
+        world=ranks.world,
+    )
+    with writer:
+        ranks.barrier_if_first()
+        _do_jobs(work, writer, machine, ranks)
+        writer.flush()
+        if ranks.rank != 0:
+            writer.close()
+        ranks.barrier()
+        if ranks.rank != 0:
+            return None
+        record = _finish(work, writer)
+    return Done(
+        work.out,
+        record,
+        work.source.container_name,
+        work.warnings,
+        source_bytes=sum(entry.nbytes for entry in work.source.reader.entries.values()),
+        written_bytes=work.layout.file_bytes,
+        seconds=time.monotonic() - begun,
+        peak_rss_bytes=peak_bytes(),
+    )
+
+
+def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks: Ranks) -> None:
+    """The jobs of this rank that the journal does not have."""
+    done = writer.done()
+    owners = work.layout.group_ranks(ranks.world)
+    mine = [job for job in work.jobs if owners[job.group] == ranks.rank and job.id not in done]
+    share = work.share_of(machine, mine)
+    pool = MemoryPool(share.pool_bytes)
+    with one_thread_each(), progress_bar(mine, shown=machine.progress and ranks.rank == 0) as advance:
+
+        def do(job: J) -> None:
+            with pool.taken(work.extra_bytes(job)):
+                record = work.do(job, writer, share)
+            writer.commit(job.id, record)
+            advance(job)
+
+        run_jobs(mine, do, threads=share.threads)
+
+
+def _finish(work: Rewrite[J], writer: CheckpointWriter) -> dict[str, Any]:
+    """The closing steps, on rank 0: the config files, ptqpipe.json with the sha256 of all files but the weights and
+    itself, and what is carried over from the source's folder; then the output has its name. The record."""
+    reader = work.source.reader
+    reader.check_unchanged()
+    contents = {name: json_bytes(config) for name, config in work.configs().items()}
+    files = {path.relative_to(reader.path).as_posix(): path for path in reader.extra_files}
+    carried = [(path, name) for name, path in files.items() if name not in (*contents, RECORD_FILE)]
+    index = work.layout.index_json()
+    written = contents if index is None else {**contents, INDEX_NAME: index.encode()}
+    hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in written.items()}
+    hashes |= {name: file_sha256(path) for path, name in carried}
+    record = {**work.record(records_of(work.jobs, writer.done())), "files": dict(sorted(hashes.items()))}
+    contents[RECORD_FILE] = json_bytes(record)
+    writer.finish(expected_units=[job.id for job in work.jobs], extra=contents, copy=carried)
+    return record
+
+
+def records_of(jobs: Iterable[Job], done: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The record of every job, in the order of the jobs. OutputError where one is missing."""
+    found = []
+    for job in jobs:
+        if job.id not in done:
+            raise OutputError(f"unit '{job.id}' is missing from the journal; run again with --resume")
+        found.append(done[job.id])
+    return found
+
+
+def merged(done: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """The entries under ``key`` of all jobs' records, which are dictionaries by the name of a tensor."""
+    return {name: entry for record in done for name, entry in record.get(key, {}).items()}
+
+
+# By stage, the fields of a record, apart from container and version, that say what its run was to do.
+_HEAD = {
+    "relayout": ("relayout_of", "relayout_from", "converted_as", "source", "statistics", "rounding"),
+    "dequantize": ("dequantized_from", "source", "dtype"),
+    "transform": ("transformed_from", "statistics", "transforms", "options", "exact", "dtype", "untied"),
+}
+
+
+def parts_of_stage(stage: str, record: Mapping[str, Any], *, layout: str) -> dict[str, str]:
+    """What decides the bytes of a run of relayout, dequantize or transform, from what its record says of the run.
+
+    layout  the digest of names, dtypes, shapes and places of all tensors
+    """
+    return {
+        "stage": stage,
+        "container": str(record.get("container")),
+        "layout": layout,
+        "version": str(record.get("ptqpipe")),
+        **{key: json.dumps(record.get(key), sort_keys=True) for key in _HEAD[stage]},
+    }
+
+
+def run_parts_of(record: Mapping[str, Any], *, layout: str) -> dict[str, str] | None:
+    """`parts_of_stage` for the stage that wrote a record; None for a record of another one."""
+    stage = next((stage for stage, (first, *_) in _HEAD.items() if first in record), None)
+    return None if stage is None else parts_of_stage(stage, record, layout=layout)
+
+
+def named_source(source: Source) -> dict[str, str]:
+    """How a record names the checkpoint that its own was made of."""
+    return {"name": name_of(source.reader.path), "fingerprint": source.reader.fingerprint()}
+
+
+def is_unfinished(out: Path) -> bool:
+    """Whether a run that --resume continues lies beside ``out``."""
+    return Paths.of(out).partial.is_dir()

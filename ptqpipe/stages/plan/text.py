@@ -1,0 +1,99 @@
+"""What plan says at its end: text for a terminal, a dict for JSON."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from ptqpipe.plan import Member
+from ptqpipe.stages.common.text import layer_of, role_of, size_text, table
+from ptqpipe.stages.plan.run import MixedPlan
+from ptqpipe.stages.plan.units import KEEP
+
+NO_GAP = 1e-9  # of the cost: below it is the rounding of sums
+
+
+def render(plan: MixedPlan) -> str:
+    """The plan for a terminal: what became what, the Pareto curve, how far from optimal it could be."""
+    groups = defaultdict(list)
+    for group in plan.groups:
+        for member in group.members:
+            groups[(role_of(member.weight), plan.chosen[group.id])].append(member)
+    rows = [
+        [role, name, str(len(members)), f"{sum(m.elements for m in members):,}", _layers(members)]
+        for (role, name), members in sorted(groups.items())
+    ]
+    names = sorted({name for solution in plan.curve for name in plan.counts(solution)})
+    base = plan.curve[0].cost or 1.0
+    curve = [
+        [
+            "*" if solution is plan.solution else "",
+            f"{plan.bits(solution):.3f}",
+            size_text(solution.nbytes),
+            f"{solution.cost:.4g}",
+            f"{solution.cost / base:.3f}",
+            *(str(plan.counts(solution).get(name, 0)) for name in names),
+            "0" if solution.gap < NO_GAP else f"{solution.gap:.1e}",
+        ]
+        for solution in plan.curve
+    ]
+    head = ["", "bits", "size", "cost", "of largest", *names, "gap"]
+    within = "" if plan.solution.gap < NO_GAP else f" to within {plan.solution.gap:.1e}"
+    return "\n".join(
+        [
+            f"{plan.source}: {len(plan.groups)} groups, {plan.elements:,} numbers; cost: {plan.how}",
+            table(["role", "format", "weights", "params", "layers"], rows, left=2),
+            "",
+            "Pareto curve (sizes of the groups; * is the plan):",
+            table(head, curve),
+            "",
+            f"{plan.bits(plan.solution):.4f} bits per weight, cost {plan.solution.cost:.4g}, optimal{within}; converts "
+            f"to {plan.file_bytes:,} bytes ({size_text(plan.file_bytes)}) of weights and index",
+        ]
+    )
+
+
+def _layers(members: Sequence[Member]) -> str:
+    """The numbers of layers, runs shortened: 0-3, 7."""
+    numbers = sorted({layer for m in members if (layer := layer_of(m.module)) is not None})
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return text if len(text) <= 40 else f"{len(numbers)} layers"
+
+
+def to_json(plan: MixedPlan) -> dict[str, Any]:
+    """The plan as data: every group's choice and costs, the curve."""
+    return {
+        "model": plan.source,
+        "how": plan.how,
+        "bits_per_weight": plan.bits(plan.solution),
+        "bytes": plan.file_bytes,
+        "cost": plan.solution.cost,
+        "gap": plan.solution.gap,
+        "groups": [
+            {
+                "id": group.id,
+                "weights": [member.weight for member in group.members],
+                "chosen": plan.chosen[group.id],
+                "options": {
+                    o.name: {"bytes": o.nbytes, "cost": 0.0 if o.name == KEEP else plan.costs[(group.id, o.name)]}
+                    for o in group.options
+                },
+            }
+            for group in plan.groups
+        ],
+        "curve": [
+            {
+                "bits": plan.bits(solution),
+                "bytes": solution.nbytes,
+                "cost": solution.cost,
+                "gap": solution.gap,
+                "weights": plan.counts(solution),
+            }
+            for solution in plan.curve
+        ],
+    }

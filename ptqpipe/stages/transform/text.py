@@ -1,0 +1,31 @@
+"""What transform says at its end: text for a terminal, a dict for JSON."""
+
+from typing import Any
+
+from ptqpipe.stages.common.rewrite import Done
+from ptqpipe.stages.common.text import size_text
+
+FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
+
+
+def render(done: Done) -> str:
+    """What was done, for a terminal."""
+    record = done.record
+    how = "exact: every factor is a power of two" if record["exact"] else f"rounded once to {record['dtype']}"
+    if not record["exact"] and record["rounding"] > FLOAT32_ROUNDING:
+        how += f", a relative MSE of {record['rounding']:.1e}"
+    return (
+        f"{done.out}: {' then '.join(record['transforms'])}, {len(record['foldings'])} foldings into "
+        f"{len(record['weights'])} tensors, {len(record['kept'])} kept; {how}; {size_text(done.written_bytes)} in "
+        f"{done.seconds:.1f} s, peak memory {done.peak_rss_bytes >> 20} MiB"
+    )
+
+
+def to_json(done: Done) -> dict[str, Any]:
+    """The outcome as data."""
+    record = done.record
+    return done.to_json(
+        changed=len(record["weights"]),
+        kept=len(record["kept"]),
+        **{key: record[key] for key in ("transforms", "foldings", "exact", "rounding")},
+    )
