@@ -14,6 +14,11 @@ def one_line(text: str, *, limit: int = MAX_MESSAGE) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2 - 5) :]}"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error; the name of its class where it has no text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class PtqError(Exception):
     """Root of every error that a user can act on. ``exit_code`` is what the CLI exits with.
 

@@ -19,7 +19,7 @@ NUMBERS = {"errors", "formats", "schemes", "packing", "qtensor"}
 STAGES = NUMBERS | {
     "_version", "patterns", "regular_file", "global_scale", "kernels", "search", "algorithms", "transforms",
     "containers", "checkpoint", "recipe", "plan", "source", "statistics", "rounding", "calibration", "runtime",
-    "evaluation", "report", "engine", "server", "collectives",
+    "evaluation", "report", "engine", "server", "collectives", "processes",
 }  # fmt: skip
 
 # fmt: off
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors":       set(),
     "formats":      {"errors"},
     "patterns":     set(),
+    "processes":    {"errors"},
     "regular_file": set(),
     "schemes":      {"errors", "formats"},
     "packing":      {"errors", "formats"},
@@ -93,6 +94,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "uvicorn": ("server",),
     "prometheus_client": ("server",),
     "greenlet": ("engine.overlap",),
+    "psutil": ("processes",),
     # Readers that the tests compare with. The package must not lean on them.
     "compressed_tensors": (),
     "modelopt": (),

@@ -6,18 +6,19 @@ Everything here takes a second or two, reads no weight and starts no process.
 import math
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptqpipe.checkpoint.files import refuse_pipes
-from ptqpipe.errors import CheckpointError, UsageError, one_line
+from ptqpipe.errors import CheckpointError, UsageError, first_line, one_line
 from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
-from ptqpipe.stages.serve.hardware import device_of
 
 if TYPE_CHECKING:
     from ptqpipe.stages.serve.ranks import Place
 
 _PORTS = 1 << 16
+PACKAGES = ("transformers", "fastapi", "uvicorn", "prometheus_client", "greenlet", "psutil")
 
 
 def check_address(port: int, drain_s: float, api_key: str | None) -> None:
@@ -40,11 +41,10 @@ def host_names(host: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
     return host, own, short, f"{short}.local", *allowed
 
 
-def require_packages() -> None:
+def require_packages(packages: tuple[str, ...] = PACKAGES) -> None:
     """UsageError that names the extra where a package of the service is missing."""
     from importlib.util import find_spec
 
-    packages = ("transformers", "fastapi", "uvicorn", "prometheus_client", "greenlet")
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}; pip install 'ptqpipe[serve]'")
@@ -54,7 +54,7 @@ def check_place(ckpt: str, device: str, place: "Place") -> None:
     """UsageError without a folder, and where the last rank of this machine would have no device."""
     from ptqpipe.runtime.loading import check_device
 
-    check_device(device_of(device, local_rank=place.local - 1, local_ranks=place.local))
+    check_device(replace(place, local_rank=place.local - 1).device(device))
     if not Path(ckpt).is_dir():
         raise UsageError(f"{ckpt} is not a folder; give a checkpoint that lies on this machine")
 
@@ -96,9 +96,9 @@ def read_tokenizer(ckpt: str) -> Any:
         with quiet():
             return AutoTokenizer.from_pretrained(ckpt, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of what kind depends on the tokenizer's own code
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{ckpt} has no tokenizer that transformers reads: {first}; copy the model's tokenizer files there"
+            f"{ckpt} has no tokenizer that transformers reads: {first_line(error)}; copy the model's tokenizer files "
+            "there"
         ) from None
 
 

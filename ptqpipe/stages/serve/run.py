@@ -4,7 +4,7 @@ One process serves alone. Of several ranks the first has the engine and the serv
 started here (``ranks.py``) or by torchrun.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,16 @@ from ptqpipe.stages.serve.checks import (
     read_tokenizer,
     require_packages,
 )
-from ptqpipe.stages.serve.hardware import cache_bytes, default_threads, device_of
 from ptqpipe.stages.serve.ranks import Place, Ranks
 from ptqpipe.stages.serve.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from ptqpipe.collectives import QuantAllReduce
     from ptqpipe.engine.engine import Engine
     from ptqpipe.engine.overlap import Overlap
+    from ptqpipe.engine.ranks import Leader
     from ptqpipe.engine.runner import Runner
     from ptqpipe.runtime.parallel import RunCollective
 
@@ -41,7 +43,7 @@ class ServeOptions:
 
     name          of the model in the API
     allreduce     "off", a codec ("int8", ...), or "auto": quantized where it is measured to be faster
-    overlap       whether a prefill's sums go beside its computing (``engine/overlap.py``)
+    overlap       whether a prefill's all-reduces overlap with its computation (``engine/overlap.py``)
     invariant     whether an answer must not depend, to the bit, on what else is computed (``runtime/invariant.py``)
     max_len       longest sequence; cache_bytes: of keys and values
     max_queue     most sequences that wait
@@ -106,91 +108,104 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -
     place.follow_parent()
     require_packages()
     check_place(options.ckpt, options.device, place)
-    from ptqpipe.runtime.allocator import use_one_arena
+    from ptqpipe.runtime.memory import use_one_arena
 
     use_one_arena()
     if place.rank > 0:
         _follow(options, place)
         return
-    from ptqpipe.server.run import Listen, bind
+    from ptqpipe.server.run import bind
 
-    listen = Listen(options.host, options.port, options.drain_s)
-    listening = bind(listen)
+    listening = bind(options.host, options.port)
     check_sums(options.allreduce)
     template = read_template(options.chat_template)
     check_checkpoint(options.ckpt, tp=place.size, packed=options.packed)
     tokenizer, context = read_tokenizer(options.ckpt), context_of(options.ckpt, options.max_len)
     with Ranks.start(place, worker) as ranks:
-        _lead(options, ranks, (tokenizer, template, context), (listening, listen), say)
+        Lead(options, ranks, tokenizer, context, say).serve(listening, template)
 
 
-def _lead(
-    options: ServeOptions,
-    ranks: Ranks,
-    model: tuple[Any, str | None, int],
-    listens: tuple[Any, Any],
-    say: Say,
-) -> None:
-    """The first rank. ``model``: its tokenizer, the chat template given for it, the longest sequence."""
-    from ptqpipe.collectives import QuantAllReduce
-    from ptqpipe.engine.ranks import Leader
-    from ptqpipe.engine.service import Service
-    from ptqpipe.server.app import ServerOptions, create_app
-    from ptqpipe.server.metrics import AllReduceCounts
-    from ptqpipe.server.run import run
-    from ptqpipe.stages.common.identity import name_of
+class Lead:
+    """The first rank: it builds the engine in the engine's thread, and serves.
 
-    tokenizer, template, context = model
-    leaders: list[Leader] = []
-    sums: list[QuantAllReduce] = []
-    causes: list[PtqError] = []
-    threads = options.threads or default_threads(ranks.place.local)
-    watchdog = Watchdog()
+    leader      what sends each batch to the other ranks, once they have joined; None for one rank
+    all_reduce  what sums over the ranks, once they have joined; None for one rank
+    cause       the error for which there is no engine: its kind is the exit code, and a service keeps the text alone
+    """
 
-    def build() -> "Engine":
+    def __init__(self, options: ServeOptions, ranks: Ranks, tokenizer: Any, context: int, say: Say) -> None:
+        from ptqpipe.engine.service import Service
+
+        self.options, self.ranks, self.tokenizer, self.context, self.say = options, ranks, tokenizer, context, say
+        self.leader: Leader | None = None
+        self.all_reduce: QuantAllReduce | None = None
+        self.cause: PtqError | None = None
+        self.threads = options.threads or ranks.place.threads()
+        self.service = Service(
+            self.build, max_queue=options.max_queue, threads=self.threads, beat=self.beat, close=self.close
+        )
+
+    def build(self) -> "Engine":
+        """The engine, after the other ranks have joined."""
         try:
-            return load()
+            return self._load()
         except PtqError as error:
-            causes.append(error)
+            self.cause = error
             raise
 
-    def load() -> "Engine":
+    def _load(self) -> "Engine":
+        from ptqpipe.engine.ranks import Leader
+
+        options, ranks, watchdog = self.options, self.ranks, Watchdog()
         ranks.join()
-        sums.extend(_all_reduce(options, ranks.place))
-        runner = _runner(options, ranks.place, context, sums, watchdog)
+        self.all_reduce = _all_reduce(options, ranks.place)
+        runner = _runner(options, ranks.place, self.context, self.all_reduce, watchdog)
         if ranks.place.size > 1:
-            leaders.append(Leader(runner, watch=watchdog))
-        engine = _engine(options, runner, leaders[0] if leaders else runner, tokenizer, context)
-        say(_summary(runner, ranks.place.size, threads, context))
-        watchdog.watch(ranks.failing(service.fail), ranks.others)
+            self.leader = Leader(runner, watch=watchdog)
+        engine = _engine(options, runner, self.leader or runner, self.tokenizer, self.context)
+        self.say(_summary(runner, ranks.place.size, self.threads, self.context))
+        watchdog.watch(ranks.failing(self.service.fail), ranks.others)
         return engine
 
-    def close() -> None:
-        if leaders and not ranks.broken:
-            leaders[0].close()
+    def beat(self) -> None:
+        """Lets the other ranks know that this one lives."""
+        if self.leader is not None:
+            self.leader.beat()
 
-    def beat() -> None:
-        if leaders:
-            leaders[0].beat()
+    def close(self) -> None:
+        """Ends the other ranks, unless one of them is broken: then they are killed."""
+        if self.leader is not None and not self.ranks.broken:
+            self.leader.close()
 
-    service = Service(build, max_queue=options.max_queue, threads=threads, beat=beat, close=close)
-    ranks.watch(service.fail)
-    name = options.name or name_of(Path(options.ckpt))
-    hosts = host_names(options.host, options.allowed_hosts)
-    server = ServerOptions((name,), context, hosts, options.api_key, options.max_body, template)
-
-    def counts() -> AllReduceCounts | None:
-        found = sums[0].stats() if sums else None
-        if found is None:
+    def counts(self) -> dict[str, int] | None:
+        """What the sums over the ranks have cost so far, as ``/metrics`` shows it."""
+        if self.all_reduce is None:
             return None
-        return AllReduceCounts(found.calls, found.plain_calls, found.value_bytes, found.wire_bytes)
+        stats = self.all_reduce.stats()
+        return {
+            "quantized": stats.calls,
+            "plain": stats.plain_calls,
+            "values": stats.value_bytes,
+            "wire": stats.wire_bytes,
+        }
 
-    app = create_app(service, tokenizer, server, all_reduce=counts)
-    service.start()
-    try:
-        run(app, service, *listens, say=say)
-    except PtqError as error:  # the engine's thread leaves its message alone; its kind is the exit code
-        raise (causes[0] if causes and str(causes[0]) == str(error) else error) from None
+    def serve(self, listening: "socket", template: str | None) -> None:
+        """Until a signal or a failure. ``template``: the chat template in the place of the tokenizer's."""
+        from ptqpipe.server.app import ServerOptions, create_app
+        from ptqpipe.server.run import run
+        from ptqpipe.stages.common.identity import name_of
+
+        options, service = self.options, self.service
+        self.ranks.watch(service.fail)
+        name = options.name or name_of(Path(options.ckpt))
+        hosts = host_names(options.host, options.allowed_hosts)
+        server = ServerOptions((name,), self.context, hosts, options.api_key, options.max_body, template)
+        app = create_app(service, self.tokenizer, server, all_reduce=self.counts)
+        service.start()
+        try:
+            run(app, service, listening, host=options.host, drain_s=options.drain_s, say=self.say)
+        except PtqError as error:
+            raise (self.cause if self.cause is not None and str(self.cause) == str(error) else error) from None
 
 
 def _follow(options: ServeOptions, place: Place) -> None:
@@ -200,39 +215,40 @@ def _follow(options: ServeOptions, place: Place) -> None:
     from ptqpipe.engine.ranks import follow
 
     place.ignore_signals()
-    torch.set_num_threads(options.threads or default_threads(place.local))
+    torch.set_num_threads(options.threads or place.threads())
     place.join()
     follow(_runner(options, place, context_of(options.ckpt, options.max_len), _all_reduce(options, place)))
 
 
-def _all_reduce(options: ServeOptions, place: Place) -> "list[QuantAllReduce]":
-    """What sums over the ranks, none for one. Sums of a decode step stay plain: they are small, and latency is all.
+def _all_reduce(options: ServeOptions, place: Place) -> "QuantAllReduce | None":
+    """What sums over the ranks, None for one. Sums of a decode step stay plain: they are small, and latency is all.
 
     "off" is one that never quantizes, so that its sums are counted, too. "auto" measures, together with all ranks.
     """
     if place.size == 1:
-        return []
+        return None
     from ptqpipe.collectives import NEVER, QuantAllReduce, Thresholds
     from ptqpipe.runtime.loading import dtype_of, read_config
 
-    group = place.group_of_sums(device_of(options.device, local_rank=place.local_rank, local_ranks=place.local))
+    group = place.group_of_sums(place.device(options.device))
     if options.allreduce == "off":
         plain = QuantAllReduce(group, min_bytes=NEVER)
         if options.invariant and place.size > 2:  # in the order of ranks; of two numbers there is but one sum
             plain.thresholds = Thresholds(NEVER, ((NEVER, "two_shot"),))
-        return [plain]
+        return plain
     one_shot = place.size == 2 and options.device == "cpu"  # as many bytes, one message and one rounding less
     config = read_config(Path(options.ckpt)).get_text_config()
     decode_bytes = options.max_seqs * config.hidden_size * dtype_of(options.dtype, config).itemsize
     if options.allreduce == "auto":
-        made = QuantAllReduce(group, min_bytes="auto", one_shot=one_shot)
-        made.thresholds = replace(made.thresholds, quantized=max(made.thresholds.quantized, decode_bytes + 1))
-        return [made]
-    return [QuantAllReduce(group, options.allreduce, min_bytes=decode_bytes + 1, one_shot=one_shot)]
+        measured = QuantAllReduce(group, min_bytes="auto", one_shot=one_shot)
+        least = max(measured.thresholds.quantized, decode_bytes + 1)
+        measured.thresholds = replace(measured.thresholds, quantized=least)
+        return measured
+    return QuantAllReduce(group, options.allreduce, min_bytes=decode_bytes + 1, one_shot=one_shot)
 
 
 def _overlap(options: ServeOptions, place: Place) -> "Overlap | None":
-    """What puts the sums of long steps beside their computing; on GPUs nothing does yet."""
+    """What overlaps the all-reduces of long steps with their computation; on GPUs nothing does yet."""
     if place.size == 1 or not options.overlap or options.device != "cpu":
         return None
     from ptqpipe.engine.overlap import Overlap, least_tokens
@@ -254,7 +270,7 @@ def _runner(
     options: ServeOptions,
     place: Place,
     context: int,
-    sums: "Sequence[QuantAllReduce]",
+    sums: "QuantAllReduce | None",
     watchdog: Watchdog | None = None,
 ) -> "Runner":
     """This rank's part of the model, with a cache as large as all ranks can have."""
@@ -264,20 +280,20 @@ def _runner(
     from ptqpipe.engine.ranks import agree
     from ptqpipe.engine.runner import CacheOptions, Runner, check_model
     from ptqpipe.runtime import load
-    from ptqpipe.runtime.allocator import keep_freed_memory
     from ptqpipe.runtime.compiled import use_kernels
     from ptqpipe.runtime.invariant import make_batch_invariant
+    from ptqpipe.runtime.memory import keep_freed_memory
 
     overlap = _overlap(options, place)
-    device = device_of(options.device, local_rank=place.local_rank, local_ranks=place.local)
+    device = place.device(options.device)
     if device != "cpu":
         torch.cuda.set_device(device)  # of this thread, which computes: Triton's kernels start where it says
     model = load(
         options.ckpt,
         tp=place.size,
         rank=place.rank,
-        group=sums[0].group if sums else None,
-        all_reduce=(lambda x: sums[0](x, x)) if sums else None,
+        group=None if sums is None else sums.group,
+        all_reduce=None if sums is None else lambda x: sums(x, x),
         run_collective=_run_collective(overlap, watchdog),
         dtype=options.dtype,
         packed=options.packed,
@@ -287,7 +303,7 @@ def _runner(
     check_model(model)
     make_batch_invariant(model) if options.invariant else use_kernels(model)
     keep_freed_memory()
-    cache = options.cache_bytes or cache_bytes(device, local_ranks=place.local)
+    cache = options.cache_bytes or place.cache_bytes(device)
     together = agree if place.size > 1 else None
     runner = Runner(model, CacheOptions(cache, context, options.max_seqs), agree=together, overlap=overlap)
     if options.invariant:
