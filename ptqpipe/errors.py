@@ -4,6 +4,8 @@ A message is one line: what is wrong (its value and name), what was expected, wh
 it without a stack trace; anything that is not a PtqError is a bug and keeps its trace.
 """
 
+import re
+
 MAX_MESSAGE = 600  # characters; names and values from a damaged file can be millions
 
 
@@ -15,8 +17,14 @@ def one_line(text: str, *, limit: int = MAX_MESSAGE) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error; the name of its class where it has no text."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of another library's error, with the second where the first one ends with a colon.
+
+    Without terminal colours; the name of the error's class where it has no text.
+    """
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return " ".join(lines[:2])
+    return lines[0] if lines else type(error).__name__
 
 
 class PtqError(Exception):

@@ -18,9 +18,9 @@ from transform_gain import Remembered, positions
 from ptqpipe.evaluation.bootstrap import cluster_sums, standard_error
 from ptqpipe.evaluation.measures import perplexity
 from ptqpipe.evaluation.scores import ModelLogits, score
-from ptqpipe.evaluation.text import load_tokenizer, read_text
+from ptqpipe.evaluation.text import read_text
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.runtime.loading import load_model
+from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import Activation
 
 DYNAMIC = {"mxfp4": Activation.MXFP4, "fp8": Activation.FP8_TOKEN}

@@ -23,8 +23,8 @@ import ptqpipe
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.bootstrap import cluster_sums, interval, standard_error
 from ptqpipe.evaluation.scores import ModelLogits, Scores, Window, score
-from ptqpipe.evaluation.text import load_tokenizer, read_text
-from ptqpipe.runtime.loading import load_model
+from ptqpipe.evaluation.text import read_text
+from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import Activation, get_scheme
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform

@@ -25,14 +25,13 @@ from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.containers import detect_container, get_container, merged_config
 from ptqpipe.errors import PtqError
-from ptqpipe.evaluation.text import load_tokenizer
 from ptqpipe.evaluation.text import read_text as read_tokens
 from ptqpipe.formats import get_format
 from ptqpipe.plan import make_plan
 from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.rounding import Rounding
-from ptqpipe.runtime.loading import read_config, read_generation_config
+from ptqpipe.runtime.loading import load_tokenizer, read_config, read_generation_config
 from ptqpipe.source import Source
 from ptqpipe.stages.evaluate.text import check_target
 from ptqpipe.stages.inspect.run import inspect

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.runtime.loading import positions_of
+from ptqpipe.runtime.loading import check_length
 
 BATCH_TOKENS = 32_768  # of windows that are written side by side, whatever their keys and values need
 CACHE_BYTES = 4 << 30  # of keys and values, up to which more windows are
@@ -56,11 +56,7 @@ def check_windows(config: Any, *, samples: int, seqlen: int) -> None:
     """UsageError for windows that a model of this config cannot write."""
     if samples < 1 or seqlen < 2:
         raise UsageError(f"--samples {samples} --seqlen {seqlen}: expected 1 or more, and 2 or more")
-    positions = positions_of(config)
-    if positions is not None and seqlen > positions:
-        raise UsageError(
-            f"--seqlen {seqlen} is more than the model's {positions} positions; choose {positions} or less"
-        )
+    check_length(config, seqlen)
 
 
 def rows_of(model: Any, seqlen: int) -> int:

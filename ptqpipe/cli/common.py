@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import click
 
-from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, one_line
+from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, first_line, one_line
 
 if TYPE_CHECKING:
     from ptqpipe.stages.common.machine import Machine, Ranks
@@ -308,8 +308,9 @@ def ranks_of() -> "Ranks":
     try:
         torch.distributed.init_process_group("gloo")
     except (ValueError, RuntimeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"rank {rank} of {world} does not reach the others: {first}; start with torchrun") from None
+        raise UsageError(
+            f"rank {rank} of {world} does not reach the others: {first_line(error)}; start with torchrun"
+        ) from None
     return Ranks(rank, world)
 
 

@@ -26,7 +26,7 @@ from ptqpipe.collectives.codecs import WireCodec
 from ptqpipe.collectives.layout import Layout, cut
 from ptqpipe.collectives.stats import Phases
 from ptqpipe.collectives.wire import Quantized
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, first_line
 from ptqpipe.kernels import triton
 
 Transport = Literal["auto", "p2p", "collectives", "symmetric"]
@@ -172,7 +172,7 @@ def _checked(group: dist.ProcessGroup, codec: WireCodec, *, wanted: bool) -> Sym
     try:
         buffers = _buffers(group, MESSAGE_BYTES)
     except (RuntimeError, UsageError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     if _all(group, buffers is not None):
         assert buffers is not None
         memory = SymmetricMemory(buffers, group.rank(), _programs(group))

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.files import refuse_pipes
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import UsageError, first_line
 from ptqpipe.regular_file import MAX_TEXT_BYTES, read_regular_text
+from ptqpipe.runtime.loading import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,6 @@ class Text:
     name: str
     tokens: torch.Tensor
     sha256: str
-
-
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a checkpoint. CheckpointError where there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        refuse_pipes(Path(path))
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
-        raise CheckpointError(f"{path} has no tokenizer that transformers reads: {first}") from None
 
 
 class Tokenizer:
@@ -113,8 +101,7 @@ def _parquet_rows(file: Path) -> Iterable[Mapping[str, Any]]:
     try:
         rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        first = (str(error).splitlines() or ["damaged"])[0]
-        raise UsageError(f"{file} is not a parquet file: {first}") from None
+        raise UsageError(f"{file} is not a parquet file: {first_line(error)}") from None
     return rows
 
 

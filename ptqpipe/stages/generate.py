@@ -19,7 +19,6 @@ from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config
 from ptqpipe.stages.common.machine import Machine, compute_threads, threads
 
-DEFAULT_SEQLEN = 2048
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
 
 
@@ -61,7 +60,7 @@ def generate(
     path = resolve_source(str(model))
     config = read_config(path)
     if seqlen is None:
-        seqlen = default_length(config, DEFAULT_SEQLEN)
+        seqlen = default_length(config)
     held_out = samples // HELD_SHARE
     count = samples + held_out
     check_windows(config, samples=samples, seqlen=seqlen)

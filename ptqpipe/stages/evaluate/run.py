@@ -25,8 +25,6 @@ from ptqpipe.evaluation.text import Text, Tokenizer, read_text
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, positions_of, read_config
 from ptqpipe.stages.evaluate.text import Measured, TaskRow, result_json
 
-DEFAULT_WINDOW = 2048
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -162,7 +160,7 @@ def _check_tokens(text: Text, vocabulary: int) -> None:
 
 def _protocol(config: Any, options: Options) -> tuple[int, int]:
     positions = positions_of(config)
-    window = default_length(config, DEFAULT_WINDOW) if options.window is None else options.window
+    window = default_length(config) if options.window is None else options.window
     stride = window if options.stride is None else options.stride
     if positions is not None and window > positions:
         raise UsageError(f"--window {window} is more than the model's {positions} positions; choose a smaller one")

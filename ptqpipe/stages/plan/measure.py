@@ -28,7 +28,6 @@ from ptqpipe.stages.plan.units import Group
 
 VERSION = 1
 DEFAULT_TOKENS = 4096
-DEFAULT_WINDOW = 2048
 MAX_REFERENCE_BYTES = 8 << 30  # of the float model's logits, which stay in memory
 
 
@@ -58,7 +57,7 @@ def measure(
     if measurement.tokens < 2:
         raise UsageError(f"--max-tokens {measurement.tokens}: expected 2 or more")
     text = read_text(measurement.text, Tokenizer(path), max_tokens=measurement.tokens)
-    window = measurement.window or min(default_length(read_config(path), DEFAULT_WINDOW), len(text.tokens))
+    window = measurement.window or min(default_length(read_config(path)), len(text.tokens))
     header = {
         "version": VERSION,
         "model": source.reader.fingerprint(),

@@ -8,10 +8,9 @@ import re
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ptqpipe.checkpoint.files import refuse_pipes
-from ptqpipe.errors import CheckpointError, UsageError, first_line, one_line
+from ptqpipe.errors import UsageError, one_line
 from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
 
 if TYPE_CHECKING:
@@ -83,23 +82,6 @@ def read_template(file: Path | None) -> str | None:
     except Exception as error:  # jinja2's, which this file does not import
         raise UsageError(f"--chat-template {file} is no Jinja template: {one_line(str(error), limit=300)}") from None
     return text
-
-
-def read_tokenizer(ckpt: str) -> Any:
-    """The checkpoint's tokenizer. CheckpointError without one."""
-    from transformers import AutoTokenizer
-
-    from ptqpipe.runtime.loading import quiet
-
-    refuse_pipes(Path(ckpt))
-    try:
-        with quiet():
-            return AutoTokenizer.from_pretrained(ckpt, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of what kind depends on the tokenizer's own code
-        raise CheckpointError(
-            f"{ckpt} has no tokenizer that transformers reads: {first_line(error)}; copy the model's tokenizer files "
-            "there"
-        ) from None
 
 
 def context_of(ckpt: str, max_len: int | None) -> int:

@@ -18,7 +18,6 @@ from ptqpipe.stages.serve.checks import (
     context_of,
     host_names,
     read_template,
-    read_tokenizer,
     require_packages,
 )
 from ptqpipe.stages.serve.ranks import Place, Ranks
@@ -114,13 +113,14 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -
     if place.rank > 0:
         _follow(options, place)
         return
+    from ptqpipe.runtime.loading import load_tokenizer
     from ptqpipe.server.run import bind
 
     listening = bind(options.host, options.port)
     check_sums(options.allreduce)
     template = read_template(options.chat_template)
     check_checkpoint(options.ckpt, tp=place.size, packed=options.packed)
-    tokenizer, context = read_tokenizer(options.ckpt), context_of(options.ckpt, options.max_len)
+    tokenizer, context = load_tokenizer(Path(options.ckpt)), context_of(options.ckpt, options.max_len)
     with Ranks.start(place, worker) as ranks:
         Lead(options, ranks, tokenizer, context, say).serve(listening, template)
 

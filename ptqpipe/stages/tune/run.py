@@ -42,7 +42,6 @@ from ptqpipe.stages.convert.prepare import Prepared, prepare
 from ptqpipe.stages.tune.block import BlockWork
 from ptqpipe.stages.tune.follow import follow
 
-DEFAULT_SEQLEN = 2048
 METHODS = ("learned", "gptq", "gptq+learned")
 SHARE = 0.5
 
@@ -119,7 +118,7 @@ def tune(
             data,
             prepared.source_path,
             samples=options.samples,
-            seqlen=default_length(config, DEFAULT_SEQLEN) if options.seqlen is None else options.seqlen,
+            seqlen=default_length(config) if options.seqlen is None else options.seqlen,
             seed=options.seed,
             field=options.data_field,
         )
