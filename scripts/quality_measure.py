@@ -48,10 +48,12 @@ def read_texts(model: Path, held_out: Path, calibration: Path, *, tokens: int, s
 
     tokenizer = load_tokenizer(model)
     window = min(WINDOW, getattr(read_config(model), "max_position_embeddings", WINDOW))
-    every = read_text(held_out, tokenizer).tokens
+    every = read_text(held_out, lambda: tokenizer).tokens
     count = min(tokens, len(every)) // window * window
     rest = every if shared else every[count:]
-    return Texts(every[:count], rest if calibration == held_out else read_text(calibration, tokenizer).tokens, window)
+    return Texts(
+        every[:count], rest if calibration == held_out else read_text(calibration, lambda: tokenizer).tokens, window
+    )
 
 
 @dataclass(slots=True)

@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="transforms whose names begin so")
     args = parser.parse_args()
     source = load_model(args.model)
-    tokens = read_text(args.text, load_tokenizer(args.model), max_tokens=args.tokens).tokens
+    tokens = read_text(args.text, lambda: load_tokenizer(args.model), max_tokens=args.tokens).tokens
     reference = Remembered(ModelLogits(source))
     name = args.model.parent.name if args.model.name == "hf" else args.model.name
     with tempfile.TemporaryDirectory() as folder:

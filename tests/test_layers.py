@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rounding":     NUMBERS | {"checkpoint", "regular_file"},
     "calibration":  NUMBERS | {"checkpoint", "recipe", "plan", "source", "statistics", "runtime", "regular_file"},
     "runtime":      NUMBERS | {"kernels", "containers", "checkpoint", "plan", "source"},
-    "evaluation":   NUMBERS | {"checkpoint", "source", "runtime", "regular_file"},
+    "evaluation":   NUMBERS | {"_version", "checkpoint", "source", "runtime", "regular_file"},
     # The engine is given a model; a server is given an engine. Neither knows files, formats or each other's business.
     "engine":       {"errors", "kernels"},
     "server":       {"_version", "errors", "engine"},

@@ -33,5 +33,5 @@ def report(
     """
     from ptqpipe.stages.report.run import make_report
 
-    written = make_report(ckpt, source=source, evaluation=evaluation, out=output, kind=kind, all_rows=all_rows)
-    click.echo(f"{written.path}: {written.summary}")
+    path, summary = make_report(ckpt, source=source, evaluation=evaluation, out=output, kind=kind, all_rows=all_rows)
+    click.echo(f"{path}: {summary}")

@@ -5,8 +5,9 @@ None, and the renderers say so instead of leaving a gap. Names come from files a
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,78 +183,6 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
-class Perplexity:
-    """Perplexity on one text; ``low`` and ``high`` bound the difference, or the value where there is no baseline."""
-
-    data: str
-    tokens: int
-    window: int | None
-    value: float
-    baseline: float | None
-    difference: float | None
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """KL divergence of the next-token distributions from the baseline's, in nats."""
-
-    data: str
-    tokens: int
-    mean: float
-    low: float | None
-    high: float | None
-    percentiles: tuple[tuple[str, float], ...]
-    largest: float | None
-    top1: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One metric of one task; ``recovery`` in percent of the baseline's value."""
-
-    name: str
-    metric: str
-    samples: int | None
-    value: float
-    stderr: float | None
-    baseline: float | None
-    recovery: float | None
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What an eval file says. ``baseline`` is "" without one."""
-
-    baseline: str
-    settings: str
-    perplexity: tuple[Perplexity, ...] = ()
-    divergence: tuple[Divergence, ...] = ()
-    tasks: tuple[Task, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RuleRow:
-    """One rule of the recipe, as it resolved."""
-
-    match: str
-    scheme: str
-    how: str
-
-
-@dataclass(frozen=True, slots=True)
-class FileRow:
-    """One weight file."""
-
-    name: str
-    nbytes: int
-    tensors: int
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """All of it.
 
@@ -262,11 +191,14 @@ class Report:
     errors_from    "source" (recomputed here), "record" (ptqpipe.json) or ""
     choice_names   the ways of choosing scales that were compared, abs-max first
     choice_sample  which rows they were compared on; "" for the record's numbers
+    evaluation     an eval file as ``evaluation/result.py`` reads it
     judged         the samples that output errors are of, in words; "" where nothing was calibrated
     blocks         decoder blocks with learned codes; in words: ``blocks_from`` is what tune started from,
                    ``blocks_judged`` the samples that their errors are of
     notes          what is worth a look, one line each
+    rules          of the recipe, as they resolved: (match, scheme, how)
     provenance     (what, value)
+    files          of weights: (name, bytes, tensors)
     """
 
     name: str
@@ -286,15 +218,15 @@ class Report:
     errors_from: str
     choice_names: tuple[str, ...] = ()
     choice_sample: str = ""
-    evaluation: Evaluation | None = None
+    evaluation: Mapping[str, Any] | None = None
     judged: str = ""
     blocks: tuple[TunedBlock, ...] = ()
     blocks_from: str = ""
     blocks_judged: str = ""
     notes: tuple[str, ...] = ()
-    rules: tuple[RuleRow, ...] = ()
+    rules: tuple[tuple[str, str, str], ...] = ()
     provenance: tuple[tuple[str, str], ...] = ()
-    files: tuple[FileRow, ...] = ()
+    files: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def quantized_params(self) -> int:

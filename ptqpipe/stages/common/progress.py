@@ -11,6 +11,8 @@ from tqdm import tqdm
 
 from ptqpipe.stages.common.machine import resident_bytes
 
+_FORMAT = "{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} {rate_fmt} ETA {remaining}{postfix}"
+
 
 class AnyJob(Protocol):
     """What one worker does in one go. ``group`` is its place among the layout's groups."""
@@ -46,7 +48,7 @@ class Progress:
             disable=not shown,
             file=sys.stderr,
             smoothing=0.05,
-            bar_format="{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} {rate_fmt} ETA {remaining}{postfix}",
+            bar_format=_FORMAT,
         )
 
     def __enter__(self) -> "Progress":
@@ -66,3 +68,16 @@ class Progress:
                     f"mem {memory.current >> 20} MiB, peak {memory.peak >> 20} | {job.id}"[:90], refresh=False
                 )
             self._bar.update(job.source_bytes)
+
+
+def token_bar(tokens: int, *, shown: bool, label: str = "") -> Any:
+    """tqdm's bar over tokens, a context. ``label``: what stands before it."""
+    return tqdm(
+        total=tokens,
+        unit="tok",
+        unit_scale=True,
+        disable=not shown,
+        file=sys.stderr,
+        desc=f"{label[:30]}: " if label else None,
+        bar_format="{desc}" + _FORMAT,
+    )

@@ -17,11 +17,11 @@ import torch
 from ptqpipe.algorithms import rtn
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.evaluation.scores import ModelLogits, Window, batches, score, vocabulary_of, windows
-from ptqpipe.evaluation.text import Tokenizer, read_text
+from ptqpipe.evaluation.text import read_text
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
-from ptqpipe.runtime.loading import default_length, load_model, read_config
+from ptqpipe.runtime.loading import default_length, load_model, load_tokenizer, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.plan.units import Group
@@ -56,7 +56,7 @@ def measure(
     path = source.reader.path
     if measurement.tokens < 2:
         raise UsageError(f"--max-tokens {measurement.tokens}: expected 2 or more")
-    text = read_text(measurement.text, Tokenizer(path), max_tokens=measurement.tokens)
+    text = read_text(measurement.text, lambda: load_tokenizer(path), max_tokens=measurement.tokens)
     window = measurement.window or min(default_length(read_config(path)), len(text.tokens))
     header = {
         "version": VERSION,

@@ -6,7 +6,6 @@ global scales when a checkpoint is converted (``global_scale.sample_rows``), or 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -28,24 +27,15 @@ SAMPLE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """One way of choosing scales: its name in the report, the search, and its global scale from the group's amax."""
-
-    name: str
-    search: str
-    global_scale: Callable[[float, Format], torch.Tensor]
-
-
-def _ways(fmt: Format) -> list[_Way]:
-    """The ways that a format has, abs-max first."""
-    found = [_Way(ABSMAX, "absmax", absmax_global)]
+def _ways(fmt: Format) -> list[tuple[str, str, Callable[[float, Format], torch.Tensor]]]:
+    """What a format has, abs-max first: (name in the report, search, its global scale from the group's amax)."""
+    found: list[tuple[str, str, Callable[[float, Format], torch.Tensor]]] = [(ABSMAX, "absmax", absmax_global)]
     if fmt.scale.name == "e8m0":
-        found.append(_Way("OCP floor", "ocp_floor", absmax_global))
+        found.append(("OCP floor", "ocp_floor", absmax_global))
     if fmt.element.name == "e2m1" and not fmt.scale.power_of_two:
-        found.append(_Way("four over six", "four_over_six", _four_over_six_global))
+        found.append(("four over six", "four_over_six", _four_over_six_global))
     if fmt.scale.enumerable or fmt.scale.dtype is not torch.float32:
-        found.append(_Way("exact", "exact", absmax_global))
+        found.append(("exact", "exact", absmax_global))
     return found
 
 
@@ -66,17 +56,16 @@ def compare_choices(
     runs = row_runs(shape, fmt) if all_rows else sample_rows(shape, fmt)
     ways = _ways(fmt)
     totals = [0.0] * (len(ways) + 1)
-    scales = [way.global_scale(amax, fmt) if fmt.has_global else None for way in ways]
+    searches = [(search, scale(amax, fmt) if fmt.has_global else None) for _, search, scale in ways]
     for start, q in stored_runs(ckpt, weight, expert, runs=_aligned(runs, shape, fmt)):
         w = rows.rows(start, start + q.shape[0])
-        for index, (way, g) in enumerate(zip(ways, scales, strict=True)):
-            totals[index] += total_error(w, fmt, search=way.search, global_scale=g)
+        for index, (search, g) in enumerate(searches):
+            totals[index] += total_error(w, fmt, search=search, global_scale=g)
         totals[-1] += float((q.dequantize().double() - w.double()).square_().sum())
     if totals[0] <= 0:
         return ()
-    return tuple(
-        Choice(name, total / totals[0]) for name, total in zip([w.name for w in ways] + [STORED], totals, strict=True)
-    )
+    names = [name for name, _, _ in ways] + [STORED]
+    return tuple(Choice(name, total / totals[0]) for name, total in zip(names, totals, strict=True))
 
 
 def _aligned(runs: list[tuple[int, int]], shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:

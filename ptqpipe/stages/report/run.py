@@ -8,24 +8,22 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.report import check_kind, default_path, render
+from ptqpipe.evaluation.result import read_result
+from ptqpipe.report import check_kind, default_path, is_report, render
 from ptqpipe.report.content import (
-    FileRow,
     Kept,
     Report,
-    RuleRow,
     decibels,
     mean_known,
     pooled_mse,
 )
-from ptqpipe.report.write import is_report
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.jobs import RECORD_FILE
@@ -34,7 +32,6 @@ from ptqpipe.stages.common.output_error import judged_by, samples_text, tuned_bl
 from ptqpipe.stages.common.text import layer_of, role_of
 from ptqpipe.stages.inspect.run import inspect
 from ptqpipe.stages.report.choices import NAMES, SAMPLE, STORED
-from ptqpipe.stages.report.eval_file import read_evaluation
 from ptqpipe.stages.report.scan import scan_weight
 from ptqpipe.stages.report.weights import (
     describe_weight,
@@ -74,7 +71,7 @@ def gather(
             raise UsageError(f"{ckpt} is not quantized; a report is about a checkpoint that ptqpipe convert wrote")
         record, notes = _record(opened)
         run_id = record.raw.get("run_id") if record is not None else None
-        found = read_evaluation(evaluation, run_id=run_id) if evaluation is not None else None
+        found = read_result(evaluation, run_id=run_id) if evaluation is not None else None
         threads = workers if workers is not None else default_workers()
         if source is None:
             with one_thread_each():
@@ -152,7 +149,7 @@ def _gather(
         notes=tuple(notes),
         rules=_rules(record),
         provenance=_provenance(opened, original, record, overview.producer),
-        files=tuple(FileRow(row.name, row.nbytes, row.tensors) for row in overview.files),
+        files=tuple((row.name, row.nbytes, row.tensors) for row in overview.files),
     )
 
 
@@ -178,7 +175,8 @@ def _headline(opened: Source) -> tuple[str, ...]:
     return tuple(words[name] for name in sorted(counts, key=lambda name: (-counts[name], name)))
 
 
-def _rules(record: Record | None) -> tuple[RuleRow, ...]:
+def _rules(record: Record | None) -> tuple[tuple[str, str, str], ...]:
+    """(match, scheme, how) of each rule of the recipe, as it resolved."""
     conversion = record.conversion if record is not None else None
     recipe = conversion.get("recipe") if conversion is not None else None
     rules = recipe.get("rules") if isinstance(recipe, Mapping) else None
@@ -189,7 +187,7 @@ def _rules(record: Record | None) -> tuple[RuleRow, ...]:
         if isinstance(rule, Mapping):
             how = [f"{key.replace('_', ' ')} {value}" for key, value in rule.items() if key not in hidden]
             how += ["codes of ptqpipe tune instead of its algorithm's"] if learned is not None else []
-            found.append(RuleRow(str(rule.get("match")), str(rule.get("scheme")), ", ".join(how)))
+            found.append((str(rule.get("match")), str(rule.get("scheme")), ", ".join(how)))
     return tuple(found)
 
 
@@ -242,14 +240,6 @@ def _sha256(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A report on disk: where, and one line about it."""
-
-    path: Path
-    summary: str
-
-
 def make_report(
     ckpt: Path,
     *,
@@ -258,8 +248,10 @@ def make_report(
     out: Path | None = None,
     kind: str | None = None,
     all_rows: bool = False,
-) -> Written:
-    """Gathers, renders, writes. ``kind`` is "html" or "md": by the ending of ``out`` where it is not given.
+) -> tuple[Path, str]:
+    """Gathers, renders, writes; gives where the report is and one line about it.
+
+    kind  "html" or "md"; by the ending of ``out`` where it is not given
 
     Raises what :func:`gather` raises, and OutputError where ``out`` exists and is no report: before anything is read.
     """
@@ -283,4 +275,4 @@ def make_report(
         parts.append(f"blocks' output error {tuned:.3f} of that of {report.blocks_from} on {report.blocks_judged}")
     parts += [f"{error:.2f} dB"] if error is not None else ["errors unknown (give --source)"]
     parts += [f"{len(report.notes)} note{'s' * (len(report.notes) != 1)}"] if report.notes else []
-    return Written(target, ", ".join(parts))
+    return target, ", ".join(parts)

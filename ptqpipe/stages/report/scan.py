@@ -24,19 +24,74 @@ FLOAT_BINS = 1024  # float scales are counted by float32's exponent and two furt
 class Scan:
     """What the pass found.
 
+    name          of the weight
+    whole         whether the weight has one scale: a "block" is then a row, so that there is something to rank
     code_counts   [2^bits] of the element codec
     scale_counts  [2^bits] of the scale codec, or of ``FLOAT_BINS``
+    illegal       runs of rows with numbers that no quantizer may write
     squared_error, energy, amax   None without a source, and where the stored numbers are illegal
-    worst         the blocks with the largest errors, ``ratio`` not yet divided by the mean
     """
 
+    name: str
+    whole: bool
     code_counts: torch.Tensor
     scale_counts: torch.Tensor
+    illegal: int = 0
     squared_error: float | None = None
     energy: float | None = None
     amax: float | None = None
-    illegal: int = 0
-    worst: list[WorstBlock] = field(default_factory=list)
+    _blocks: int = 0
+    _worst: list[tuple[float, int, int, WorstBlock]] = field(default_factory=list)
+
+    def count(self, q: QTensor, *, scales: bool) -> None:
+        """Counts the codes of a run of rows, and its scales where they are not those of another run."""
+        self.code_counts += _code_counts(q)
+        if scales:
+            self.scale_counts += _scale_counts(q)
+        counts = illegal_numbers(q)
+        self.illegal += 0 if counts == Illegal(empty_scales=counts.empty_scales) else 1
+
+    def compare(self, q: QTensor, w: torch.Tensor, start: int) -> None:
+        """Sums the errors of the run of rows from ``start`` on against its source ``w``; keeps the worst blocks."""
+        exact, decoded = w.float(), q.dequantize()
+        error = (decoded.double() - exact.double()).square_()
+        power = exact.double().square_()
+        fmt = q.fmt
+        if self.whole:
+            height, width = 1, q.shape[1]
+            blocks, energies = error.sum(dim=1), power.sum(dim=1)
+        else:
+            height, width = fmt.block_extent(q.shape)
+            blocks, energies = to_blocks(error, fmt).sum(dim=1), to_blocks(power, fmt).sum(dim=1)
+        self.squared_error = (self.squared_error or 0.0) + float(blocks.sum())
+        self.energy = (self.energy or 0.0) + float(energies.sum())
+        self.amax = max(self.amax or 0.0, float(exact.abs().amax()))
+        self._blocks += len(blocks)
+        across = -(-q.shape[1] // width)
+        for value, index in zip(*(t.tolist() for t in blocks.topk(min(WORST_PER_WEIGHT, len(blocks)))), strict=True):
+            if len(self._worst) == WORST_PER_WEIGHT and value <= self._worst[0][0]:
+                break
+            row, column = index // across * height, index % across * width
+            block = _block(self.name, q, exact, decoded, (row, column), (height, width), start)
+            relative = value / float(energies[index]) if float(energies[index]) else 0.0
+            entry = (value, -(start + row), -column, replace(block, ratio=value, relative=relative))
+            if len(self._worst) < WORST_PER_WEIGHT:
+                heapq.heappush(self._worst, entry)
+            else:
+                heapq.heapreplace(self._worst, entry)
+
+    def forget_source(self) -> None:
+        """Drops what was compared: of illegal numbers no error means anything."""
+        self.squared_error = self.energy = self.amax = None
+        self._worst = []
+
+    @property
+    def worst(self) -> list[WorstBlock]:
+        """The blocks with the largest errors, divided by the mean one."""
+        mean = (self.squared_error or 0.0) / max(1, self._blocks)
+        if mean <= 0 or self._blocks < 2:
+            return []
+        return [replace(b, ratio=b.ratio / mean) for _, _, _, b in sorted(self._worst, reverse=True)]
 
 
 def scan_weight(ckpt: Source, weight: str, *, expert: int | None, rows: SourceRows | None) -> Scan:
@@ -45,23 +100,18 @@ def scan_weight(ckpt: Source, weight: str, *, expert: int | None, rows: SourceRo
     NumericsError where the source holds NaN or inf.
     """
     fmt = ckpt.stored[weight].scheme.fmt
-    scales = 1 << fmt.scale.bits if fmt.scale.enumerable else FLOAT_BINS
-    found = Scan(torch.zeros(1 << fmt.element.bits, dtype=torch.int64), torch.zeros(scales, dtype=torch.int64))
     name = weight if expert is None else f"{weight}[{expert}]"
-    sums = _Sums(name, fmt.block == (WHOLE, WHOLE))
+    scales = 1 << fmt.scale.bits if fmt.scale.enumerable else FLOAT_BINS
+    codes, scale_codes = (torch.zeros(size, dtype=torch.int64) for size in (1 << fmt.element.bits, scales))
+    found = Scan(name, fmt.block == (WHOLE, WHOLE), codes, scale_codes)
     for start, q in stored_runs(ckpt, weight, expert):
-        found.code_counts += _code_counts(q)
-        if start == 0 or fmt.block[0] != WHOLE:
-            found.scale_counts += _scale_counts(q)
-        counts = illegal_numbers(q)
-        found.illegal += 0 if counts == Illegal(empty_scales=counts.empty_scales) else 1
+        found.count(q, scales=start == 0 or fmt.block[0] != WHOLE)
         if rows is not None and not found.illegal:
             w = rows.rows(start, start + q.shape[0])
             check_finite(w, f"'{name}' of the source")
-            sums.add(q, w, start)
-    if rows is not None and not found.illegal:
-        found.squared_error, found.energy, found.amax = sums.squared_error, sums.energy, sums.amax
-        found.worst = sums.worst()
+            found.compare(q, w, start)
+    if found.illegal:
+        found.forget_source()
     return found
 
 
@@ -115,53 +165,6 @@ def _first_normal(codec: Codec) -> int:
     step = codec.min_positive
     even = next((code for code, value in enumerate(codec.magnitudes) if value != code * step), len(codec.magnitudes))
     return max(codec.first_scale_code, (even - 1) // 2)
-
-
-class _Sums:
-    """Errors of one weight, summed over its runs, and its worst blocks so far."""
-
-    def __init__(self, name: str, whole: bool) -> None:
-        self.squared_error = self.energy = self.amax = 0.0
-        self._name = name
-        self._whole = whole  # one scale for the weight: a "block" is then a row, so that there is something to rank
-        self._blocks = 0
-        self._worst: list[tuple[float, int, int, WorstBlock]] = []
-
-    def add(self, q: QTensor, w: torch.Tensor, start: int) -> None:
-        """One run of rows."""
-        exact, decoded = w.float(), q.dequantize()
-        error = (decoded.double() - exact.double()).square_()
-        power = exact.double().square_()
-        fmt = q.fmt
-        if self._whole:
-            height, width = 1, q.shape[1]
-            blocks, energies = error.sum(dim=1), power.sum(dim=1)
-        else:
-            height, width = fmt.block_extent(q.shape)
-            blocks, energies = to_blocks(error, fmt).sum(dim=1), to_blocks(power, fmt).sum(dim=1)
-        self.squared_error += float(blocks.sum())
-        self.energy += float(energies.sum())
-        self.amax = max(self.amax, float(exact.abs().amax()))
-        self._blocks += len(blocks)
-        across = -(-q.shape[1] // width)
-        for value, index in zip(*(t.tolist() for t in blocks.topk(min(WORST_PER_WEIGHT, len(blocks)))), strict=True):
-            if len(self._worst) == WORST_PER_WEIGHT and value <= self._worst[0][0]:
-                break
-            row, column = index // across * height, index % across * width
-            block = _block(self._name, q, exact, decoded, (row, column), (height, width), start)
-            relative = value / float(energies[index]) if float(energies[index]) else 0.0
-            entry = (value, -(start + row), -column, replace(block, ratio=value, relative=relative))
-            if len(self._worst) < WORST_PER_WEIGHT:
-                heapq.heappush(self._worst, entry)
-            else:
-                heapq.heapreplace(self._worst, entry)
-
-    def worst(self) -> list[WorstBlock]:
-        """The worst blocks, their errors divided by the mean one."""
-        mean = self.squared_error / max(1, self._blocks)
-        if mean <= 0 or self._blocks < 2:
-            return []
-        return [replace(b, ratio=b.ratio / mean) for _, _, _, b in sorted(self._worst, reverse=True)]
 
 
 def _block(
