@@ -71,17 +71,13 @@ def allreduce(
         raise UsageError("--tensor and --weight belong to --partials; add it")
     if plot is not None:
         text.check_plots(plot)
-    worlds = stage.worlds(ranks)
-    codecs = stage.codecs_of(codec, block=block, hadamard=hadamard)
+    worlds, codecs = stage.worlds(ranks), stage.codecs_of(codec, block=block, hadamard=hadamard)
     sources = stage.sources_of(data, elements=elements, seed=seed)
     if partials is not None:
         sources = (stage.read_partials(partials, tensor=tensor, weight=weight),)
-    schemes = stage.schemes_of(scheme)
-    machines = stage.topologies_of(topology)
-    clock = stage.TimeRequest(worlds, machines, codecs[0].bits, codecs[0].block, size or stage.DEFAULT_SIZES)
-    request = stage.ErrorRequest(worlds, sources, codecs, schemes, node)
-    times = [] if only == "error" else stage.time_rows(clock)
-    evens = [] if only == "error" else stage.break_evens(clock)
+    machines, sizes = stage.topologies_of(topology), size or stage.DEFAULT_SIZES
+    request = stage.Request(worlds, codecs, sources, stage.schemes_of(scheme), machines, node, sizes)
+    times, evens = ([], []) if only == "error" else stage.time_rows(request)
     errors = []
     if only != "time":
         for row in stage.error_rows(request):

@@ -5,13 +5,15 @@ bfloat16 partials in float64. Must not know time or topologies.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.collectives.simulator.inputs import CHUNK, Source
-from ptqpipe.collectives.simulator.schemes import Partials, Rounding, Scheme, owners_of, reduce_of
+from ptqpipe.collectives.simulator.codecs import PLAIN
+from ptqpipe.collectives.simulator.inputs import CANCELLATION, CHUNK, Source
+from ptqpipe.collectives.simulator.schemes import Partials, Rounding, Scheme, get_scheme, owners_of, reduce_of
 from ptqpipe.errors import UsageError
 
 SLAB_NUMBERS = 1 << 24  # partials of all ranks held at a time
@@ -182,3 +184,40 @@ def rounding_error(codec: Rounding, *, elements: int = 1 << 18, seed: int = 1) -
     """Relative L2 of one rounding of Gaussian numbers, measured."""
     x = torch.randn(elements // codec.block, codec.block, generator=torch.Generator().manual_seed(seed))
     return float((codec.left(codec.rounded(codec.entered(x))) - x).norm() / x.norm())
+
+
+def rounding_of(codec: Rounding) -> float:
+    """Relative L2 of one rounding of Gaussian numbers: by the integral for integers, measured for the others."""
+    match = re.fullmatch(r"int(\d)/(\d+)", codec.name)
+    return integer_rounding_error(int(match[1]), int(match[2])) if match else rounding_error(codec)
+
+
+def errors_of(
+    source: Source, schemes: Sequence[str], roundings: Sequence[tuple[Rounding, float]], *, ranks: int, node: int
+) -> list[ErrorRow]:
+    """The row of every scheme with every codec, over one source and world.
+
+    roundings  the codecs, each with its `rounding_of`
+    node       ranks of a machine for the two-level schemes, which are left out of worlds that it does not divide
+    """
+    jobs = []
+    for scheme in map(get_scheme, schemes):
+        if scheme.two_level and (ranks % node or ranks <= node):
+            continue
+        if scheme.plain:
+            jobs.append(Job(scheme, PLAIN[scheme.plain]))
+            continue
+        for codec, rounding in roundings:
+            jobs.append(Job(scheme, codec, _model(scheme, rounding, source, ranks=ranks, node=node)))
+    return measure(jobs, source=source, ranks=ranks, node=node) if jobs else []
+
+
+def _model(scheme: Scheme, rounding: float, source: Source, *, ranks: int, node: int) -> float | None:
+    """The closed form where it applies: independent Gaussian partials, and those that cancel."""
+    if source.name not in ("gaussian", "cancelling"):
+        return None
+    cancellation = CANCELLATION if source.name == "cancelling" else 1.0
+    try:
+        return model_error(scheme.name, rounding, ranks=ranks, node=node, cancellation=cancellation)
+    except UsageError:  # no closed form
+        return None

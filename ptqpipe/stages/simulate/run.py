@@ -14,32 +14,17 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint.header import DTYPES, TensorEntry, parse_file, pread_exactly
-from ptqpipe.collectives.simulator.codecs import PLAIN, get_rounding
+from ptqpipe.collectives.simulator.codecs import get_rounding
 from ptqpipe.collectives.simulator.compare import TimeRow, break_even, compare, schemes_for
-from ptqpipe.collectives.simulator.error import (
-    MAX_RANKS,
-    ErrorRow,
-    Job,
-    integer_rounding_error,
-    measure,
-    model_error,
-    rounding_error,
-)
-from ptqpipe.collectives.simulator.inputs import CANCELLATION, Given, RowParallel, Source, drawn
-from ptqpipe.collectives.simulator.schemes import Rounding, Scheme, get_scheme
+from ptqpipe.collectives.simulator.error import MAX_RANKS, ErrorRow, errors_of, rounding_of
+from ptqpipe.collectives.simulator.inputs import Given, RowParallel, Source, drawn
+from ptqpipe.collectives.simulator.schemes import Rounding, get_scheme
 from ptqpipe.collectives.simulator.time import PLAIN_BYTES
 from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Topology, get_topology
 from ptqpipe.errors import UsageError
+from ptqpipe.stages.common.machine import threads
 
-DEFAULT_SCHEMES = (
-    "ring-bf16",
-    "two-shot-bf16",
-    "one-shot",
-    "two-shot",
-    "hierarchical",
-    "semi-loop",
-    "ring",
-)
+DEFAULT_SCHEMES = ("ring-bf16", "two-shot-bf16", "one-shot", "two-shot", "hierarchical", "semi-loop", "ring")
 DEFAULT_TOPOLOGIES = (*TOPOLOGIES, "ethernet-1g", "ethernet-10g", "ethernet-100g", "ethernet-400g")
 DEFAULT_SIZES = tuple((64 << 10) * 4**i for i in range(8))  # 64 KiB .. 1 GiB
 
@@ -125,24 +110,6 @@ def _read(path: Path, entries: dict[str, TensorEntry], name: str) -> torch.Tenso
     return found.reshape(entry.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorRequest:
-    """Every scheme with every codec over every source and world.
-
-    node   ranks of a machine for the hierarchical schemes, which are left out of worlds that it does not divide
-    """
-
-    ranks: tuple[int, ...]
-    sources: tuple[Source, ...]
-    codecs: tuple[Rounding, ...]
-    schemes: tuple[str, ...] = DEFAULT_SCHEMES
-    node: int = 8
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.node <= MAX_RANKS:
-            raise UsageError(f"a node of {self.node} ranks is outside of 2..{MAX_RANKS}; give what one machine holds")
-
-
 def sources_of(data: str, *, elements: int, seed: int) -> tuple[Source, ...]:
     """Distributions by name. UsageError for unknown ones."""
     return tuple(drawn(name, elements, seed=seed) for name in names(data, lambda n: drawn(n, elements, seed=seed)))
@@ -159,96 +126,56 @@ def codecs_of(text: str, *, block: int, hadamard: int = 0) -> tuple[Rounding, ..
     return tuple(get_rounding(name, block, rotate=hadamard) for name in known)
 
 
-def error_rows(request: ErrorRequest) -> Iterator[ErrorRow]:
-    """The rows of one source and world after another, as they are measured. In one thread: the tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield from _error_rows(request)
-    finally:
-        torch.set_num_threads(before)
-
-
-def _error_rows(request: ErrorRequest) -> Iterator[ErrorRow]:
-    roundings = {codec.name: _rounding(codec) for codec in request.codecs}
-    for source, ranks in product(request.sources, request.ranks):
-        jobs = []
-        for scheme in map(get_scheme, request.schemes):
-            if scheme.two_level and (ranks % request.node or ranks <= request.node):
-                continue
-            if scheme.plain:
-                jobs.append(Job(scheme, PLAIN[scheme.plain]))
-                continue
-            for codec in request.codecs:
-                model = _model(scheme, roundings[codec.name], source, ranks=ranks, node=request.node)
-                jobs.append(Job(scheme, codec, model))
-        if jobs:
-            yield from measure(jobs, source=source, ranks=ranks, node=request.node)
-
-
-def _rounding(codec: Rounding) -> float:
-    """Relative L2 of one rounding of Gaussian numbers: by the integral for integers, measured for the others."""
-    match = re.fullmatch(r"int(\d)/(\d+)", codec.name)
-    return integer_rounding_error(int(match[1]), int(match[2])) if match else rounding_error(codec)
-
-
-def _model(scheme: Scheme, rounding: float, source: Source, *, ranks: int, node: int) -> float | None:
-    """The closed form where it applies: independent Gaussian partials, and those that cancel."""
-    if source.name not in ("gaussian", "cancelling"):
-        return None
-    cancellation = CANCELLATION if source.name == "cancelling" else 1.0
-    try:
-        return model_error(scheme.name, rounding, ranks=ranks, node=node, cancellation=cancellation)
-    except UsageError:  # no closed form
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class TimeRequest:
-    """Every size on every machine and world."""
-
-    ranks: tuple[int, ...]
-    topologies: tuple[Topology, ...]
-    bits: float
-    block: int = 64
-    sizes: tuple[int, ...] = DEFAULT_SIZES
-
-    def __post_init__(self) -> None:
-        if min(self.sizes) < PLAIN_BYTES:
-            raise UsageError(f"a message of {min(self.sizes)} bytes is no bfloat16 number; give at least {PLAIN_BYTES}")
-
-    def places(self) -> list[tuple[Topology, int]]:
-        """Machines and worlds that go together. UsageError when none do."""
-        found = [(t, k) for t in self.topologies for k in self.ranks if schemes_for(t, k, ("two-shot", "hierarchical"))]
-        if not found:
-            names_ = ", ".join(f"{t.name} (2 to {t.max_ranks})" for t in self.topologies)
-            raise UsageError(
-                f"no topology joins {', '.join(map(str, self.ranks))} ranks: {names_}; choose other worlds"
-            )
-        return found
-
-
 def topologies_of(text: str | None) -> tuple[Topology, ...]:
     """Machines by name; all of the table and four networks when None."""
     chosen = DEFAULT_TOPOLOGIES if text is None else names(text, get_topology)
     return tuple(get_topology(name) for name in chosen)
 
 
-def time_rows(request: TimeRequest) -> list[TimeRow]:
-    """The best plain against the best quantized scheme, size by size."""
-    return [
-        compare(topology, ranks=ranks, nbytes=nbytes, bits=request.bits, block=request.block)
-        for topology, ranks in request.places()
-        for nbytes in request.sizes
-    ]
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Every scheme with every codec over every source and world; every size on every machine and world.
+
+    node   ranks of a machine for the hierarchical schemes, which are left out of worlds that it does not divide
+    sizes  bytes of the bfloat16 messages that are timed, with the bits and blocks of the first codec
+    """
+
+    ranks: tuple[int, ...]
+    codecs: tuple[Rounding, ...]
+    sources: tuple[Source, ...]
+    schemes: tuple[str, ...]
+    topologies: tuple[Topology, ...]
+    node: int = 8
+    sizes: tuple[int, ...] = DEFAULT_SIZES
+
+    def __post_init__(self) -> None:
+        if min(self.sizes) < PLAIN_BYTES:
+            raise UsageError(f"a message of {min(self.sizes)} bytes is no bfloat16 number; give at least {PLAIN_BYTES}")
+        if not 2 <= self.node <= MAX_RANKS:
+            raise UsageError(f"a node of {self.node} ranks is outside of 2..{MAX_RANKS}; give what one machine holds")
 
 
-def break_evens(request: TimeRequest) -> list[BreakEven]:
-    """From which size on quantizing pays."""
-    return [
-        BreakEven(t.name, k, request.bits, break_even(t, ranks=k, bits=request.bits, block=request.block))
-        for t, k in request.places()
-    ]
+def error_rows(request: Request) -> Iterator[ErrorRow]:
+    """The rows of one source and world after another, as they are measured. In one thread: the tensors are small."""
+    with threads(1):
+        roundings = [(codec, rounding_of(codec)) for codec in request.codecs]
+        for source, ranks in product(request.sources, request.ranks):
+            yield from errors_of(source, request.schemes, roundings, ranks=ranks, node=request.node)
+
+
+def time_rows(request: Request) -> tuple[list[TimeRow], list[BreakEven]]:
+    """The best plain against the best quantized scheme, size by size, and from which size on quantizing pays.
+
+    UsageError where no machine joins as many ranks.
+    """
+    bits, block = request.codecs[0].bits, request.codecs[0].block
+    fitting = ("two-shot", "hierarchical")
+    places = [(t, k) for t in request.topologies for k in request.ranks if schemes_for(t, k, fitting)]
+    if not places:
+        known = ", ".join(f"{t.name} (2 to {t.max_ranks})" for t in request.topologies)
+        raise UsageError(f"no topology joins {', '.join(map(str, request.ranks))} ranks: {known}; choose other worlds")
+    rows = [compare(t, ranks=k, nbytes=nbytes, bits=bits, block=block) for t, k in places for nbytes in request.sizes]
+    return rows, [BreakEven(t.name, k, bits, break_even(t, ranks=k, bits=bits, block=block)) for t, k in places]
 
 
 def as_dict(row: ErrorRow | TimeRow | BreakEven) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ptqpipe.collectives.simulator.compare import TimeRow
 from ptqpipe.collectives.simulator.error import ErrorRow
 from ptqpipe.collectives.simulator.topologies import Topology
 from ptqpipe.report import simulation
-from ptqpipe.report.simulation import Curve, draw
+from ptqpipe.report.simulation import draw
 from ptqpipe.stages.common.text import table
 from ptqpipe.stages.simulate.run import BreakEven
 
@@ -103,9 +103,9 @@ def write_plots(folder: Path, errors: Sequence[ErrorRow], times: Sequence[TimeRo
     for data in dict.fromkeys(row.data for row in errors):
         keys = dict.fromkeys((r.scheme, r.codec) for r in errors if r.data == data)
         curves = [
-            Curve(
+            (
                 f"{scheme} {codec}",
-                tuple((r.ranks, r.rel_l2) for r in errors if (r.data, r.scheme, r.codec) == (data, scheme, codec)),
+                [(r.ranks, r.rel_l2) for r in errors if (r.data, r.scheme, r.codec) == (data, scheme, codec)],
             )
             for scheme, codec in keys
         ]
@@ -115,7 +115,7 @@ def write_plots(folder: Path, errors: Sequence[ErrorRow], times: Sequence[TimeRo
     for ranks in dict.fromkeys(row.ranks for row in times):
         here = [row for row in times if row.ranks == ranks]
         curves = [
-            Curve(name, tuple((row.nbytes, row.speedup) for row in here if row.topology == name))
+            (name, [(row.nbytes, row.speedup) for row in here if row.topology == name])
             for name in dict.fromkeys(row.topology for row in here)
         ]
         path = folder / f"speedup-{ranks}.png"
