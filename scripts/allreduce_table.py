@@ -18,7 +18,7 @@ import torch
 
 from ptqpipe.collectives.simulator.codecs import PLAIN, get_rounding
 from ptqpipe.collectives.simulator.error import ErrorRow, Job, measure, model_error, rounding_error
-from ptqpipe.collectives.simulator.inputs import RowParallel, drawn
+from ptqpipe.collectives.simulator.inputs import Source, drawn, row_parallel
 from ptqpipe.collectives.simulator.schemes import get_scheme
 from ptqpipe.collectives.simulator.time import Message, seconds
 from ptqpipe.collectives.simulator.topologies import get_topology
@@ -94,7 +94,7 @@ def studies(elements: int) -> Iterator[ErrorRow]:
         yield from measure(jobs, source=drawn(data, elements), ranks=4)
 
 
-def layers_of(folder: Path, text: str, tokens: int) -> Iterator[RowParallel]:
+def layers_of(folder: Path, text: str, tokens: int) -> Iterator[Source]:
     """Inputs and weight of every row-parallel linear of a model that reads ``text``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -114,7 +114,7 @@ def layers_of(folder: Path, text: str, tokens: int) -> Iterator[RowParallel]:
     with torch.no_grad():
         model(ids)
     for name, module in linears.items():
-        yield RowParallel(name, inputs[name], module.weight.detach())
+        yield row_parallel(name, inputs[name], module.weight.detach())
 
 
 def real(folder: Path, tokens: int) -> Iterator[ErrorRow]:

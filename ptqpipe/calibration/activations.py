@@ -7,29 +7,12 @@ memory of this process.
 import os
 import tempfile
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from ptqpipe.checkpoint.direct import bytes_of
 from ptqpipe.checkpoint.partial import output_errors
 from ptqpipe.errors import OutputError
-
-
-class Activations(Protocol):
-    """One tensor for each batch, replaced as the blocks go by."""
-
-    def get(self, index: int) -> torch.Tensor:
-        """The tensor of a batch, on the CPU."""
-        ...
-
-    def put(self, index: int, x: torch.Tensor) -> None:
-        """Replaces it by one of the same shape."""
-        ...
-
-    def close(self) -> None:
-        """Gives memory and disk back."""
-        ...
 
 
 class InMemory:
@@ -92,3 +75,7 @@ class OnDisk:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+Activations = InMemory | OnDisk
+"""One tensor for each batch, replaced by one of the same shape as the blocks go by: ``get``, ``put``, ``close``."""

@@ -22,7 +22,8 @@ def demo(out: Path) -> None:
     from ptqpipe.stages import demo as stage
 
     machine = machine_of(None, "cpu", 2 << 30, progress=False)
-    click.echo(stage.demo_text(stage.run_demo(out, machine=machine)))
+    rows, tokens = stage.run_demo(out, machine=machine)
+    click.echo(stage.demo_text(rows, tokens, out))
 
 
 @click.command(epilog="Example: ptqpipe formats")

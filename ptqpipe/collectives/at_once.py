@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ptqpipe.collectives.point_to_point import Workspace
-from ptqpipe.collectives.stats import Phases
+from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.wire import Wire
 
 
@@ -25,7 +25,7 @@ def one_shot(
     out: torch.Tensor,
     *,
     workspace: Workspace,
-    phases: Phases,
+    stats: Stats,
 ) -> None:
     """``x`` [n], contiguous, to all; every rank adds them up, with the bits of ``Exchange.one_shot``. ``out`` may be
     ``x``; no buffer is in use afterwards."""
@@ -43,7 +43,7 @@ def one_shot(
     terms: list[torch.Tensor | None] = list(received.split_with_sizes(sizes))
     terms[rank] = message
     wire.reduce(terms, x, made[:0], out)
-    phases.encode += encoded - begun
-    phases.wait += arrived - encoded
-    phases.reduce += time.perf_counter() - arrived
-    phases.sent += others
+    stats.encode_s += encoded - begun
+    stats.wait_s += arrived - encoded
+    stats.reduce_s += time.perf_counter() - arrived
+    stats.wire_bytes += others

@@ -57,6 +57,7 @@ def render_html(report: Report) -> str:
     rows = roles.by_role(report)
     gains = [row for row in rows if row.gains]
     by_data = bool(gains or report.blocks) or any(weight.algorithm == "learned" for weight in report.weights)
+    drawing, legend, outside = sections.precision_map(report)
     template = _environment().get_template("report.html.jinja")
     return str(
         template.render(
@@ -84,7 +85,9 @@ def render_html(report: Report) -> str:
             choice_lines=errors.choice_lines(report),
             choice_colour=errors.CHOICE_COLOUR,
             panels=sections.scale_panels(report),
-            map=sections.precision_map(report),
+            map_drawing=drawing,
+            map_legend=legend,
+            map_outside=outside,
             data=_json(sections.table_data(report)),
             columns=COLUMNS if gains else [column for column in COLUMNS if column[0] != OUTPUT_ERROR],
             overall_mse=pooled_mse(report.weights),

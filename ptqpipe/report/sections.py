@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
@@ -64,28 +63,22 @@ def _recovery_bounds(task: Mapping[str, Any]) -> tuple[float, float] | None:
     return (low, high) if low <= recovery <= high else None
 
 
-@dataclass(frozen=True, slots=True)
-class ScalePanel:
-    """The histograms of one format: all roles together, then each. ``charts`` are (name, chart)."""
-
-    format: str
-    codec: str
-    blocks: int
-    charts: tuple[tuple[str, Drawn], ...]
+Panel = tuple[str, str, int, list[tuple[str, Drawn]]]
+"""(format, codec of its scales, how many blocks, (name, histogram) of all roles together and of each)."""
 
 
-def scale_panels(report: Report) -> list[ScalePanel]:
-    """Histograms of scale codes, a panel a format."""
+def scale_panels(report: Report) -> list[Panel]:
+    """Histograms of scale codes, a panel for each format."""
     groups: dict[str, list[Histogram]] = defaultdict(list)
     for h in report.histograms:
         groups[h.format].append(h)
-    panels = []
+    panels: list[Panel] = []
     for fmt, members in groups.items():
         counts = tuple(map(sum, zip(*(h.counts for h in members), strict=True)))
         first = members[0]
         everything = Histogram(fmt, first.codec, "all roles", counts, first.values)
         drawn = [_histogram(everything)] + [_histogram(h) for h in members if len(members) > 1]
-        panels.append(ScalePanel(fmt, first.codec, sum(counts), tuple(drawn)))
+        panels.append((fmt, first.codec, sum(counts), drawn))
     return panels
 
 
@@ -94,17 +87,11 @@ def _histogram(h: Histogram) -> tuple[str, Drawn]:
     return shown(h.role), both(lambda wide: charts.histogram(h, wide=wide, tips=wide, label=label))
 
 
-@dataclass(frozen=True, slots=True)
-class PrecisionMap:
-    """The mixed-precision map: the drawing, its legend (class, words), and the matrices outside of layers."""
+def precision_map(report: Report) -> tuple[Markup | None, list[tuple[str, str]], list[tuple[str, str, str]]]:
+    """Layers by roles, coloured by format. Kept matrices are squares of their own; vectors are not shown.
 
-    drawing: Markup | None
-    legend: tuple[tuple[str, str], ...]
-    outside: tuple[tuple[str, str, str], ...]  # (class, name, what it is)
-
-
-def precision_map(report: Report) -> PrecisionMap:
-    """Layers by roles, coloured by format. Kept matrices are squares of their own; vectors are not shown."""
+    The drawing, its legend (class, words), and the matrices outside of layers (class, name, what it is).
+    """
     squares: dict[tuple[str, int], list[Weight | Kept]] = defaultdict(list)
     outside: dict[tuple[str, str, str], int] = defaultdict(int)
     bits: dict[str, list[Weight]] = defaultdict(list)
@@ -135,7 +122,7 @@ def precision_map(report: Report) -> PrecisionMap:
         legend.append((family(fmt), f"{fmt}  {size:.2f} bits, {len(members)} weights, {numbers.count(elements)}"))
     if kept_matrices:
         legend.append(("kept", f"kept  {len(kept_matrices)} matrices"))
-    return PrecisionMap(drawing, tuple(legend), tuple(outside)[:40])
+    return drawing, legend, list(outside)[:40]
 
 
 def _place(role: str) -> int:

@@ -6,6 +6,7 @@ The model is a real one, trained by scripts/make_tiny_model.py on the documentat
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,18 +46,11 @@ class DemoRow:
     verified: str
 
 
-@dataclass(frozen=True, slots=True)
-class Demo:
-    """What the demo shows: the float model first, then each format."""
-
-    rows: tuple[DemoRow, ...]
-    tokens: int
-    out: Path
-
-
 @one_thread_each()  # so small a model is slower on several
-def run_demo(out: Path, *, machine: Machine) -> Demo:
+def run_demo(out: Path, *, machine: Machine) -> tuple[list[DemoRow], int]:
     """Converts the embedded model to each format below ``out``, verifies each, and measures it.
+
+    The float model's row first, then each format's; and on how many tokens perplexity was measured.
 
     Raises UsageError without transformers, VerifyError if a conversion does not hold what it claims.
     """
@@ -88,7 +82,7 @@ def run_demo(out: Path, *, machine: Machine) -> Demo:
         noise = sum(r["relative_mse"] * r["elements"] for r in roles) / sum(r["elements"] for r in roles)
         load_decoded(model, done.out)
         rows.append(measured(scheme, done.written_bytes, decibels(noise), verified))
-    return Demo(tuple(rows), int(ids.shape[1]), out)
+    return rows, int(ids.shape[1])
 
 
 def _check_place(out: Path) -> None:
@@ -149,9 +143,9 @@ def _sentence(model: Any, tokenizer: Any, prompt: torch.Tensor) -> str:
     return text[: text.rfind(".") + 1] or text
 
 
-def demo_text(demo: Demo) -> str:
+def demo_text(rows: Sequence[DemoRow], tokens: int, out: Path) -> str:
     """The demo's table and sentences for a terminal."""
-    first = demo.rows[0]
+    first = rows[0]
     body = [
         [
             row.name,
@@ -162,14 +156,14 @@ def demo_text(demo: Demo) -> str:
             f"{100 * (row.perplexity / first.perplexity - 1):+.2f} %",
             row.verified,
         ]
-        for row in demo.rows
+        for row in rows
     ]
     head = ["weights", "bytes", "ratio", "SQNR dB", "perplexity", "change", "state"]
     lines = [
         table(head, body),
-        f"perplexity on {demo.tokens} held-out tokens; heads, embeddings and norms stay bf16",
+        f"perplexity on {tokens} held-out tokens; heads, embeddings and norms stay bf16",
         "",
     ]
-    lines += [f"{row.name:>9}: {row.sentence}" for row in demo.rows]
-    lines += ["", f"The checkpoints are in {demo.out}/; try: ptqpipe inspect {demo.out}/{SCHEMES[0]}"]
+    lines += [f"{row.name:>9}: {row.sentence}" for row in rows]
+    lines += ["", f"The checkpoints are in {out}/; try: ptqpipe inspect {out}/{SCHEMES[0]}"]
     return "\n".join(lines)

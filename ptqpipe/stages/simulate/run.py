@@ -17,7 +17,7 @@ from ptqpipe.checkpoint.header import DTYPES, TensorEntry, parse_file, pread_exa
 from ptqpipe.collectives.simulator.codecs import get_rounding
 from ptqpipe.collectives.simulator.compare import TimeRow, break_even, compare, schemes_for
 from ptqpipe.collectives.simulator.error import MAX_RANKS, ErrorRow, errors_of, rounding_of
-from ptqpipe.collectives.simulator.inputs import Given, RowParallel, Source, drawn
+from ptqpipe.collectives.simulator.inputs import Source, drawn, given, row_parallel
 from ptqpipe.collectives.simulator.schemes import Rounding, get_scheme
 from ptqpipe.collectives.simulator.time import PLAIN_BYTES
 from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Topology, get_topology
@@ -81,14 +81,14 @@ def read_partials(path: Path, *, tensor: str | None, weight: str | None) -> Sour
             raise UsageError(
                 f"{tensor} is {list(values.shape)}, expected [ranks, ...]; give inputs together with --weight"
             )
-        return Given(tensor, values.reshape(values.shape[0], -1))
+        return given(tensor, values.reshape(values.shape[0], -1))
     matrix = _read(path, entries, weight)
     if matrix.ndim != 2 or values.shape[-1:] != matrix.shape[1:] or not values.numel() or not matrix.numel():
         raise UsageError(
             f"inputs {tensor} {list(values.shape)} and weight {weight} {list(matrix.shape)} do not multiply; "
             "expected [..., inner] and [outer, inner]"
         )
-    return RowParallel(tensor, values.reshape(-1, values.shape[-1]), matrix)
+    return row_parallel(tensor, values.reshape(-1, values.shape[-1]), matrix)
 
 
 def _read(path: Path, entries: dict[str, TensorEntry], name: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ptqpipe.collectives.simulator.error import (
     rounded_variance,
     rounding_error,
 )
-from ptqpipe.collectives.simulator.inputs import CANCELLATION, CHUNK, DISTRIBUTIONS, Given, RowParallel, drawn
+from ptqpipe.collectives.simulator.inputs import CANCELLATION, CHUNK, DISTRIBUTIONS, drawn, given, row_parallel
 from ptqpipe.collectives.simulator.schemes import SCHEMES, Partials, get_scheme, owners_of, reduce_of
 from ptqpipe.errors import UsageError
 from tests.collectives.simulator import measured
@@ -294,16 +294,16 @@ def test_cancelling_partials_are_as_much_larger_than_their_sum_as_is_said() -> N
 
 def test_fewer_ranks_sum_neighbours_of_recorded_partials() -> None:
     values = torch.arange(8 * 6, dtype=torch.float32).reshape(8, 6)
-    found = Given("x", values).partials(4, start=0, stop=6)
+    found = given("x", values).partials(4, start=0, stop=6)
     assert torch.equal(found, torch.stack([values[2 * r] + values[2 * r + 1] for r in range(4)]).bfloat16().float())
     with pytest.raises(UsageError, match="choose --ranks among 2, 4, 8"):
-        Given("x", values).partials(3, start=0, stop=6)
+        given("x", values).partials(3, start=0, stop=6)
 
 
 def test_a_row_parallel_layer_gives_each_rank_its_slice_of_the_sum() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(5, 24, generator=generator), torch.randn(7, 24, generator=generator)
-    source = RowParallel("x", x, w)
+    source = row_parallel("x", x, w)
     found = source.partials(3, start=0, stop=source.elements)
     expected = torch.stack([x[:, 8 * r : 8 * r + 8] @ w[:, 8 * r : 8 * r + 8].T for r in range(3)])
     torch.testing.assert_close(found, expected.reshape(3, -1), rtol=2**-7, atol=1e-5)
