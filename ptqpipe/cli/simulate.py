@@ -64,13 +64,12 @@ def allreduce(
 
     Errors are computed with the arithmetic that runs; times are a model of latency, bandwidth and codec speed.
     """
-    from ptqpipe.stages.simulate import run as stage
-    from ptqpipe.stages.simulate import text
+    from ptqpipe.stages import simulate as stage
 
     if partials is None and (tensor or weight):
         raise UsageError("--tensor and --weight belong to --partials; add it")
     if plot is not None:
-        text.check_plots(plot)
+        stage.check_plots(plot)
     worlds, codecs = stage.worlds(ranks), stage.codecs_of(codec, block=block, hadamard=hadamard)
     sources = stage.sources_of(data, elements=elements, seed=seed)
     if partials is not None:
@@ -88,8 +87,8 @@ def allreduce(
         for line in [*map(stage.as_dict, times), *map(stage.as_dict, evens)]:
             click.echo(json.dumps(line))
     else:
-        halves = [text.error_text(errors)] if errors else []
-        halves += [text.time_text(times, evens, machines)] if times else []
+        halves = [stage.error_text(errors)] if errors else []
+        halves += [stage.time_text(times, evens, machines)] if times else []
         click.echo("\n\n".join(halves))
-    for path in [] if plot is None else text.write_plots(plot, errors, times):
+    for path in [] if plot is None else stage.write_plots(plot, errors, times):
         click.echo(f"{path} written", err=True)

@@ -13,7 +13,7 @@ from ptqpipe.cli.serve import _place
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.memory import available_bytes, cgroup_bytes, room
 from ptqpipe.stages.common import machine as machine_facts
-from ptqpipe.stages.serve import ranks, run
+from ptqpipe.stages.serve import lead, ranks, run
 from ptqpipe.stages.serve.ranks import Place, parse_place
 
 GIB = 1 << 30
@@ -83,14 +83,14 @@ def test_the_runner_computes_on_its_own_gpu_with_a_part_of_that_gpu_s_memory(mon
         asked["cache"] = cache.max_bytes
         return SimpleNamespace()
 
-    monkeypatch.setattr("ptqpipe.runtime.load", load)
-    monkeypatch.setattr("ptqpipe.engine.runner.Runner", runner)
-    monkeypatch.setattr("ptqpipe.engine.runner.check_model", lambda model: None)
-    monkeypatch.setattr("ptqpipe.runtime.compiled.use_kernels", lambda model: None)
+    monkeypatch.setattr(lead, "load", load)
+    monkeypatch.setattr(lead, "Runner", runner)
+    monkeypatch.setattr(lead, "check_model", lambda model: None)
+    monkeypatch.setattr(lead, "use_kernels", lambda model: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(current=device))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {"cuda:1": (80 * GIB, 141 * GIB)}[device])
     place = Place(1, 2, 2, 1, store="127.0.0.1:5")
-    run._runner(run.ServeOptions("x", device="cuda"), place, 64, None)
+    lead._runner(run.ServeOptions("x", device="cuda"), place, 64, None)
     assert (asked["device"], asked["current"], asked["cache"]) == ("cuda:1", "cuda:1", 20 * GIB)
 
 

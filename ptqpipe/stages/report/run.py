@@ -31,8 +31,7 @@ from ptqpipe.stages.common.machine import default_workers, one_thread_each
 from ptqpipe.stages.common.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.stages.common.text import layer_of, role_of
 from ptqpipe.stages.inspect.run import inspect
-from ptqpipe.stages.report.choices import NAMES, SAMPLE, STORED
-from ptqpipe.stages.report.scan import scan_weight
+from ptqpipe.stages.report.scan import NAMES, SAMPLE, STORED, scan_weight
 from ptqpipe.stages.report.weights import (
     describe_weight,
     find_items,

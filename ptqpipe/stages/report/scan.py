@@ -1,20 +1,36 @@
 """The numbers of one stored weight for a report: how its codes are used and, against its source, error by block.
 
-One pass over the bytes in runs of rows, decoded by the torch reference. Must not know records, files or rendering.
+One pass over the bytes in runs of rows, decoded by the torch reference. A second one says what each way of choosing
+scales leaves of the squared error, by running the real searches on the source: abs-max and exact block scales at the
+abs-max global scale of the fused group, four over six at its own (amax / (6 x 256), arXiv 2512.02010), and the scales
+that are stored; on the rows that rank global scales when a checkpoint is converted (``global_scale.sample_rows``), or
+on all. Must not know records, files or rendering.
 """
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ptqpipe.formats import WHOLE, Codec
+from ptqpipe.algorithms.rows import total_error
+from ptqpipe.formats import WHOLE, Codec, Format
+from ptqpipe.global_scale import SAMPLE_ALL, SAMPLE_FRACTION, SAMPLE_RUNS, absmax_global, canonical, sample_rows
 from ptqpipe.qtensor import QTensor, check_finite, scale_values, to_blocks
-from ptqpipe.report.content import Codes, WorstBlock
+from ptqpipe.report.content import Choice, Codes, WorstBlock
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.verify.weights import Illegal, illegal_numbers, stored_runs
+from ptqpipe.stages.verify.weights import Illegal, illegal_numbers, row_runs, stored_runs
 
+ABSMAX = "abs-max"
+STORED = "as stored"
+NAMES = (ABSMAX, "OCP floor", "four over six", "exact", STORED)  # the order in which reports show them
+_CHUNK_ELEMENTS = 1 << 21
+_FOUR_OVER_SIX_DIVISOR = 6.0 * 256.0
+SAMPLE = (
+    f"all rows of weights of up to {SAMPLE_ALL:,} elements, of larger ones about one in {SAMPLE_FRACTION} (at least "
+    f"{SAMPLE_ALL:,} elements) in up to {SAMPLE_RUNS} runs spread evenly from the first row to the last"
+)
 WORST_PER_WEIGHT = 3
 SHOWN_VALUES = 16  # of a block
 FLOAT_BINS = 1024  # float scales are counted by float32's exponent and two further bits: quarters of an octave
@@ -208,3 +224,54 @@ def scale_axis(codec: Codec) -> tuple[float, ...]:
     if codec.enumerable:
         return tuple(scale_values(torch.arange(len(codec.magnitudes), dtype=torch.uint8), codec).tolist())
     return tuple(math.ldexp(1.0 + (code & 3) / 4, max(code >> 2, 1) - 127) for code in range(FLOAT_BINS))
+
+
+def _ways(fmt: Format) -> list[tuple[str, str, Callable[[float, Format], torch.Tensor]]]:
+    """What a format has, abs-max first: (name in the report, search, its global scale from the group's amax)."""
+    found: list[tuple[str, str, Callable[[float, Format], torch.Tensor]]] = [(ABSMAX, "absmax", absmax_global)]
+    if fmt.scale.name == "e8m0":
+        found.append(("OCP floor", "ocp_floor", absmax_global))
+    if fmt.element.name == "e2m1" and not fmt.scale.power_of_two:
+        found.append(("four over six", "four_over_six", _four_over_six_global))
+    if fmt.scale.enumerable or fmt.scale.dtype is not torch.float32:
+        found.append(("exact", "exact", absmax_global))
+    return found
+
+
+def _four_over_six_global(amax: float, fmt: Format) -> torch.Tensor:
+    return canonical(torch.tensor(amax / _FOUR_OVER_SIX_DIVISOR), fmt) if amax else torch.tensor(1.0)
+
+
+def compare_choices(
+    ckpt: Source, weight: str, *, expert: int | None, rows: SourceRows, amax: float, all_rows: bool
+) -> tuple[Choice, ...]:
+    """Every way beside abs-max, the stored scales last. ``amax`` is that of the fused group.
+
+    Empty for formats with one scale per weight (its rows cannot be sampled), and where abs-max makes no error.
+    """
+    fmt, shape = ckpt.stored[weight].scheme.fmt, rows.shape
+    if fmt.block == (WHOLE, WHOLE):
+        return ()
+    runs = row_runs(shape, fmt) if all_rows else sample_rows(shape, fmt)
+    ways = _ways(fmt)
+    totals = [0.0] * (len(ways) + 1)
+    searches = [(search, scale(amax, fmt) if fmt.has_global else None) for _, search, scale in ways]
+    for start, q in stored_runs(ckpt, weight, expert, runs=_aligned(runs, shape, fmt)):
+        w = rows.rows(start, start + q.shape[0])
+        for index, (search, g) in enumerate(searches):
+            totals[index] += total_error(w, fmt, search=search, global_scale=g)
+        totals[-1] += float((q.dequantize().double() - w.double()).square_().sum())
+    if totals[0] <= 0:
+        return ()
+    names = [name for name, _, _ in ways] + [STORED]
+    return tuple(Choice(name, total / totals[0]) for name, total in zip(names, totals, strict=True))
+
+
+def _aligned(runs: list[tuple[int, int]], shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
+    """Runs short enough for memory: long ones are cut on block edges."""
+    step, columns_step = max(fmt.block[0], 1), _CHUNK_ELEMENTS // shape[1]
+    cut = []
+    for start, stop in runs:
+        length = max(step, columns_step // step * step)
+        cut += [(first, min(first + length, stop)) for first in range(start, stop, length)]
+    return cut

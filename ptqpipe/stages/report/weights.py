@@ -1,7 +1,6 @@
 """The quantized weights of a report, row by row: from the bytes, the source where there is one, else the record.
 
-What one weight says is ``scan.py`` and ``choices.py``; this file runs them over a checkpoint and joins
-them with the record's claims.
+What one weight says is ``scan.py``; this file runs it over a checkpoint and joins that with the record's claims.
 """
 
 import math
@@ -18,8 +17,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.report.content import Choice, Histogram, Proof, Weight, WorstBlock
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common.text import layer_of, number_in, role_of
-from ptqpipe.stages.report.choices import STORED, compare_choices
-from ptqpipe.stages.report.scan import Scan, codes_of, scale_axis
+from ptqpipe.stages.report.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.stages.verify.groups import fused_groups
 from ptqpipe.stages.verify.optimal import prove_weight
 from ptqpipe.stages.verify.origin import Origins
