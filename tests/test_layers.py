@@ -15,7 +15,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
 
-NUMBERS = {"errors", "formats", "schemes", "packing", "qtensor"}
+NUMBERS = {"dtypes", "errors", "formats", "schemes", "packing", "qtensor"}
 STAGES = NUMBERS | {
     "_version", "patterns", "regular_file", "global_scale", "kernels", "search", "algorithms", "transforms",
     "containers", "checkpoint", "recipe", "plan", "source", "statistics", "rounding", "calibration", "runtime",
@@ -25,6 +25,7 @@ STAGES = NUMBERS | {
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
     "_version":     set(),
+    "dtypes":       set(),
     "errors":       set(),
     "formats":      {"errors"},
     "patterns":     set(),
@@ -40,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms":   NUMBERS | {"kernels", "search", "global_scale"},
     "transforms":   NUMBERS | {"kernels"},
     "containers":   NUMBERS | {"kernels", "patterns"},
-    "checkpoint":   {"errors", "regular_file"},
+    "checkpoint":   {"dtypes", "errors", "regular_file"},
     "recipe":       NUMBERS | {"patterns", "regular_file"},
     "plan":         NUMBERS | {"recipe", "checkpoint"},
     "source":       NUMBERS | {"checkpoint", "containers", "plan", "recipe"},

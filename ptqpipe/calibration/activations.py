@@ -16,7 +16,7 @@ from ptqpipe.errors import OutputError
 
 
 class InMemory:
-    """Activations as a list."""
+    """Hidden states as a list."""
 
     def __init__(self) -> None:
         self._batches: dict[int, torch.Tensor] = {}
@@ -35,7 +35,7 @@ class InMemory:
 
 
 class OnDisk:
-    """Activations in one file without a name, which the system removes whatever happens to this process."""
+    """Hidden states in one file without a name, which the system removes whatever happens to this process."""
 
     def __init__(self, folder: Path) -> None:
         """A new file in ``folder``. OutputError where it cannot be made."""

@@ -21,7 +21,7 @@ from ptqpipe.runtime.loading import load_tokenizer
 
 PIECE = 1 << 18  # characters that are tokenized at once
 MAX_TOKEN = 1 << 31
-HELD_SHARE = 8  # one window is held out for so many samples, unless the caller says how many
+HELD_SHARE = 8  # samples for each window that is held out, unless the caller says how many
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,9 +47,9 @@ def generate(
     first = torch.randint(0, vocabulary, (samples, 1), generator=generator)
     if begin is not None:
         first = torch.cat([torch.full_like(first, begin), first], dim=1)
-    told = on_tokens or (lambda count: None)
+    report = on_tokens or (lambda count: None)
     parts = torch.split(first, rows_of(model, seqlen))
-    return torch.cat([_continue(model, part, seqlen, generator, told) for part in parts])[:, :seqlen]
+    return torch.cat([_continue(model, part, seqlen, generator, report) for part in parts])[:, :seqlen]
 
 
 def check_windows(config: Any, *, samples: int, seqlen: int) -> None:
@@ -77,10 +77,10 @@ def threads_for(model: Any, *, samples: int, seqlen: int, most: int) -> int:
 
 
 def _continue(
-    model: Any, ids: torch.Tensor, seqlen: int, generator: torch.Generator, told: Callable[[int], None]
+    model: Any, ids: torch.Tensor, seqlen: int, generator: torch.Generator, report: Callable[[int], None]
 ) -> torch.Tensor:
     """``ids`` [n, t] continued to [n, seqlen], one token of every row a step; keys and values are kept."""
-    told(ids.numel())
+    report(ids.numel())
     past, new = None, ids
     while ids.shape[1] < seqlen:
         out = model(new.to(model.device), past_key_values=past, use_cache=True)
@@ -89,5 +89,5 @@ def _continue(
             raise NumericsError("the model's logits are not finite; use --dtype float32, or check the model's weights")
         new = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)
         ids = torch.cat([ids, new], dim=1)
-        told(len(new))
+        report(len(new))
     return ids

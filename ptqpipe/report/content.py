@@ -47,9 +47,9 @@ class Weight:
     layer, expert        None where the name has no such number
     squared_error        sum (decode - w)^2, ``energy`` sum w^2; None where neither source nor record tells
     choices              in the order of the report's ``choice_names``; those that do not apply are left out
-    versus_plain_global  squared error beside that at the abs-max global scale, as recorded
+    versus_plain_global  squared error relative to that at the abs-max global scale, as recorded
     algorithm, weighting  how codes were chosen and what the block scales minimize; "" where nothing says so
-    versus_rtn           output error beside that of plain rounding, by the statistics of the inputs
+    versus_rtn           output error relative to that of plain rounding, by the statistics of the inputs
     reverted             whether the gate went back to plain rounding
     """
 
@@ -104,7 +104,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class TunedBlock:
-    """A decoder block whose codes were learned: its output error beside that of the codes that tune started from.
+    """A decoder block whose codes were learned: its output error relative to that of the codes that tune started from.
 
     ratio     1 where what was learned was not better and the start was kept
     held_out  whether the errors are those of samples that nothing was learned from
@@ -116,7 +116,7 @@ class TunedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptTensor:
     """A tensor that is not quantized; ``reason`` is "" where nobody recorded it."""
 
     name: str
@@ -211,7 +211,7 @@ class Report:
     after_bytes: int
     params: int
     weights: tuple[Weight, ...]
-    kept: tuple[Kept, ...]
+    kept: tuple[KeptTensor, ...]
     histograms: tuple[Histogram, ...]
     worst: tuple[WorstBlock, ...]
     proof: Proof
@@ -235,7 +235,7 @@ class Report:
 
     @property
     def versus_rtn(self) -> float | None:
-        """Output error beside plain rounding's, mean over the calibrated weights; None where there are none."""
+        """Output error relative to plain rounding's, mean over the calibrated weights; None where there are none."""
         return mean_known(weight.versus_rtn for weight in self.weights)
 
     @property

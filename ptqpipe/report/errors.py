@@ -92,7 +92,7 @@ def choice_dots(report: Report, rows: Sequence[RoleRow]) -> Drawn | None:
             dots.append((row_label(row, rows), values))
     if not dots:
         return None
-    label = "squared error of each choice of scales beside that of abs-max, by role"
+    label = "squared error of each choice of scales relative to that of abs-max, by role"
     unit = "squared error, abs-max = 1 (left is better)"
     return both(lambda wide: charts.dot_chart(dots, wide=wide, label=label, unit=unit))
 
@@ -114,7 +114,7 @@ def choice_lines(report: Report) -> Drawn | None:
         charts.Series(name, CHOICE_COLOUR.get(name, 2), tuple(values), over=name == "as stored")
         for name, values in points.items()
     ]
-    label = "squared error of each choice of scales beside that of abs-max, by layer"
+    label = "squared error of each choice of scales relative to that of abs-max, by layer"
     unit = "squared error, abs-max = 1"
     return both(lambda wide: charts.line_chart(series, wide=wide, label=label, unit=unit, least_span=0.1))
 
@@ -126,19 +126,19 @@ def bought(row: RoleRow) -> str:
 
 
 def tuned(report: Report) -> Drawn | None:
-    """Output error of the decoder blocks beside that of what tune started from; None without learned codes."""
+    """Output error of the decoder blocks relative to that of what tune started from; None without learned codes."""
     if not report.blocks:
         return None
     values = tuple((b.ratio, f"{shown(b.name)}: {b.ratio:.4f} of {report.blocks_from}") for b in report.blocks)
     mean = sum(value for value, _ in values) / len(values)
     strips = [charts.Strip("blocks", 0, values, mean, numbers.ratio(mean))]
-    label = "output error of decoder blocks beside that of what tune started from"
+    label = "output error of decoder blocks relative to that of what tune started from"
     unit = "output error, start = 1 (left is better)"
     return both(lambda wide: charts.strip_chart(strips, wide=wide, label=label, unit=unit, least_span=0.1))
 
 
 def calibrated(rows: Sequence[RoleRow]) -> Drawn | None:
-    """Output error beside plain rounding, by role; None where nothing was calibrated."""
+    """Output error relative to plain rounding, by role; None where nothing was calibrated."""
     strips = []
     for row in rows:
         values = tuple(
@@ -153,6 +153,6 @@ def calibrated(rows: Sequence[RoleRow]) -> Drawn | None:
             strips.append(charts.Strip(row_label(row, rows), row.index, values, mean, note))
     if not strips:
         return None
-    label = "output error beside that of plain rounding, by role"
+    label = "output error relative to that of plain rounding, by role"
     unit = "output error, plain rounding = 1 (left is better)"
     return both(lambda wide: charts.strip_chart(strips, wide=wide, label=label, unit=unit, least_span=0.1))

@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ptqpipe.report import charts, numbers
-from ptqpipe.report.content import Histogram, Kept, Report, Weight, decibels, pooled_mse
+from ptqpipe.report.content import Histogram, KeptTensor, Report, Weight, decibels, pooled_mse
 from ptqpipe.report.errors import Drawn, both
 from ptqpipe.report.roles import family, how, shown
 
@@ -88,11 +88,11 @@ def _histogram(h: Histogram) -> tuple[str, Drawn]:
 
 
 def precision_map(report: Report) -> tuple[Markup | None, list[tuple[str, str]], list[tuple[str, str, str]]]:
-    """Layers by roles, coloured by format. Kept matrices are squares of their own; vectors are not shown.
+    """Layers by roles, coloured by format. KeptTensor matrices are squares of their own; vectors are not shown.
 
     The drawing, its legend (class, words), and the matrices outside of layers (class, name, what it is).
     """
-    squares: dict[tuple[str, int], list[Weight | Kept]] = defaultdict(list)
+    squares: dict[tuple[str, int], list[Weight | KeptTensor]] = defaultdict(list)
     outside: dict[tuple[str, str, str], int] = defaultdict(int)
     bits: dict[str, list[Weight]] = defaultdict(list)
     for weight in report.weights:
@@ -131,15 +131,17 @@ def _place(role: str) -> int:
     return _WALK.index(leaf) if leaf in _WALK else len(_WALK)
 
 
-def _cell(column: int, row: int, role: str, layer: int, found: Sequence[Weight | Kept]) -> charts.Cell:
+def _cell(column: int, row: int, role: str, layer: int, found: Sequence[Weight | KeptTensor]) -> charts.Cell:
     names = list(dict.fromkeys(w.format if isinstance(w, Weight) else "kept" for w in found))
     first = found[0]
     kind = "mixed" if len(names) > 1 else family(names[0]) if isinstance(first, Weight) else "kept"
     tip = f"layer {layer}  {role}: {', '.join(names)}"
     weights = [w for w in found if isinstance(w, Weight)]
     if not weights:
-        held = found[0].nbytes * 8 // max(1, math.prod(found[0].shape))
-        return charts.Cell(column, row, kind, f"{tip} ({first.dtype})" if isinstance(first, Kept) else tip, f"{held}")
+        bits = found[0].nbytes * 8 // max(1, math.prod(found[0].shape))
+        return charts.Cell(
+            column, row, kind, f"{tip} ({first.dtype})" if isinstance(first, KeptTensor) else tip, f"{bits}"
+        )
     size = 8 * sum(w.nbytes for w in weights) / max(1, sum(w.elements for w in weights))
     error = decibels(pooled_mse(weights))
     tip += f", {size:.2f} bits" + (f", {error:.2f} dB" if error is not None else "")

@@ -17,16 +17,17 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ptqpipe.checkpoint.files import refuse_pipes
+from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import CheckpointError, PtqError, UsageError, first_line, one_line
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
 from ptqpipe.runtime.parallel import AllReduce, RunCollective, TensorParallel
 from ptqpipe.source import Source
 
-Activations = Literal["simulated", "none"]
+ActivationMode = Literal["simulated", "none"]
 _LONGEST = "max_position_embeddings"
 DEFAULT_LENGTH = 2048  # tokens of a window
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {str(FLOATS[name][1]).removeprefix("torch."): FLOATS[name][1] for name in ("fp32", "bf16", "fp16")}
 
 
 def load(
@@ -39,7 +40,7 @@ def load(
     run_collective: RunCollective | None = None,
     dtype: torch.dtype | str = "bfloat16",
     packed: bool = True,
-    activations: Activations = "simulated",
+    activations: ActivationMode = "simulated",
     device: str = "cpu",
 ) -> Any:
     """A transformers causal language model in evaluation mode, its quantized weights packed in memory.
@@ -75,7 +76,7 @@ def load_model(
     ckpt: Path | str,
     *,
     dtype: torch.dtype | str = torch.float32,
-    activations: Activations = "simulated",
+    activations: ActivationMode = "simulated",
     device: str = "cpu",
 ) -> Any:
     """A transformers causal language model in evaluation mode, its weights decoded to floats.
@@ -102,7 +103,7 @@ def _check(activations: str, device: str) -> None:
 
 
 def _load(
-    path: Path, ranks: TensorParallel, *, dtype: torch.dtype | str, packed: bool, activations: Activations
+    path: Path, ranks: TensorParallel, *, dtype: torch.dtype | str, packed: bool, activations: ActivationMode
 ) -> Any:
     with Source.open(path) as source:
         config, generation = read_config(source.reader.path), read_generation_config(source.reader.path)

@@ -1,11 +1,10 @@
 """demo: the main job end to end on the embedded model. Convert, verify, perplexity before and after, a sentence.
 
 The model is a real one, trained by scripts/make_tiny_model.py on the documentation of Python's standard library;
-``heldout.txt`` beside it is text that it has not seen. Only here (and in evaluate) does a stage run a model.
+``heldout.txt`` beside it is text that it has not seen.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import OutputExists, UsageError, VerifyError
+from ptqpipe.evaluation import perplexity, score
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
@@ -30,7 +30,7 @@ from ptqpipe.stages.verify.run import verify
 MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 SCHEMES = ("nvfp4", "mxfp4a16", "fp8")
 PROMPT = "Return the"
-WINDOW, STRIDE = 256, 128
+WINDOW, STRIDE = 256, 128  # tokens
 NEW_TOKENS = 32
 
 
@@ -68,7 +68,9 @@ def run_demo(out: Path, *, machine: Machine) -> tuple[list[DemoRow], int]:
     size = (MODEL / "model.safetensors").stat().st_size
 
     def measured(name: str, nbytes: int, sqnr: float | None, verified: str) -> DemoRow:
-        return DemoRow(name, nbytes, sqnr, perplexity(model, ids), _sentence(model, tokenizer, prompt), verified)
+        scores = score(model, ids[0], window=WINDOW, stride=STRIDE)
+        sentence = _sentence(model, tokenizer, prompt)
+        return DemoRow(name, nbytes, sqnr, perplexity(scores).value, sentence, verified)
 
     rows = [measured("bf16", size, None, "the source")]
     for scheme in SCHEMES:
@@ -116,22 +118,6 @@ def load_decoded(model: Any, ckpt: Path) -> None:
         for name in source.stored:
             q: QTensor = source.quantized(name)
             state[name].copy_(q.dequantize())
-
-
-@torch.no_grad()
-def perplexity(model: Any, ids: torch.Tensor) -> float:
-    """exp of the mean negative log-likelihood of ids ``[1, T]``, in windows of 256 tokens that advance by 128."""
-    total, count = 0.0, 0
-    for start in range(0, ids.shape[1] - 1, STRIDE):
-        window = ids[:, start : start + WINDOW]
-        fresh = window.shape[1] - 1 if start == 0 else max(0, window.shape[1] - (WINDOW - STRIDE))
-        if fresh == 0:
-            break
-        logits = model(window).logits[0, :-1].float()
-        losses = torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none")
-        total += float(losses[-fresh:].double().sum())
-        count += fresh
-    return math.exp(total / max(count, 1))
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.source import check_disjoint
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.containers import DECODED_ROLES, StoredWeight, kv_scale, without_quantization
+from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import (
@@ -33,8 +34,6 @@ from ptqpipe.stages.common.jobs import (
 )
 from ptqpipe.stages.common.machine import Machine, Ranks, resident_bytes
 from ptqpipe.stages.common.pieces import Piece, decoded_rows
-
-DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +101,8 @@ def dequantize(
     Raises UsageError for a plain checkpoint or an unknown dtype, NumericsError where fp16 would overflow.
     """
     begun = time.monotonic()
-    if dtype not in DTYPES:
-        raise UsageError(f"--dtype {dtype!r} is unknown; use {', '.join(DTYPES)}")
+    if dtype not in FLOATS:
+        raise UsageError(f"--dtype {dtype!r} is unknown; use {', '.join(FLOATS)}")
     with Source.open(Path(ckpt)) as source:
         check_disjoint(source.reader.path, Path(out))
         source.reader.check_links()
@@ -148,7 +147,7 @@ def _prepare(source: Source, dtype: str) -> _Prepared:
             parts = tuple(part.name for part in stored.parts if part.role in DECODED_ROLES)
             dropped += [part.name for part in stored.parts if part.role not in DECODED_ROLES]
             size = sum(source.reader.entries[part].nbytes for part in parts)
-            jobs.append(Job(name, len(jobs), size, TensorSpec(name, DTYPES[dtype][0], shape), stored))
+            jobs.append(Job(name, len(jobs), size, TensorSpec(name, FLOATS[dtype][0], shape), stored))
         elif kv_scale(name, stored_dtype, shape, container="plain") is not None:
             dropped.append(name)
         else:
@@ -180,7 +179,7 @@ def _do(job: Job, prepared: _Prepared, writer: CheckpointWriter) -> dict[str, An
 
 def _rows(piece: Piece, prepared: _Prepared) -> Iterable[torch.Tensor]:
     """The piece in the output's dtype and orientation, in runs that follow each other."""
-    dtype = DTYPES[prepared.dtype][1]
+    dtype = FLOATS[prepared.dtype][1]
     reader = prepared.source.reader
     if not piece.source.transposed:
         return (_rounded(rows, dtype, piece) for _, rows in decoded_rows(piece, reader))
@@ -221,7 +220,7 @@ def _record(prepared: _Prepared, records: Sequence[Mapping[str, Any]]) -> dict[s
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The config with the dtype wherever it states one, as transformers spells it."""
-    name = str(DTYPES[dtype][1]).removeprefix("torch.")
+    name = str(FLOATS[dtype][1]).removeprefix("torch.")
     changed = {key: name if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
     text = changed.get("text_config")
     if isinstance(text, Mapping):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.header import DTYPES, TensorEntry, parse_file, pread_exactly
+from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly
 from ptqpipe.checkpoint.single_file import check_file
 from ptqpipe.collectives.simulator.codecs import get_rounding
 from ptqpipe.collectives.simulator.compare import TimeRow, break_even, compare, schemes_for
@@ -22,6 +22,7 @@ from ptqpipe.collectives.simulator.inputs import Source, drawn, given, row_paral
 from ptqpipe.collectives.simulator.schemes import Rounding, get_scheme
 from ptqpipe.collectives.simulator.time import PLAIN_BYTES
 from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Topology, get_topology
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import UsageError
 from ptqpipe.report import simulation
 from ptqpipe.stages.common.machine import threads

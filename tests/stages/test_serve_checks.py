@@ -14,7 +14,7 @@ from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.stages.serve import run as stage
 from ptqpipe.stages.serve.checks import read_template
-from ptqpipe.stages.serve.ranks import Place, Ranks
+from ptqpipe.stages.serve.ranks import OtherRanks, Place
 from ptqpipe.stages.serve.run import ServeOptions
 from ptqpipe.stages.serve.vllm import VllmService
 from tests.engine.models import DEMO
@@ -27,7 +27,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(Ranks, "start", started)
+    monkeypatch.setattr(OtherRanks, "start", started)
 
 
 def refused(options: ServeOptions, kind: type[PtqError], says: str, *, ranks: int = 1) -> None:

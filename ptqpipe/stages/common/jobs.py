@@ -18,11 +18,11 @@ import torch
 
 from ptqpipe.checkpoint.direct import bytes_of, margin
 from ptqpipe.checkpoint.files import INDEX_NAME
-from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.checkpoint.layout import ShardLayout
 from ptqpipe.checkpoint.partial import Paths, check_unfinished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError, OutputError
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.machine import Machine, Ranks, one_thread_each

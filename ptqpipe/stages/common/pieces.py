@@ -14,6 +14,7 @@ import torch
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.containers import Part, Role, StoredWeight, decode_low_rank
+from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import QTensor
@@ -28,7 +29,7 @@ _OTHER_SPELLING = {
     Role.INPUT_GLOBAL: Role.INPUT_GLOBAL_DIVISOR,
     Role.INPUT_GLOBAL_DIVISOR: Role.INPUT_GLOBAL,
 }
-_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_FLOATS = dict(FLOATS.values())
 
 
 @dataclass(frozen=True, slots=True)

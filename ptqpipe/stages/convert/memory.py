@@ -4,7 +4,7 @@ The numbers are those of the algorithms' own estimates; what every process and w
 """
 
 from ptqpipe.algorithms import rtn
-from ptqpipe.checkpoint.header import DTYPES
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import UsageError
 from ptqpipe.formats import WHOLE
 from ptqpipe.plan import Member, Unit

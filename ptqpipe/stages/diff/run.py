@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.containers import Role, StoredWeight, decode_input_global
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.plan import Member, Slice
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common.text import same_json

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.containers import Container, Part, get_container
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.plan import Member, Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, parse_recipe

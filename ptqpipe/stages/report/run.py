@@ -18,7 +18,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.report import check_kind, default_path, is_report, render
 from ptqpipe.report.content import (
-    Kept,
+    KeptTensor,
     Report,
     decibels,
     mean_known,
@@ -88,8 +88,8 @@ def _record(opened: Source) -> tuple[Record | None, list[str]]:
     try:
         return read_record(opened.reader), []
     except CheckpointError as error:
-        told = str(error).replace(f"{opened.reader.path}/", "")  # a report is published
-        return None, [f"{told}; the record's numbers are left out"]
+        message = str(error).replace(f"{opened.reader.path}/", "")  # a report is published
+        return None, [f"{message}; the record's numbers are left out"]
 
 
 def _gather(
@@ -152,7 +152,7 @@ def _gather(
     )
 
 
-def _kept(opened: Source, record: Record | None) -> tuple[Kept, ...]:
+def _kept(opened: Source, record: Record | None) -> tuple[KeptTensor, ...]:
     raw = record.raw.get("kept") if record is not None else None
     found = []
     for name in plain_tensors(opened):
@@ -160,7 +160,7 @@ def _kept(opened: Source, record: Record | None) -> tuple[Kept, ...]:
         claim = raw.get(name) if isinstance(raw, Mapping) else None
         reason = str(claim.get("reason", "")) if isinstance(claim, Mapping) else ""
         reason = "scale of the kv cache" if not reason and is_kv_scale(name) else reason
-        found.append(Kept(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
+        found.append(KeptTensor(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
     return tuple(found)
 
 
@@ -230,9 +230,9 @@ def _learned(raw: Mapping[str, Any]) -> str | None:
         return None
     data = found.get("data")
     data = data if isinstance(data, Mapping) else {}
-    told = [str(found.get("digest") or ""), str(found.get("method") or "")]
-    told += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
-    return ", ".join(part for part in told if part) or None
+    parts = [str(found.get("digest") or ""), str(found.get("method") or "")]
+    parts += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
+    return ", ".join(part for part in parts if part) or None
 
 
 def _sha256(path: Path) -> str | None:

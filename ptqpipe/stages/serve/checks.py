@@ -96,7 +96,7 @@ def context_of(ckpt: str, max_len: int | None) -> int:
 
 
 def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
-    """UsageError or CheckpointError where the model cannot be loaded, be cut for so many ranks, or be served."""
+    """UsageError or CheckpointError where the model cannot be loaded, be cut for ``tp`` ranks, or be served."""
     from ptqpipe.engine.probe import check_empty
     from ptqpipe.engine.runner import check_model, context_length
     from ptqpipe.runtime.check import check_load

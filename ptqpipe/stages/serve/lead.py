@@ -27,7 +27,7 @@ from ptqpipe.server.app import ServerOptions, create_app
 from ptqpipe.server.run import run
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.serve.checks import context_of, host_names
-from ptqpipe.stages.serve.ranks import Place, Ranks
+from ptqpipe.stages.serve.ranks import OtherRanks, Place
 from ptqpipe.stages.serve.run import Say, ServeOptions
 from ptqpipe.stages.serve.watchdog import Watchdog
 
@@ -40,7 +40,7 @@ class Lead:
     cause       the error for which there is no engine: its kind is the exit code, and a service keeps the text alone
     """
 
-    def __init__(self, options: ServeOptions, ranks: Ranks, tokenizer: Any, context: int, say: Say) -> None:
+    def __init__(self, options: ServeOptions, ranks: OtherRanks, tokenizer: Any, context: int, say: Say) -> None:
         self.options, self.ranks, self.tokenizer, self.context, self.say = options, ranks, tokenizer, context, say
         self.leader: Leader | None = None
         self.all_reduce: QuantAllReduce | None = None

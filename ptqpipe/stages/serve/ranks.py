@@ -120,7 +120,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Ranks:
+class OtherRanks:
     """The first rank's hold on the others; a context that ends them."""
 
     place: Place

@@ -19,7 +19,7 @@ from ptqpipe.stages.serve.checks import (
     read_template,
     require_packages,
 )
-from ptqpipe.stages.serve.ranks import Place, Ranks
+from ptqpipe.stages.serve.ranks import OtherRanks, Place
 
 Say = Callable[[str], None]
 
@@ -110,5 +110,5 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -
     template = read_template(options.chat_template)
     check_checkpoint(options.ckpt, tp=place.size, packed=options.packed)
     tokenizer, context = load_tokenizer(Path(options.ckpt)), context_of(options.ckpt, options.max_len)
-    with Ranks.start(place, worker) as ranks:
+    with OtherRanks.start(place, worker) as ranks:
         Lead(options, ranks, tokenizer, context, say).serve(listening, template)

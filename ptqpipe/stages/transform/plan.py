@@ -12,12 +12,12 @@ from typing import Any
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.source import check_disjoint
+from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import check_model
 from ptqpipe.stages.common.jobs import named_source, run_parts_of
-from ptqpipe.stages.dequantize import DTYPES
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms import ROTATIONS, SCALINGS, get_rotation, get_scaling, transform_names
 from ptqpipe.transforms.find_structure import find_structure
@@ -25,7 +25,7 @@ from ptqpipe.transforms.folding import BLOCKS
 from ptqpipe.transforms.structure import Edge, Matrix, Structure
 
 EDGE_KINDS = ("norm", "value", "up")
-TORCH_DTYPES = dict(DTYPES.values())
+TORCH_DTYPES = dict(FLOATS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ def prepare(source: Source, out: Path, *, stats: Path | None, options: Transform
 
 
 def _check_options(options: TransformOptions, names: Sequence[str]) -> None:
-    if options.dtype is not None and options.dtype not in DTYPES:
-        raise UsageError(f"--dtype {options.dtype!r} is unknown; use {', '.join(DTYPES)}")
+    if options.dtype is not None and options.dtype not in FLOATS:
+        raise UsageError(f"--dtype {options.dtype!r} is unknown; use {', '.join(FLOATS)}")
     if options.block not in BLOCKS:
         raise UsageError(f"--block {options.block} is no size of a Hadamard block; use {', '.join(map(str, BLOCKS))}")
     if any(name in SCALINGS and get_scaling(name).NEEDS_QUANTIZER for name in names):
@@ -233,7 +233,7 @@ def _jobs(
 def _spec(name: str, entry: tuple[str, tuple[int, ...]], dtype: str | None) -> TensorSpec:
     if dtype is not None and entry[0] not in TORCH_DTYPES:
         raise UsageError(f"'{name}' is {entry[0]}, expected BF16, F16 or F32; factors cannot be folded into it")
-    return TensorSpec(name, entry[0] if dtype is None else DTYPES[dtype][0], entry[1])
+    return TensorSpec(name, entry[0] if dtype is None else FLOATS[dtype][0], entry[1])
 
 
 def _joined(sets: Iterable[Sequence[str]]) -> dict[str, str]:

@@ -24,10 +24,11 @@ from ptqpipe.calibration.rounding import Learned, Settings, learn
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint.direct import bytes_of
-from ptqpipe.checkpoint.header import DTYPE_NAMES, header_bytes
+from ptqpipe.checkpoint.header import header_bytes
 from ptqpipe.checkpoint.partial import output_errors
 from ptqpipe.checkpoint.source import check_disjoint
 from ptqpipe.checkpoint.writer import Mode
+from ptqpipe.dtypes import DTYPE_NAMES
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor

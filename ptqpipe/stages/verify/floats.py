@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.dtypes import FLOATS
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import RECORD_FILE
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, range_sha256
@@ -18,15 +19,13 @@ from ptqpipe.stages.verify.record import Record, object_of
 REWRITTEN = frozenset({"dtype", "torch_dtype", "tie_word_embeddings"})
 """Keys of config.json that a float checkpoint of another dtype, or with a head of its own, has otherwise."""
 
-_DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
-
 
 def check_float(ckpt: Source, record: Record, findings: Findings) -> None:
     """What the record of a float checkpoint says of all of it."""
     raw = record.raw
     dtype = raw.get("dtype")
     if dtype is not None:
-        torch_dtype = str(_DTYPES[dtype][1] if dtype in _DTYPES else dtype).removeprefix("torch.")
+        torch_dtype = str(FLOATS[dtype][1] if dtype in FLOATS else dtype).removeprefix("torch.")
         for key in ("dtype", "torch_dtype"):
             found = ckpt.reader.config.get(key, torch_dtype)
             if found != torch_dtype:
@@ -70,7 +69,7 @@ def check_float_tensor(ckpt: Source, source: Source | None, name: str, record: R
     claim, entry = object_of(record.raw, "weights").get(name), ckpt.reader.entries[name]
     if not isinstance(claim, dict):
         return  # reported by name elsewhere
-    dtype = _DTYPES.get(str(record.raw.get("dtype")), (entry.dtype,))[0]
+    dtype = FLOATS.get(str(record.raw.get("dtype")), (entry.dtype,))[0]
     if (claim.get("shape"), dtype) != (list(entry.shape), entry.dtype):
         message = f"is {dtype} {claim.get('shape')} in {RECORD_FILE}, stored is {entry.dtype} {list(entry.shape)}"
         findings.fault("record", name, message)
