@@ -79,8 +79,8 @@ COMMANDS: dict[str, set[str]] = {
 
 # Third-party packages that only some modules may import: names in dotted form, a package stands for all it holds.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "transformers": ("calibration", "runtime", "evaluation", "engine", "stages.demo", "stages.serve"),
-    "accelerate": ("calibration", "runtime", "evaluation", "stages.demo"),
+    "transformers": ("calibration", "runtime", "evaluation", "engine", "stages.serve"),
+    "accelerate": ("calibration", "runtime", "evaluation"),
     "lm_eval": ("evaluation",),
     "click": ("cli",),
     "huggingface_hub": ("checkpoint.source",),

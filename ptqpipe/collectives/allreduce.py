@@ -18,12 +18,12 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from ptqpipe.collectives import at_once, op
+from ptqpipe.collectives import op
 from ptqpipe.collectives.by_collectives import CollectiveExchange
 from ptqpipe.collectives.codecs import DTYPES, WireCodec, get_wire_codec
 from ptqpipe.collectives.gate import NEVER, PlainWay, Sum, Thresholds, Way, measure
 from ptqpipe.collectives.layout import Layout, cut
-from ptqpipe.collectives.point_to_point import Exchange, Workspace, first_tag
+from ptqpipe.collectives.point_to_point import Exchange, Workspace, first_tag, one_shot_at_once
 from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.symmetric import SymmetricExchange, SymmetricMemory, Transport, choose
 from ptqpipe.collectives.wire import Plain, Quantized, Wire
@@ -252,7 +252,7 @@ class QuantAllReduce:
         if x.is_cuda:
             raise UsageError("one_shot and transport p2p are for CPU tensors; leave both out for CUDA")
         if one_shot and isinstance(wire, Plain) and self.transport == "auto" and not self._behind:
-            at_once.one_shot(self.group, wire, x, out, workspace=self._workspace, stats=stats)
+            one_shot_at_once(self.group, wire, x, out, workspace=self._workspace, stats=stats)
             return
         x = x.clone() if one_shot and x.data_ptr() == out.data_ptr() else x
         exchange = Exchange(self.group, wire, layout, x, out, self._tag, self._workspace, stats, self.own_exact)

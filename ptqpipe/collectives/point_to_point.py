@@ -217,3 +217,40 @@ class Exchange:
 def first_tag(instance: int) -> int:
     """Tags of the ``instance``-th user of a group."""
     return _TAGS + instance % (_TAGS // _PER_GROUP) * _PER_GROUP
+
+
+def one_shot_at_once(
+    group: dist.ProcessGroup,
+    wire: Wire,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    workspace: Workspace,
+    stats: Stats,
+) -> None:
+    """One-shot as one all-to-all, for the smallest messages between CPUs: the bits of ``Exchange.one_shot``.
+
+    What costs time in a small message is threads that wake up. An all-to-all sends and receives everything on the
+    group's own thread and wakes the caller once; ``Exchange`` wakes it for every message. But gloo's all-to-all asks
+    for a message only behind its own, so that two ranks send one after the other: on a slow link that costs more than
+    it saves, which is why ``gate.py`` has to measure it. Calls of one group must come in the same order on all ranks,
+    as those of any collective. ``x`` [n] is contiguous; ``out`` may be ``x``; no buffer is in use afterwards.
+    """
+    ranks, rank, size = group.size(), group.rank(), wire.nbytes(x.numel(), x.dtype)
+    others = (ranks - 1) * size
+    copies, received, made = workspace.whole(2 * others + size).split_with_sizes([others, others, size])
+    begun = time.perf_counter()
+    message = wire.encode(x, made)
+    copies.view(ranks - 1, size).copy_(message)
+    sizes = [size] * ranks
+    sizes[rank] = 0
+    encoded = time.perf_counter()
+    group.alltoall_base(received, copies, sizes, sizes).wait()
+    arrived = time.perf_counter()
+    terms: list[torch.Tensor | None] = list(received.split_with_sizes(sizes))
+    terms[rank] = message
+    wire.reduce(terms, x, made[:0], out)
+    stats.encode_s += encoded - begun
+    stats.wait_s += arrived - encoded
+    stats.reduce_s += time.perf_counter() - arrived
+    stats.wire_bytes += others

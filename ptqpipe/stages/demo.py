@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import OutputExists, UsageError, VerifyError
+from ptqpipe.errors import OutputExists, VerifyError
 from ptqpipe.evaluation import perplexity, score
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import RECORD_FILE
@@ -54,15 +55,8 @@ def run_demo(out: Path, *, machine: Machine) -> tuple[list[DemoRow], int]:
 
     Raises UsageError without transformers, VerifyError if a conversion does not hold what it claims.
     """
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
-    except ImportError:
-        raise UsageError('the demo runs a model, which needs transformers; pip install "ptqpipe[hf]"') from None
     _check_place(out)
-    logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
     ids = tokenizer((MODEL / "heldout.txt").read_text(encoding="utf-8"), return_tensors="pt").input_ids
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
     size = (MODEL / "model.safetensors").stat().st_size
