@@ -14,6 +14,7 @@ from ptqpipe.checkpoint.files import INDEX_NAME
 from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import PtqError
+from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.text import read_text
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.regular_file import read_regular, read_regular_text
@@ -21,7 +22,6 @@ from ptqpipe.rounding import Rounding
 from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.inspect.run import inspect
-from ptqpipe.stages.report.eval_file import read_evaluation
 from ptqpipe.stages.serve.checks import read_template
 from ptqpipe.statistics import Statistics
 from tests import tiny
@@ -124,7 +124,7 @@ def test_files_of_the_call_are_refused_by_name(kind: str, tmp_path: Path) -> Non
     refused(lambda: read_template(recipe), "r.yaml")
     refused(lambda: list(read_rows(str(text))), "t.jsonl")
     refused(lambda: read_text(text, None), "t.jsonl")
-    refused(lambda: read_evaluation(text, run_id=None), "t.jsonl")
+    refused(lambda: read_result(text, run_id=None), "t.jsonl")
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
