@@ -4,6 +4,8 @@ A message is one line: what is wrong (its value and name), what was expected, wh
 it without a stack trace; anything that is not a PtqError is a bug and keeps its trace.
 """
 
+import re
+
 MAX_MESSAGE = 600  # characters; names and values from a damaged file can be millions
 
 
@@ -12,6 +14,17 @@ def one_line(text: str, *, limit: int = MAX_MESSAGE) -> str:
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2 - 5) :]}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, with the second where the first one ends with a colon.
+
+    Without terminal colours; the name of the error's class where it has no text.
+    """
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return " ".join(lines[:2])
+    return lines[0] if lines else type(error).__name__
 
 
 class PtqError(Exception):

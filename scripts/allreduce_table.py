@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from ptqpipe.collectives.simulator.codecs import PLAIN, get_rounding
-from ptqpipe.collectives.simulator.error import ErrorRow, Job, measure, model_error, rounding_error
-from ptqpipe.collectives.simulator.inputs import RowParallel, drawn
+from ptqpipe.collectives.simulator.error import Case, ErrorRow, measure, model_error, rounding_error
+from ptqpipe.collectives.simulator.inputs import Source, drawn, row_parallel
 from ptqpipe.collectives.simulator.schemes import get_scheme
 from ptqpipe.collectives.simulator.time import Message, seconds
 from ptqpipe.collectives.simulator.topologies import get_topology
@@ -61,7 +61,7 @@ def errors(elements: int) -> Iterator[Compared]:
     for name, theirs in ERRORS.items():
         cast = name == "ring-cast"
         for codec in [PLAIN["e5m2-cast"]] if cast else [get_rounding("int8", block) for block in THEIR_BLOCKS]:
-            (row,) = measure([Job(get_scheme(name), codec)], source=source, ranks=8, output=torch.float32)
+            (row,) = measure([Case(get_scheme(name), codec)], source=source, ranks=8, output=torch.float32)
             yield compared("mse", f"{name} {codec.name}", theirs, row.mse, 2 if cast else 4)
 
 
@@ -84,17 +84,17 @@ def studies(elements: int) -> Iterator[ErrorRow]:
     for name, block in CODECS:
         codec = get_rounding(name, block)
         rounding = rounding_error(codec)
-        jobs = [Job(get_scheme(s), codec, model_error(s, rounding, ranks=8, output=0.0)) for s in STUDIED]
-        yield from measure(jobs, source=drawn("gaussian", elements), ranks=8, output=torch.float32)
+        cases = [Case(get_scheme(s), codec, model_error(s, rounding, ranks=8, output=0.0)) for s in STUDIED]
+        yield from measure(cases, source=drawn("gaussian", elements), ranks=8, output=torch.float32)
     codecs = [get_rounding(name, block) for name, block in CODECS]
     codecs.append(get_rounding("int8", 64, rotate=64))
     for data in DATA:
-        jobs = [Job(get_scheme("two-shot"), codec) for codec in codecs]
-        jobs.append(Job(get_scheme("ring-bf16"), PLAIN["bf16"]))
-        yield from measure(jobs, source=drawn(data, elements), ranks=4)
+        cases = [Case(get_scheme("two-shot"), codec) for codec in codecs]
+        cases.append(Case(get_scheme("ring-bf16"), PLAIN["bf16"]))
+        yield from measure(cases, source=drawn(data, elements), ranks=4)
 
 
-def layers_of(folder: Path, text: str, tokens: int) -> Iterator[RowParallel]:
+def layers_of(folder: Path, text: str, tokens: int) -> Iterator[Source]:
     """Inputs and weight of every row-parallel linear of a model that reads ``text``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -114,7 +114,7 @@ def layers_of(folder: Path, text: str, tokens: int) -> Iterator[RowParallel]:
     with torch.no_grad():
         model(ids)
     for name, module in linears.items():
-        yield RowParallel(name, inputs[name], module.weight.detach())
+        yield row_parallel(name, inputs[name], module.weight.detach())
 
 
 def real(folder: Path, tokens: int) -> Iterator[ErrorRow]:
@@ -123,9 +123,9 @@ def real(folder: Path, tokens: int) -> Iterator[ErrorRow]:
     codecs = [get_rounding("int8", 64), get_rounding("int8", 64, rotate=64), get_rounding("fp8", 128)]
     for source in layers_of(folder, text, tokens):
         for ranks in (2, 4, 8):
-            jobs = [Job(get_scheme("two-shot"), codec) for codec in codecs]
-            jobs += [Job(get_scheme("ring"), codecs[0]), Job(get_scheme("ring-bf16"), PLAIN["bf16"])]
-            yield from measure(jobs, source=source, ranks=ranks)
+            cases = [Case(get_scheme("two-shot"), codec) for codec in codecs]
+            cases += [Case(get_scheme("ring"), codecs[0]), Case(get_scheme("ring-bf16"), PLAIN["bf16"])]
+            yield from measure(cases, source=source, ranks=ranks)
 
 
 def arguments() -> argparse.Namespace:

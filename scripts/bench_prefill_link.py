@@ -41,9 +41,9 @@ from ptqpipe.collectives import QuantAllReduce
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.overlap import Overlap, least_tokens
 from ptqpipe.engine.runner import CacheOptions, Runner
-from ptqpipe.runtime.allocator import keep_freed_memory, use_one_arena
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.loading import read_config
+from ptqpipe.runtime.memory import keep_freed_memory, use_one_arena
 
 BLOCK = 16  # tokens a page
 LIMIT_S = 1800

@@ -24,7 +24,7 @@ import torch
 from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import WireCodec, get_wire_codec
 from ptqpipe.collectives.layout import cut
-from ptqpipe.collectives.stats import Phases
+from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
 
 SIZES = (70, 4096, 100_003, 1 << 18, 999_999)  # elements of the sums that are checked
@@ -60,7 +60,7 @@ class VirtualRanks:
             with torch.cuda.stream(stream):
                 if held:
                     torch.cuda._sleep(held)  # type: ignore[no-untyped-call]
-                SymmetricExchange(memory, codec, layout, x, out, Phases()).two_shot()
+                SymmetricExchange(memory, codec, layout, x, out, Stats()).two_shot()
 
     def warm_up(self, xs: list[torch.Tensor], codec: WireCodec) -> None:
         """Compiles and loads the kernel for such tensors: once ranks wait for each other, loading would wait for them.
@@ -70,7 +70,7 @@ class VirtualRanks:
         world, first = len(xs), self.memories[0]
         alone = SymmetricMemory((torch.zeros_like(first.buffers[0]),) * world, 0, first.programs)
         layout = cut(xs[0].numel(), world, unit=codec.unit, chunk_elements=xs[0].numel())
-        SymmetricExchange(alone, codec, layout, xs[0], torch.empty_like(xs[0]), Phases()).two_shot()
+        SymmetricExchange(alone, codec, layout, xs[0], torch.empty_like(xs[0]), Stats()).two_shot()
         torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 

@@ -18,9 +18,9 @@ from transform_gain import Remembered, positions
 from ptqpipe.evaluation.bootstrap import cluster_sums, standard_error
 from ptqpipe.evaluation.measures import perplexity
 from ptqpipe.evaluation.scores import ModelLogits, score
-from ptqpipe.evaluation.text import load_tokenizer, read_text
+from ptqpipe.evaluation.text import read_text
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.runtime.loading import load_model
+from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import Activation
 
 DYNAMIC = {"mxfp4": Activation.MXFP4, "fp8": Activation.FP8_TOKEN}
@@ -48,10 +48,12 @@ def read_texts(model: Path, held_out: Path, calibration: Path, *, tokens: int, s
 
     tokenizer = load_tokenizer(model)
     window = min(WINDOW, getattr(read_config(model), "max_position_embeddings", WINDOW))
-    every = read_text(held_out, tokenizer).tokens
+    every = read_text(held_out, lambda: tokenizer).tokens
     count = min(tokens, len(every)) // window * window
     rest = every if shared else every[count:]
-    return Texts(every[:count], rest if calibration == held_out else read_text(calibration, tokenizer).tokens, window)
+    return Texts(
+        every[:count], rest if calibration == held_out else read_text(calibration, lambda: tokenizer).tokens, window
+    )
 
 
 @dataclass(slots=True)

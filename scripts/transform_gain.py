@@ -23,8 +23,8 @@ import ptqpipe
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.bootstrap import cluster_sums, interval, standard_error
 from ptqpipe.evaluation.scores import ModelLogits, Scores, Window, score
-from ptqpipe.evaluation.text import load_tokenizer, read_text
-from ptqpipe.runtime.loading import load_model
+from ptqpipe.evaluation.text import read_text
+from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import Activation, get_scheme
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="transforms whose names begin so")
     args = parser.parse_args()
     source = load_model(args.model)
-    tokens = read_text(args.text, load_tokenizer(args.model), max_tokens=args.tokens).tokens
+    tokens = read_text(args.text, lambda: load_tokenizer(args.model), max_tokens=args.tokens).tokens
     reference = Remembered(ModelLogits(source))
     name = args.model.parent.name if args.model.name == "hf" else args.model.name
     with tempfile.TemporaryDirectory() as folder:

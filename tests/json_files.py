@@ -25,7 +25,7 @@ from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.containers import detect_container, get_container, merged_config
 from ptqpipe.errors import PtqError
-from ptqpipe.evaluation.text import load_tokenizer
+from ptqpipe.evaluation.result import read_result
 from ptqpipe.evaluation.text import read_text as read_tokens
 from ptqpipe.formats import get_format
 from ptqpipe.plan import make_plan
@@ -33,13 +33,12 @@ from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.record import read_record
 from ptqpipe.rounding import Rounding
-from ptqpipe.runtime.loading import read_config, read_generation_config
+from ptqpipe.runtime.loading import load_tokenizer, read_config, read_generation_config
 from ptqpipe.source import Source
 from ptqpipe.stages.evaluate.text import check_target
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.inspect import render as render_inspected
 from ptqpipe.stages.inspect import to_json as inspected_json
-from ptqpipe.stages.report.eval_file import read_evaluation
 from ptqpipe.stages.verify.config import check_config
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.statistics import Statistics
@@ -77,14 +76,14 @@ def targets(folder: Path) -> dict[str, Target]:
     made["stats.json"] = (stats / "stats.json", lambda: _read_statistics(stats), 1.0)
     made["rounding.json"] = (codes / "rounding.json", lambda: _read_codes(codes), 1.0)
     evaluation = _evaluation(folder / "eval" / "m.eval.json")
-    made["eval.json"] = (evaluation, lambda: read_evaluation(evaluation, run_id="a" * 64), 1.0)
+    made["eval.json"] = (evaluation, lambda: read_result(evaluation, run_id="a" * 64), 1.0)
     made["eval.json as output"] = (evaluation, lambda: _as_output(evaluation), 0.3)
     recipe = _recipe(folder / "recipe" / "recipe.yaml")
     made["recipe"] = (recipe, lambda: load_recipe(recipe).rule_for("model.layers.0.mlp.up_proj"), 1.0)
     rows = _rows(folder / "rows" / "text.jsonl")
     made["text.jsonl to calibrate"] = (rows, lambda: list(read_rows(str(rows))), 0.5)
     texts = _texts(folder / "texts" / "text.jsonl")
-    made["text.jsonl to evaluate"] = (texts, lambda: read_tokens(texts, _tokenizer), 0.5)
+    made["text.jsonl to evaluate"] = (texts, lambda: read_tokens(texts, lambda: _tokenizer), 0.5)
     run = tiny.save(folder / "run", tiny.llama(layers=1, hidden=32, inner=64))
     (run / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.7, "top_k": 5}))
     made["config.json to run"] = (run / "config.json", lambda: read_config(run), 0.1)

@@ -292,7 +292,7 @@ def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytes
         (("generate", "model", "-q", "-o", "out"), "generate.generate", "nothing is written"),
         (("eval", "model", "--data", "file"), "evaluate.run.evaluate", "logits that are complete stay in the cache"),
         (("demo", "-o", "out"), "demo.run_demo", "finished are kept in out"),
-        (("simulate", "allreduce"), "simulate.run.error_rows", "no plots were written"),
+        (("simulate", "allreduce"), "simulate.error_rows", "no plots were written"),
         (("plan", "model", "--budget", "5bits", "-o", "out"), "plan.run.plan_mixed", "nothing is written"),
         (
             ("plan", "model", "--budget", "5bits", "-o", "out", "--measure", "file"),
@@ -481,7 +481,7 @@ def test_plots_that_cannot_be_drawn_are_found_before_anything_is_computed(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("ptqpipe.stages.simulate.run.error_rows", lambda _: pytest.fail("computed"))
+    monkeypatch.setattr("ptqpipe.stages.simulate.error_rows", lambda _: pytest.fail("computed"))
     assert "plots need matplotlib" in refused("simulate", "allreduce", "--plot", "plots")
     assert not (here / "plots").exists()
 

@@ -15,21 +15,24 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
 
-NUMBERS = {"errors", "formats", "schemes", "packing", "qtensor"}
+NUMBERS = {"dtypes", "errors", "formats", "schemes", "packing", "qtensor"}
 STAGES = NUMBERS | {
     "_version", "patterns", "regular_file", "global_scale", "kernels", "search", "algorithms", "transforms",
     "containers", "checkpoint", "recipe", "plan", "source", "origins", "record", "measured", "statistics", "rounding",
     "calibration", "runtime", "evaluation", "report", "engine", "server", "collectives", "options", "inputs",
+    "processes",
 }  # fmt: skip
 
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
     "_version":     set(),
+    "dtypes":       set(),
     "errors":       set(),
     "formats":      {"errors"},
     "patterns":     set(),
     "options":      {"errors"},
     "inputs":       set(),
+    "processes":    {"errors"},
     "regular_file": set(),
     "schemes":      {"errors", "formats"},
     "packing":      {"errors", "formats"},
@@ -41,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms":   NUMBERS | {"kernels", "search", "global_scale", "options", "inputs"},
     "transforms":   NUMBERS | {"kernels", "inputs"},
     "containers":   NUMBERS | {"kernels", "patterns"},
-    "checkpoint":   {"errors", "regular_file"},
+    "checkpoint":   {"dtypes", "errors", "regular_file"},
     "recipe":       NUMBERS | {"patterns", "regular_file", "options"},
     "plan":         NUMBERS | {"recipe", "checkpoint"},
     "source":       NUMBERS | {"checkpoint", "containers", "plan", "recipe"},
@@ -52,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rounding":     NUMBERS | {"checkpoint"},
     "calibration":  NUMBERS | {"checkpoint", "recipe", "plan", "source", "statistics", "runtime", "regular_file"},
     "runtime":      NUMBERS | {"kernels", "containers", "checkpoint", "plan", "source"},
-    "evaluation":   NUMBERS | {"checkpoint", "source", "runtime", "regular_file"},
+    "evaluation":   NUMBERS | {"_version", "checkpoint", "source", "runtime", "regular_file"},
     # The engine is given a model; a server is given an engine. Neither knows files, formats or each other's business.
     "engine":       {"errors", "kernels"},
     "server":       {"_version", "errors", "engine"},
@@ -80,8 +83,8 @@ COMMANDS: dict[str, set[str]] = {
 
 # Third-party packages that only some modules may import: names in dotted form, a package stands for all it holds.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "transformers": ("calibration", "runtime", "evaluation", "engine", "stages.demo", "stages.serve"),
-    "accelerate": ("calibration", "runtime", "evaluation", "stages.demo"),
+    "transformers": ("calibration", "runtime", "evaluation", "engine", "stages.serve"),
+    "accelerate": ("calibration", "runtime", "evaluation"),
     "lm_eval": ("evaluation",),
     "click": ("cli",),
     "huggingface_hub": ("checkpoint.source",),
@@ -96,6 +99,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "uvicorn": ("server",),
     "prometheus_client": ("server",),
     "greenlet": ("engine.overlap",),
+    "psutil": ("processes",),
     # Readers that the tests compare with. The package must not lean on them.
     "compressed_tensors": (),
     "modelopt": (),

@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 
-from ptqpipe.calibration.data import _load_tokenizer
 from ptqpipe.calibration.rows import read_rows
 from ptqpipe.checkpoint.files import INDEX_NAME
 from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.errors import PtqError
-from ptqpipe.evaluation.text import load_tokenizer, read_text
+from ptqpipe.evaluation.result import read_result
+from ptqpipe.evaluation.text import read_text
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.regular_file import read_regular, read_regular_text
 from ptqpipe.rounding import Rounding
-from ptqpipe.runtime.loading import read_config
+from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.report.eval_file import read_evaluation
-from ptqpipe.stages.serve.checks import read_template, read_tokenizer
+from ptqpipe.stages.serve.checks import read_template
 from ptqpipe.statistics import Statistics
 from tests import tiny
 
@@ -113,10 +112,9 @@ def test_nothing_is_left_to_other_libraries_that_is_no_file(name: str, kind: str
     model = tiny.save(tmp_path / "m", tiny.llama(layers=1, hidden=32, inner=64))
     (model / name).unlink(missing_ok=True)
     put(model / name, kind)
-    ways: list[Callable[[Path], Any]] = [read_config, load_tokenizer, _load_tokenizer, CheckpointReader.open]
+    ways: list[Callable[[Path], Any]] = [read_config, load_tokenizer, CheckpointReader.open]
     for way in ways:
         assert SPECIAL[kind] in refused(lambda way=way: way(model), name)  # type: ignore[misc]
-    assert SPECIAL[kind] in refused(lambda: read_tokenizer(str(model)), name)
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -126,7 +124,7 @@ def test_files_of_the_call_are_refused_by_name(kind: str, tmp_path: Path) -> Non
     refused(lambda: read_template(recipe), "r.yaml")
     refused(lambda: list(read_rows(str(text))), "t.jsonl")
     refused(lambda: read_text(text, None), "t.jsonl")
-    refused(lambda: read_evaluation(text, run_id=None), "t.jsonl")
+    refused(lambda: read_result(text, run_id=None), "t.jsonl")
 
 
 @pytest.mark.parametrize("kind", SPECIAL)

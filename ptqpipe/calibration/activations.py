@@ -7,7 +7,6 @@ memory of this process.
 import os
 import tempfile
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -16,24 +15,8 @@ from ptqpipe.checkpoint.partial import output_errors
 from ptqpipe.errors import OutputError
 
 
-class Activations(Protocol):
-    """One tensor for each batch, replaced as the blocks go by."""
-
-    def get(self, index: int) -> torch.Tensor:
-        """The tensor of a batch, on the CPU."""
-        ...
-
-    def put(self, index: int, x: torch.Tensor) -> None:
-        """Replaces it by one of the same shape."""
-        ...
-
-    def close(self) -> None:
-        """Gives memory and disk back."""
-        ...
-
-
 class InMemory:
-    """Activations as a list."""
+    """Hidden states as a list."""
 
     def __init__(self) -> None:
         self._batches: dict[int, torch.Tensor] = {}
@@ -52,7 +35,7 @@ class InMemory:
 
 
 class OnDisk:
-    """Activations in one file without a name, which the system removes whatever happens to this process."""
+    """Hidden states in one file without a name, which the system removes whatever happens to this process."""
 
     def __init__(self, folder: Path) -> None:
         """A new file in ``folder``. OutputError where it cannot be made."""
@@ -92,3 +75,7 @@ class OnDisk:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+Activations = InMemory | OnDisk
+"""One tensor for each batch, replaced by one of the same shape as the blocks go by: ``get``, ``put``, ``close``."""

@@ -15,7 +15,7 @@ Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """What each block is given beside hidden states: by place, and by name."""
 
 
-class _StopError(Exception):
+class StopForward(Exception):  # no error: a way out
     """Leaves a model's forward where nothing after it is of use."""
 
 
@@ -68,7 +68,7 @@ class Surroundings:
                 raise _ShapeError
             arguments.append((args[1:], rest))
             if len(arguments) == len(self._blocks):
-                raise _StopError
+                raise StopForward
             return (x,) if self._tuples else x
 
         for module in self._blocks:
@@ -93,7 +93,7 @@ class Surroundings:
 
         def stop(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             found.append(args[0])
-            raise _StopError
+            raise StopForward
 
         hook = self._model.get_output_embeddings().register_forward_pre_hook(stop)
         embedding.forward = lambda _ids: x
@@ -108,7 +108,7 @@ class Surroundings:
         return found[0]
 
     def _call(self, ids: torch.Tensor) -> None:
-        with contextlib.suppress(_StopError), torch.no_grad():
+        with contextlib.suppress(StopForward), torch.no_grad():
             self._model(input_ids=ids.to(self._device), past_key_values=self._cache, use_cache=self._cache is not None)
 
 

@@ -17,13 +17,12 @@ import torch
 
 from ptqpipe.calibration.rows import read_rows
 from ptqpipe.checkpoint.digests import file_sha256
-from ptqpipe.checkpoint.files import refuse_pipes
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import UsageError, first_line
+from ptqpipe.runtime.loading import load_tokenizer
 
 PIECE = 1 << 18  # characters that are tokenized at once
 MAX_TOKEN = 1 << 31
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-HELD_SHARE = 8  # one window is held out for so many samples, unless the caller says how many
+HELD_SHARE = 8  # samples for each window that is held out, unless the caller says how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def load_samples(
         raise UsageError(f"--samples {samples} --seqlen {seqlen}: expected 1 or more of each")
     if holdout is not None and holdout < 0:
         raise UsageError(f"--holdout {holdout}: expected 0 or more windows")
-    tokenizer = cache(lambda: _load_tokenizer(model))  # rows of token ids need none
+    tokenizer = cache(lambda: load_tokenizer(model))  # rows of token ids need none
     files: list[DataFile] = []
     stream = array("q")
     for name in names:
@@ -119,23 +118,6 @@ def _described(name: str, rows: int, tokens: int) -> DataFile:
 def tokens_digest(windows: torch.Tensor) -> str:
     """sha256 of token ids as little-endian int64, row by row."""
     return hashlib.sha256(windows.numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def _load_tokenizer(model: Path) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise UsageError("calibration needs transformers; pip install 'ptqpipe[hf]'") from None
-    try:
-        refuse_pipes(Path(model))
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if not any((Path(model) / name).is_file() for name in TOKENIZER_FILES):
-            first = f"it has none of {', '.join(TOKENIZER_FILES)}"
-        raise CheckpointError(
-            f"{model} has no tokenizer that transformers reads: {first}; copy the model's tokenizer files there"
-        ) from None
 
 
 def _tokens(tokenizer: Callable[[], Any], value: Any, where: str) -> Iterator[Sequence[int]]:
@@ -181,8 +163,7 @@ def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> 
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except (TemplateError, ValueError, KeyError, TypeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"{where} does not fit the model's chat template: {first}; expected role and content"
+            f"{where} does not fit the model's chat template: {first_line(error)}; expected role and content"
         ) from None
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

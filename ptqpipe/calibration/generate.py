@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.runtime.loading import positions_of
+from ptqpipe.runtime.loading import check_length
 
 BATCH_TOKENS = 32_768  # of windows that are written side by side, whatever their keys and values need
 CACHE_BYTES = 4 << 30  # of keys and values, up to which more windows are
@@ -47,20 +47,16 @@ def generate(
     first = torch.randint(0, vocabulary, (samples, 1), generator=generator)
     if begin is not None:
         first = torch.cat([torch.full_like(first, begin), first], dim=1)
-    told = on_tokens or (lambda count: None)
+    report = on_tokens or (lambda count: None)
     parts = torch.split(first, rows_of(model, seqlen))
-    return torch.cat([_continue(model, part, seqlen, generator, told) for part in parts])[:, :seqlen]
+    return torch.cat([_continue(model, part, seqlen, generator, report) for part in parts])[:, :seqlen]
 
 
 def check_windows(config: Any, *, samples: int, seqlen: int) -> None:
     """UsageError for windows that a model of this config cannot write."""
     if samples < 1 or seqlen < 2:
         raise UsageError(f"--samples {samples} --seqlen {seqlen}: expected 1 or more, and 2 or more")
-    positions = positions_of(config)
-    if positions is not None and seqlen > positions:
-        raise UsageError(
-            f"--seqlen {seqlen} is more than the model's {positions} positions; choose {positions} or less"
-        )
+    check_length(config, seqlen)
 
 
 def rows_of(model: Any, seqlen: int) -> int:
@@ -81,10 +77,10 @@ def threads_for(model: Any, *, samples: int, seqlen: int, most: int) -> int:
 
 
 def _continue(
-    model: Any, ids: torch.Tensor, seqlen: int, generator: torch.Generator, told: Callable[[int], None]
+    model: Any, ids: torch.Tensor, seqlen: int, generator: torch.Generator, report: Callable[[int], None]
 ) -> torch.Tensor:
     """``ids`` [n, t] continued to [n, seqlen], one token of every row a step; keys and values are kept."""
-    told(ids.numel())
+    report(ids.numel())
     past, new = None, ids
     while ids.shape[1] < seqlen:
         out = model(new.to(model.device), past_key_values=past, use_cache=True)
@@ -93,5 +89,5 @@ def _continue(
             raise NumericsError("the model's logits are not finite; use --dtype float32, or check the model's weights")
         new = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)
         ids = torch.cat([ids, new], dim=1)
-        told(len(new))
+        report(len(new))
     return ids

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.calibration.capture import StopForward
 from ptqpipe.calibration.experts import Observer, observe
 from ptqpipe.calibration.runner import Block
 from ptqpipe.errors import NumericsError
@@ -30,10 +31,6 @@ class Paired:
 
     moment: torch.Tensor
     cross: torch.Tensor
-
-
-class _SeenError(Exception):
-    """Leaves a block's forward where nothing after it is of use."""
 
 
 def call_order(block: Block, modules: Sequence[str]) -> list[str]:
@@ -105,14 +102,14 @@ def _inputs(
         def hook(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             seen[name] = args[0]
             if len(seen) == len(modules):
-                raise _SeenError
+                raise StopForward
 
         return hook
 
     with torch.no_grad(), quantized_inputs(block.module, quantizers):
         handles = [block.module.get_submodule(name).register_forward_pre_hook(hook_of(name)) for name in modules]
         try:
-            with contextlib.suppress(_SeenError):
+            with contextlib.suppress(StopForward):
                 block.forward(hidden, batch, parameters=parameters)
         finally:
             for handle in handles:

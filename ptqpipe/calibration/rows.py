@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, first_line
 from ptqpipe.regular_file import MAX_TEXT_BYTES, kind_of, read_regular_text
 
 FIELDS = ("messages", "conversations", "text", "content", "prompt", "instruction", "question", "input_ids")
@@ -62,8 +62,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
-            reason = str(error).splitlines()[0]
-            raise UsageError(f"{path}, line {number} is not JSON ({reason}); expected one object a line") from None
+            raise UsageError(
+                f"{path}, line {number} is not JSON ({first_line(error)}); expected one object a line"
+            ) from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -82,8 +83,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
             if not number:
                 raise UsageError(f"{path} is empty; give a file with text")
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        first = (str(error).splitlines() or ["damaged"])[0]
-        raise UsageError(f"{path} is not a parquet file: {first}; write it again") from None
+        raise UsageError(f"{path} is not a parquet file: {first_line(error)}; write it again") from None
 
 
 def _dataset_rows(name: str) -> Iterator[tuple[int, Any]]:
@@ -101,10 +101,9 @@ def _dataset_rows(name: str) -> Iterator[tuple[int, Any]]:
     try:
         yield from enumerate(datasets.load_dataset(repository, config, split=split, streaming=True), 1)
     except (OSError, ValueError, RuntimeError) as error:  # offline, no such set, no such split
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"{name} is no file, and as a data set it cannot be loaded: {first}; give --data a .txt, .jsonl or "
-            ".parquet file, or NAME:CONFIG:SPLIT"
+            f"{name} is no file, and as a data set it cannot be loaded: {first_line(error)}; give --data a .txt, "
+            ".jsonl or .parquet file, or NAME:CONFIG:SPLIT"
         ) from None
 
 

@@ -26,7 +26,7 @@ from ptqpipe.calibration.experts import check_known, is_stacked, observe
 from ptqpipe.calibration.kv import KeyValueObserver, make_cache
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import CheckpointError, NumericsError, UsageError
-from ptqpipe.runtime.loading import positions_of
+from ptqpipe.runtime.loading import check_length
 
 BATCH_TOKENS = 2048  # tokens of one forward of a block, at least one window
 
@@ -269,11 +269,7 @@ def _check_windows(windows: torch.Tensor, skeleton: Skeleton) -> None:
             f"the data have token id {worst}, the model's embedding has {rows} rows; use data and tokenizer of this "
             "model"
         )
-    positions = positions_of(skeleton.model.config)
-    if positions is not None and windows.shape[1] > positions:
-        raise UsageError(
-            f"--seqlen {windows.shape[1]} is more than the model's {positions} positions; choose {positions} or less"
-        )
+    check_length(skeleton.model.config, windows.shape[1])
 
 
 def _activations(

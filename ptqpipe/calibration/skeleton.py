@@ -5,17 +5,15 @@ parameter, and how experts become stacks, is transformers' own conversion mappin
 tensors of one part at a time. A quantized checkpoint is decoded as it is read (`runtime/state.py`).
 """
 
-import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.runtime.loading import causal_model_of, read_config
+from ptqpipe.errors import CheckpointError, UsageError, first_line
+from ptqpipe.runtime.loading import causal_model_of, quiet, read_config
 from ptqpipe.runtime.state import LazyTensor, lazy_state
 from ptqpipe.source import Source
 
@@ -108,29 +106,13 @@ class Skeleton:
         return found
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars and reports of transformers: what matters in them becomes an error of ours."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def _empty_model(config: Any, dtype: torch.dtype, source: Source) -> Any:
     try:
         from accelerate import init_empty_weights
     except ImportError:
         raise UsageError("calibration needs accelerate; pip install 'ptqpipe[hf]'") from None
     model_class, config = causal_model_of(config, source.reader.path)
-    with _quiet(), init_empty_weights(include_buffers=False):
+    with quiet(), init_empty_weights(include_buffers=False):
         model = model_class._from_config(config, dtype=dtype)
     return model.eval()
 
@@ -183,11 +165,10 @@ def _load(skeleton: Skeleton, wanted: Mapping[str, LazyTensor], device: torch.de
         device_map={"": device}, dtype=skeleton.dtype, weight_mapping=list(skeleton.conversions)
     )
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             info, _ = convert_and_load_state_dict_in_model(skeleton.model, dict(wanted), settings)
     except RuntimeError as error:
-        first = (re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"the weights do not fit config.json: {first}") from None
+        raise CheckpointError(f"the weights do not fit config.json: {first_line(error)}") from None
     for parameter in skeleton.model.parameters():
         parameter.requires_grad_(False)
     return info

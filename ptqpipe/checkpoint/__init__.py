@@ -15,7 +15,7 @@ from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
 from ptqpipe.checkpoint.files import INDEX_NAME, OWN_FILES, RECORD_FILE, json_bytes, read_json_object, refuse_pipes
 from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.checkpoint.finite import NotFinite
-from ptqpipe.checkpoint.header import DTYPES, TensorEntry, parse_file, pread_exactly
+from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly
 from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.partial import Paths, check_unfinished, output_errors
@@ -28,7 +28,6 @@ from ptqpipe.checkpoint.writer import COPY_BYTES, CheckpointWriter, Mode, Tensor
 __all__ = [
     "COPY_BYTES",
     "COUNT",
-    "DTYPES",
     "INDEX_NAME",
     "NUMBER",
     "OF_WEIGHTS",

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from ptqpipe.checkpoint.header import DTYPES
+from ptqpipe.dtypes import DTYPES
 
 
 class NotFinite:

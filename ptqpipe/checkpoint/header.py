@@ -22,38 +22,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
-import torch
-
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
 
-#: safetensors dtype string -> (torch dtype, bytes per element), every dtype of whole bytes that safetensors 0.8 knows.
-DTYPES: Final[Mapping[str, tuple[torch.dtype, int]]] = MappingProxyType(
-    {
-        "BOOL": (torch.bool, 1),
-        "U8": (torch.uint8, 1),
-        "I8": (torch.int8, 1),
-        "F8_E4M3": (torch.float8_e4m3fn, 1),
-        "F8_E4M3FNUZ": (torch.float8_e4m3fnuz, 1),
-        "F8_E5M2": (torch.float8_e5m2, 1),
-        "F8_E5M2FNUZ": (torch.float8_e5m2fnuz, 1),
-        "F8_E8M0": (torch.float8_e8m0fnu, 1),
-        "I16": (torch.int16, 2),
-        "U16": (torch.uint16, 2),
-        "F16": (torch.float16, 2),
-        "BF16": (torch.bfloat16, 2),
-        "I32": (torch.int32, 4),
-        "U32": (torch.uint32, 4),
-        "F32": (torch.float32, 4),
-        "I64": (torch.int64, 8),
-        "U64": (torch.uint64, 8),
-        "F64": (torch.float64, 8),
-        "C64": (torch.complex64, 8),
-    }
-)
 #: The dtypes of less than a byte, in bits. Their bytes are read, copied and written; no torch tensor is made of them.
 SUB_BYTE_BITS: Final[Mapping[str, int]] = MappingProxyType({"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6})
-#: torch dtype -> safetensors dtype string.
-DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = MappingProxyType({t: name for name, (t, _) in DTYPES.items()})
 
 #: The library refuses longer headers.
 MAX_HEADER_BYTES: Final = 100_000_000

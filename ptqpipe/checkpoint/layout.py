@@ -17,7 +17,8 @@ from types import MappingProxyType
 from typing import Final
 
 from ptqpipe.checkpoint.files import INDEX_NAME, SINGLE_NAME
-from ptqpipe.checkpoint.header import DTYPES, header_bytes, shown, tensor_bytes
+from ptqpipe.checkpoint.header import header_bytes, shown, tensor_bytes
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import OutputError
 
 MIN_SHARD_BYTES: Final = 256 * 2**20

@@ -21,7 +21,8 @@ import torch
 from ptqpipe.checkpoint import direct
 from ptqpipe.checkpoint.files import OWN_FILES, FolderContent, read_json_object, refuse_foreign_links, scan_folder
 from ptqpipe.checkpoint.fingerprint import fingerprint_of
-from ptqpipe.checkpoint.header import DTYPES, FileHeader, TensorEntry, shown
+from ptqpipe.checkpoint.header import FileHeader, TensorEntry, shown
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
 
 #: Linux moves at most 2 GiB - 4 KiB in one call; smaller pieces cost nothing and let other threads in.

@@ -13,7 +13,7 @@ from typing import Final
 
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.partial import Paths
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, UsageError, first_line
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _LFS: Final = b"version https://git-lfs"
@@ -110,6 +110,7 @@ def _download(model: str, revision: str | None) -> Path:
             "(offline, or HF_HUB_OFFLINE is set); go online or name a folder"
         ) from None
     except (errors.HfHubHTTPError, OSError, ValueError) as error:  # HFValidationError is a ValueError
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        message = f"{shown(model)} cannot be fetched from the hub: {shown(first)[1:-1]}; check the name and access"
-        raise UsageError(message) from None
+        reason = shown(first_line(error))[1:-1]
+        raise UsageError(
+            f"{shown(model)} cannot be fetched from the hub: {reason}; check the name and access"
+        ) from None

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from ptqpipe.checkpoint.direct import bytes_of
-from ptqpipe.checkpoint.header import DTYPE_NAMES, header_bytes
+from ptqpipe.checkpoint.header import header_bytes
 from ptqpipe.checkpoint.partial import output_errors
+from ptqpipe.dtypes import DTYPE_NAMES
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -22,11 +22,12 @@ import torch
 
 from ptqpipe.checkpoint.direct import OutputFile, bytes_of, margin
 from ptqpipe.checkpoint.finish import add_files, check_shards, check_units, checked_names
-from ptqpipe.checkpoint.header import DTYPE_NAMES, shown
+from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.journal import Journal, RunIdentity, fdatasync, journal_name, read_journals
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.partial import Paths, RankLock, check_space, fsync_folder, join, output_errors, prepare, publish
 from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.dtypes import DTYPE_NAMES
 from ptqpipe.errors import OutputError
 
 #: A batch goes to the journal when this many bytes or seconds have gathered.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import click
 
 from ptqpipe._version import __version__
-from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, one_line
+from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, first_line, one_line
 from ptqpipe.options import RecipeOptions, recipe_fields
 
 if TYPE_CHECKING:
@@ -207,8 +207,9 @@ def ranks_of() -> "Ranks":
     try:
         torch.distributed.init_process_group("gloo")
     except (ValueError, RuntimeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"rank {rank} of {world} does not reach the others: {first}; start with torchrun") from None
+        raise UsageError(
+            f"rank {rank} of {world} does not reach the others: {first_line(error)}; start with torchrun"
+        ) from None
     return Ranks(rank, world)
 
 

@@ -206,4 +206,5 @@ def demo(given: Given) -> None:
     from ptqpipe.stages import demo as stage
 
     machine = machine_of(None, "cpu", 2 << 30, progress=False)
-    click.echo(stage.demo_text(stage.run_demo(given.out, machine=machine)))
+    rows, tokens = stage.run_demo(given.out, machine=machine)
+    click.echo(stage.demo_text(rows, tokens, given.out))

@@ -181,24 +181,21 @@ def allreduce(given: Given) -> None:
     Prints errors, computed with the arithmetic that runs; times, from a model of latency, bandwidth and codec speed;
     and the message size from which quantizing pays.
     """
-    from ptqpipe.stages.simulate import run as stage
-    from ptqpipe.stages.simulate import text
+    from ptqpipe.stages import simulate as stage
 
     if given.partials is None and (given.tensor or given.weight):
         raise UsageError("--tensor and --weight belong to --partials; add it")
     if given.plot is not None:
-        text.check_plots(given.plot)
+        stage.check_plots(given.plot)
     worlds = stage.worlds(given.ranks)
     codecs = stage.codecs_of(given.codec, block=given.block, hadamard=given.hadamard)
     sources = stage.sources_of(given.data, elements=given.elements, seed=given.seed)
     if given.partials is not None:
         sources = (stage.read_partials(given.partials, tensor=given.tensor, weight=given.weight),)
-    schemes = stage.schemes_of(given.scheme)
-    machines = stage.topologies_of(given.topology)
-    clock = stage.TimeRequest(worlds, machines, codecs[0].bits, codecs[0].block, given.size or stage.DEFAULT_SIZES)
-    request = stage.ErrorRequest(worlds, sources, codecs, schemes, given.node)
-    times = [] if given.only == "error" else stage.time_rows(clock)
-    evens = [] if given.only == "error" else stage.break_evens(clock)
+    schemes, machines = stage.schemes_of(given.scheme), stage.topologies_of(given.topology)
+    sizes = given.size or stage.DEFAULT_SIZES
+    request = stage.Request(worlds, codecs, sources, schemes, machines, given.node, sizes)
+    times, evens = ([], []) if given.only == "error" else stage.time_rows(request)
     errors: list[Any] = []
     if given.only != "time":
         for row in stage.error_rows(request):
@@ -209,8 +206,8 @@ def allreduce(given: Given) -> None:
         for line in [*map(stage.as_dict, times), *map(stage.as_dict, evens)]:
             click.echo(json.dumps(line))
     else:
-        halves = [text.error_text(errors)] if errors else []
-        halves += [text.time_text(times, evens, machines)] if times else []
+        halves = [stage.error_text(errors)] if errors else []
+        halves += [stage.time_text(times, evens, machines)] if times else []
         click.echo("\n\n".join(halves))
-    for path in [] if given.plot is None else text.write_plots(given.plot, errors, times):
+    for path in [] if given.plot is None else stage.write_plots(given.plot, errors, times):
         click.echo(f"{path} written", err=True)

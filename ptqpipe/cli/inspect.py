@@ -97,7 +97,7 @@ def report(given: Given) -> None:
     """
     from ptqpipe.stages.report.run import make_report
 
-    written = make_report(
+    path, summary = make_report(
         given.ckpt,
         source=given.source,
         evaluation=given.evaluation,
@@ -105,7 +105,7 @@ def report(given: Given) -> None:
         kind=given.kind,
         all_rows=given.all_rows,
     )
-    click.echo(f"{written.path}: {written.summary}")
+    click.echo(f"{path}: {summary}")
 
 
 @command(example="ptqpipe formats")

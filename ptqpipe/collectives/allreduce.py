@@ -18,13 +18,13 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from ptqpipe.collectives import at_once, op
+from ptqpipe.collectives import op
 from ptqpipe.collectives.by_collectives import CollectiveExchange
 from ptqpipe.collectives.codecs import DTYPES, WireCodec, get_wire_codec
 from ptqpipe.collectives.gate import NEVER, PlainWay, Sum, Thresholds, Way, measure
 from ptqpipe.collectives.layout import Layout, cut
-from ptqpipe.collectives.point_to_point import Exchange, Workspace, first_tag
-from ptqpipe.collectives.stats import Phases, Stats
+from ptqpipe.collectives.point_to_point import Exchange, Workspace, first_tag, one_shot_at_once
+from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.symmetric import SymmetricExchange, SymmetricMemory, Transport, choose
 from ptqpipe.collectives.wire import Plain, Quantized, Wire
 from ptqpipe.errors import UsageError
@@ -228,34 +228,34 @@ class QuantAllReduce:
         y = _result(x, out)
         if self.world == 1 or not x.numel():
             return _deliver(y.copy_(x), out)
-        phases = Phases()
+        stats = Stats()
         values = x.contiguous().view(-1)
         layout = self.layout(x.numel(), x.dtype, wire, one_shot=one_shot)
-        self._exchange(values, y.view(-1), layout, wire, phases, one_shot=one_shot)
+        self._exchange(values, y.view(-1), layout, wire, stats, one_shot=one_shot)
         if isinstance(wire, Quantized):
-            self._count(x.nbytes, phases)
+            self._stats += Stats(calls=1, value_bytes=x.nbytes) + stats
         return _deliver(y, out)
 
     def _exchange(
-        self, x: torch.Tensor, out: torch.Tensor, layout: Layout, wire: Wire, phases: Phases, *, one_shot: bool
+        self, x: torch.Tensor, out: torch.Tensor, layout: Layout, wire: Wire, stats: Stats, *, one_shot: bool
     ) -> None:
         if self._memory is not None and isinstance(wire, Quantized):
-            SymmetricExchange(self._memory, wire.codec, layout, x, out, phases, self.own_exact).two_shot()
+            SymmetricExchange(self._memory, wire.codec, layout, x, out, stats, self.own_exact).two_shot()
             return
         collectives = self.transport == "collectives" or (self.transport != "p2p" and x.is_cuda)
         if collectives and not one_shot:
             if x.is_cuda and self._stream is None:
                 self._stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
             stream = self._stream if x.is_cuda else None
-            CollectiveExchange(self.group, wire, layout, x, out, stream, phases, self.own_exact).two_shot()
+            CollectiveExchange(self.group, wire, layout, x, out, stream, stats, self.own_exact).two_shot()
             return
         if x.is_cuda:
             raise UsageError("one_shot and transport p2p are for CPU tensors; leave both out for CUDA")
         if one_shot and isinstance(wire, Plain) and self.transport == "auto" and not self._behind:
-            at_once.one_shot(self.group, wire, x, out, workspace=self._workspace, phases=phases)
+            one_shot_at_once(self.group, wire, x, out, workspace=self._workspace, stats=stats)
             return
         x = x.clone() if one_shot and x.data_ptr() == out.data_ptr() else x
-        exchange = Exchange(self.group, wire, layout, x, out, self._tag, self._workspace, phases, self.own_exact)
+        exchange = Exchange(self.group, wire, layout, x, out, self._tag, self._workspace, stats, self.own_exact)
         exchange.one_shot() if one_shot else exchange.two_shot()
 
     def layout(self, numel: int, dtype: torch.dtype, wire: Wire, *, one_shot: bool = False) -> Layout:
@@ -267,19 +267,6 @@ class QuantAllReduce:
             chunk_elements=self.chunk_bytes // dtype.itemsize,
             least_chunks=LEAST_CHUNKS,
             least=min(LEAST_CHUNK, self.chunk_bytes) // dtype.itemsize,
-        )
-
-    def _count(self, value_bytes: int, phases: Phases) -> None:
-        """A quantized sum."""
-        old = self._stats
-        self._stats = Stats(
-            calls=old.calls + 1,
-            value_bytes=old.value_bytes + value_bytes,
-            wire_bytes=old.wire_bytes + phases.sent,
-            encode_s=old.encode_s + phases.encode,
-            reduce_s=old.reduce_s + phases.reduce,
-            decode_s=old.decode_s + phases.decode,
-            wait_s=old.wait_s + phases.wait,
         )
 
 

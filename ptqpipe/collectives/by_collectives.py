@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ptqpipe.collectives.layout import Layout
-from ptqpipe.collectives.stats import Phases
+from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.wire import Wire
 
 LAG = 1  # chunks on the wire while one is computed
@@ -40,7 +40,7 @@ class CollectiveExchange:
     x: torch.Tensor
     out: torch.Tensor
     stream: torch.cuda.Stream | None
-    phases: Phases
+    stats: Stats
     own_exact: bool = True
     rank: int = field(init=False)
 
@@ -88,7 +88,7 @@ class CollectiveExchange:
                 if message.data_ptr() != room.data_ptr():
                     room.copy_(message)
         made.work = dist.all_to_all_single(made.received.view(-1), made.parts.view(-1), group=self.group, async_op=True)
-        self.phases.sent += row * (self.layout.ranks - 1)
+        self.stats.wire_bytes += row * (self.layout.ranks - 1)
         return made
 
     def _reduce(self, chunk: int, made: Chunk) -> None:
@@ -104,7 +104,7 @@ class CollectiveExchange:
             if message.data_ptr() != mine.data_ptr():
                 mine[:size].copy_(message)
         made.work = dist.all_gather_into_tensor(made.sums.view(-1), mine, group=self.group, async_op=True)
-        self.phases.sent += len(mine) * (self.layout.ranks - 1)
+        self.stats.wire_bytes += len(mine) * (self.layout.ranks - 1)
 
     def _decode(self, chunk: int, made: Chunk) -> None:
         assert made.work is not None

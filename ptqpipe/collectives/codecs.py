@@ -22,24 +22,22 @@ from typing import Literal
 import torch
 
 from ptqpipe.errors import UsageError
+from ptqpipe.formats import get_codec
 from ptqpipe.packing import packed_columns
 
-Element = Literal["int8", "int6", "int4", "e4m3", "e2m1"]
 ScaleKind = Literal["bf16", "e8m0", "e4m3"]
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 BLOCKS = (32, 64, 128, 256)
 ROTATIONS = (16, 32, 64, 128, 256)
 GROUP = 1024  # elements of NVFP4 that share an exponent
-_BITS: dict[Element, int] = {"int8": 8, "int6": 6, "int4": 4, "e4m3": 8, "e2m1": 4}
-_TOP: dict[Element, float] = {"int8": 127, "int6": 31, "int4": 7, "e4m3": 448, "e2m1": 6}
 
 
 @dataclass(frozen=True, slots=True)
 class WireCodec:
     """Numbers <-> bytes of a message.
 
-    element   what a code is
+    element   what a code is: int8, int6, int4, or the name of a codec in ``formats.py``
     block     elements that share a scale
     scale     bf16 (2 bytes), or a byte of E8M0 or E4M3
     hadamard  elements that are rotated together before they are rounded, 0 for none: a power of two
@@ -47,21 +45,26 @@ class WireCodec:
     """
 
     name: str
-    element: Element
+    element: str
     block: int
     scale: ScaleKind
     hadamard: int = 0
     group: int = 0
 
     @property
+    def integers(self) -> bool:
+        """Whether codes are symmetric integers; else they are those of a row of ``formats.CODECS``."""
+        return self.element.startswith("int")
+
+    @property
     def code_bits(self) -> int:
         """Bits of a code."""
-        return _BITS[self.element]
+        return int(self.element[3:]) if self.integers else get_codec(self.element).bits
 
     @property
     def top(self) -> float:
         """The largest magnitude of a code."""
-        return _TOP[self.element]
+        return (1 << self.code_bits - 1) - 1 if self.integers else get_codec(self.element).max
 
     @property
     def scale_bytes(self) -> int:
@@ -115,5 +118,4 @@ def get_wire_codec(name: str, block: int = 64, *, hadamard: int = 0) -> WireCode
         return WireCodec(name, "e2m1", 16, "e4m3", hadamard, GROUP)
     if name == "fp8":
         return WireCodec(name, "e4m3", block, "bf16", hadamard)
-    elements: dict[str, Element] = {"int8": "int8", "int6": "int6", "int4": "int4"}
-    return WireCodec(name, elements[name], block, "bf16", hadamard)
+    return WireCodec(name, name, block, "bf16", hadamard)

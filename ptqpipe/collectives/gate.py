@@ -67,7 +67,7 @@ def measure(
     *,
     sizes: tuple[int, ...] = SIZES,
 ) -> Thresholds:
-    """Times the sums of a message of so many bytes, all in place, at every size; "own" is one of them. Collective."""
+    """Times the sums of a message, all in place, at every size (bytes); "own" is one of them. Collective."""
     found: dict[int, Times] = {}
     for nbytes in sizes:
         ways = dict(sums(nbytes))

@@ -4,19 +4,14 @@ The operator takes a tensor and the name of a reducer, since a graph holds strin
 """
 
 import weakref
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
 from ptqpipe.errors import UsageError
 
-
-class Reducer(Protocol):
-    """What the operator calls."""
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of ``x`` over the ranks, a new tensor."""
-
+Reducer = Callable[[torch.Tensor], torch.Tensor]
+"""``x`` to its sum over the ranks, a new tensor."""
 
 _reducers: "weakref.WeakValueDictionary[str, Reducer]" = weakref.WeakValueDictionary()
 

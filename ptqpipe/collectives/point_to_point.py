@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ptqpipe.collectives.layout import Layout, Span
-from ptqpipe.collectives.stats import Phases
+from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.wire import Wire
 
 LAG = 1  # chunks on the wire while one is computed
@@ -69,7 +69,7 @@ class Exchange:
     out: torch.Tensor
     tag: int
     workspace: Workspace
-    phases: Phases
+    stats: Stats
     own_exact: bool = True
     rank: int = field(init=False)
     ranks: int = field(init=False)
@@ -164,7 +164,7 @@ class Exchange:
         part = self.x[span.first : span.last]
         room = self.workspace.room(chunk, index, self.wire.nbytes(len(span), part.dtype))
         message = self.wire.encode(part, room)
-        self.phases.encode += time.perf_counter() - begun
+        self.stats.encode_s += time.perf_counter() - begun
         return message
 
     def _reduce(self, chunk: int) -> None:
@@ -187,7 +187,7 @@ class Exchange:
         in_order = [terms[rank] for rank in range(self.ranks)]
         own, out = self.x[span.first : span.last], self.out[span.first : span.last]
         message = self.wire.reduce(in_order, own, room, out)
-        self.phases.reduce += time.perf_counter() - begun
+        self.stats.reduce_s += time.perf_counter() - begun
         return message
 
     def _decode(self, chunk: int) -> None:
@@ -197,10 +197,10 @@ class Exchange:
                 self._wait([work])
                 begun = time.perf_counter()
                 self.wire.decode(message, self.out[span.first : span.last])
-                self.phases.decode += time.perf_counter() - begun
+                self.stats.decode_s += time.perf_counter() - begun
 
     def _send(self, message: torch.Tensor, peer: int, chunk: int, tag: int) -> None:
-        self.phases.sent += message.numel()
+        self.stats.wire_bytes += message.numel()
         self._sends[chunk % WINDOW].append(self.group.send([message], peer, self.tag + tag))
 
     def _ask(self, room: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
@@ -211,9 +211,46 @@ class Exchange:
         for work in works:
             if work is not None:
                 work.wait()
-        self.phases.wait += time.perf_counter() - begun
+        self.stats.wait_s += time.perf_counter() - begun
 
 
 def first_tag(instance: int) -> int:
     """Tags of the ``instance``-th user of a group."""
     return _TAGS + instance % (_TAGS // _PER_GROUP) * _PER_GROUP
+
+
+def one_shot_at_once(
+    group: dist.ProcessGroup,
+    wire: Wire,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    workspace: Workspace,
+    stats: Stats,
+) -> None:
+    """One-shot as one all-to-all, for the smallest messages between CPUs: the bits of ``Exchange.one_shot``.
+
+    What costs time in a small message is threads that wake up. An all-to-all sends and receives everything on the
+    group's own thread and wakes the caller once; ``Exchange`` wakes it for every message. But gloo's all-to-all asks
+    for a message only behind its own, so that two ranks send one after the other: on a slow link that costs more than
+    it saves, which is why ``gate.py`` has to measure it. Calls of one group must come in the same order on all ranks,
+    as those of any collective. ``x`` [n] is contiguous; ``out`` may be ``x``; no buffer is in use afterwards.
+    """
+    ranks, rank, size = group.size(), group.rank(), wire.nbytes(x.numel(), x.dtype)
+    others = (ranks - 1) * size
+    copies, received, made = workspace.whole(2 * others + size).split_with_sizes([others, others, size])
+    begun = time.perf_counter()
+    message = wire.encode(x, made)
+    copies.view(ranks - 1, size).copy_(message)
+    sizes = [size] * ranks
+    sizes[rank] = 0
+    encoded = time.perf_counter()
+    group.alltoall_base(received, copies, sizes, sizes).wait()
+    arrived = time.perf_counter()
+    terms: list[torch.Tensor | None] = list(received.split_with_sizes(sizes))
+    terms[rank] = message
+    wire.reduce(terms, x, made[:0], out)
+    stats.encode_s += encoded - begun
+    stats.wait_s += arrived - encoded
+    stats.reduce_s += time.perf_counter() - arrived
+    stats.wire_bytes += others

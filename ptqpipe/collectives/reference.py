@@ -168,7 +168,7 @@ def _scale_values(codes: torch.Tensor, exponents: torch.Tensor, codec: WireCodec
 
 def _codes(scaled: torch.Tensor, negative: torch.Tensor, codec: WireCodec) -> torch.Tensor:
     """uint8 codes of ``scaled``; floating elements keep the sign of a zero."""
-    if codec.element in ("e4m3", "e2m1"):
+    if not codec.integers:
         sign = negative.to(torch.uint8) << (codec.code_bits - 1)
         return magnitude_codes(scaled.abs(), CODECS[codec.element]).to(torch.uint8) | sign
     whole = scaled.round().clamp(-codec.top, codec.top).to(torch.int16)
@@ -177,7 +177,7 @@ def _codes(scaled: torch.Tensor, negative: torch.Tensor, codec: WireCodec) -> to
 
 def _code_values(codes: torch.Tensor, codec: WireCodec) -> torch.Tensor:
     """float32 values of uint8 codes."""
-    if codec.element in ("e4m3", "e2m1"):
+    if not codec.integers:
         return code_values(codes, CODECS[codec.element])
     shift = 8 - codec.code_bits
     return ((codes << shift).view(torch.int8) >> shift).float()

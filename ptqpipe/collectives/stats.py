@@ -1,11 +1,11 @@
-"""What a quantized all-reduce has done so far on this rank: a record to print, and the clock of its phases."""
+"""What a quantized all-reduce has done on this rank, in one call or since it was made: a record to print."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stats:
-    """Since it was made.
+    """Calls, bytes and times; those of one call are filled in as it goes on, and then added to those before.
 
     calls, plain_calls  quantized sums, and those that stayed plain
     value_bytes         of the tensors of the quantized sums
@@ -22,13 +22,5 @@ class Stats:
     decode_s: float = 0.0
     wait_s: float = 0.0
 
-
-@dataclass(slots=True)
-class Phases:
-    """Seconds of the calling thread in each phase of one call, and the bytes that this rank sent."""
-
-    encode: float = 0.0
-    reduce: float = 0.0
-    decode: float = 0.0
-    wait: float = 0.0
-    sent: int = 0
+    def __add__(self, other: "Stats") -> "Stats":
+        return Stats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

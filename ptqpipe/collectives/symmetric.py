@@ -24,9 +24,9 @@ import torch.distributed as dist
 from ptqpipe.collectives.by_collectives import CollectiveExchange
 from ptqpipe.collectives.codecs import WireCodec
 from ptqpipe.collectives.layout import Layout, cut
-from ptqpipe.collectives.stats import Phases
+from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.wire import Quantized
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, first_line
 from ptqpipe.kernels import triton
 
 Transport = Literal["auto", "p2p", "collectives", "symmetric"]
@@ -104,7 +104,7 @@ class SymmetricExchange:
     layout: Layout
     x: torch.Tensor
     out: torch.Tensor
-    phases: Phases
+    stats: Stats
     own_exact: bool = True
 
     def two_shot(self) -> None:
@@ -126,7 +126,7 @@ class SymmetricExchange:
                     block=self.codec.block,
                     own_exact=self.own_exact,
                 )
-        self.phases.sent += self._sent()
+        self.stats.wire_bytes += self._sent()
 
     def _sent(self) -> int:
         """Bytes that go to other ranks: their parts, and the sum of this rank's stripe."""
@@ -172,7 +172,7 @@ def _checked(group: dist.ProcessGroup, codec: WireCodec, *, wanted: bool) -> Sym
     try:
         buffers = _buffers(group, MESSAGE_BYTES)
     except (RuntimeError, UsageError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     if _all(group, buffers is not None):
         assert buffers is not None
         memory = SymmetricMemory(buffers, group.rank(), _programs(group))
@@ -227,10 +227,10 @@ def works(memory: SymmetricMemory, group: dist.ProcessGroup, codec: WireCodec) -
         layout = cut(elements, memory.world, unit=codec.unit, chunk_elements=elements)
         ours, theirs = torch.empty_like(x), torch.empty_like(x)
         try:
-            SymmetricExchange(careful, codec, layout, x, ours, Phases()).two_shot()
+            SymmetricExchange(careful, codec, layout, x, ours, Stats()).two_shot()
         except Exception:  # whatever a kernel's compiler or driver says, the others must not be left waiting below
             good = False
-        CollectiveExchange(group, Quantized(codec), layout, x, theirs, None, Phases()).two_shot()
+        CollectiveExchange(group, Quantized(codec), layout, x, theirs, None, Stats()).two_shot()
         good = good and torch.equal(ours, theirs)
     return good and not careful.gave_up()
 

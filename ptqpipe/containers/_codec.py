@@ -11,22 +11,15 @@ from dataclasses import replace
 import torch
 
 from ptqpipe.containers._types import Load, Part, Role, StoredWeight
+from ptqpipe.dtypes import DTYPE_NAMES, DTYPES, FLOATS
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.formats import CODECS, Format
 from ptqpipe.qtensor import Factors, QTensor
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-}
-FLOAT_SCALES: dict[str, str] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+TORCH_DTYPES = {name: DTYPES[name][0] for name in ("U8", "F8_E4M3", "F8_E8M0", "F16", "BF16", "F32")}
+FLOAT_SCALES: dict[str, str] = {stored: short for short, (stored, _) in FLOATS.items()}
 """The codec of a scale that is stored as a plain float, by safetensors dtype."""
 
-_BY_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # Parts that belong to the whole weight, not to rows of it.
 WHOLE_ROLES = frozenset(
     (
@@ -160,7 +153,7 @@ def decode_input_global(stored: StoredWeight, load: Load, *, expert: int | None 
 def scale_dtype(fmt: Format) -> str:
     """The natural stored dtype of a format's block scales: E4M3 codes as F8_E4M3, other codes as U8, floats as such."""
     if fmt.scale.dtype is not None:
-        return _BY_DTYPE[fmt.scale.dtype]
+        return DTYPE_NAMES[fmt.scale.dtype]
     return "F8_E4M3" if fmt.scale.name == "e4m3" else "U8"
 
 

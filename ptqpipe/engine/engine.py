@@ -7,7 +7,6 @@ beside a server. Must not know HTTP or how the model was loaded.
 
 import secrets
 from collections.abc import Iterable
-from collections.abc import Sequence as Row
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -285,14 +284,3 @@ class Engine:
         if not self._requests[seq.request]:
             del self._requests[seq.request]
         return piece
-
-
-def generate(engine: Engine, requests: Row[Request]) -> dict[str, list[list[int]]]:
-    """The generated tokens of each request's sequences, computed together: for scripts and tests."""
-    tokens: dict[str, list[list[int]]] = {request.id: [[] for _ in range(request.n)] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        for piece in engine.step():
-            tokens[piece.request][piece.index] += piece.tokens
-    return tokens

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ptqpipe.errors import UsageError, one_line
+from ptqpipe.errors import UsageError, first_line
 from ptqpipe.regular_file import MAX_TEXT_BYTES, read_regular_text
 
 LOCAL_TASKS = Path(__file__).resolve().parent / "tasks"
@@ -106,9 +106,8 @@ def run_tasks(model: Any, tokenizer: Any, request: TaskRequest, *, progress: boo
         try:
             tasks = manager.load(specs)["tasks"]
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, DatasetsError) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UsageError(
-                f"the tasks {', '.join(request.names)} cannot be loaded: {one_line(first)}; local_ tasks need no hub"
+                f"the tasks {', '.join(request.names)} cannot be loaded: {first_line(error)}; local_ tasks need no hub"
             ) from None
         lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
         with _without_git(), _in_one_process():

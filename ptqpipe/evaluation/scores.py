@@ -12,7 +12,7 @@ Must not know files, checkpoints or where logits come from: a model, or a store 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,11 +37,8 @@ class Window:
         return self.stop - self.first
 
 
-class Logits(Protocol):
-    """Where a model's logits come from."""
-
-    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
-        """The logits ``[scored tokens of the batch, vocabulary]`` that score them, in order, any float dtype."""
+Logits = Callable[[Sequence[Window], torch.Tensor], torch.Tensor]
+"""(windows of a batch, tokens of the text) -> logits ``[scored tokens of the batch, vocabulary]``, any float dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ class ModelLogits:
 
     @torch.inference_mode()
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
-        """As :class:`Logits` says."""
+        """As `Logits` says."""
         ids = torch.stack([tokens[window.start : window.stop] for window in batch]).to(self.model.device)
         logits = self.model(ids, use_cache=False).logits
         parts = [
@@ -135,7 +132,7 @@ def score(
 ) -> Scores:
     """Scores ``tokens`` (int64 [n]) with a model, and against a reference on the same windows.
 
-    model      a transformers model, or a :class:`Logits`
+    model      a transformers model, or a `Logits`
     reference  the same; KL and agreement are measured against it
     on_batch   is called with the number of tokens scored after each batch
 
@@ -170,7 +167,7 @@ def score(
 
 
 def _logits_of(model: Any) -> Logits:
-    """A model's logits; a :class:`Logits` as it is."""
+    """A model's logits; a `Logits` as it is."""
     give: Logits = ModelLogits(model) if isinstance(model, torch.nn.Module) else model
     return give
 

@@ -6,15 +6,14 @@ anything else is read as UTF-8 text. Rows follow each other in one stream, texts
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.files import refuse_pipes
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import UsageError, first_line
 from ptqpipe.regular_file import MAX_TEXT_BYTES, read_regular_text
 
 
@@ -27,45 +26,15 @@ class Text:
     sha256: str
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a checkpoint. CheckpointError where there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        refuse_pipes(Path(path))
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
-        raise CheckpointError(f"{path} has no tokenizer that transformers reads: {first}") from None
-
-
-class Tokenizer:
-    """The tokenizer of a checkpoint, loaded when it is first needed: files of tokens need none."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._loaded: Any = None
-
-    def get(self) -> Any:
-        """transformers' tokenizer. CheckpointError where there is none."""
-        if self._loaded is None:
-            self._loaded = load_tokenizer(self._path)
-        return self._loaded
-
-    def __call__(self, text: str, *, verbose: bool = True) -> Any:
-        """As transformers' tokenizers."""
-        return self.get()(text, verbose=verbose)
-
-
-def read_text(file: Path, tokenizer: Any, *, max_tokens: int | None = None) -> Text:
+def read_text(file: Path, tokenizer: Callable[[], Any], *, max_tokens: int | None = None) -> Text:
     """The first ``max_tokens`` tokens of a file. UsageError for a file that cannot be read or holds nothing.
 
-    tokenizer  transformers' tokenizer of the model, or a `Tokenizer`; called for texts only
+    tokenizer  gives transformers' tokenizer of the model; called for texts only
     """
     file = Path(file)
     content = _content(file)
     if isinstance(content, str):
-        ids = tokenizer(content, verbose=False)["input_ids"] if content.strip() else []
+        ids = tokenizer()(content, verbose=False)["input_ids"] if content.strip() else []
     else:
         ids = content
     tokens = torch.tensor(ids, dtype=torch.int64)[:max_tokens]
@@ -113,8 +82,7 @@ def _parquet_rows(file: Path) -> Iterable[Mapping[str, Any]]:
     try:
         rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        first = (str(error).splitlines() or ["damaged"])[0]
-        raise UsageError(f"{file} is not a parquet file: {first}") from None
+        raise UsageError(f"{file} is not a parquet file: {first_line(error)}") from None
     return rows
 
 

@@ -9,6 +9,9 @@ from ptqpipe.errors import UsageError
 from ptqpipe.report.content import Report
 
 FORMATS = ("html", "md")
+# What tells a report from other files, so that an earlier one may be replaced and nothing else: it says so itself.
+HTML_MARK = '<meta name="generator" content="ptqpipe report">'
+MARKDOWN_MARK = "<!-- ptqpipe report -->"
 
 
 def check_kind(kind: str) -> None:
@@ -36,3 +39,8 @@ def render(report: Report, *, kind: str) -> str:
 def default_path(name: str, *, kind: str) -> Path:
     """``<checkpoint>.report.html`` in the working directory."""
     return Path(f"{name}.report.{kind}")
+
+
+def is_report(head: bytes) -> bool:
+    """Whether a file that begins with ``head`` is one that ptqpipe wrote."""
+    return any(mark.encode() in head for mark in (HTML_MARK, MARKDOWN_MARK))

@@ -46,9 +46,7 @@ def line_chart(series: Sequence[Series], *, wide: bool, label: str, unit: str, l
         return left + 8 + (x - xs[0]) / span * inner if len(xs) > 1 else left + 8 + inner / 2
 
     parts = [text(left - 8, 14, unit, kind="unit", anchor="start")]
-    for tick in y_axis.ticks:
-        y = y_axis.at(tick)
-        parts += [line(left, y, width - right, y, "grid"), text(left - 8, y + 4, y_axis.label(tick), anchor="end")]
+    parts += _levels(y_axis, left, width - right)
     step = _whole_step(len(xs), 16 if wide else 7)
     parts += [text(at(x), height - 12, str(x), anchor="middle") for x in xs[::step]]
     parts += [_series(s, at, y_axis) for s in series]
@@ -111,68 +109,88 @@ class Strip:
 
 def strip_chart(rows: Sequence[Strip], *, wide: bool, label: str, unit: str, least_span: float) -> Markup:
     """One row a name: a dot for each value (their range where they are many), a bar at the pooled value."""
-    row, top, left, right = 34, 14, 128 if wide else 92, 96 if wide else 58
-    width = WIDE if wide else NARROW
-    height = top + row * len(rows) + 40
-    values = [v for r in rows for v, _ in r.values] + [r.pooled for r in rows]
-    axis = Axis.over(values, start=left, stop=width - right, count=8 if wide else 4, least_span=least_span)
-    base = top + row * len(rows)
-    parts = []
-    for tick in axis.ticks:
-        x = axis.at(tick)
-        parts += [line(x, top - 4, x, base, "grid"), text(x, base + 16, axis.label(tick), anchor="middle")]
-    parts.append(text(width - right, base + 34, unit, kind="unit", anchor="end"))
-    for number, r in enumerate(rows):
-        y = top + row * number + row / 2
-        inside = [text(left - 12, y + 4, _short(r.name, 18 if wide else 13), kind="row", anchor="end")]
+
+    def row(number: int, axis: Axis, y: float, name: Markup) -> Markup:
+        r = rows[number]
         low, high = min(v for v, _ in r.values), max(v for v, _ in r.values)
-        inside.append(line(axis.at(low), y, axis.at(high), y, f"range {colour(r.index)}"))
+        parts = [name, line(axis.at(low), y, axis.at(high), y, f"range {colour(r.index)}")]
         shown = r.values if len(r.values) <= 160 else (min(r.values), max(r.values))
-        inside += [marker(0, axis.at(v), y, kind=f"soft {colour(r.index)}", tip=tip, radius=4) for v, tip in shown]
+        parts += [marker(0, axis.at(v), y, kind=f"soft {colour(r.index)}", tip=tip, radius=4) for v, tip in shown]
         x = axis.at(r.pooled)
-        inside.append(line(x, y - 9, x, y + 9, f"pooled {colour(r.index)}"))
-        inside.append(text(width - right + 12, y + 4, r.note, kind="value"))
-        parts.append(node("g", {"class": "series", "data-series": r.name}, join(inside)))
-    return canvas(width, height, label, parts, kind="wide" if wide else "narrow")
+        parts.append(line(x, y - 9, x, y + 9, f"pooled {colour(r.index)}"))
+        parts.append(text(axis.stop + 12, y + 4, r.note, kind="value"))
+        return node("g", {"class": "series", "data-series": r.name}, join(parts))
+
+    values = [v for r in rows for v, _ in r.values] + [r.pooled for r in rows]
+    names, right = [r.name for r in rows], 96 if wide else 58
+    return _rows(names, values, row, height=34, right=right, least_span=least_span, wide=wide, label=label, unit=unit)
 
 
-@dataclass(frozen=True, slots=True)
-class Dots:
-    """One row of a dot chart: (name of the choice, value, tooltip)."""
-
-    name: str
-    values: tuple[tuple[int, float, str], ...]
+Dots = tuple[str, Sequence[tuple[int, float, str]]]
+"""One row of a dot chart: its name, and (index of the choice, value, tooltip)."""
 
 
 def dot_chart(rows: Sequence[Dots], *, wide: bool, label: str, unit: str) -> Markup:
     """One row a role, one shape a choice, joined: how far each choice moves the error from 1."""
-    row, top, left, right = 32, 14, 128 if wide else 92, 70 if wide else 48
-    width = WIDE if wide else NARROW
-    height = top + row * len(rows) + 40
-    axis = Axis.over(
-        [1.0, *(v for r in rows for _, v, _ in r.values)],
-        start=left,
-        stop=width - right,
-        count=8 if wide else 4,
-        least_span=0.1,
+
+    def row(number: int, axis: Axis, y: float, name: Markup) -> Markup:
+        dots = rows[number][1]
+        xs = [axis.at(v) for _, v, _ in dots]
+        parts = [name, line(min(xs), y, max(xs), y, "link")]
+        for (index, _, tip), x in zip(dots, xs, strict=True):
+            kind = f"ring {colour(index)}" if index == 0 else colour(index)
+            parts.append(marker(index, x, y, kind=kind, tip=tip, radius=7 if index == 0 else 5))
+        return join([*parts, text(axis.stop + 12, y + 4, numbers.ratio(dots[-1][1]), kind="value")])
+
+    values = [1.0, *(v for _, dots in rows for _, v, _ in dots)]
+    names, right = [name for name, _ in rows], 70 if wide else 48
+    return _rows(
+        names, values, row, height=32, right=right, least_span=0.1, wide=wide, label=label, unit=unit, strong=1.0
     )
-    base = top + row * len(rows)
+
+
+def _rows(
+    names: Sequence[str],
+    values: Sequence[float],
+    row: Callable[[int, Axis, float, Markup], Markup],
+    *,
+    height: int,
+    right: int,
+    least_span: float,
+    wide: bool,
+    label: str,
+    unit: str,
+    strong: float | None = None,
+) -> Markup:
+    """Named rows over one axis of numbers.
+
+    row     draws a row: its number, the axis, its middle, its name as it is drawn
+    height  of a row; ``right``: the room right of the axis
+    strong  the number whose line of the grid stands out
+    """
+    top, left, width = 14, 128 if wide else 92, WIDE if wide else NARROW
+    axis = Axis.over(values, start=left, stop=width - right, count=8 if wide else 4, least_span=least_span)
+    base = top + height * len(names)
     parts = []
     for tick in axis.ticks:
         x = axis.at(tick)
-        kind = "grid strong" if abs(tick - 1) < 1e-9 else "grid"
+        kind = "grid strong" if strong is not None and abs(tick - strong) < 1e-9 else "grid"
         parts += [line(x, top - 4, x, base, kind), text(x, base + 16, axis.label(tick), anchor="middle")]
-    parts.append(text(width - right, base + 34, unit, kind="unit", anchor="end"))
-    for number, r in enumerate(rows):
-        y = top + row * number + row / 2
-        xs = [axis.at(v) for _, v, _ in r.values]
-        parts.append(text(left - 12, y + 4, _short(r.name, 18 if wide else 13), kind="row", anchor="end"))
-        parts.append(line(min(xs), y, max(xs), y, "link"))
-        for (index, _, tip), x in zip(r.values, xs, strict=True):
-            kind = f"ring {colour(index)}" if index == 0 else colour(index)
-            parts.append(marker(index, x, y, kind=kind, tip=tip, radius=7 if index == 0 else 5))
-        parts.append(text(width - right + 12, y + 4, numbers.ratio(r.values[-1][1]), kind="value"))
-    return canvas(width, height, label, parts, kind="wide" if wide else "narrow")
+    parts.append(text(axis.stop, base + 34, unit, kind="unit", anchor="end"))
+    for number, name in enumerate(names):
+        y = top + height * number + height / 2
+        drawn = text(left - 12, y + 4, _short(name, 18 if wide else 13), kind="row", anchor="end")
+        parts.append(row(number, axis, y, drawn))
+    return canvas(width, base + 40, label, parts, kind="wide" if wide else "narrow")
+
+
+def _levels(axis: Axis, left: float, right: float) -> list[Markup]:
+    """The grid of an upright axis, with its numbers."""
+    parts = []
+    for tick in axis.ticks:
+        y = axis.at(tick)
+        parts += [line(left, y, right, y, "grid"), text(left - 8, y + 4, axis.label(tick), anchor="end")]
+    return parts
 
 
 def histogram(h: Histogram, *, wide: bool, tips: bool, label: str) -> Markup:
@@ -186,9 +204,7 @@ def histogram(h: Histogram, *, wide: bool, tips: bool, label: str) -> Markup:
     pitch = (width - left - right) / (last - first + 1)
     parts = [text(left - 8, 14, "% of block scales", kind="unit")]
     parts += _zones(h, first, last, left, pitch, top, height - bottom)
-    for tick in axis.ticks:
-        y = axis.at(tick)
-        parts += [line(left, y, width - right, y, "grid"), text(left - 8, y + 4, axis.label(tick), anchor="end")]
+    parts += _levels(axis, left, width - right)
     bars = []
     for code in range(first, last + 1):
         amount = h.counts[code]

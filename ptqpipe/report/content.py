@@ -5,8 +5,9 @@ None, and the renderers say so instead of leaving a gap. Names come from files a
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class Weight:
     layer, expert        None where the name has no such number
     squared_error        sum (decode - w)^2, ``energy`` sum w^2; None where neither source nor record tells
     choices              in the order of the report's ``choice_names``; those that do not apply are left out
-    versus_plain_global  squared error beside that at the abs-max global scale, as recorded
+    versus_plain_global  squared error relative to that at the abs-max global scale, as recorded
     algorithm, weighting  how codes were chosen and what the block scales minimize; "" where nothing says so
-    versus_rtn           output error beside that of plain rounding, by the statistics of the inputs
+    versus_rtn           output error relative to that of plain rounding, by the statistics of the inputs
     reverted             whether the gate went back to plain rounding
     """
 
@@ -103,7 +104,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class TunedBlock:
-    """A decoder block whose codes were learned: its output error beside that of the codes that tune started from.
+    """A decoder block whose codes were learned: its output error relative to that of the codes that tune started from.
 
     ratio     1 where what was learned was not better and the start was kept
     held_out  whether the errors are those of samples that nothing was learned from
@@ -115,7 +116,7 @@ class TunedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptTensor:
     """A tensor that is not quantized; ``reason`` is "" where nobody recorded it."""
 
     name: str
@@ -182,78 +183,6 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
-class Perplexity:
-    """Perplexity on one text; ``low`` and ``high`` bound the difference, or the value where there is no baseline."""
-
-    data: str
-    tokens: int
-    window: int | None
-    value: float
-    baseline: float | None
-    difference: float | None
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """KL divergence of the next-token distributions from the baseline's, in nats."""
-
-    data: str
-    tokens: int
-    mean: float
-    low: float | None
-    high: float | None
-    percentiles: tuple[tuple[str, float], ...]
-    largest: float | None
-    top1: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One metric of one task; ``recovery`` in percent of the baseline's value."""
-
-    name: str
-    metric: str
-    samples: int | None
-    value: float
-    stderr: float | None
-    baseline: float | None
-    recovery: float | None
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What an eval file says. ``baseline`` is "" without one."""
-
-    baseline: str
-    settings: str
-    perplexity: tuple[Perplexity, ...] = ()
-    divergence: tuple[Divergence, ...] = ()
-    tasks: tuple[Task, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RuleRow:
-    """One rule of the recipe, as it resolved."""
-
-    match: str
-    scheme: str
-    how: str
-
-
-@dataclass(frozen=True, slots=True)
-class FileRow:
-    """One weight file."""
-
-    name: str
-    nbytes: int
-    tensors: int
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """All of it.
 
@@ -262,11 +191,14 @@ class Report:
     errors_from    "source" (recomputed here), "record" (ptqpipe.json) or ""
     choice_names   the ways of choosing scales that were compared, abs-max first
     choice_sample  which rows they were compared on; "" for the record's numbers
+    evaluation     an eval file as ``evaluation/result.py`` reads it
     judged         the samples that output errors are of, in words; "" where nothing was calibrated
     blocks         decoder blocks with learned codes; in words: ``blocks_from`` is what tune started from,
                    ``blocks_judged`` the samples that their errors are of
     notes          what is worth a look, one line each
+    rules          of the recipe, as they resolved: (match, scheme, how)
     provenance     (what, value)
+    files          of weights: (name, bytes, tensors)
     """
 
     name: str
@@ -279,22 +211,22 @@ class Report:
     after_bytes: int
     params: int
     weights: tuple[Weight, ...]
-    kept: tuple[Kept, ...]
+    kept: tuple[KeptTensor, ...]
     histograms: tuple[Histogram, ...]
     worst: tuple[WorstBlock, ...]
     proof: Proof
     errors_from: str
     choice_names: tuple[str, ...] = ()
     choice_sample: str = ""
-    evaluation: Evaluation | None = None
+    evaluation: Mapping[str, Any] | None = None
     judged: str = ""
     blocks: tuple[TunedBlock, ...] = ()
     blocks_from: str = ""
     blocks_judged: str = ""
     notes: tuple[str, ...] = ()
-    rules: tuple[RuleRow, ...] = ()
+    rules: tuple[tuple[str, str, str], ...] = ()
     provenance: tuple[tuple[str, str], ...] = ()
-    files: tuple[FileRow, ...] = ()
+    files: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def quantized_params(self) -> int:
@@ -303,7 +235,7 @@ class Report:
 
     @property
     def versus_rtn(self) -> float | None:
-        """Output error beside plain rounding's, mean over the calibrated weights; None where there are none."""
+        """Output error relative to plain rounding's, mean over the calibrated weights; None where there are none."""
         return mean_known(weight.versus_rtn for weight in self.weights)
 
     @property

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import jinja2
 
-from ptqpipe.report import charts, numbers
+from ptqpipe.report import HTML_MARK, charts, errors, numbers, roles, sections
 from ptqpipe.report.content import Report, decibels, mean_known, pooled_mse
-from ptqpipe.report.sections import calibration, choices, errors, precision_map, quality, roles, scales, tensors, words
 from ptqpipe.report.svg import colour, marker
-from ptqpipe.report.write import HTML_MARK
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -46,8 +44,8 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.globals.update(n=numbers, block_chart=charts.block_chart)
-    environment.filters["shown"] = words.shown
-    environment.filters["breakable"] = words.breakable
+    environment.filters["shown"] = roles.shown
+    environment.filters["breakable"] = roles.breakable
     return environment
 
 
@@ -57,8 +55,9 @@ def render_html(report: Report) -> str:
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     early = (TEMPLATES / "theme.js").read_text(encoding="utf-8")
     rows = roles.by_role(report)
-    gains = calibration.gains(rows)
+    gains = [row for row in rows if row.gains]
     by_data = bool(gains or report.blocks) or any(weight.algorithm == "learned" for weight in report.weights)
+    drawing, legend, outside = sections.precision_map(report)
     template = _environment().get_template("report.html.jinja")
     return str(
         template.render(
@@ -69,26 +68,27 @@ def render_html(report: Report) -> str:
             early=early,
             policy=_policy(script, early),
             rows=rows,
-            quality=quality.tiles_of_quality(report),
-            recovery_words=quality.recovery_words(report),
+            quality=sections.tiles_of_quality(report),
+            recovery_words=sections.recovery_words(report),
             proof_words=proof_words(report),
             error_lines=errors.error_lines(rows),
             error_strips=errors.error_strips(rows),
             worst=errors.worst_weights(report),
             by_data=by_data,
-            calibrated=calibration.calibrated(rows),
-            calibrated_count=sum(gain.count for gain in gains),
+            calibrated=errors.calibrated(rows),
+            calibrated_count=sum(len(row.gains) for row in gains),
             gains=gains,
-            reverted=sum(gain.reverted for gain in gains),
-            tuned=calibration.tuned(report),
+            reverted=sum(row.reverted for row in gains),
+            tuned=errors.tuned(report),
             tuned_ratio=mean_known(block.ratio for block in report.blocks),
-            choice_dots=choices.choice_dots(report, rows),
-            choice_lines=choices.choice_lines(report),
-            choice_colour=choices.CHOICE_COLOUR,
-            panels=scales.scale_panels(report),
-            codes=scales.codes_rows(rows),
-            map=precision_map.precision_map(report),
-            data=_json(tensors.table_data(report)),
+            choice_dots=errors.choice_dots(report, rows),
+            choice_lines=errors.choice_lines(report),
+            choice_colour=errors.CHOICE_COLOUR,
+            panels=sections.scale_panels(report),
+            map_drawing=drawing,
+            map_legend=legend,
+            map_outside=outside,
+            data=_json(sections.table_data(report)),
             columns=COLUMNS if gains else [column for column in COLUMNS if column[0] != OUTPUT_ERROR],
             overall_mse=pooled_mse(report.weights),
             overall_db=decibels(pooled_mse(report.weights)),
@@ -96,8 +96,8 @@ def render_html(report: Report) -> str:
             marker=lambda index, ring: marker(
                 index, 0, 0, kind=f"ring {colour(index)}" if ring else colour(index), radius=5
             ),
-            family=words.family,
-            bought=choices.bought,
+            family=roles.family,
+            bought=errors.bought,
         )
     )
 

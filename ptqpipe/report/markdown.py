@@ -3,11 +3,9 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from ptqpipe.report import numbers
+from ptqpipe.report import MARKDOWN_MARK, errors, numbers, roles
 from ptqpipe.report.content import Report, decibels, mean_known, pooled_mse
-from ptqpipe.report.sections import errors, roles, scales
-from ptqpipe.report.sections.words import shown
-from ptqpipe.report.write import MARKDOWN_MARK
+from ptqpipe.report.roles import shown
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
 
@@ -92,16 +90,16 @@ def _quality(report: Report) -> str:
     if evaluation is None:
         return ""
     lines = []
-    for p in evaluation.perplexity:
-        cells = [numbers.plain(p.value), numbers.plain(p.baseline), numbers.signed(p.difference)]
-        lines.append([f"perplexity, {escaped(p.data)}", *cells])
-    for d in evaluation.divergence:
-        lines.append([f"mean KL, {escaped(d.data)} (nats)", numbers.nats(d.mean), "0", "–"])
-    for t in evaluation.tasks:
-        recovery = "–" if t.recovery is None else f"{t.recovery:.2f} %"
-        name = f"{escaped(t.name)} ({escaped(t.metric)})"
-        lines.append([name, numbers.plain(t.value, 4), numbers.plain(t.baseline, 4), recovery])
-    against = f" against {escaped(evaluation.baseline)}" if evaluation.baseline else ""
+    for p in evaluation["perplexity"]:
+        cells = [numbers.plain(p["checkpoint"]), numbers.plain(p["baseline"]), numbers.signed(p["difference"])]
+        lines.append([f"perplexity, {escaped(p['data'])}", *cells])
+    for d in evaluation["kl"]:
+        lines.append([f"mean KL, {escaped(d['data'])} (nats)", numbers.nats(d["mean"]), "0", "–"])
+    for t in evaluation["tasks"]:
+        recovery = "–" if t["recovery"] is None else f"{t['recovery']:.2f} %"
+        name = f"{escaped(t['task'])} ({escaped(t['metric'])})"
+        lines.append([name, numbers.plain(t["checkpoint"], 4), numbers.plain(t["baseline"], 4), recovery])
+    against = f" against {escaped(evaluation['baseline'])}" if evaluation["baseline"] else ""
     return f"### Quality{against}\n\n" + table(
         ["metric", "this checkpoint", "baseline", "difference or recovery"], lines
     )
@@ -124,17 +122,11 @@ def _roles(report: Report, rows: Sequence[roles.RoleRow]) -> str:
 
 
 def _scales(rows: Sequence[roles.RoleRow]) -> str:
-    body = [
-        [
-            code(c.role),
-            c.format,
-            numbers.share(c.largest, c.elements),
-            numbers.share(c.zero, c.elements),
-            numbers.share(c.saturated, c.blocks),
-            numbers.share(c.subnormal, c.blocks),
-        ]
-        for c in scales.codes_rows(rows)
-    ]
+    body = []
+    for row in rows:
+        c = row.codes
+        shares = ((c.largest, c.elements), (c.zero, c.elements), (c.saturated, c.blocks), (c.subnormal, c.blocks))
+        body.append([code(row.role), row.format, *(numbers.share(part, whole) for part, whole in shares)])
     head = ["role", "format", "weights at largest code", "weights at zero", "largest scale", "subnormal scale"]
     return "### Clipping and underflow\n\n" + table(head, body, text_columns=2)
 
@@ -161,7 +153,7 @@ def _kept(report: Report) -> str:
 
 
 def _provenance(report: Report) -> str:
-    rules = [f"- {code(rule.match)}: {escaped(rule.scheme)}, {escaped(rule.how)}" for rule in report.rules]
+    rules = [f"- {code(match)}: {escaped(scheme)}, {escaped(how)}" for match, scheme, how in report.rules]
     facts = [f"- {escaped(what)}: {code(value)}" for what, value in report.provenance]
     recipe = ["### Recipe", "", *rules, ""] if rules else []
     return "\n".join([*recipe, "### Provenance", "", *facts])

@@ -1,7 +1,6 @@
 """Line plots of the simulator as PNG. Curves in, files out; must not know where numbers come from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.errors import UsageError
@@ -10,12 +9,8 @@ _BINARY = ((1 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki"))
 _MARKERS = "osD^vPX*<>hp"
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One line: points of (x, y)."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
+Curve = tuple[str, Sequence[tuple[float, float]]]
+"""One line: its name, and points of (x, y)."""
 
 
 def check_plots() -> None:
@@ -42,15 +37,15 @@ def draw(
 
     figure, axis = pyplot.subplots(figsize=(9, 4.8))
     colours = pyplot.get_cmap("tab20" if len(curves) > 10 else "tab10")
-    for index, curve in enumerate(curves):
-        xs, ys = zip(*curve.points, strict=True)
+    for index, (name, points) in enumerate(curves):
+        xs, ys = zip(*points, strict=True)
         marker = _MARKERS[index % len(_MARKERS)]
-        axis.plot(xs, ys, color=colours(index), marker=marker, markersize=4, linewidth=1.4, label=curve.name)
+        axis.plot(xs, ys, color=colours(index), marker=marker, markersize=4, linewidth=1.4, label=name)
     if level is not None:
         axis.axhline(1, color="0.4", linewidth=1)
         axis.axhline(level, color="0.4", linewidth=1, linestyle="--")
         axis.annotate(f"ideal {level:.2f}", (0.01, level), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
-    ticks = sorted({point[0] for curve in curves for point in curve.points})
+    ticks = sorted({point[0] for _, points in curves for point in points})
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [_tick(value) for value in ticks])
     axis.minorticks_off()

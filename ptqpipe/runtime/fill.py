@@ -19,7 +19,7 @@ from ptqpipe.runtime.kv_cache import simulate_kv_cache
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.names import Home, Homes, with_expert_names
 from ptqpipe.runtime.parallel import TensorParallel
-from ptqpipe.runtime.replace import Place, other_shape, packed_places
+from ptqpipe.runtime.replace import PackedPlace, other_shape, packed_places
 from ptqpipe.runtime.shard import ShardPlan, axis_of, connect, is_transposed, make_plan, shrink
 from ptqpipe.runtime.simulate import input_quantizer, simulate_activations
 from ptqpipe.runtime.state import LazyTensor, Region, lazy_state, parameter_names
@@ -91,7 +91,7 @@ def completed(model: Any, source: Source, conversions: Sequence[Any]) -> list[An
 
 def decide(
     model: Any, source: Source, conversions: Sequence[Any], ranks: TensorParallel, *, packed: bool
-) -> tuple[dict[str, list[Home]], ShardPlan, dict[str, Region], list[Place]]:
+) -> tuple[dict[str, list[Home]], ShardPlan, dict[str, Region], list[PackedPlace]]:
     """Where each tensor goes, how the model is cut, what this rank reads of each, and which weights stay packed.
 
     From names and headers alone; raises what `prepare` does.

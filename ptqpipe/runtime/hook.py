@@ -11,10 +11,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
-
-if TYPE_CHECKING:
-    from importlib.abc import Loader
 
 REGISTRY = "transformers.quantizers.auto"
 
@@ -29,28 +25,14 @@ class _WhenImported:
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = cast("Loader", _ThenRegister(spec.loader))
+            load = spec.loader.exec_module
+
+            def load_and_register(module: ModuleType) -> None:
+                load(module)
+                register_now()
+
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
         return spec
-
-
-class _ThenRegister:
-    """A loader that does what another does, then registers."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the loader does."""
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """As the loader does; then the registration."""
-        self._loader.exec_module(module)
-        register_now()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 def install() -> None:

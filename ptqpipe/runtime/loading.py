@@ -17,14 +17,17 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ptqpipe.checkpoint.files import refuse_pipes
-from ptqpipe.errors import CheckpointError, PtqError, UsageError, one_line
+from ptqpipe.dtypes import FLOATS
+from ptqpipe.errors import CheckpointError, PtqError, UsageError, first_line, one_line
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
 from ptqpipe.runtime.parallel import AllReduce, RunCollective, TensorParallel
 from ptqpipe.source import Source
 
-Activations = Literal["simulated", "none"]
+ActivationMode = Literal["simulated", "none"]
 _LONGEST = "max_position_embeddings"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULT_LENGTH = 2048  # tokens of a window
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+DTYPES = {str(FLOATS[name][1]).removeprefix("torch."): FLOATS[name][1] for name in ("fp32", "bf16", "fp16")}
 
 
 def load(
@@ -37,7 +40,7 @@ def load(
     run_collective: RunCollective | None = None,
     dtype: torch.dtype | str = "bfloat16",
     packed: bool = True,
-    activations: Activations = "simulated",
+    activations: ActivationMode = "simulated",
     device: str = "cpu",
 ) -> Any:
     """A transformers causal language model in evaluation mode, its quantized weights packed in memory.
@@ -73,7 +76,7 @@ def load_model(
     ckpt: Path | str,
     *,
     dtype: torch.dtype | str = torch.float32,
-    activations: Activations = "simulated",
+    activations: ActivationMode = "simulated",
     device: str = "cpu",
 ) -> Any:
     """A transformers causal language model in evaluation mode, its weights decoded to floats.
@@ -100,7 +103,7 @@ def _check(activations: str, device: str) -> None:
 
 
 def _load(
-    path: Path, ranks: TensorParallel, *, dtype: torch.dtype | str, packed: bool, activations: Activations
+    path: Path, ranks: TensorParallel, *, dtype: torch.dtype | str, packed: bool, activations: ActivationMode
 ) -> Any:
     with Source.open(path) as source:
         config, generation = read_config(source.reader.path), read_generation_config(source.reader.path)
@@ -145,7 +148,7 @@ def read_config(path: Path) -> Any:
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # of what kind depends on the family's code
         raise CheckpointError(
-            f"transformers does not understand {path / 'config.json'}: {_first_line(error)}; update transformers, "
+            f"transformers does not understand {path / 'config.json'}: {first_line(error)}; update transformers, "
             "or check the file"
         ) from None
     for part in (config, config.get_text_config()):
@@ -170,9 +173,37 @@ def positions_of(config: Any) -> int | None:
     return None if found is None else int(found)
 
 
-def default_length(config: Any, most: int) -> int:
-    """``most`` tokens, or the model's positions where they are fewer."""
-    return min(most, positions_of(config) or most)
+def default_length(config: Any) -> int:
+    """How many tokens a window has where nobody says: 2048, or the model's positions where they are fewer."""
+    return min(DEFAULT_LENGTH, positions_of(config) or DEFAULT_LENGTH)
+
+
+def check_length(config: Any, seqlen: int) -> None:
+    """UsageError for windows of more tokens than the model has positions for."""
+    positions = positions_of(config)
+    if positions is not None and seqlen > positions:
+        raise UsageError(
+            f"--seqlen {seqlen} is more than the model's {positions} positions; choose {positions} or less"
+        )
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a checkpoint. UsageError without transformers, CheckpointError where there is none."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise UsageError("a tokenizer needs transformers; pip install 'ptqpipe[hf]'") from None
+    refuse_pipes(path)
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of what kind depends on the tokenizer's own code
+        reason = first_line(error)
+        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+            reason = f"it has none of {', '.join(TOKENIZER_FILES)}"
+        raise CheckpointError(
+            f"{path} has no tokenizer that transformers reads: {reason}; copy the model's tokenizer files there"
+        ) from None
 
 
 def dtype_of(dtype: torch.dtype | str, config: Any) -> torch.dtype:
@@ -198,9 +229,7 @@ def read_generation_config(path: Path) -> Any:
         with quiet():
             found = GenerationConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
-        raise CheckpointError(
-            f"transformers does not understand {file}: {_first_line(error)}; check the file"
-        ) from None
+        raise CheckpointError(f"transformers does not understand {file}: {first_line(error)}; check the file") from None
     ends = found.eos_token_id if isinstance(found.eos_token_id, (list, tuple)) else [found.eos_token_id]
     if not all(end is None or type(end) is int for end in ends):
         raise CheckpointError(f"{file} has eos_token_id {found.eos_token_id!r}, expected a token's number or a list")
@@ -229,7 +258,7 @@ def causal_model_of(config: Any, path: Path) -> tuple[Any, Any]:
 
 def no_model(path: Path, error: Exception) -> CheckpointError:
     """The error of a checkpoint whose config.json no model can be made of."""
-    what = f"{type(error).__name__}: {_first_line(error)}"
+    what = f"{type(error).__name__}: {first_line(error)}"
     return CheckpointError(f"transformers makes no model of {path / 'config.json'} ({what}); check the file")
 
 
@@ -267,7 +296,7 @@ def _fill(source: Source, config: Any, dtype: torch.dtype, state: Prepare) -> An
     except PtqError:
         raise
     except RuntimeError as error:
-        raise CheckpointError(f"{path} does not fit its config.json: {_first_line(error)}") from None
+        raise CheckpointError(f"{path} does not fit its config.json: {first_line(error)}") from None
     except Exception as error:
         if made:
             raise
@@ -298,10 +327,3 @@ def _check_fit(source: Source, info: Any) -> None:
             one_line(f"{path}: the model has no place for {unexpected[0]!r} ({len(unexpected)} in all); left out"),
             stacklevel=4,
         )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].endswith(":"):
-        return " ".join(lines[:2])
-    return lines[0] if lines else type(error).__name__

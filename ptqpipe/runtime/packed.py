@@ -227,7 +227,7 @@ def packed_linears(x: torch.Tensor, weights: Sequence[tuple[PackedWeight, torch.
 
 
 def _kernel(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """By the kernel of the device; None where there is none for so many rows."""
+    """By the kernel of the device; None where there is none for that number of rows."""
     if x.device.type == "cuda":
         if x.dtype == torch.bfloat16 and x.shape[0] > triton_linear.MANY:
             return None

@@ -81,10 +81,10 @@ def _read(source: Source, name: str, regions: Mapping[str, Region], expert: int 
     return read_part(source, source.stored[name], expert=expert, rows=region.rows, columns=region.columns)
 
 
-Place = PackedLinearPlace | PackedExpertsPlace
+PackedPlace = PackedLinearPlace | PackedExpertsPlace
 
 
-def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]]) -> list[Place]:
+def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]]) -> list[PackedPlace]:
     """Where packed layers go in a model on the meta device, which has its whole shapes.
 
     Weights that are parameters by themselves have their shapes. CheckpointError for matrices that are not the parts of
@@ -95,7 +95,7 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
         for home in found:
             fed.setdefault(home.parameter, []).append((name, home))
     stacks: dict[str, dict[str, list[tuple[str, Home]]]] = {}
-    places: list[Place] = []
+    places: list[PackedPlace] = []
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     tied = {*ties, *ties.values()}  # transformers ties parameters: Zamba's shared blocks to each other
     for parameter, parts in fed.items():

@@ -3,8 +3,7 @@
     schema.py       the bodies of requests, and what of them the engine can do
     errors.py       errors in OpenAI's shape
     calls.py        one HTTP request's way through the engine's service; leaving early cancels it
-    completions.py  /v1/completions
-    chat.py         /v1/chat/completions
+    endpoints.py    /v1/completions and /v1/chat/completions
     logprobs.py     log probabilities in both shapes
     metrics.py      /metrics
     guards.py       what happens before a route: size of the body, API key, request id

@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 from ptqpipe._version import __version__
 from ptqpipe.engine.service import Service, State
 from ptqpipe.server.calls import Call, EventStream
-from ptqpipe.server.chat import Chat, check_chat
-from ptqpipe.server.completions import Completion, check_completion
+from ptqpipe.server.endpoints import Chat, Completion, check_chat, check_completion
 from ptqpipe.server.errors import ApiError, install
 from ptqpipe.server.guards import Guards
 from ptqpipe.server.metrics import AllReduceStats, Metrics

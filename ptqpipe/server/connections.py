@@ -126,5 +126,5 @@ class Connection(H11Protocol):
 
 
 def limited(most: int, *, arrive_s: float = ARRIVE_S) -> type[Connection]:
-    """The class of the connections of a server that has at most so many."""
+    """The class of the connections of a server that has at most ``most`` of them."""
     return type("Connection", (Connection,), {"most": most, "arrive_s": arrive_s})

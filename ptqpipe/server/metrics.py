@@ -3,8 +3,7 @@
 A registry of its own, so that several servers can live in one process.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,21 +16,11 @@ _NEXT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduceCounts:
-    """The ranks' sums since the start, as this rank saw them.
+AllReduceStats = Callable[[], Mapping[str, int] | None]
+"""What the ranks' sums have cost since the start, as this rank saw them; None without ranks.
 
-    value_bytes, wire_bytes  of the quantized ones: before and after
-    """
-
-    quantized: int
-    plain: int
-    value_bytes: int
-    wire_bytes: int
-
-
-AllReduceStats = Callable[[], AllReduceCounts | None]
-"""What the sums cost so far; None without ranks."""
+quantized, plain  how many there were; values, wire: bytes of the quantized ones, before and after
+"""
 
 
 class Metrics:
@@ -117,11 +106,11 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"ptqpipe_{name}", text, value=value)
         sums = None if self._all_reduce is None else self._all_reduce()
         if sums is not None:
-            calls = CounterMetricFamily("ptqpipe_allreduce_calls", "Sums over the ranks.", labels=("kind",))
-            calls.add_metric(("quantized",), sums.quantized)
-            calls.add_metric(("plain",), sums.plain)
-            yield calls
-            sent = CounterMetricFamily("ptqpipe_allreduce_bytes", "Of quantized sums, this rank's.", labels=("what",))
-            sent.add_metric(("values",), sums.value_bytes)
-            sent.add_metric(("wire",), sums.wire_bytes)
-            yield sent
+            for name, text, label, kinds in (
+                ("calls", "Sums over the ranks.", "kind", ("quantized", "plain")),
+                ("bytes", "Of quantized sums, this rank's.", "what", ("values", "wire")),
+            ):
+                family = CounterMetricFamily(f"ptqpipe_allreduce_{name}", text, labels=(label,))
+                for kind in kinds:
+                    family.add_metric((kind,), sums[kind])
+                yield family

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -24,15 +23,6 @@ _FLUSH_S = 0.2  # for pieces on their way into the event loop
 _SECOND_S = 1.0  # one wish to end may come as two signals: to the process and to its group
 
 
-@dataclass(frozen=True, slots=True)
-class Listen:
-    """Where to listen, and how long requests under way may take after a signal."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    drain_s: float = 30.0
-
-
 class _Server(uvicorn.Server):
     """uvicorn's without its signal handlers, which know no draining."""
 
@@ -42,22 +32,22 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind(listen: Listen) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """The listening socket. UsageError where the address is taken or not ours.
 
     It listens at once: until then a second service could bind the same address, and fail when it has loaded.
     """
-    if not 0 <= listen.port < 1 << 16:
-        raise UsageError(f"--port is {listen.port}, expected 0 to 65535")
+    if not 0 <= port < 1 << 16:
+        raise UsageError(f"--port is {port}, expected 0 to 65535")
     try:
-        family = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0][0]
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((listen.host, listen.port))
+        found.bind((host, port))
         found.listen(limits()[1])
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(f"cannot listen on {listen.host}:{listen.port}: {reason}; choose another --port") from None
+        raise UsageError(f"cannot listen on {host}:{port}: {reason}; choose another --port") from None
     found.set_inheritable(False)
     return found
 
@@ -66,13 +56,16 @@ def run(
     app: ASGIApp,
     service: Service,
     listening: socket.socket,
-    listen: Listen,
     *,
+    host: str,
+    drain_s: float,
     say: Callable[[str], None],
     signals: bool = True,
 ) -> None:
     """Serves until a signal, or until the engine ends. PtqError when it ended by itself.
 
+    host     as the address is shown
+    drain_s  seconds that requests under way may take after a signal
     signals  False leaves them alone, as one must outside the main thread
     """
     most, backlog = limits()
@@ -85,7 +78,7 @@ def run(
         timeout_graceful_shutdown=int(_LAST_WORDS_S),
         lifespan="off",
     )
-    asyncio.run(_Running(_Server(config), service, listening, listen, say).serve(signals=signals))
+    asyncio.run(_Running(_Server(config), service, listening, host, drain_s, say).serve(signals=signals))
     if service.state is State.DEAD:
         raise PtqError(service.error)
 
@@ -98,10 +91,12 @@ class _Running:
         server: uvicorn.Server,
         service: Service,
         listening: socket.socket,
-        listen: Listen,
+        host: str,
+        drain_s: float,
         say: Callable[[str], None],
     ) -> None:
-        self._server, self._service, self._listening, self._listen, self._say = server, service, listening, listen, say
+        self._server, self._service, self._listening, self._say = server, service, listening, say
+        self._host, self._drain_s = host, drain_s
         self._asked = asyncio.Event()
         self._asked_at = 0.0
 
@@ -130,7 +125,7 @@ class _Running:
         """Waits for what is under way, then cancels it."""
         service = self._service
         service.drain()
-        await asyncio.wait({ended}, timeout=self._listen.drain_s)
+        await asyncio.wait({ended}, timeout=self._drain_s)
         if not service.ended.is_set():
             self._say(f"the deadline is over: {service.sequences()} sequences are cancelled")
             service.stop()
@@ -140,7 +135,7 @@ class _Running:
         now = time.monotonic()
         if not self._asked.is_set():
             self._asked_at = now
-            count, deadline = self._service.sequences(), self._listen.drain_s
+            count, deadline = self._service.sequences(), self._drain_s
             name = signal.Signals(number).name
             self._say(f"{name}: no new requests; {count} sequences under way have {deadline:g} s to finish")
             self._service.drain()
@@ -154,5 +149,5 @@ class _Running:
         while self._service.state is State.LOADING:
             await asyncio.sleep(0.05)
         if self._service.state is State.READY:
-            url = f"http://{self._listen.host}:{self._listening.getsockname()[1]}"
+            url = f"http://{self._host}:{self._listening.getsockname()[1]}"
             self._say(f"ready: {url}/v1 (chat: {url}/)")

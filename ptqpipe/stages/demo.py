@@ -1,11 +1,11 @@
 """demo: the main job end to end on the embedded model. Convert, verify, perplexity before and after, a sentence.
 
 The model is a real one, trained by scripts/make_tiny_model.py on the documentation of Python's standard library;
-``heldout.txt`` beside it is text that it has not seen. Only here (and in evaluate) does a stage run a model.
+``heldout.txt`` beside it is text that it has not seen.
 """
 
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint.files import RECORD_FILE
-from ptqpipe.errors import OutputExists, UsageError, VerifyError
+from ptqpipe.errors import OutputExists, VerifyError
+from ptqpipe.evaluation import perplexity, score
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine, one_thread_each
@@ -30,7 +32,7 @@ from ptqpipe.stages.verify.run import verify
 MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 SCHEMES = ("nvfp4", "mxfp4a16", "fp8")
 PROMPT = "Return the"
-WINDOW, STRIDE = 256, 128
+WINDOW, STRIDE = 256, 128  # tokens
 NEW_TOKENS = 32
 
 
@@ -46,36 +48,24 @@ class DemoRow:
     verified: str
 
 
-@dataclass(frozen=True, slots=True)
-class Demo:
-    """What the demo shows: the float model first, then each format."""
-
-    rows: tuple[DemoRow, ...]
-    tokens: int
-    out: Path
-
-
 @one_thread_each()  # so small a model is slower on several
-def run_demo(out: Path, *, machine: Machine) -> Demo:
+def run_demo(out: Path, *, machine: Machine) -> tuple[list[DemoRow], int]:
     """Converts the embedded model to each format below ``out``, verifies each, and measures it.
+
+    The float model's row first, then each format's; and on how many tokens perplexity was measured.
 
     Raises UsageError without transformers, VerifyError if a conversion does not hold what it claims.
     """
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
-    except ImportError:
-        raise UsageError('the demo runs a model, which needs transformers; pip install "ptqpipe[hf]"') from None
     _check_place(out)
-    logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
     ids = tokenizer((MODEL / "heldout.txt").read_text(encoding="utf-8"), return_tensors="pt").input_ids
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
     size = (MODEL / "model.safetensors").stat().st_size
 
     def measured(name: str, nbytes: int, sqnr: float | None, verified: str) -> DemoRow:
-        return DemoRow(name, nbytes, sqnr, perplexity(model, ids), _sentence(model, tokenizer, prompt), verified)
+        scores = score(model, ids[0], window=WINDOW, stride=STRIDE)
+        sentence = _sentence(model, tokenizer, prompt)
+        return DemoRow(name, nbytes, sqnr, perplexity(scores).value, sentence, verified)
 
     rows = [measured("bf16", size, None, "the source")]
     for scheme in SCHEMES:
@@ -89,7 +79,7 @@ def run_demo(out: Path, *, machine: Machine) -> Demo:
         noise = sum(r["relative_mse"] * r["elements"] for r in roles) / sum(r["elements"] for r in roles)
         load_decoded(model, done.out)
         rows.append(measured(scheme, done.written_bytes, decibels(noise), verified))
-    return Demo(tuple(rows), int(ids.shape[1]), out)
+    return rows, int(ids.shape[1])
 
 
 def _check_place(out: Path) -> None:
@@ -126,22 +116,6 @@ def load_decoded(model: Any, ckpt: Path) -> None:
 
 
 @torch.no_grad()
-def perplexity(model: Any, ids: torch.Tensor) -> float:
-    """exp of the mean negative log-likelihood of ids ``[1, T]``, in windows of 256 tokens that advance by 128."""
-    total, count = 0.0, 0
-    for start in range(0, ids.shape[1] - 1, STRIDE):
-        window = ids[:, start : start + WINDOW]
-        fresh = window.shape[1] - 1 if start == 0 else max(0, window.shape[1] - (WINDOW - STRIDE))
-        if fresh == 0:
-            break
-        logits = model(window).logits[0, :-1].float()
-        losses = torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none")
-        total += float(losses[-fresh:].double().sum())
-        count += fresh
-    return math.exp(total / max(count, 1))
-
-
-@torch.no_grad()
 def _sentence(model: Any, tokenizer: Any, prompt: torch.Tensor) -> str:
     """The prompt continued to the end of a sentence. Seeded sampling: greedy, so small a model loops."""
     torch.manual_seed(2)
@@ -150,9 +124,9 @@ def _sentence(model: Any, tokenizer: Any, prompt: torch.Tensor) -> str:
     return text[: text.rfind(".") + 1] or text
 
 
-def demo_text(demo: Demo) -> str:
+def demo_text(rows: Sequence[DemoRow], tokens: int, out: Path) -> str:
     """The demo's table and sentences for a terminal."""
-    first = demo.rows[0]
+    first = rows[0]
     body = [
         [
             row.name,
@@ -163,14 +137,14 @@ def demo_text(demo: Demo) -> str:
             f"{100 * (row.perplexity / first.perplexity - 1):+.2f} %",
             row.verified,
         ]
-        for row in demo.rows
+        for row in rows
     ]
     head = ["weights", "bytes", "ratio", "SQNR dB", "perplexity", "change", "state"]
     lines = [
         table(head, body),
-        f"perplexity on {demo.tokens} held-out tokens; heads, embeddings and norms stay bf16",
+        f"perplexity on {tokens} held-out tokens; heads, embeddings and norms stay bf16",
         "",
     ]
-    lines += [f"{row.name:>9}: {row.sentence}" for row in demo.rows]
-    lines += ["", f"The checkpoints are in {demo.out}/; try: ptqpipe inspect {demo.out}/{SCHEMES[0]}"]
+    lines += [f"{row.name:>9}: {row.sentence}" for row in rows]
+    lines += ["", f"The checkpoints are in {out}/; try: ptqpipe inspect {out}/{SCHEMES[0]}"]
     return "\n".join(lines)

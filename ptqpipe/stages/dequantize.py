@@ -16,6 +16,7 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, TensorSpec, check_disjoint
 from ptqpipe.containers import DECODED_ROLES, Role, StoredWeight, kv_scale, without_quantization
+from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import Job
@@ -23,8 +24,6 @@ from ptqpipe.stages.common.machine import Share
 from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
 
 RUN_ELEMENTS = 1 << 20  # weights that are decoded at a time: their float32 and its temporaries take some 20 bytes each
-
-DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class DecodeWeight(Job):
 class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
     """A decoding that is decided to the byte.
 
-    dtype    of the weights, a key of DTYPES
+    dtype    of the weights, a key of ``dtypes.FLOATS``
     dropped  tensors of the source that a float model has no place for
     made_by  the run that wrote the checkpoint, where its record names one
     """
@@ -81,7 +80,7 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
         shared = stored.part(Role.GLOBAL_DIVISOR) or stored.part(Role.GLOBAL)
         if shared is not None:
             self.source.number(shared, expert=expert)  # raises for one that is no scale
-        dtype, runs = DTYPES[self.dtype][1], self.source.runs(stored.weight, expert=expert, elements=RUN_ELEMENTS)
+        dtype, runs = FLOATS[self.dtype][1], self.source.runs(stored.weight, expert=expert, elements=RUN_ELEMENTS)
         decoded = ((first, _rounded(q.dequantize(), dtype, stored.weight)) for first, q in runs)
         if not stored.transposed:
             return (rows for _, rows in decoded)
@@ -110,8 +109,8 @@ def dequantize(ckpt: Path, out: Path, *, dtype: str = "bf16", **run: Unpack[Run]
 
     Raises UsageError for a plain checkpoint or an unknown dtype, NumericsError where fp16 would overflow.
     """
-    if dtype not in DTYPES:
-        raise UsageError(f"--dtype {dtype!r} is unknown; use {', '.join(DTYPES)}")
+    if dtype not in FLOATS:
+        raise UsageError(f"--dtype {dtype!r} is unknown; use {', '.join(FLOATS)}")
     with Source.open(Path(ckpt)) as source:
         check_disjoint(source.reader.path, Path(out))
         source.reader.check_links()
@@ -129,7 +128,7 @@ def _prepare(source: Source, out: Path, dtype: str) -> Dequantization:
             parts = tuple(part.name for part in stored.parts if part.role in DECODED_ROLES)
             dropped += [part.name for part in stored.parts if part.role not in DECODED_ROLES]
             size = sum(source.reader.entries[part].nbytes for part in parts)
-            jobs.append(DecodeWeight(name, len(jobs), size, TensorSpec(name, DTYPES[dtype][0], shape), stored))
+            jobs.append(DecodeWeight(name, len(jobs), size, TensorSpec(name, FLOATS[dtype][0], shape), stored))
         elif kv_scale(name, stored_dtype, shape) is not None:
             dropped.append(name)
         else:
@@ -149,7 +148,7 @@ def _rounded(rows: torch.Tensor, dtype: torch.dtype, weight: str) -> torch.Tenso
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The config with the dtype wherever it states one, as transformers spells it."""
-    name = str(DTYPES[dtype][1]).removeprefix("torch.")
+    name = str(FLOATS[dtype][1]).removeprefix("torch.")
     changed = {key: name if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
     text = changed.get("text_config")
     if isinstance(text, Mapping):

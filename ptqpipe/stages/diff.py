@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.header import DTYPES
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, decode_input_global
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.origins import Origins
 from ptqpipe.plan import Member, Slice
 from ptqpipe.source import Source, SourceRows, row_runs

@@ -1,14 +1,10 @@
 """generate: a model's own text as rows of token ids, which `calibrate` and `tune` read like any other data."""
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
 
 from ptqpipe.calibration.data import HELD_SHARE
 from ptqpipe.calibration.generate import check_windows, threads_for
@@ -17,9 +13,9 @@ from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.checkpoint.source import resolve_source
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config
+from ptqpipe.stages.common.jobs import token_bar
 from ptqpipe.stages.common.machine import Machine, compute_threads, threads
 
-DEFAULT_SEQLEN = 2048
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
 
 
@@ -61,7 +57,7 @@ def generate(
     path = resolve_source(str(model))
     config = read_config(path)
     if seqlen is None:
-        seqlen = default_length(config, DEFAULT_SEQLEN)
+        seqlen = default_length(config)
     held_out = samples // HELD_SHARE
     count = samples + held_out
     check_windows(config, samples=samples, seqlen=seqlen)
@@ -75,7 +71,7 @@ def generate(
     if say is not None:
         say(f"{model} writes {samples} windows of {seqlen} tokens and {held_out} to hold out; it is loaded first")
     begin = getattr(config.get_text_config(), "bos_token_id", None)
-    with _bar(count * seqlen, shown=machine.progress) as bar:
+    with token_bar(count * seqlen, shown=machine.progress) as bar:
         loaded = load_model(path, dtype=dtype, device=str(machine.device))
         most = threads_for(loaded, samples=count, seqlen=seqlen, most=machine.workers)
         bar.unpause()
@@ -90,15 +86,3 @@ def generate(
             )
     write_file(out, "".join(json.dumps({"input_ids": row}) + "\n" for row in windows.tolist()))
     return Generated(out, samples, held_out, seqlen, time.monotonic() - begun)
-
-
-def _bar(tokens: int, *, shown: bool) -> Any:
-    """A bar over the tokens of all windows, as the other stages draw theirs."""
-    return tqdm(
-        total=tokens,
-        unit="tok",
-        unit_scale=True,
-        disable=not shown,
-        file=sys.stderr,
-        bar_format="{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} {rate_fmt} ETA {remaining}{postfix}",
-    )

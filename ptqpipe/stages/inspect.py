@@ -16,7 +16,6 @@ from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, is_kv_scale, quantization_config
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import scale_faults, used_blocks
-from ptqpipe.report.content import FileRow
 from ptqpipe.source import Source
 from ptqpipe.stages.common.text import name_pattern, role_of, size_text, table
 
@@ -96,7 +95,7 @@ class InspectReport:
     weights: tuple[RoleRow, ...]
     kept: tuple[KeptRow, ...]
     kv_scales: tuple[int, float, float] | None
-    files: tuple[FileRow, ...]
+    files: tuple[tuple[str, int, int], ...]
     suspicious: tuple[str, ...]
 
     @property
@@ -123,7 +122,7 @@ def inspect(ckpt: Path) -> InspectReport:
         kept = _kept_rows(opened, record)
         kv = _kv_scales(opened)
         files = tuple(
-            FileRow(
+            (
                 path.relative_to(ckpt).as_posix(),
                 path.stat().st_size,
                 sum(entry.file == path for entry in opened.reader.entries.values()),
@@ -325,7 +324,7 @@ def render(report: InspectReport) -> str:
         lines += [f"kv cache: {count} scales from {low:.4g} to {high:.4g}", ""]
     if report.suspicious:
         lines += ["suspicious:", *(f"  {line}" for line in report.suspicious), ""]
-    files = [[row.name, size_text(row.nbytes), str(row.tensors)] for row in report.files]
+    files = [[name, size_text(nbytes), str(tensors)] for name, nbytes, tensors in report.files]
     return "\n".join([*lines, table(["file", "size", "tensors"], files)])
 
 
@@ -352,6 +351,6 @@ def to_json(report: InspectReport) -> dict[str, Any]:
         "kv_scales": None
         if report.kv_scales is None
         else dict(zip(("count", "least", "largest"), report.kv_scales, strict=True)),
-        "files": [asdict(row) for row in report.files],
+        "files": [{"name": name, "nbytes": nbytes, "tensors": tensors} for name, nbytes, tensors in report.files],
         "suspicious": list(report.suspicious),
     }

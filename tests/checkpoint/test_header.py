@@ -9,7 +9,8 @@ import torch
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
-from ptqpipe.checkpoint.header import DTYPES, SUB_BYTE_BITS, header_bytes, parse_file, tensor_bytes
+from ptqpipe.checkpoint.header import SUB_BYTE_BITS, header_bytes, parse_file, tensor_bytes
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
 from tests.checkpoint.builders import entry, one_line, raw_file, u8_file
 

@@ -16,7 +16,7 @@ import torch
 from ptqpipe.collectives import QuantAllReduce
 from ptqpipe.collectives.codecs import DTYPES, get_wire_codec
 from ptqpipe.collectives.layout import cut
-from ptqpipe.collectives.stats import Phases
+from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
 from ptqpipe.errors import UsageError
 from ptqpipe.kernels import triton_symmetric
@@ -66,7 +66,7 @@ def random_calls(rank: int, world: int, buffers: list[torch.Tensor]) -> list[tor
         codec, x = get_wire_codec("int8", call["block"]), partial(call["elements"], rank, call["dtype"], seed)
         layout = cut(x.numel(), world, unit=codec.unit, chunk_elements=1 << 20)
         out = x if call["in_place"] else torch.full_like(x, 77)
-        SymmetricExchange(memory, codec, layout, x, out, Phases(), call["own_exact"]).two_shot()
+        SymmetricExchange(memory, codec, layout, x, out, Stats(), call["own_exact"]).two_shot()
         found.append(out)
     return found
 
@@ -120,7 +120,7 @@ def waits_in_vain(rank: int, world: int, buffers: list[torch.Tensor]) -> bool:
     codec, x = get_wire_codec("int8"), partial(1000, rank, torch.bfloat16)
     if rank:
         layout = cut(x.numel(), world, unit=codec.unit, chunk_elements=1 << 20)
-        SymmetricExchange(memory, codec, layout, x, x, Phases()).two_shot()
+        SymmetricExchange(memory, codec, layout, x, x, Stats()).two_shot()
     return memory.gave_up()
 
 

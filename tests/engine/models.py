@@ -107,3 +107,14 @@ def text_of(pieces: Sequence[Piece], name: str = "a", index: int = 0) -> str:
 def tokens_of(pieces: Sequence[Piece], name: str = "a", index: int = 0) -> list[int]:
     """The tokens of one sequence."""
     return [token for piece in pieces if (piece.request, piece.index) == (name, index) for token in piece.tokens]
+
+
+def generate(engine: Engine, requests: Sequence[Request]) -> dict[str, list[list[int]]]:
+    """The generated tokens of each request's sequences, computed together."""
+    tokens: dict[str, list[list[int]]] = {request.id: [[] for _ in range(request.n)] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        for piece in engine.step():
+            tokens[piece.request][piece.index] += piece.tokens
+    return tokens

@@ -13,11 +13,10 @@ import transformers
 from transformers import masking_utils
 
 from ptqpipe.engine.attention import Terms, causal_mask, explicit_attention, fused_attention
-from ptqpipe.engine.engine import generate
 from ptqpipe.engine.probe import check_empty, rule_of
 from ptqpipe.engine.runner import CacheOptions, Runner, context_length
 from ptqpipe.errors import UsageError
-from tests.engine.models import ask, engine, greedy_of, tokenizer
+from tests.engine.models import ask, engine, generate, greedy_of, tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

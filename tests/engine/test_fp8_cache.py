@@ -8,10 +8,9 @@ import torch
 
 from ptqpipe.engine import attention
 from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.engine import generate
 from ptqpipe.engine.runner import CacheOptions, Runner
 from ptqpipe.runtime import kv_cache, load_model
-from tests.engine.models import ask, engine, greedy_of, tokenizer
+from tests.engine.models import ask, engine, generate, greedy_of, tokenizer
 from tests.runtime.models import quantized, save_source
 from tests.runtime.test_kv_cache import SCHEME, scales_named, with_scales
 

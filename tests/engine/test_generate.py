@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ptqpipe.engine.engine import generate
 from ptqpipe.engine.runner import CacheOptions, Runner
 from ptqpipe.engine.sequence import Finish
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime import load_model
 from tests.engine import models
-from tests.engine.models import ask, encoded, engine, greedy, run_all, runner, tokens_of
+from tests.engine.models import ask, encoded, engine, generate, greedy, run_all, runner, tokens_of
 
 COUNT = 24
 

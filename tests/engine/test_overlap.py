@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from ptqpipe.cli import main
 from ptqpipe.collectives import QuantAllReduce
 from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.engine.engine import Engine, EngineOptions, generate
+from ptqpipe.engine.engine import Engine, EngineOptions
 from ptqpipe.engine.overlap import Overlap, _Half, halves, least_tokens
 from ptqpipe.engine.ranks import Leader, follow
 from ptqpipe.engine.runner import CacheOptions, Runner
@@ -34,7 +34,7 @@ from ptqpipe.kernels.cpu_attention import PagedSpans, paged_prefill
 from ptqpipe.runtime import load, load_model
 from ptqpipe.stages.serve import run as serve
 from tests.collectives.ranks import on_ranks
-from tests.engine.models import ask, greedy_of
+from tests.engine.models import ask, generate, greedy_of
 from tests.runtime.models import quantized, save_source
 
 BLOCK = 8

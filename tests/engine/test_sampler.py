@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.engine.engine import generate
 from ptqpipe.engine.sampler import logprobs_of, sample
 from ptqpipe.engine.sequence import SamplingParams, Sequence
 from ptqpipe.errors import UsageError
-from tests.engine.models import ask, encoded, engine
+from tests.engine.models import ask, encoded, engine, generate
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
 

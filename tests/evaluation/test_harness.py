@@ -17,8 +17,8 @@ import ptqpipe
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation import score
 from ptqpipe.evaluation.harness import LOCAL_TASKS, Metric, TaskRequest, check_tasks, compare, run_tasks
-from ptqpipe.evaluation.text import load_tokenizer
 from ptqpipe.runtime import load_model
+from ptqpipe.runtime.loading import load_tokenizer
 
 MODEL = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
 ALL = tuple(sorted(path.stem for path in LOCAL_TASKS.glob("*.yaml")))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.evaluation.text import Tokenizer, read_text
+from ptqpipe.evaluation.text import read_text
+from ptqpipe.runtime.loading import load_tokenizer
 
 
 def letters(text: str, *, verbose: bool = True) -> dict[str, list[int]]:
@@ -24,7 +25,7 @@ def lines(path: Path, *rows: Any) -> Path:
 def test_a_text_is_one_stream(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("hello\nyou")
-    found = read_text(file, letters)
+    found = read_text(file, lambda: letters)
     assert bytes(found.tokens.tolist()) == b"hello\nyou"
     assert found.name == file.name
 
@@ -33,18 +34,19 @@ def test_the_digest_is_of_the_tokens_that_are_used(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("abcdef")
     expected = hashlib.sha256(b"".join(ord(c).to_bytes(8, "little") for c in "abc")).hexdigest()
-    assert read_text(file, letters, max_tokens=3).sha256 == expected
+    assert read_text(file, lambda: letters, max_tokens=3).sha256 == expected
     file.write_text("abcxyz")
-    assert read_text(file, letters, max_tokens=3).sha256 == expected
+    assert read_text(file, lambda: letters, max_tokens=3).sha256 == expected
 
 
 def test_rows_of_text_are_parted_by_a_blank_line(tmp_path: Path) -> None:
-    found = read_text(lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two", "id": 3}), letters)
+    found = read_text(lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two", "id": 3}), lambda: letters)
     assert bytes(found.tokens.tolist()) == b"one\n\ntwo"
 
 
 def test_rows_of_tokens_need_no_tokenizer(tmp_path: Path) -> None:
-    found = read_text(lines(tmp_path / "a.jsonl", {"input_ids": [5, 6]}, {"input_ids": [7]}), Tokenizer(tmp_path))
+    file = lines(tmp_path / "a.jsonl", {"input_ids": [5, 6]}, {"input_ids": [7]})
+    found = read_text(file, lambda: load_tokenizer(tmp_path))
     assert found.tokens.tolist() == [5, 6, 7]
 
 
@@ -52,10 +54,10 @@ def test_parquet_columns(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
-    assert bytes(read_text(tmp_path / "a.parquet", letters).tokens.tolist()) == b"one\n\ntwo"
+    assert bytes(read_text(tmp_path / "a.parquet", lambda: letters).tokens.tolist()) == b"one\n\ntwo"
     (tmp_path / "b.parquet").write_bytes(b"PAR1 not")
     with pytest.raises(UsageError, match="is not a parquet file"):
-        read_text(tmp_path / "b.parquet", letters)
+        read_text(tmp_path / "b.parquet", lambda: letters)
 
 
 @pytest.mark.parametrize(
@@ -74,17 +76,17 @@ def test_parquet_columns(tmp_path: Path) -> None:
 def test_bad_files_are_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message):
-        read_text(tmp_path / name, letters)
+        read_text(tmp_path / name, lambda: letters)
 
 
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
-        read_text(tmp_path / "none.txt", letters)
+        read_text(tmp_path / "none.txt", lambda: letters)
     with pytest.raises(UsageError, match="is no file"):
-        read_text(tmp_path, letters)
+        read_text(tmp_path, lambda: letters)
 
 
 def test_no_tokenizer_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     with pytest.raises(CheckpointError, match="has no tokenizer"):
-        read_text(tmp_path / "a.txt", Tokenizer(tmp_path))
+        read_text(tmp_path / "a.txt", lambda: load_tokenizer(tmp_path))

@@ -247,8 +247,8 @@ def test_calibrated_models_are_judged_by_their_output_error(pair: tuple[Path, Pa
     plain = titles(render_html(gather(pair[1], source=pair[0])))
     assert plain[:4] == ["Size", "Bits per weight", "Weight error", "Scales proven optimal"]
     assert not {"Output error", "What calibration bought"} & set(plain)
-    made = make_report(folder, source=pair[0], out=tmp_path / "x.html")
-    assert "output error 0.250 of plain rounding's on held-out samples, " in made.summary
+    _, summary = make_report(folder, source=pair[0], out=tmp_path / "x.html")
+    assert "output error 0.250 of plain rounding's on held-out samples, " in summary
     for entry in record["weights"].values():
         entry["held_out"] = False
     (folder / "ptqpipe.json").write_text(json.dumps(record))

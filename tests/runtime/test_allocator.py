@@ -8,7 +8,7 @@ import pytest
 
 STEPS = """
 import resource, threading, torch
-from ptqpipe.runtime.allocator import keep_freed_memory, use_one_arena
+from ptqpipe.runtime.memory import keep_freed_memory, use_one_arena
 if {kept}:
     use_one_arena()
     keep_freed_memory()

@@ -12,7 +12,7 @@ import pytest
 from ptqpipe.engine.service import Service
 from ptqpipe.errors import PtqError
 from ptqpipe.server.app import ServerOptions, create_app
-from ptqpipe.server.run import Listen, bind, run
+from ptqpipe.server.run import bind, run
 from tests.engine import models
 
 TEMPLATE = (
@@ -62,14 +62,13 @@ def serving(
     service = Service(build, max_queue=max_queue, threads=1)
     options = ServerOptions(("demo",), 256, hosts, api_key, max_body, template)
     app = create_app(service, tokenizer or models.tokenizer(), options)
-    listen = Listen(port=0, drain_s=5)
-    socket = bind(listen)
+    socket = bind("127.0.0.1", 0)
     ready = threading.Event()
     service.start()
 
     def main() -> None:
         with suppress(PtqError):  # a test may break it
-            run(app, service, socket, listen, say=lambda line: ready.set(), signals=False)
+            run(app, service, socket, host="127.0.0.1", drain_s=5, say=lambda line: ready.set(), signals=False)
 
     thread = threading.Thread(target=main, daemon=True)
     thread.start()

@@ -329,10 +329,10 @@ def test_positions_that_are_a_property_of_the_family_are_no_limit() -> None:
     nothing.get_text_config = lambda: nothing
     for config in (transformers.XLNetConfig(), transformers.BloomConfig(), nothing):  # -1 of the class, none, null
         assert positions_of(config) is None
-        assert default_length(config, 2048) == 2048
+        assert default_length(config) == 2048
     assert positions_of(transformers.GPT2Config(n_positions=77)) == 77
     assert positions_of(families.make_config("qwen3_5")) == 64  # of the text inside
-    assert default_length(families.make_config("qwen3_5"), 2048) == 64
+    assert default_length(families.make_config("qwen3_5")) == 64
 
 
 def test_a_description_inside_the_text_config_is_seen_by_verify_and_inspect(make: Make, tmp_path: Path) -> None:

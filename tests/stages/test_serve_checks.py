@@ -11,9 +11,10 @@ from click.testing import CliRunner
 
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
+from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.stages.serve import run as stage
-from ptqpipe.stages.serve.checks import read_template, read_tokenizer
-from ptqpipe.stages.serve.ranks import Place, Ranks
+from ptqpipe.stages.serve.checks import read_template
+from ptqpipe.stages.serve.ranks import OtherRanks, Place
 from ptqpipe.stages.serve.run import ServeOptions
 from ptqpipe.stages.serve.vllm import VllmService
 from tests.engine.models import DEMO
@@ -26,7 +27,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(Ranks, "start", started)
+    monkeypatch.setattr(OtherRanks, "start", started)
 
 
 def refused(options: ServeOptions, kind: type[PtqError], says: str, *, ranks: int = 1) -> None:
@@ -127,7 +128,7 @@ def test_a_chat_template_with_transformers_own_tags_is_one(tmp_path: Path) -> No
 def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((DEMO / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match="has no tokenizer that transformers reads"):
-        read_tokenizer(str(tmp_path))
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.slow

@@ -11,17 +11,9 @@ from click.testing import CliRunner
 from ptqpipe.cli import main
 from ptqpipe.cli.serve import _place
 from ptqpipe.errors import UsageError
+from ptqpipe.runtime.memory import available_bytes, cgroup_bytes, room
 from ptqpipe.stages.common import machine as machine_facts
-from ptqpipe.stages.serve import hardware, run
-from ptqpipe.stages.serve.hardware import (
-    available_bytes,
-    cache_bytes,
-    cgroup_bytes,
-    default_threads,
-    device_of,
-    part_of,
-    room,
-)
+from ptqpipe.stages.serve import lead, ranks, run
 from ptqpipe.stages.serve.ranks import Place, parse_place
 
 GIB = 1 << 30
@@ -47,14 +39,14 @@ def v2(folder: str, limit: int | str, used: int, inactive: int = 0) -> dict[str,
 
 
 def test_each_rank_has_a_gpu_of_its_own() -> None:
-    assert [device_of("cuda", local_rank=rank, local_ranks=4) for rank in range(4)] == [f"cuda:{n}" for n in range(4)]
-    assert device_of("cuda:2", local_rank=0, local_ranks=1) == "cuda:2"
-    assert device_of("cpu", local_rank=1, local_ranks=2) == "cpu"
+    assert [Place(rank, 4, 4, rank).device("cuda") for rank in range(4)] == [f"cuda:{n}" for n in range(4)]
+    assert Place().device("cuda:2") == "cuda:2"
+    assert Place(1, 2, 2, 1).device("cpu") == "cpu"
 
 
 def test_one_gpu_for_several_ranks_is_refused() -> None:
     with pytest.raises(UsageError, match=r"cuda:1 is one GPU for 2 ranks; use cuda"):
-        device_of("cuda:1", local_rank=0, local_ranks=2)
+        Place(0, 2, 2).device("cuda:1")
 
 
 def test_ranks_that_the_command_starts_know_their_place_on_the_machine() -> None:
@@ -91,14 +83,14 @@ def test_the_runner_computes_on_its_own_gpu_with_a_part_of_that_gpu_s_memory(mon
         asked["cache"] = cache.max_bytes
         return SimpleNamespace()
 
-    monkeypatch.setattr("ptqpipe.runtime.load", load)
-    monkeypatch.setattr("ptqpipe.engine.runner.Runner", runner)
-    monkeypatch.setattr("ptqpipe.engine.runner.check_model", lambda model: None)
-    monkeypatch.setattr("ptqpipe.runtime.compiled.use_kernels", lambda model: None)
+    monkeypatch.setattr(lead, "load", load)
+    monkeypatch.setattr(lead, "Runner", runner)
+    monkeypatch.setattr(lead, "check_model", lambda model: None)
+    monkeypatch.setattr(lead, "use_kernels", lambda model: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(current=device))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {"cuda:1": (80 * GIB, 141 * GIB)}[device])
     place = Place(1, 2, 2, 1, store="127.0.0.1:5")
-    run._runner(run.ServeOptions("x", device="cuda"), place, 64, [])
+    lead._runner(run.ServeOptions("x", device="cuda"), place, 64, None)
     assert (asked["device"], asked["current"], asked["cache"]) == ("cuda:1", "cuda:1", 20 * GIB)
 
 
@@ -114,15 +106,16 @@ def test_ranks_on_gpus_sum_in_a_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "available_bytes", lambda: 16 * GIB)
-    assert cache_bytes("cpu", local_ranks=1) == 4 * GIB
-    assert cache_bytes("cpu", local_ranks=2) == 2 * GIB
-    assert part_of(7, sharing=1) == 1
+    monkeypatch.setattr(ranks, "available_bytes", lambda: 16 * GIB)
+    assert Place().cache_bytes("cpu") == 4 * GIB
+    assert Place(1, 2, 2, 1).cache_bytes("cpu") == 2 * GIB
+    monkeypatch.setattr(ranks, "available_bytes", lambda: 7)
+    assert Place().cache_bytes("cpu") == 1
 
 
 def test_a_core_is_left_to_the_server_and_the_others_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_facts, "compute_threads", lambda: 9)
-    assert [default_threads(ranks) for ranks in (1, 2, 4, 16)] == [8, 4, 2, 1]
+    assert [Place(0, count, count).threads() for count in (1, 2, 4, 16)] == [8, 4, 2, 1]
 
 
 def test_without_limits_the_host_s_memory_counts(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ time.sleep(60)
 """
 CHILD = """
 import sys, time
-from ptqpipe.stages.serve.parent import end_with_parent
+from ptqpipe.processes import end_with_parent
 end_with_parent({parent})
 print("here", flush=True)
 time.sleep(60)

@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from ptqpipe.cli import main
 from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.processes import SHM, Family
 from ptqpipe.stages.serve import vllm as stage
 from ptqpipe.stages.serve.vllm import Environment, VllmService, command, environment, find_environment
-from ptqpipe.stages.serve.vllm_processes import SHM, Family, parent_of_each
 
 FOUND = Environment(python="/env/bin/python", vllm="0.32.0", plugin=True, cpu=True)
 # A child that maps a segment, starts a grandchild that maps another and heeds no SIGTERM, and then ends as told.
@@ -81,7 +82,7 @@ def test_orphans_and_their_segments_are_cleared_and_nothing_else(child: Path, na
         assert len(orphans) == 1
         lines = family.clear()
         assert family.members() == []
-        assert not set(orphans) & set(parent_of_each())
+        assert not any(psutil.pid_exists(orphan.pid) for orphan in orphans)
         assert not any((SHM / name).exists() for name in names)
         assert any("1 process" in line for line in lines)
         assert any(names[0] in line and names[1] in line for line in lines)
@@ -311,7 +312,7 @@ def test_vllm_is_asked_to_end_when_its_supervisor_is_killed(tmp_path: Path) -> N
         f"pathlib.Path({str(tmp_path / 'here')!r}).touch(); time.sleep(60)"
     )
     code = (
-        "import os, sys, time; from ptqpipe.stages.serve.vllm_processes import Family; "
+        "import os, sys, time; from ptqpipe.processes import Family; "
         f"Family.start([sys.executable, '-c', {child!r}], dict(os.environ)); time.sleep(60)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", code])

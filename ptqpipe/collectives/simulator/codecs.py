@@ -3,8 +3,6 @@
 Every rounding has the bits that the bytes of ``reference.py`` have. Must not know schemes.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ptqpipe.collectives import reference
@@ -15,78 +13,45 @@ from ptqpipe.errors import UsageError
 _SMALLEST_SCALE = 2.0**-127  # of a block that is not zero; its inverse is a float
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
+def cast(name: str, dtype: torch.dtype) -> Rounding:
     """Numbers sent in ``dtype``: float32 and bfloat16, or float8 without a scale (EQuARX's "naive" row)."""
-
-    name: str
-    dtype: torch.dtype
-    block: int = 1
-
-    @property
-    def bits(self) -> float:
-        """Bits an element."""
-        return 8.0 * self.dtype.itemsize
-
-    def entered(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Rounding``."""
-        return x
-
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Rounding``."""
-        return x.to(self.dtype).float()
-
-    def left(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Rounding``."""
-        return x
+    return Rounding(name, 1, 8.0 * dtype.itemsize, lambda x: x.to(dtype).float())
 
 
-PLAIN: dict[str, Cast] = {
-    "fp32": Cast("fp32", torch.float32),
-    "bf16": Cast("bf16", torch.bfloat16),
-    "e5m2-cast": Cast("e5m2-cast", torch.float8_e5m2),
+PLAIN: dict[str, Rounding] = {
+    "fp32": cast("fp32", torch.float32),
+    "bf16": cast("bf16", torch.bfloat16),
+    "e5m2-cast": cast("e5m2-cast", torch.float8_e5m2),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A codec of the transports: what its receiver decodes. Rotated numbers are summed as they are, like there."""
+def sent(codec: WireCodec) -> Rounding:
+    """A codec of the transports: what its receiver decodes. Rotated numbers are summed as they are, like there.
 
-    codec: WireCodec
+    Its name is the codec's, with the elements of a scale and of a rotation; its block those between which a message may
+    be cut.
+    """
+    size = codec.hadamard
+    half = _log2(size) // 2
 
-    @property
-    def name(self) -> str:
-        """The codec, the elements of a scale, and of a rotation."""
-        rotated = f"+h{self.codec.hadamard}" if self.codec.hadamard else ""
-        return f"{self.codec.name}/{self.codec.block}{rotated}"
-
-    @property
-    def block(self) -> int:
-        """Elements between which a message may be cut."""
-        return self.codec.unit
-
-    @property
-    def bits(self) -> float:
-        """Bits an element."""
-        return self.codec.bits
-
-    def entered(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Rounding``."""
-        size = self.codec.hadamard
-        return reference.rotate(x * 2.0 ** -(_log2(size) // 2), size) if size else x
-
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Rounding``."""
-        found = _rounded_integers(x, self.codec) if self.codec.element in ("int8", "int6", "int4") else None
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        found = _rounded_integers(x, codec) if codec.integers else None
         if found is not None:
             return found
-        message = reference.encode_units(x.reshape(-1), self.codec)
-        return reference.decode_units(message, self.codec).reshape(x.shape)
+        message = reference.encode_units(x.reshape(-1), codec)
+        return reference.decode_units(message, codec).reshape(x.shape)
 
-    def left(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Rounding``."""
-        size = self.codec.hadamard
-        return reference.rotate(x, size) * 2.0 ** ((_log2(size) // 2) - _log2(size)) if size else x
+    name = f"{codec.name}/{codec.block}"
+    if not size:
+        return Rounding(name, codec.unit, codec.bits, rounded)
+    return Rounding(
+        f"{name}+h{size}",
+        codec.unit,
+        codec.bits,
+        rounded,
+        entered=lambda x: reference.rotate(x * 2.0**-half, size),
+        left=lambda x: reference.rotate(x, size) * 2.0 ** (half - _log2(size)),
+    )
 
 
 def _rounded_integers(x: torch.Tensor, codec: WireCodec) -> torch.Tensor | None:
@@ -122,4 +87,4 @@ def get_rounding(name: str, block: int, *, rotate: int = 0) -> Rounding:
         return PLAIN[name]
     if name not in CODECS:
         raise UsageError(f"unknown codec {name!r}; known are {', '.join((*CODECS, *PLAIN))}")
-    return Sent(get_wire_codec(name, block, hadamard=rotate))
+    return sent(get_wire_codec(name, block, hadamard=rotate))

@@ -5,13 +5,15 @@ bfloat16 partials in float64. Must not know time or topologies.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ptqpipe.collectives.simulator.inputs import CHUNK, Source
-from ptqpipe.collectives.simulator.schemes import Partials, Rounding, Scheme, owners_of, reduce_of
+from ptqpipe.collectives.simulator.codecs import PLAIN
+from ptqpipe.collectives.simulator.inputs import CANCELLATION, CHUNK, Source
+from ptqpipe.collectives.simulator.schemes import Partials, Rounding, Scheme, get_scheme, owners_of, reduce_of
 from ptqpipe.errors import UsageError
 
 SLAB_NUMBERS = 1 << 24  # partials of all ranks held at a time
@@ -69,7 +71,7 @@ class _Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Case:
     """One row to be measured; ``model`` is what the closed form says of it."""
 
     scheme: Scheme
@@ -78,9 +80,9 @@ class Job:
 
 
 def measure(
-    jobs: Sequence[Job], *, source: Source, ranks: int, node: int = 8, output: torch.dtype = torch.bfloat16
+    cases: Sequence[Case], *, source: Source, ranks: int, node: int = 8, output: torch.dtype = torch.bfloat16
 ) -> list[ErrorRow]:
-    """Runs every job over the whole source, exactly; all see the same partials.
+    """Runs every case over the whole source, exactly; all see the same partials.
 
     node    ranks of a machine, for the hierarchical schemes
     output  dtype of the result
@@ -88,44 +90,44 @@ def measure(
     """
     if not 2 <= ranks <= MAX_RANKS:
         raise UsageError(f"{ranks} ranks are outside of 2..{MAX_RANKS}; choose a world between")
-    grain = math.lcm(CHUNK, MEDIAN_BLOCK, *(job.codec.block for job in jobs))
+    grain = math.lcm(CHUNK, MEDIAN_BLOCK, *(case.codec.block for case in cases))
     step = max(1, SLAB_NUMBERS // ranks // grain) * grain
-    sums = [_Sums() for _ in jobs]
+    sums = [_Sums() for _ in cases]
     for start in range(0, source.elements, step):
         values = source.partials(ranks, start=start, stop=min(source.elements, start + step))
         exact = values.double().sum(dim=0)
-        for job, total in zip(jobs, sums, strict=True):
-            result = reduced(job, values, start=start, elements=source.elements, node=node)
+        for case, total in zip(cases, sums, strict=True):
+            result = reduced(case, values, start=start, elements=source.elements, node=node)
             total.add(result.to(output).double() - exact, exact)
-    return [_row(job, total, source=source, ranks=ranks) for job, total in zip(jobs, sums, strict=True)]
+    return [_row(case, total, source=source, ranks=ranks) for case, total in zip(cases, sums, strict=True)]
 
 
-def reduced(job: Job, values: torch.Tensor, *, start: int, elements: int, node: int) -> torch.Tensor:
+def reduced(case: Case, values: torch.Tensor, *, start: int, elements: int, node: int) -> torch.Tensor:
     """float32: what all ranks hold of a slab ``[ranks, columns]`` that begins at ``start`` of ``elements``."""
     ranks, columns = values.shape
-    unit = job.codec.block
+    unit = case.codec.block
     padded = torch.nn.functional.pad(values, (0, -columns % unit)) if columns % unit else values
     owners = owners_of(-(-elements // unit), ranks)[start // unit : start // unit + padded.shape[1] // unit]
-    message = Partials(job.codec.entered(padded.reshape(ranks, -1, unit)), owners)
-    result = reduce_of(job.scheme, node)(message, job.codec)
-    return job.codec.left(result).reshape(-1)[:columns]
+    message = Partials(case.codec.entered(padded.reshape(ranks, -1, unit)), owners)
+    result = reduce_of(case.scheme, node)(message, case.codec)
+    return case.codec.left(result).reshape(-1)[:columns]
 
 
-def _row(job: Job, sums: _Sums, *, source: Source, ranks: int) -> ErrorRow:
+def _row(case: Case, sums: _Sums, *, source: Source, ranks: int) -> ErrorRow:
     rms = math.sqrt(sums.energy / sums.count)
     return ErrorRow(
-        scheme=job.scheme.name,
-        codec=job.codec.name,
+        scheme=case.scheme.name,
+        codec=case.codec.name,
         ranks=ranks,
         data=source.name,
         elements=source.elements,
-        bits=job.codec.bits,
+        bits=case.codec.bits,
         rel_l2=math.sqrt(sums.error / sums.energy) if sums.energy else math.nan,
         rel_l2_block=float(torch.cat(sums.blocks).nanmedian()) if sums.blocks else math.nan,
         max_error=sums.largest / rms if rms else math.nan,
         bias=sums.signed / sums.count / rms if rms else math.nan,
         mse=sums.error / sums.count,
-        model=job.model,
+        model=case.model,
     )
 
 
@@ -182,3 +184,40 @@ def rounding_error(codec: Rounding, *, elements: int = 1 << 18, seed: int = 1) -
     """Relative L2 of one rounding of Gaussian numbers, measured."""
     x = torch.randn(elements // codec.block, codec.block, generator=torch.Generator().manual_seed(seed))
     return float((codec.left(codec.rounded(codec.entered(x))) - x).norm() / x.norm())
+
+
+def rounding_of(codec: Rounding) -> float:
+    """Relative L2 of one rounding of Gaussian numbers: by the integral for integers, measured for the others."""
+    match = re.fullmatch(r"int(\d)/(\d+)", codec.name)
+    return integer_rounding_error(int(match[1]), int(match[2])) if match else rounding_error(codec)
+
+
+def errors_of(
+    source: Source, schemes: Sequence[str], roundings: Sequence[tuple[Rounding, float]], *, ranks: int, node: int
+) -> list[ErrorRow]:
+    """The row of every scheme with every codec, over one source and world.
+
+    roundings  the codecs, each with its `rounding_of`
+    node       ranks of a machine for the two-level schemes, which are left out of worlds that it does not divide
+    """
+    cases = []
+    for scheme in map(get_scheme, schemes):
+        if scheme.two_level and (ranks % node or ranks <= node):
+            continue
+        if scheme.plain:
+            cases.append(Case(scheme, PLAIN[scheme.plain]))
+            continue
+        for codec, rounding in roundings:
+            cases.append(Case(scheme, codec, _model(scheme, rounding, source, ranks=ranks, node=node)))
+    return measure(cases, source=source, ranks=ranks, node=node) if cases else []
+
+
+def _model(scheme: Scheme, rounding: float, source: Source, *, ranks: int, node: int) -> float | None:
+    """The closed form where it applies: independent Gaussian partials, and those that cancel."""
+    if source.name not in ("gaussian", "cancelling"):
+        return None
+    cancellation = CANCELLATION if source.name == "cancelling" else 1.0
+    try:
+        return model_error(scheme.name, rounding, ranks=ranks, node=node, cancellation=cancellation)
+    except UsageError:  # no closed form
+        return None

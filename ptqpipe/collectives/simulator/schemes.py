@@ -11,36 +11,34 @@ Must not know time, topologies, or where partials come from. What a codec does t
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ptqpipe.errors import UsageError
 
 
-class Rounding(Protocol):
-    """What sending numbers does to them."""
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
 
-    @property
-    def name(self) -> str:
-        """As a row of a table says it."""
 
-    @property
-    def block(self) -> int:
-        """Elements that are rounded together; 1 when each is rounded alone."""
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What sending numbers does to them.
 
-    @property
-    def bits(self) -> float:
-        """Bits on the wire an element, scales included."""
+    name     as a row of a table says it
+    block    elements that are rounded together; 1 when each is rounded alone
+    bits     on the wire an element, scales included
+    rounded  what has entered, as its receiver decodes it: the same shape and dtype
+    entered  float32 ``[..., m * block]`` as it is summed: rotated, or as it is
+    left     the way back from `entered`
+    """
 
-    def entered(self, x: torch.Tensor) -> torch.Tensor:
-        """float32 ``[..., m * block]`` as it is summed: rotated, or as it is."""
-
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """What has entered, as its receiver decodes it: the same shape and dtype."""
-
-    def left(self, x: torch.Tensor) -> torch.Tensor:
-        """The way back from `entered`."""
+    name: str
+    block: int
+    bits: float
+    rounded: Callable[[torch.Tensor], torch.Tensor]
+    entered: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+    left: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Fabric:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class Rates:
     """What encodes, adds and decodes on one rank.
 
     encode, decode  GB/s of bytes read and written
@@ -63,7 +63,7 @@ class Topology:
     name: str
     title: str
     inner: Fabric
-    engine: Engine
+    engine: Rates
     max_ranks: int
     source: str
     start_us: float = 8.0
@@ -75,14 +75,14 @@ class Topology:
     chunk_bytes: int = 256 << 10
 
 
-def _gpu(memory: float) -> Engine:
+def _gpu(memory: float) -> Rates:
     """A GPU whose codec kernels move bytes at ``memory`` GB/s: four fifths of the data sheet's HBM."""
-    return Engine(encode=0.8 * memory, add=0.8 * memory, decode=0.8 * memory, plain_add=0.8 * memory)
+    return Rates(encode=0.8 * memory, add=0.8 * memory, decode=0.8 * memory, plain_add=0.8 * memory)
 
 
 # One thread of a CPU with AVX-512: int8 codec in C++, 12.3 GB/s of bfloat16 encoded (3.02 bytes move for every 2), 21.1
 # decoded, 8.0 for summing two and encoding again; TCP through a virtual link 0.87 GB/s and core (64 MiB in 77 ms).
-_CPU = Engine(encode=18.5, add=23.0, decode=31.8, plain_add=23.0, host=0.87)
+_CPU = Rates(encode=18.5, add=23.0, decode=31.8, plain_add=23.0, host=0.87)
 
 _H100 = _gpu(3350)
 
@@ -137,7 +137,7 @@ _ROWS = (
         "xgmi-mi300x",
         "8 MI300X, a link between every two",
         Fabric("mesh", 51, 1.0, 0.74),
-        Engine(encode=4240, add=148, decode=4240, plain_add=249, overlaps=False),
+        Rates(encode=4240, add=148, decode=4240, plain_add=249, overlaps=False),
         8,
         "fitted to QuickReduce's table (mk1-project/quickreduce) at 2 and 4 ranks; a link has 64 GB/s, HBM 5300",
         start_us=3.8,

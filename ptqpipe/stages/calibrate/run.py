@@ -39,7 +39,6 @@ from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, compute_th
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
 MOMENTS = ("diagonal", "block", "full")
-DEFAULT_SEQLEN = 2048
 HEAD = "head"
 
 
@@ -105,7 +104,7 @@ def calibrate(
     check_disjoint(path, out)
     block, full = _which(options.moments)
     config = read_config(path)
-    seqlen = default_length(config, DEFAULT_SEQLEN) if options.seqlen is None else options.seqlen
+    seqlen = default_length(config) if options.seqlen is None else options.seqlen
     samples = load_samples(
         data,
         path,

@@ -30,6 +30,8 @@ class Job:
     source_bytes: int
 
 
+_FORMAT = "{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} {rate_fmt} ETA {remaining}{postfix}"
+
 J = TypeVar("J", bound=Job)
 
 
@@ -92,7 +94,7 @@ def progress_bar(jobs: Sequence[Job], *, shown: bool) -> Iterator[Callable[[Job]
         disable=not shown,
         file=sys.stderr,
         smoothing=0.05,
-        bar_format="{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} {rate_fmt} ETA {remaining}{postfix}",
+        bar_format=_FORMAT,
     )
 
     def advance(job: Job) -> None:
@@ -106,3 +108,16 @@ def progress_bar(jobs: Sequence[Job], *, shown: bool) -> Iterator[Callable[[Job]
         yield advance
     finally:
         bar.close()
+
+
+def token_bar(tokens: int, *, shown: bool, label: str = "") -> Any:
+    """tqdm's bar over tokens, a context. ``label``: what stands before it."""
+    return tqdm(
+        total=tokens,
+        unit="tok",
+        unit_scale=True,
+        disable=not shown,
+        file=sys.stderr,
+        desc=f"{label[:30]}: " if label else None,
+        bar_format="{desc}" + _FORMAT,
+    )

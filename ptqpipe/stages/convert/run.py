@@ -14,8 +14,9 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.algorithms.unit import UnitResult, WeightError, check_decode, gathered_bytes
-from ptqpipe.checkpoint import DTYPES, CheckpointWriter, NotFinite, TensorWriter, margin
+from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.containers import WHOLE_ROLES, Part, Role, encode_part, part_offset
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor

@@ -5,27 +5,35 @@ a weight is read. The baseline goes first, its logits to the cache on disk, and 
 where they are not cached (no folder, or more than the limit) both models are in memory.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from tqdm import tqdm
-
+from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.source import resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT, open_cache
 from ptqpipe.evaluation.harness import Metric, TaskRequest, check_tasks, run_tasks
 from ptqpipe.evaluation.measures import divergence, perplexity
-from ptqpipe.evaluation.scores import Window, score, windows
-from ptqpipe.evaluation.text import Text, Tokenizer, read_text
-from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, positions_of, read_config
-from ptqpipe.stages.evaluate.text import Measured, TaskRow, result_json
-
-DEFAULT_WINDOW = 2048
+from ptqpipe.evaluation.result import kl_row, perplexity_row, result_json, task_row
+from ptqpipe.evaluation.scores import Scores, Window, score, windows
+from ptqpipe.evaluation.text import Text, read_text
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.runtime.loading import (
+    check_device,
+    default_length,
+    dtype_of,
+    load_model,
+    load_tokenizer,
+    positions_of,
+    read_config,
+)
+from ptqpipe.stages.common.identity import name_of
+from ptqpipe.stages.common.jobs import token_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +70,6 @@ class Options:
         return TaskRequest(self.tasks, self.task_data, self.include_path, self.limit, self.batch_size)
 
 
-class _Model:
-    """A model that is loaded when first asked for."""
-
-    def __init__(self, path: Path, options: Options) -> None:
-        self.path = path
-        self._options = options
-        self._model: Any = None
-
-    def get(self) -> Any:
-        if self._model is None:
-            options = self._options
-            self._model = load_model(
-                self.path, dtype=options.dtype, activations=options.activations, device=options.device
-            )
-        return self._model
-
-    def drop(self) -> None:
-        self._model = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Job:
     """Everything decided and read but the weights."""
@@ -92,7 +80,7 @@ class _Job:
     texts: tuple[Text, ...]
     window: int
     stride: int
-    tokenizer: Tokenizer
+    tokenizer: Callable[[], Any]
     progress: bool
 
     def windows(self, text: Text) -> list[Window]:
@@ -107,19 +95,37 @@ def evaluate(
     references: Sequence[Any] = [None] * len(job.texts)
     theirs: list[Metric] = []
     if job.baseline is not None:
-        other = _Model(job.baseline, job.options)
-        if job.options.tasks:
-            theirs = run_tasks(other.get(), job.tokenizer.get(), job.options.request, progress=progress)
-        references = [_reference(job, text, other) for text in job.texts]
-        other.drop()
-    model = _Model(job.path, job.options)
-    measured = [_measure(job, text, model, ref) for text, ref in zip(job.texts, references, strict=True)]
-    ours: list[Metric] = []
-    if job.options.tasks:
-        ours = run_tasks(model.get(), job.tokenizer.get(), job.options.request, progress=progress)
+        other = _loader(job.baseline, job.options)
+        theirs = _tasks(job, other)
+        references = [_reference(job, text, job.baseline, other) for text in job.texts]
+        other.cache_clear()
+    model = _loader(job.path, job.options)
+    perplexities, divergences = [], []
+    for text, reference in zip(job.texts, references, strict=True):
+        scores = _score(job, text, model(), reference)
+        perplexities.append(perplexity_row(text, perplexity(scores), window=job.window, stride=job.stride))
+        if reference is not None:
+            divergences.append(kl_row(text, divergence(scores)))
     by_key = {(metric.task, metric.name): metric for metric in theirs}
-    rows = [TaskRow(metric, by_key.get((metric.task, metric.name))) for metric in ours]
-    return result_json(job.path, job.baseline, settings=_settings(job), measured=measured, tasks=rows)
+    return result_json(
+        checkpoint={"name": name_of(job.path), "run_id": _run_id(job.path)},
+        baseline=None if job.baseline is None else {"name": name_of(job.baseline)},
+        settings=_settings(job.options),
+        perplexity=perplexities,
+        kl=divergences,
+        tasks=[task_row(metric, by_key.get((metric.task, metric.name))) for metric in _tasks(job, model)],
+    )
+
+
+def _loader(path: Path, options: Options) -> Any:
+    """Gives the model of a checkpoint, which is loaded when it is first asked for, until its ``cache_clear``."""
+    return cache(lambda: load_model(path, dtype=options.dtype, activations=options.activations, device=options.device))
+
+
+def _tasks(job: _Job, model: Callable[[], Any]) -> list[Metric]:
+    if not job.options.tasks:
+        return []
+    return run_tasks(model(), job.tokenizer(), job.options.request, progress=job.progress)
 
 
 def _prepare(ckpt: str, baseline: str | None, options: Options, progress: bool) -> _Job:
@@ -144,7 +150,8 @@ def _prepare(ckpt: str, baseline: str | None, options: Options, progress: bool) 
     window, stride = _protocol(config, options)
     if options.tasks:
         check_tasks(options.request)
-    tokenizer = Tokenizer(path if other is None or (path / "tokenizer_config.json").exists() else other)
+    words = path if other is None or (path / "tokenizer_config.json").exists() else other
+    tokenizer = cache(lambda: load_tokenizer(words))  # files of tokens need none
     texts = tuple(read_text(file, tokenizer, max_tokens=options.max_tokens) for file in options.data)
     for text in texts:
         _check_tokens(text, int(config.get_text_config().vocab_size))
@@ -162,7 +169,7 @@ def _check_tokens(text: Text, vocabulary: int) -> None:
 
 def _protocol(config: Any, options: Options) -> tuple[int, int]:
     positions = positions_of(config)
-    window = default_length(config, DEFAULT_WINDOW) if options.window is None else options.window
+    window = default_length(config) if options.window is None else options.window
     stride = window if options.stride is None else options.stride
     if positions is not None and window > positions:
         raise UsageError(f"--window {window} is more than the model's {positions} positions; choose a smaller one")
@@ -171,13 +178,13 @@ def _protocol(config: Any, options: Options) -> tuple[int, int]:
     return window, stride
 
 
-def _reference(job: _Job, text: Text, other: _Model) -> Any:
+def _reference(job: _Job, text: Text, path: Path, other: Callable[[], Any]) -> Any:
     """The baseline's logits on a text: a filled store, or the model itself."""
     options = job.options
     if options.cache_dir is None:
-        return other.get()
-    config = read_config(other.path)
-    with CheckpointReader.open(other.path) as reader:
+        return other()
+    config = read_config(path)
+    with CheckpointReader.open(path) as reader:
         key = {
             "model": reader.fingerprint(),
             "files": reader.file_states(),  # a store is this machine's own: it can be sure of every byte
@@ -194,39 +201,37 @@ def _reference(job: _Job, text: Text, other: _Model) -> Any:
         windows=job.windows(text),
         vocabulary=int(config.get_text_config().vocab_size),
         dtype=dtype_of(options.dtype, config),
-        make=other.get,
+        make=other,
         limit_bytes=options.cache_limit,
     )
     if store is None:
-        return other.get()
-    with _bar(text, shown=job.progress, label="baseline") as advance:
-        store.fill(job.windows(text), text.tokens, on_batch=advance)
+        return other()
+    with token_bar(len(text.tokens), shown=job.progress, label="baseline") as bar:
+        store.fill(job.windows(text), text.tokens, on_batch=lambda done: bar.update(done - bar.n))
     return store
 
 
-def _measure(job: _Job, text: Text, model: _Model, reference: Any) -> Measured:
-    with _bar(text, shown=job.progress, label=text.name) as advance:
-        scores = score(
-            model.get(), text.tokens, window=job.window, stride=job.stride, reference=reference, on_batch=advance
+def _score(job: _Job, text: Text, model: Any, reference: Any) -> Scores:
+    with token_bar(len(text.tokens), shown=job.progress, label=text.name) as bar:
+        return score(
+            model,
+            text.tokens,
+            window=job.window,
+            stride=job.stride,
+            reference=reference,
+            on_batch=lambda done: bar.update(done - bar.n),
         )
-    found = None if reference is None else divergence(scores)
-    return Measured(text.name, text.sha256, job.window, job.stride, perplexity(scores), found)
 
 
-@contextmanager
-def _bar(text: Text, *, shown: bool, label: str) -> Iterator[Callable[[int], None]]:
-    """A bar over scored tokens; gives the function to call with how many are done."""
-    bar: Any = tqdm(
-        total=len(text.tokens), unit="tok", unit_scale=True, disable=not shown, file=sys.stderr, desc=label[:30]
-    )
+def _run_id(path: Path) -> str | None:
     try:
-        yield lambda done: bar.update(done - bar.n)
-    finally:
-        bar.close()
+        found = json.loads(read_regular(path / RECORD_FILE, limit=MAX_JSON_BYTES)).get("run_id")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
 
 
-def _settings(job: _Job) -> Mapping[str, Any]:
-    options = job.options
+def _settings(options: Options) -> dict[str, Any]:
     return {
         "dtype": options.dtype,
         "device": options.device,

@@ -1,117 +1,16 @@
-"""The result of evaluate: its JSON, where that goes, and tables for a terminal. Measures nothing."""
+"""Where the eval file of a checkpoint goes, and its tables for a terminal."""
 
 import json
-import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ptqpipe._version import __version__
-from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.errors import OutputExists
-from ptqpipe.evaluation.harness import Metric, compare
-from ptqpipe.evaluation.measures import Divergence, Perplexity
+from ptqpipe.evaluation.result import is_result
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.text import table
-
-VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One text, scored."""
-
-    data: str
-    sha256: str
-    window: int
-    stride: int
-    perplexity: Perplexity
-    divergence: Divergence | None
-
-
-@dataclass(frozen=True, slots=True)
-class TaskRow:
-    """One metric of a task, and the baseline's."""
-
-    metric: Metric
-    baseline: Metric | None
-
-
-def result_json(
-    path: Path,
-    baseline: Path | None,
-    *,
-    settings: Mapping[str, Any],
-    measured: Sequence[Measured],
-    tasks: Sequence[TaskRow],
-) -> dict[str, Any]:
-    """The content of the eval JSON. A number that is not finite is null."""
-    content = {
-        "version": VERSION,
-        "ptqpipe": __version__,
-        "checkpoint": {"name": name_of(path), "run_id": _run_id(path)},
-        "baseline": None if baseline is None else {"name": name_of(baseline)},
-        "settings": dict(settings),
-        "perplexity": [_perplexity_row(row) for row in measured],
-        "kl": [{"data": row.data, **asdict(row.divergence)} for row in measured if row.divergence is not None],
-        "tasks": [_task_row(row) for row in tasks],
-    }
-    cleaned: dict[str, Any] = _finite(content)
-    return cleaned
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _perplexity_row(row: Measured) -> dict[str, Any]:
-    found = row.perplexity
-    return {
-        "data": row.data,
-        "sha256": row.sha256,
-        "tokens": found.tokens,
-        "window": row.window,
-        "stride": row.stride,
-        "checkpoint": found.value,
-        "baseline": found.reference,
-        "nll": found.nll,
-        "nll_baseline": found.nll_reference,
-        "difference": found.difference,
-        "interval": found.interval,
-    }
-
-
-def _task_row(row: TaskRow) -> dict[str, Any]:
-    compared = None if row.baseline is None else compare(row.metric, row.baseline)
-    return {
-        "task": row.metric.task,
-        "metric": row.metric.name,
-        "higher_is_better": row.metric.higher_is_better,
-        "samples": row.metric.samples,
-        "checkpoint": row.metric.value,
-        "stderr": row.metric.stderr,
-        "baseline": None if row.baseline is None else row.baseline.value,
-        "baseline_stderr": None if row.baseline is None else row.baseline.stderr,
-        "recovery": None if compared is None else compared.recovery,
-        "difference": None if compared is None else compared.difference,
-        "interval": None if compared is None else compared.interval,
-    }
-
-
-def _run_id(path: Path) -> str | None:
-    try:
-        found = json.loads(read_regular(path / RECORD_FILE, limit=MAX_JSON_BYTES)).get("run_id")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return found if isinstance(found, str) else None
 
 
 def default_out(ckpt: str) -> Path:
@@ -131,7 +30,7 @@ def check_target(out: Path, *, overwrite: bool, compared: bool, tasks: bool) -> 
     Raises OutputExists for a file that is no eval file, or holds what this run would lose; OutputError for a place
     where nothing can be written.
     """
-    check_file(out, own=_is_evaluation, what="an eval file of ptqpipe")
+    check_file(out, own=is_result, what="an eval file of ptqpipe")
     if overwrite or not out.is_file():
         return
     try:
@@ -148,11 +47,6 @@ def check_target(out: Path, *, overwrite: bool, compared: bool, tasks: bool) -> 
             f"{out} holds {' and '.join(lost)}, which this call does not measure; --overwrite replaces it, or give "
             "another -o"
         )
-
-
-def _is_evaluation(head: bytes) -> bool:
-    """Whether a file begins as `write` begins one."""
-    return re.match(rb'\{\s*"version": \d+,\s*"ptqpipe": ', head) is not None
 
 
 def write(result: Mapping[str, Any], out: Path) -> None:

@@ -18,19 +18,18 @@ import torch
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.kept_logits import KeptLogits
 from ptqpipe.evaluation.scores import score
-from ptqpipe.evaluation.text import Tokenizer, read_text
+from ptqpipe.evaluation.text import read_text
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.runtime.find_weight import find_place
-from ptqpipe.runtime.loading import default_length, load_model, read_config
+from ptqpipe.runtime.loading import default_length, load_model, load_tokenizer, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.plan.units import Group, quantize_as
 
 VERSION = 1
 DEFAULT_TOKENS = 4096
-DEFAULT_WINDOW = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,8 @@ def measure(
     path = source.reader.path
     if measurement.tokens < 2:
         raise UsageError(f"--max-tokens {measurement.tokens}: expected 2 or more")
-    text = read_text(measurement.text, Tokenizer(path), max_tokens=measurement.tokens)
-    window = measurement.window or min(default_length(read_config(path), DEFAULT_WINDOW), len(text.tokens))
+    text = read_text(measurement.text, lambda: load_tokenizer(path), max_tokens=measurement.tokens)
+    window = measurement.window or min(default_length(read_config(path)), len(text.tokens))
     header = {
         "version": VERSION,
         "model": source.reader.fingerprint(),

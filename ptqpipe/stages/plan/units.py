@@ -15,8 +15,8 @@ from typing import Any
 
 from ptqpipe.algorithms import rtn
 from ptqpipe.algorithms.unit import Sink, Task, UnitResult, Weight
-from ptqpipe.checkpoint import DTYPES
 from ptqpipe.containers import Container, Part
+from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import FormatError, RecipeError, UsageError
 from ptqpipe.plan import Member, Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe

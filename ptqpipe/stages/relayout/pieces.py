@@ -12,6 +12,7 @@ import torch
 
 from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter
 from ptqpipe.containers import Part, Role, StoredWeight
+from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Codec
 from ptqpipe.schemes import Scheme
@@ -23,7 +24,7 @@ _OTHER_SPELLING = {
     Role.INPUT_GLOBAL: Role.INPUT_GLOBAL_DIVISOR,
     Role.INPUT_GLOBAL_DIVISOR: Role.INPUT_GLOBAL,
 }
-_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_FLOATS = dict(FLOATS.values())
 
 
 @dataclass(frozen=True, slots=True)

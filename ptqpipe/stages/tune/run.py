@@ -39,7 +39,6 @@ from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.tune.block import BlockWork, follow
 
-DEFAULT_SEQLEN = 2048
 METHODS = ("learned", "gptq", "gptq+learned")
 SHARE = 0.5
 
@@ -106,7 +105,7 @@ def tune(
             data,
             prepared.source.reader.path,
             samples=options.samples,
-            seqlen=default_length(config, DEFAULT_SEQLEN) if options.seqlen is None else options.seqlen,
+            seqlen=default_length(config) if options.seqlen is None else options.seqlen,
             seed=options.seed,
             field=options.data_field,
         )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ptqpipe.errors import PtqError
+from ptqpipe.errors import PtqError, first_line
 
 # What a damaged file can make Python raise before anyone has looked at it. Anything else is a bug and keeps its trace.
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError, OSError)
@@ -66,5 +66,4 @@ class Findings:
         except PtqError as error:
             self.fault(check, where, str(error))
         except _DAMAGE as error:
-            first = (str(error).strip().splitlines() or [""])[0][:200]
-            self.fault(check, where, f"cannot be checked: {type(error).__name__} {first}")
+            self.fault(check, where, f"cannot be checked: {type(error).__name__} {first_line(error)[:200]}")

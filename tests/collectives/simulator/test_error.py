@@ -12,7 +12,7 @@ from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import get_wire_codec
 from ptqpipe.collectives.simulator.codecs import PLAIN, get_rounding
 from ptqpipe.collectives.simulator.error import (
-    Job,
+    Case,
     integer_rounding_error,
     measure,
     model_error,
@@ -20,7 +20,7 @@ from ptqpipe.collectives.simulator.error import (
     rounded_variance,
     rounding_error,
 )
-from ptqpipe.collectives.simulator.inputs import CANCELLATION, CHUNK, DISTRIBUTIONS, Given, RowParallel, drawn
+from ptqpipe.collectives.simulator.inputs import CANCELLATION, CHUNK, DISTRIBUTIONS, drawn, given, row_parallel
 from ptqpipe.collectives.simulator.schemes import SCHEMES, Partials, get_scheme, owners_of, reduce_of
 from ptqpipe.errors import UsageError
 from tests.collectives.simulator import measured
@@ -137,8 +137,8 @@ def test_two_shot_gives_the_bits_that_messages_give(name: str, block: int, rotat
         parts = [None if r == owner else reference.encode(partials[r, stripe], codec) for r in range(ranks)]
         message, _ = reference.reduce(parts, partials[owner, stripe], codec)
         expected[stripe] = reference.decode(message, stripe.stop - stripe.start, codec)
-    job = Job(get_scheme("two-shot"), get_rounding(name, block, rotate=rotate))
-    assert torch.equal(reduced(job, partials, start=0, elements=elements, node=2), expected)
+    case = Case(get_scheme("two-shot"), get_rounding(name, block, rotate=rotate))
+    assert torch.equal(reduced(case, partials, start=0, elements=elements, node=2), expected)
 
 
 @pytest.mark.parametrize("block", [32, 64, 256])
@@ -186,10 +186,10 @@ def test_a_plain_bfloat16_ring_rounds_every_partial_sum() -> None:
 def test_any_size_and_world_is_measured_and_slabs_change_nothing(
     elements: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = [Job(get_scheme(name), get_rounding("int8", 64)) for name in ("two-shot", "ring", "one-shot")]
-    whole = measure(jobs, source=drawn("gaussian", elements), ranks=ranks)
+    cases = [Case(get_scheme(name), get_rounding("int8", 64)) for name in ("two-shot", "ring", "one-shot")]
+    whole = measure(cases, source=drawn("gaussian", elements), ranks=ranks)
     monkeypatch.setattr("ptqpipe.collectives.simulator.error.SLAB_NUMBERS", 1)
-    parts = measure(jobs, source=drawn("gaussian", elements), ranks=ranks)
+    parts = measure(cases, source=drawn("gaussian", elements), ranks=ranks)
     for one, other in zip(whole, parts, strict=True):
         assert one.rel_l2 == pytest.approx(other.rel_l2, rel=1e-12)
         assert one.max_error == pytest.approx(other.max_error, rel=1e-12)
@@ -199,7 +199,7 @@ def test_any_size_and_world_is_measured_and_slabs_change_nothing(
 def test_the_measures_are_those_of_their_definition() -> None:
     partials = drawn("outliers", 2 * CHUNK).partials(3, start=0, stop=2 * CHUNK)
     codec = get_rounding("int8", 64)
-    (row,) = measure([Job(get_scheme("one-shot"), codec)], source=drawn("outliers", 2 * CHUNK), ranks=3)
+    (row,) = measure([Case(get_scheme("one-shot"), codec)], source=drawn("outliers", 2 * CHUNK), ranks=3)
     exact = partials.double().sum(0).numpy()
     found = bf16(sum(codec.rounded(p).numpy() for p in partials)).astype(np.float64)  # type: ignore[arg-type]
     error, rms = found - exact, math.sqrt(np.mean(exact**2))
@@ -228,7 +228,7 @@ def test_the_closed_form_is_within_3_percent(ranks: int, data: str) -> None:
     if ranks % 8 or ranks == 8:
         names = [n for n in names if not n.startswith("hierarchical")]
     rows = measure(
-        [Job(get_scheme(n), get_rounding("int8", 64)) for n in names], source=drawn(data, 1 << 15), ranks=ranks
+        [Case(get_scheme(n), get_rounding("int8", 64)) for n in names], source=drawn(data, 1 << 15), ranks=ranks
     )
     rounding = integer_rounding_error(8, 64)
     for row in rows:
@@ -251,7 +251,7 @@ def test_the_rounded_variances_of_8_ranks_are_those_counted_by_hand() -> None:
 def test_equarx_mean_squared_error(name: str) -> None:
     """One block size, 128, gives every row: semi-loop and gather to the printed digit, the full loop 9 % above."""
     (row,) = measure(
-        [Job(get_scheme(name), get_rounding("int8", 128))],
+        [Case(get_scheme(name), get_rounding("int8", 128))],
         source=drawn("gaussian", 1 << 18),
         ranks=8,
         output=torch.float32,
@@ -265,14 +265,14 @@ def test_equarx_mean_squared_error(name: str) -> None:
 
 def test_equarx_naive_fp8() -> None:
     """Tensors cast to E5M2 and summed in it: .13 as they print it."""
-    job = Job(get_scheme("ring-cast"), PLAIN["e5m2-cast"])
-    (row,) = measure([job], source=drawn("gaussian", 1 << 18), ranks=8, output=torch.float32)
+    case = Case(get_scheme("ring-cast"), PLAIN["e5m2-cast"])
+    (row,) = measure([case], source=drawn("gaussian", 1 << 18), ranks=8, output=torch.float32)
     assert round(row.mse, 2) == measured.EQUARX_MSE["ring-cast"]
 
 
 def test_beyond_64_ranks_int8_two_shot_is_nearer_than_a_plain_bfloat16_ring() -> None:
-    jobs = [Job(get_scheme("two-shot"), get_rounding("int8", 64)), Job(get_scheme("ring-bf16"), PLAIN["bf16"])]
-    quantized, plain = measure(jobs, source=drawn("gaussian", 1 << 14), ranks=128)
+    cases = [Case(get_scheme("two-shot"), get_rounding("int8", 64)), Case(get_scheme("ring-bf16"), PLAIN["bf16"])]
+    quantized, plain = measure(cases, source=drawn("gaussian", 1 << 14), ranks=128)
     assert quantized.rel_l2 < 0.7 * plain.rel_l2
 
 
@@ -294,16 +294,16 @@ def test_cancelling_partials_are_as_much_larger_than_their_sum_as_is_said() -> N
 
 def test_fewer_ranks_sum_neighbours_of_recorded_partials() -> None:
     values = torch.arange(8 * 6, dtype=torch.float32).reshape(8, 6)
-    found = Given("x", values).partials(4, start=0, stop=6)
+    found = given("x", values).partials(4, start=0, stop=6)
     assert torch.equal(found, torch.stack([values[2 * r] + values[2 * r + 1] for r in range(4)]).bfloat16().float())
     with pytest.raises(UsageError, match="choose --ranks among 2, 4, 8"):
-        Given("x", values).partials(3, start=0, stop=6)
+        given("x", values).partials(3, start=0, stop=6)
 
 
 def test_a_row_parallel_layer_gives_each_rank_its_slice_of_the_sum() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(5, 24, generator=generator), torch.randn(7, 24, generator=generator)
-    source = RowParallel("x", x, w)
+    source = row_parallel("x", x, w)
     found = source.partials(3, start=0, stop=source.elements)
     expected = torch.stack([x[:, 8 * r : 8 * r + 8] @ w[:, 8 * r : 8 * r + 8].T for r in range(3)])
     torch.testing.assert_close(found, expected.reshape(3, -1), rtol=2**-7, atol=1e-5)
@@ -315,4 +315,4 @@ def test_a_row_parallel_layer_gives_each_rank_its_slice_of_the_sum() -> None:
 @pytest.mark.parametrize("ranks", [0, 1, 513])
 def test_worlds_out_of_range_are_refused(ranks: int) -> None:
     with pytest.raises(UsageError, match=r"2\.\.512"):
-        measure([Job(get_scheme("ring"), PLAIN["bf16"])], source=drawn("gaussian", 64), ranks=ranks)
+        measure([Case(get_scheme("ring"), PLAIN["bf16"])], source=drawn("gaussian", 64), ranks=ranks)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ptqpipe.collectives.simulator.codecs import get_rounding
-from ptqpipe.collectives.simulator.error import Job, reduced
+from ptqpipe.collectives.simulator.error import Case, reduced
 from ptqpipe.collectives.simulator.inputs import drawn
 from ptqpipe.collectives.simulator.schemes import get_scheme
 
@@ -59,8 +59,8 @@ def run_ranks(folder: Path, ranks: int, cases: list[str]) -> None:
 def expected(scheme: str, ranks: int, codec: str, block: int, rotate: int) -> torch.Tensor:
     """bfloat16: what the simulator says every rank holds."""
     partials = drawn("t3", ELEMENTS).partials(ranks, start=0, stop=ELEMENTS)
-    job = Job(get_scheme(scheme), get_rounding(codec, block, rotate=rotate))
-    return reduced(job, partials, start=0, elements=ELEMENTS, node=2).bfloat16()
+    case = Case(get_scheme(scheme), get_rounding(codec, block, rotate=rotate))
+    return reduced(case, partials, start=0, elements=ELEMENTS, node=2).bfloat16()
 
 
 def test_processes_hold_the_bits_of_the_simulated_two_shot(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 from ptqpipe.collectives.simulator.compare import break_even, compare, default_schemes, schemes_for
 from ptqpipe.collectives.simulator.time import PLAIN_SCHEMES, TIMED_SCHEMES, Message, Schedule, seconds
-from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Engine, Fabric, Topology, get_topology
+from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Fabric, Rates, Topology, get_topology
 from ptqpipe.errors import UsageError
 from tests.collectives.simulator import measured
 
-FREE = Engine(encode=1e9, add=1e9, decode=1e9, plain_add=1e9)
+FREE = Rates(encode=1e9, add=1e9, decode=1e9, plain_add=1e9)
 MIB = 1 << 20
 
 

@@ -1,0 +1,174 @@
+"""The eval file: what `ptqpipe eval` measures as one JSON object, written, checked and read here. Measures nothing.
+
+Rows are plain mappings, as they stand in the file:
+
+perplexity  data, sha256 (of the tokens), tokens, window, stride; checkpoint and baseline (the perplexities), nll and
+            nll_baseline (nats per token), difference, interval (95 %: of the difference, or of the value alone)
+kl          data and the fields of ``measures.Divergence``
+tasks       task, metric, higher_is_better, samples; checkpoint, stderr, baseline, baseline_stderr; recovery (percent of
+            the baseline's value), difference, interval (95 % of the difference)
+
+A number that is not finite is null. A report and a terminal show the same rows.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ptqpipe._version import __version__
+from ptqpipe.checkpoint.files import read_json_object
+from ptqpipe.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from ptqpipe.evaluation.harness import Metric
+    from ptqpipe.evaluation.measures import Divergence, Perplexity
+    from ptqpipe.evaluation.text import Text
+
+VERSION = 1
+Row = Mapping[str, Any]
+
+
+def result_json(
+    *,
+    checkpoint: Row,
+    baseline: Row | None,
+    settings: Row,
+    perplexity: Sequence[Row],
+    kl: Sequence[Row],
+    tasks: Sequence[Row],
+) -> dict[str, Any]:
+    """The content of an eval file. ``checkpoint``: its name and run_id; ``baseline``: its name."""
+    content = {
+        "version": VERSION,
+        "ptqpipe": __version__,
+        "checkpoint": checkpoint,
+        "baseline": baseline,
+        "settings": settings,
+        "perplexity": perplexity,
+        "kl": kl,
+        "tasks": tasks,
+    }
+    return {key: _finite(value) for key, value in content.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def perplexity_row(text: "Text", found: "Perplexity", *, window: int, stride: int) -> dict[str, Any]:
+    """The row of a text."""
+    return {
+        "data": text.name,
+        "sha256": text.sha256,
+        "tokens": found.tokens,
+        "window": window,
+        "stride": stride,
+        "checkpoint": found.value,
+        "baseline": found.reference,
+        "nll": found.nll,
+        "nll_baseline": found.nll_reference,
+        "difference": found.difference,
+        "interval": found.interval,
+    }
+
+
+def kl_row(text: "Text", found: "Divergence") -> dict[str, Any]:
+    """The row of a text."""
+    return {"data": text.name, **asdict(found)}
+
+
+def task_row(metric: "Metric", baseline: "Metric | None") -> dict[str, Any]:
+    """The row of a metric, compared sample by sample with the baseline's where there is one."""
+    from ptqpipe.evaluation.harness import compare
+
+    compared = None if baseline is None else compare(metric, baseline)
+    return {
+        "task": metric.task,
+        "metric": metric.name,
+        "higher_is_better": metric.higher_is_better,
+        "samples": metric.samples,
+        "checkpoint": metric.value,
+        "stderr": metric.stderr,
+        "baseline": None if baseline is None else baseline.value,
+        "baseline_stderr": None if baseline is None else baseline.stderr,
+        "recovery": None if compared is None else compared.recovery,
+        "difference": None if compared is None else compared.difference,
+        "interval": None if compared is None else compared.interval,
+    }
+
+
+def is_result(head: bytes) -> bool:
+    """Whether a file that begins with ``head`` is an eval file."""
+    return re.match(rb'\{\s*"version": \d+,\s*"ptqpipe": ', head) is not None
+
+
+def _maybe(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else convert(value)
+
+
+def _file_name(value: Any) -> str:
+    """Without its folder: what is read here goes to others."""
+    return Path(str(value)).name
+
+
+def _interval(value: Any) -> tuple[float, float]:
+    return float(value[0]), float(value[1])
+
+
+def _percentiles(value: Any) -> dict[str, float]:
+    return {str(percent): float(number) for percent, number in (value or {}).items()}
+
+
+# What a reader shows of each kind of rows, and its types: what a row must have, then what it may leave out.
+_MUST: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "perplexity": {"data": _file_name, "tokens": int, "checkpoint": float},
+    "kl": {"data": _file_name, "tokens": int, "mean": float},
+    "tasks": {"task": str, "metric": str, "checkpoint": float},
+}
+_MAY: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "perplexity": {"window": _maybe(int)} | dict.fromkeys(("baseline", "difference"), _maybe(float)),
+    "kl": {"percentiles": _percentiles} | dict.fromkeys(("max", "top1_agreement"), _maybe(float)),
+    "tasks": {"samples": _maybe(int)} | dict.fromkeys(("stderr", "baseline", "recovery"), _maybe(float)),
+}
+
+
+def read_result(path: Path, *, run_id: str | None) -> dict[str, Any]:
+    """An eval file: ``baseline`` (its name, "" without one), ``settings`` in words, the rows with types checked.
+
+    UsageError where it measured another checkpoint than run ``run_id``; CheckpointError for another version and for
+    damage.
+    """
+    content = read_json_object(path)
+    if content.get("version") != VERSION:
+        raise CheckpointError(
+            f"eval file {path} has version {content.get('version')!r}, expected {VERSION}; run ptqpipe eval again"
+        )
+    measured = content.get("checkpoint")
+    measured_id = measured.get("run_id") if isinstance(measured, Mapping) else None
+    if run_id is not None and measured_id is not None and measured_id != run_id:
+        raise UsageError(
+            f"eval file {path} measured run {str(measured_id)[:12]}, the checkpoint is run {run_id[:12]}; "
+            "give the eval file of this checkpoint, or run ptqpipe eval again"
+        )
+    try:
+        baseline, settings = content.get("baseline"), content.get("settings") or {}
+        rows = {kind: [_checked(row, kind) for row in content.get(kind) or ()] for kind in _MUST}
+        given = {key: value for key, value in settings.items() if value is not None}
+        words = (f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items())
+        return {"baseline": str(baseline["name"]) if baseline else "", "settings": ", ".join(words), **rows}
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"eval file {path} is damaged ({type(error).__name__}: {error})") from None
+
+
+def _checked(row: Row, kind: str) -> dict[str, Any]:
+    must = {key: convert(row[key]) for key, convert in _MUST[kind].items()}
+    may = {key: convert(row.get(key)) for key, convert in _MAY[kind].items()}
+    return must | may | {"interval": _maybe(_interval)(row.get("interval"))}

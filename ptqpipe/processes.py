@@ -1,0 +1,225 @@
+"""Processes of this machine: a child with all its descendants and their shared memory, and how processes end together.
+
+`Family` is Linux only: this process becomes the reaper of its descendants, so that a worker whose parent was killed is
+handed to it instead of being lost, and nothing that it did not start is ever touched. A shared-memory segment counts as
+the family's when one of its processes had it mapped and it was not there before the family started; it is removed only
+when no process maps it any more. Must not know what the processes are for. psutil is imported when it is needed.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from ptqpipe.errors import PtqError
+
+if TYPE_CHECKING:
+    import psutil
+
+SHM = Path("/dev/shm")
+END_S = 5.0  # between asking the last workers to end and killing them
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PARENT_POLL_S = 0.5
+
+
+@dataclass(slots=True)
+class Family:
+    """A child and its descendants.
+
+    before     names of the segments that were there first
+    segments   names of those that the family has mapped since
+    processes  every process that was seen to belong to it
+    """
+
+    child: subprocess.Popen[bytes]
+    before: frozenset[str]
+    segments: set[str] = field(default_factory=set)
+    processes: "set[psutil.Process]" = field(default_factory=set)
+    stopped_at: float | None = None
+
+    @classmethod
+    def start(cls, command: list[str], environment: dict[str, str], *, log: int | None = None) -> Self:
+        """Starts the child in a session of its own: a Ctrl-C at the terminal reaches it through this process alone.
+
+        log  the file descriptor of what it prints; None is this process's own
+
+        The child gets SIGTERM when the thread that called this ends, whatever ends it. No other thread may run, since
+        Python code runs between fork and exec.
+        """
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        parent = os.getpid()
+
+        def end_with_this_process() -> None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        before = frozenset(path.name for path in SHM.iterdir()) if SHM.is_dir() else frozenset()
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=end_with_this_process,
+        )
+        return cls(child, before)
+
+    @property
+    def code(self) -> int | None:
+        """The child's exit code, negative for a signal; None while it runs."""
+        return self.child.returncode
+
+    def running(self) -> bool:
+        """Whether the child runs."""
+        return self.child.poll() is None
+
+    def wait(self, seconds: float) -> None:
+        """Until the child ends, at most ``seconds``."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(seconds)
+
+    def members(self) -> "list[psutil.Process]":
+        """The living processes that stem from the child: it, its descendants, and orphans that this process reaps."""
+        import psutil
+
+        found: set[psutil.Process] = set()
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if process in self.processes or os.getsid(process.pid) == self.child.pid:
+                    found |= {process, *process.children(recursive=True)}
+        self.processes |= found
+        return sorted((process for process in found if _is_alive(process)), key=lambda process: process.pid)
+
+    def listens(self, port: int) -> bool:
+        """Whether one of its processes has a TCP socket that listens on the port."""
+        import psutil
+
+        for process in self.members():
+            with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
+                for connection in process.net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                        return True
+        return False
+
+    def look(self) -> None:
+        """Notes the segments that the family has mapped now."""
+        for process in self.members():
+            self.segments |= _mapped_segments(process.pid) - self.before
+
+    def stop(self) -> None:
+        """Asks the child to end. The first time counts."""
+        self.stopped_at = self.stopped_at or time.monotonic()
+        self.child.send_signal(signal.SIGTERM)
+
+    def seconds_since_stop(self) -> float:
+        """Seconds since the first `stop`, 0 before."""
+        return time.monotonic() - self.stopped_at if self.stopped_at is not None else 0.0
+
+    def kill(self) -> None:
+        """Ends every member at once."""
+        self._signal(signal.SIGKILL)
+
+    def clear(self) -> list[str]:
+        """After the child has ended: ends the workers it left, removes their segments; a line for each."""
+        self.look()
+        left = self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + END_S
+        while self.members() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.kill()
+        while self.members():
+            time.sleep(0.05)
+        for process in self.processes:
+            if process.pid != self.child.pid:  # an orphan of which this process has to collect the exit code
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(process.pid, os.WNOHANG)
+        lines = [f"ended {left} process(es) that vLLM had left"] if left else []
+        removed = [name for name in sorted(self.segments) if _remove_segment(name)]
+        if removed:
+            lines.append(f"removed {len(removed)} shared-memory segment(s) that vLLM had left: {', '.join(removed)}")
+        return lines
+
+    def _signal(self, number: signal.Signals) -> int:
+        """Sends a signal to every member; how many there are."""
+        import psutil
+
+        members = self.members()
+        for process in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        return len(members)
+
+
+def _is_alive(process: "psutil.Process") -> bool:
+    """Whether a process is there and no zombie."""
+    import psutil
+
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _mapped_segments(pid: int) -> set[str]:
+    """The names below /dev/shm that a process has mapped.
+
+    From /proc/PID/maps: psutil reads /proc/PID/smaps, for which the kernel stops the process and walks all its pages.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # ended meanwhile, or another user's
+        return set()
+    paths = (line.split(maxsplit=5)[5] for line in lines if f" {SHM}/" in line)
+    return {path.removeprefix(f"{SHM}/").removesuffix(" (deleted)") for path in paths}
+
+
+def _remove_segment(name: str) -> bool:
+    """Removes a segment that is there and that no process maps. Whether it did."""
+    import psutil
+
+    if not (SHM / name).exists() or any(name in _mapped_segments(pid) for pid in psutil.pids()):
+        return False
+    try:
+        (SHM / name).unlink()
+    except OSError:
+        return False
+    return True
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped (SIGSTOP). False where it has ended."""
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def end_with_parent(parent: int) -> None:
+    """Ends this process when ``parent``, which started it, has gone; at once where it has gone already.
+
+    Linux has a signal for that, which comes when the *thread* that started this process ends, so that must be one that
+    stays. A thread that looks twice a second does the same elsewhere.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # before the signal was asked for
+        os._exit(PtqError.exit_code)
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(PtqError.exit_code)
+
+    threading.Thread(target=look, name="ptqpipe-parent", daemon=True).start()

@@ -1,0 +1,158 @@
+"""What quantizing cost, as charts: errors by layer and role, what choices of scales and calibration bought."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from markupsafe import Markup
+
+from ptqpipe.report import charts, numbers
+from ptqpipe.report.content import Report, Weight, decibels, pooled_mse
+from ptqpipe.report.roles import RoleRow, how, mean_choices, row_label, shown
+
+LEAST_DB = 1.0  # how long the axis of decibels is at least
+WORST_ROWS = 10
+CHOICE_COLOUR = {"abs-max": 7, "OCP floor": 4, "four over six": 1, "exact": 5, "as stored": 0}
+
+Drawn = tuple[Markup, Markup]
+"""A chart for wide and for narrow pages; the page shows the one that fits."""
+
+
+def both(draw: Callable[[bool], Markup]) -> Drawn:
+    """Draws it twice; ``draw`` is told whether for a wide page."""
+    return draw(True), draw(False)
+
+
+def error_lines(rows: Sequence[RoleRow]) -> list[tuple[str, Drawn]]:
+    """(format, chart): SQNR by layer, a line a role. None of a format whose names have no layers or errors are unknown.
+
+    A chart a format: formats lie decibels apart, and layers of one differ by tenths.
+    """
+    found = []
+    for fmt in dict.fromkeys(row.format for row in rows):
+        series = [line for line in (_error_line(row) for row in rows if row.format == fmt) if line is not None]
+        if len({x for s in series for x, _, _ in s.points}) < 2:
+            continue
+        label = f"signal to quantization noise ratio of {fmt} weights by layer, one line a role"
+        found.append((fmt, _line_chart(series, label)))
+    return found
+
+
+def _line_chart(series: Sequence[charts.Series], label: str) -> Drawn:
+    return both(lambda wide: charts.line_chart(series, wide=wide, label=label, unit="SQNR, dB", least_span=LEAST_DB))
+
+
+def _error_line(row: RoleRow) -> charts.Series | None:
+    layers: dict[int, list[Weight]] = defaultdict(list)
+    for weight in row.weights:
+        if weight.layer is not None and weight.sqnr_db is not None:
+            layers[weight.layer].append(weight)
+    points, ranges = [], []
+    for layer, members in sorted(layers.items()):
+        pooled = decibels(pooled_mse(members))
+        if pooled is None:
+            continue
+        values = [w.sqnr_db for w in members if w.sqnr_db is not None]
+        of = f" ({len(members)} weights, {min(values):.2f} to {max(values):.2f})" if len(members) > 1 else ""
+        points.append((layer, pooled, f"layer {layer}  {row.role}  {row.format}: {pooled:.2f} dB{of}"))
+        ranges.append((layer, min(values), max(values)))
+    return charts.Series(row.role, row.index, tuple(points), tuple(ranges)) if points else None
+
+
+def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
+    """SQNR by role, a dot a weight; None where errors are unknown."""
+    strips = []
+    for row in rows:
+        values = tuple(
+            (w.sqnr_db, f"{shown(w.name)}: {w.sqnr_db:.2f} dB") for w in row.weights if w.sqnr_db is not None
+        )
+        if values and row.sqnr_db is not None:
+            strips.append(charts.Strip(row_label(row, rows), row.index, values, row.sqnr_db, f"{row.sqnr_db:.2f} dB"))
+    if not strips:
+        return None
+    label = "signal to quantization noise ratio by role, a dot a weight"
+    unit = "SQNR, dB (right is better)"
+    return both(lambda wide: charts.strip_chart(strips, wide=wide, label=label, unit=unit, least_span=LEAST_DB))
+
+
+def worst_weights(report: Report) -> list[Weight]:
+    """The weights with the largest relative error."""
+    known = [w for w in report.weights if w.sqnr_db is not None]
+    return sorted(known, key=lambda w: (-(w.relative_mse or 0.0), w.name))[:WORST_ROWS]
+
+
+def choice_dots(report: Report, rows: Sequence[RoleRow]) -> Drawn | None:
+    """What each choice left of the error of abs-max scales, by role."""
+    dots: list[charts.Dots] = []
+    for row in rows:
+        values = [
+            (CHOICE_COLOUR.get(c.name, 2), c.versus_absmax, f"{row.role}  {c.name}: {c.versus_absmax:.4f} of abs-max")
+            for c in row.choices
+        ]
+        if values:
+            dots.append((row_label(row, rows), values))
+    if not dots:
+        return None
+    label = "squared error of each choice of scales relative to that of abs-max, by role"
+    unit = "squared error, abs-max = 1 (left is better)"
+    return both(lambda wide: charts.dot_chart(dots, wide=wide, label=label, unit=unit))
+
+
+def choice_lines(report: Report) -> Drawn | None:
+    """What each choice left, by layer, a line a choice; None where fewer than two layers have choices."""
+    layers: dict[int, list[Weight]] = defaultdict(list)
+    for weight in report.weights:
+        if weight.layer is not None and weight.choices:
+            layers[weight.layer].append(weight)
+    if len(layers) < 2:
+        return None
+    points: dict[str, list[tuple[int, float, str]]] = defaultdict(list)
+    for layer, members in sorted(layers.items()):
+        for choice in mean_choices(report, members):
+            tip = f"layer {layer}  {choice.name}: {choice.versus_absmax:.4f} of abs-max"
+            points[choice.name].append((layer, choice.versus_absmax, tip))
+    series = [
+        charts.Series(name, CHOICE_COLOUR.get(name, 2), tuple(values), over=name == "as stored")
+        for name, values in points.items()
+    ]
+    label = "squared error of each choice of scales relative to that of abs-max, by layer"
+    unit = "squared error, abs-max = 1"
+    return both(lambda wide: charts.line_chart(series, wide=wide, label=label, unit=unit, least_span=0.1))
+
+
+def bought(row: RoleRow) -> str:
+    """What the searched global scales saved of the squared error, as recorded; a dash where nothing says so."""
+    known = [w.versus_plain_global for w in row.weights if w.versus_plain_global is not None]
+    return f"{100 * (1 - sum(known) / len(known)):.2f} %" if known else "–"
+
+
+def tuned(report: Report) -> Drawn | None:
+    """Output error of the decoder blocks relative to that of what tune started from; None without learned codes."""
+    if not report.blocks:
+        return None
+    values = tuple((b.ratio, f"{shown(b.name)}: {b.ratio:.4f} of {report.blocks_from}") for b in report.blocks)
+    mean = sum(value for value, _ in values) / len(values)
+    strips = [charts.Strip("blocks", 0, values, mean, numbers.ratio(mean))]
+    label = "output error of decoder blocks relative to that of what tune started from"
+    unit = "output error, start = 1 (left is better)"
+    return both(lambda wide: charts.strip_chart(strips, wide=wide, label=label, unit=unit, least_span=0.1))
+
+
+def calibrated(rows: Sequence[RoleRow]) -> Drawn | None:
+    """Output error relative to plain rounding, by role; None where nothing was calibrated."""
+    strips = []
+    for row in rows:
+        values = tuple(
+            (w.versus_rtn, f"{shown(w.name)}: {w.versus_rtn:.4f} of plain rounding, {how(w)}")
+            for w in row.weights
+            if w.versus_rtn is not None
+        )
+        if values:
+            mean = sum(v for v, _ in values) / len(values)
+            back = sum(w.reverted for w in row.weights)
+            note = numbers.ratio(mean) + (f", {back} back" if back else "")
+            strips.append(charts.Strip(row_label(row, rows), row.index, values, mean, note))
+    if not strips:
+        return None
+    label = "output error relative to that of plain rounding, by role"
+    unit = "output error, plain rounding = 1 (left is better)"
+    return both(lambda wide: charts.strip_chart(strips, wide=wide, label=label, unit=unit, least_span=0.1))

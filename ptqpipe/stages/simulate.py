@@ -1,0 +1,306 @@
+"""Simulates AllReduces: errors of schemes over worlds, times over machines, where quantizing pays.
+
+Numbers are those of ``ptqpipe.collectives``; this stage reads requests, and partials from a file.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly
+from ptqpipe.checkpoint.single_file import check_file
+from ptqpipe.collectives.simulator.codecs import get_rounding
+from ptqpipe.collectives.simulator.compare import TimeRow, break_even, compare, schemes_for
+from ptqpipe.collectives.simulator.error import MAX_RANKS, ErrorRow, errors_of, rounding_of
+from ptqpipe.collectives.simulator.inputs import Source, drawn, given, row_parallel
+from ptqpipe.collectives.simulator.schemes import Rounding, get_scheme
+from ptqpipe.collectives.simulator.time import PLAIN_BYTES
+from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Topology, get_topology
+from ptqpipe.dtypes import DTYPES
+from ptqpipe.errors import UsageError
+from ptqpipe.report import simulation
+from ptqpipe.stages.common.machine import threads
+from ptqpipe.stages.common.text import table
+
+DEFAULT_SCHEMES = ("ring-bf16", "two-shot-bf16", "one-shot", "two-shot", "hierarchical", "semi-loop", "ring")
+DEFAULT_TOPOLOGIES = (*TOPOLOGIES, "ethernet-1g", "ethernet-10g", "ethernet-100g", "ethernet-400g")
+_OF_BOTH = " / of its median block"
+_COLUMNS = (1 << 20, 16 << 20, 64 << 20)  # bytes of the messages whose speed-up the table shows
+DEFAULT_SIZES = tuple((64 << 10) * 4**i for i in range(8))  # 64 KiB .. 1 GiB
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Where quantizing pays on one machine. ``nbytes`` is None where it never does."""
+
+    topology: str
+    ranks: int
+    bits: float
+    nbytes: int | None
+
+
+def worlds(text: str) -> tuple[int, ...]:
+    """Numbers of ranks: ``8``, ``2,3,8``, or ``8..512``, which doubles. UsageError for anything else."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:\.\.\s*(\d{1,6})\s*)?", part)
+        if match is None:
+            raise UsageError(f"ranks {text!r} are not a list; write 8, 2,4,8 or 8..512 (which doubles)")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 2 <= first <= last <= MAX_RANKS:
+            raise UsageError(f"ranks {part.strip()!r} are outside of 2..{MAX_RANKS} or run backwards; write 8..512")
+        while first <= last:
+            found.append(first)
+            first *= 2
+    return tuple(dict.fromkeys(found))
+
+
+def names(text: str, known: Callable[[str], object]) -> tuple[str, ...]:
+    """A comma-separated list, each of which ``known`` accepts."""
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not found:
+        raise UsageError(f"{text!r} names nothing; give at least one name")
+    for name in found:
+        known(name)
+    return found
+
+
+def read_partials(path: Path, *, tensor: str | None, weight: str | None) -> Source:
+    """Partials of a .safetensors file: a tensor ``[ranks, ...]``, or inputs and the weight that multiplies them.
+
+    UsageError for names and shapes that do not fit, CheckpointError for a damaged file.
+    """
+    entries = {entry.name: entry for entry in parse_file(path).entries}
+    if tensor is None:
+        if len(entries) != 1:
+            raise UsageError(f"{path} holds {len(entries)} tensors; name one with --tensor")
+        tensor = next(iter(entries))
+    values = _read(path, entries, tensor)
+    if weight is None:
+        if values.ndim < 2 or values.shape[0] < 2 or not values.numel():
+            raise UsageError(
+                f"{tensor} is {list(values.shape)}, expected [ranks, ...]; give inputs together with --weight"
+            )
+        return given(tensor, values.reshape(values.shape[0], -1))
+    matrix = _read(path, entries, weight)
+    if matrix.ndim != 2 or values.shape[-1:] != matrix.shape[1:] or not values.numel() or not matrix.numel():
+        raise UsageError(
+            f"inputs {tensor} {list(values.shape)} and weight {weight} {list(matrix.shape)} do not multiply; "
+            "expected [..., inner] and [outer, inner]"
+        )
+    return row_parallel(tensor, values.reshape(-1, values.shape[-1]), matrix)
+
+
+def _read(path: Path, entries: dict[str, TensorEntry], name: str) -> torch.Tensor:
+    """One tensor. UsageError for an unknown name, or numbers that are not finite floats."""
+    if name not in entries:
+        raise UsageError(f"{path} has no tensor {name!r}; it has {', '.join(list(entries)[:8])}")
+    entry = entries[name]
+    dtype = DTYPES[entry.dtype][0] if entry.dtype in DTYPES else None
+    if dtype is None or not dtype.is_floating_point:
+        raise UsageError(f"tensor {name!r} is {entry.dtype}, expected floating point; choose another")
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        raw = bytearray(pread_exactly(fd, entry.nbytes, entry.offset))
+    finally:
+        os.close(fd)
+    found = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    if not bool(torch.isfinite(found.float()).all()):
+        raise UsageError(f"tensor {name!r} has NaN or inf; an error against them says nothing")
+    return found.reshape(entry.shape)
+
+
+def sources_of(data: str, *, elements: int, seed: int) -> tuple[Source, ...]:
+    """Distributions by name. UsageError for unknown ones."""
+    return tuple(drawn(name, elements, seed=seed) for name in names(data, lambda n: drawn(n, elements, seed=seed)))
+
+
+def schemes_of(text: str | None) -> tuple[str, ...]:
+    """Schemes by name, the usual ones when None. UsageError for unknown ones."""
+    return DEFAULT_SCHEMES if text is None else names(text, get_scheme)
+
+
+def codecs_of(text: str, *, block: int, hadamard: int = 0) -> tuple[Rounding, ...]:
+    """Codecs by name. UsageError for unknown ones."""
+    known = names(text, lambda name: get_rounding(name, block, rotate=hadamard))
+    return tuple(get_rounding(name, block, rotate=hadamard) for name in known)
+
+
+def topologies_of(text: str | None) -> tuple[Topology, ...]:
+    """Machines by name; all of the table and four networks when None."""
+    chosen = DEFAULT_TOPOLOGIES if text is None else names(text, get_topology)
+    return tuple(get_topology(name) for name in chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Every scheme with every codec over every source and world; every size on every machine and world.
+
+    node   ranks of a machine for the hierarchical schemes, which are left out of worlds that it does not divide
+    sizes  bytes of the bfloat16 messages that are timed, with the bits and blocks of the first codec
+    """
+
+    ranks: tuple[int, ...]
+    codecs: tuple[Rounding, ...]
+    sources: tuple[Source, ...]
+    schemes: tuple[str, ...]
+    topologies: tuple[Topology, ...]
+    node: int = 8
+    sizes: tuple[int, ...] = DEFAULT_SIZES
+
+    def __post_init__(self) -> None:
+        if min(self.sizes) < PLAIN_BYTES:
+            raise UsageError(f"a message of {min(self.sizes)} bytes is no bfloat16 number; give at least {PLAIN_BYTES}")
+        if not 2 <= self.node <= MAX_RANKS:
+            raise UsageError(f"a node of {self.node} ranks is outside of 2..{MAX_RANKS}; give what one machine holds")
+
+
+def error_rows(request: Request) -> Iterator[ErrorRow]:
+    """The rows of one source and world after another, as they are measured. In one thread: the tensors are small."""
+    with threads(1):
+        roundings = [(codec, rounding_of(codec)) for codec in request.codecs]
+        for source, ranks in product(request.sources, request.ranks):
+            yield from errors_of(source, request.schemes, roundings, ranks=ranks, node=request.node)
+
+
+def time_rows(request: Request) -> tuple[list[TimeRow], list[BreakEven]]:
+    """The best plain against the best quantized scheme, size by size, and from which size on quantizing pays.
+
+    UsageError where no machine joins as many ranks.
+    """
+    bits, block = request.codecs[0].bits, request.codecs[0].block
+    fitting = ("two-shot", "hierarchical")
+    places = [(t, k) for t in request.topologies for k in request.ranks if schemes_for(t, k, fitting)]
+    if not places:
+        known = ", ".join(f"{t.name} (2 to {t.max_ranks})" for t in request.topologies)
+        raise UsageError(f"no topology joins {', '.join(map(str, request.ranks))} ranks: {known}; choose other worlds")
+    rows = [compare(t, ranks=k, nbytes=nbytes, bits=bits, block=block) for t, k in places for nbytes in request.sizes]
+    return rows, [BreakEven(t.name, k, bits, break_even(t, ranks=k, bits=bits, block=block)) for t, k in places]
+
+
+def as_dict(row: ErrorRow | TimeRow | BreakEven) -> dict[str, Any]:
+    """For JSON, with what is derived."""
+    if isinstance(row, ErrorRow):
+        return {"kind": "error"} | asdict(row)
+    if isinstance(row, TimeRow):
+        return {"kind": "time"} | asdict(row) | {"speedup": row.speedup, "percent_of_ideal": row.percent_of_ideal}
+    return {"kind": "break_even"} | asdict(row)
+
+
+def binary_size(nbytes: int) -> str:
+    """Bytes in powers of two: 64 KiB."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes} B"
+
+
+def error_text(rows: Sequence[ErrorRow]) -> str:
+    """One table a source: relative L2 by scheme and codec (down) and world (across), the closed form beneath it.
+
+    Sources with outliers: of all elements / of the median block.
+    """
+    worlds = list(dict.fromkeys(row.ranks for row in rows))
+    parts = []
+    for data in dict.fromkeys(row.data for row in rows):
+        lines = []
+        here = [row for row in rows if row.data == data]
+        for key in dict.fromkeys((row.scheme, row.codec, row.bits) for row in here):
+            cells = {row.ranks: _cell(row) for row in here if (row.scheme, row.codec, row.bits) == key}
+            lines.append((key[0], key[1], f"{key[2]:.4g}", *(cells.get(k, "") for k in worlds)))
+        head = ("scheme", "codec", "bits", *(f"k={k}" for k in worlds))
+        title = f"Relative L2 of the result{_OF_BOTH * _uneven(data)}, {data}, {here[0].elements:,} elements a rank"
+        parts.append(f"{title}\n\n{table(head, lines, left=2)}")
+        modelled = [row for row in here if row.model is not None]
+        if modelled:
+            worst = max(modelled, key=_deviation)
+            where = f"{worst.scheme} {worst.codec} k={worst.ranks}"
+            parts[-1] += f"\n\nclosed form: within {_deviation(worst):.1%} everywhere, worst at {where}"
+    return "\n\n".join(parts)
+
+
+def _cell(row: ErrorRow) -> str:
+    """The error of all elements; of the median block as well, where few blocks may make most of it."""
+    return f"{row.rel_l2:.4f}/{row.rel_l2_block:.4f}" if _uneven(row.data) else f"{row.rel_l2:.4f}"
+
+
+def _uneven(data: str) -> bool:
+    return data not in ("gaussian", "cancelling")
+
+
+def _deviation(row: ErrorRow) -> float:
+    return abs(row.rel_l2 / row.model - 1) if row.model else 0.0
+
+
+def time_text(rows: Sequence[TimeRow], evens: Sequence[BreakEven], topologies: Sequence[Topology]) -> str:
+    """Break-even sizes and speed-ups by machine and world, then where the machines' numbers come from."""
+    sizes = [size for size in _COLUMNS if any(row.nbytes == size for row in rows)] or sorted({r.nbytes for r in rows})[
+        -3:
+    ]
+    lines = []
+    for even in evens:
+        here = {row.nbytes: row for row in rows if (row.topology, row.ranks) == (even.topology, even.ranks)}
+        largest = here[max(here)]
+        lines.append(
+            (
+                even.topology,
+                str(even.ranks),
+                largest.plain,
+                largest.quantized,
+                "never" if even.nbytes is None else binary_size(even.nbytes),
+                *(f"{here[size].speedup:.2f}x" for size in sizes),
+                f"{here[sizes[-1]].percent_of_ideal:.0f} %",
+            )
+        )
+    heads = [f"at {binary_size(size)}" for size in sizes]
+    head = ("topology", "ranks", "best plain", "best quantized", "pays from", *heads, "of ideal")
+    notes = [f"  {t.name}: {t.title}. {t.source}." for t in topologies if any(e.topology == t.name for e in evens)]
+    return (
+        f"Speed-up over the best plain AllReduce, {evens[0].bits:g} bits; a model\n\n{table(head, lines)}\n\n"
+        + "\n".join(notes)
+    )
+
+
+def check_plots(folder: Path) -> None:
+    """UsageError without matplotlib, OutputError where no file can be written to ``folder``."""
+    simulation.check_plots()
+    check_file(folder / "error.png")
+
+
+def write_plots(folder: Path, errors: Sequence[ErrorRow], times: Sequence[TimeRow]) -> list[Path]:
+    """error-<data>.png: error by world; speedup-<k>.png: speed-up by size. UsageError without matplotlib."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for data in dict.fromkeys(row.data for row in errors):
+        keys = dict.fromkeys((r.scheme, r.codec) for r in errors if r.data == data)
+        curves = [
+            (
+                f"{scheme} {codec}",
+                [(r.ranks, r.rel_l2) for r in errors if (r.data, r.scheme, r.codec) == (data, scheme, codec)],
+            )
+            for scheme, codec in keys
+        ]
+        path = folder / f"error-{''.join(c if c.isalnum() else '_' for c in data)}.png"
+        simulation.draw(
+            path, curves, title=f"Error of an AllReduce, {data} partials", x="ranks", y="relative L2", log_y=True
+        )
+        paths.append(path)
+    for ranks in dict.fromkeys(row.ranks for row in times):
+        here = [row for row in times if row.ranks == ranks]
+        curves = [
+            (name, [(row.nbytes, row.speedup) for row in here if row.topology == name])
+            for name in dict.fromkeys(row.topology for row in here)
+        ]
+        path = folder / f"speedup-{ranks}.png"
+        title = f"{here[0].bits:g} bits against the best plain AllReduce, {ranks} ranks (model)"
+        simulation.draw(
+            path, curves, title=title, x="bytes of the bfloat16 message", y="speed-up", level=16 / here[0].bits
+        )
+        paths.append(path)
+    return paths

@@ -1,1 +1,0 @@
-"""simulate: all-reduces on machines that are not at hand."""
