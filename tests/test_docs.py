@@ -1,0 +1,35 @@
+"""Claims: files and pages that the documents name are there, and links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+FILE = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|h|cpp|toml|jsonl|yaml|sh))`")
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_file_that_a_page_names_exists(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    places = (ROOT, ROOT / "ptqpipe", ROOT / "ptqpipe" / "kernels", ROOT / "ptqpipe" / "kernels" / "csrc")
+    named = {found for found in FILE.findall(text) if "/" in found}
+    assert [file for file in sorted(named) if not any((place / file).exists() for place in places)] == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_link_leads_somewhere(name: str) -> None:
+    page = ROOT / name
+    for file, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{name} links to {file}"
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{name} links to {file}#{anchor}"
