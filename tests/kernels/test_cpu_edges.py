@@ -125,3 +125,14 @@ def test_the_code_at_a_weighted_edge_is_the_one_counted_by_hand(name):
     done = cpu.block_quantize(torch.tensor([values]), get_format(fmt_name), importance=torch.tensor(weights))
     assert done is not None
     assert done[1].tolist() == [[code]]
+
+
+@pytest.mark.parametrize("name", [name for name, (fmt, *_) in edges.RARE.items() if fmt == "nvfp4"])
+@pytest.mark.parametrize("blocks", [1, 64])
+def test_the_code_at_a_rare_edge_is_the_one_counted_by_hand(name, blocks):
+    fmt, w, g, h, code = edges.rare(name)
+    done = cpu.block_quantize(
+        w.repeat(1, blocks), fmt, global_scale=g, importance=None if h is None else h.repeat(blocks)
+    )
+    assert done is not None
+    assert done[1].tolist() == [[code] * blocks]

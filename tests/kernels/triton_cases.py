@@ -156,6 +156,15 @@ def test_global_scales_that_saturate_or_underflow_change_nothing(factor: float) 
     assert_exact(w, fmt, g=global_scale(w, fmt, factor))
 
 
+@pytest.mark.parametrize("g", [1.0, 2.0**-130])  # every scale of the second is inverted to infinity: no score at all
+def test_zero_blocks_get_the_smallest_scale(g: float) -> None:
+    fmt, w, scale = get_format("nvfp4"), torch.zeros(1, 32), torch.tensor(g)
+    done = kernels.block_quantize(w.to(DEVICE), fmt, global_scale=scale)
+    assert done is not None
+    assert done[1].tolist() == [[1, 1]]
+    assert torch.equal(done[1].cpu(), brute_force.search(w, fmt, global_scale=scale))
+
+
 def test_magnitudes_far_beyond_every_scale_are_searched_whole() -> None:
     fmt = get_format("e2m1/8/e4m3")
     w = torch.randn(EACH, 16, generator=torch.Generator().manual_seed(6)) * 2.0**60

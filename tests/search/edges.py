@@ -5,7 +5,7 @@ Small on purpose: brute force takes a fraction of a second, so that every implem
 
 import torch
 
-from ptqpipe.formats import Format
+from ptqpipe.formats import Format, get_format
 from tests.search import cases
 
 ULP = 2.0**-22  # of float32 in [2, 4)
@@ -17,6 +17,8 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
     "a hair above the tie the larger power wins": ("mxfp4", [3.5 + ULP, 1.0], 127),
     "a hair below the tie the half wins": ("mxfp4", [3.5 - ULP, 1.0], 126),
     "all of one magnitude": ("mxfp4", [1.25] * 32, 125),
+    # At 1 each small element is off by 0.25, 31/16 in all; at 1/2 they are exact and 4 is clipped to 3, which costs 1.
+    "clipping the largest is cheaper than rounding the others": ("mxfp4", [4.0, *[0.75] * 31], 126),
     "the second smallest power": ("mxfp4", [6 * 2.0**-126, 2.0**-126], 1),
     "the largest power that can win": ("mxfp4", [3.3e38], 253),
     "a largest element that is exact at its half": ("mxfp4", [6.0, 2.0, 1.0], 127),
@@ -52,6 +54,10 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
     "a hair above the halving edge of E4M3": ("mxfp8", [232.0 + 2.0**-16, 1.0], 127),
     "the halving edge of E2M3": ("mxfp6_e2m3", [3.875, 0.125], 126),
     "a hair above the halving edge of E2M3": ("mxfp6_e2m3", [3.875 + ULP, 0.125], 127),
+    # At 1 each small element is off by 1/16, 31/256 in all; at 1/2 they are exact and 4 is clipped to 3.75: 16/256.
+    "clipping the largest of E2M3 is cheaper than rounding the others": (
+        "mxfp6_e2m3", [4.0, *[15 / 16] * 31], 126,
+    ),
     "the halving edge of E3M2": ("mxfp6_e3m2", [15.0, 0.125], 126),
     "a hair above the halving edge of E3M2": ("mxfp6_e3m2", [15.0 + 4 * ULP, 0.125], 127),
 }  # fmt: skip
@@ -64,6 +70,28 @@ WEIGHTED: dict[str, tuple[str, list[float], list[float], int]] = {
     "clipping one element that hardly counts": ("mxfp4", [48.0, *[0.25] * 31], [0.0007, *[1.0] * 31], 126),
     "the same with minifloat scales": ("e2m1/16/e4m3", [48.0, *[0.25] * 15], [0.0003, *[1.0] * 15], 48),
 }
+
+_BELOW_ONE = 1.0 - 2.0**-20
+_SUBNORMAL_HALF = 2.0**-126 * (1 + 2.0**-23)
+
+# (format, global scale, the block, weights of its columns or None, the code that must win): by hand
+RARE: dict[str, tuple[str, float | None, list[float], list[float] | None, int]] = {
+    # "a hair above the tie the larger scale wins" at a global scale that puts the halving edge, 3.5 - 14 ULP, between
+    # the largest element and a hair below 3.5, where a table by the upper bits of the largest element has a step.
+    "a hair above the halving edge just below a step of the table": (
+        "nvfp4", _BELOW_ONE, [3.5 - 13 * ULP, *[y * _BELOW_ONE for y in [3.0, 2.0, 1.5, 1.0, 0.5] * 3]], None, 56,
+    ),
+    # The largest is 2^-24 of itself below the smallest magnitude, 2^-31, and at each smaller power as far below another
+    # magnitude. Its weighted square is 2^-134 (1 + 2^-17) at 1, which float32 rounds down to 2^-134; four times that at
+    # 1/2, and so on, are not rounded. At 2 the block is zero.
+    "a square that underflows is smaller than at the half": (
+        "e6m1/4/e8m0", None, [2.0**-31 * (1 - 2.0**-24), 0, 0, 0], [2.0**-24 * (1 + 2.0**-17), 1, 1, 1], 127,
+    ),
+    # 3 and 1 times the scale 2^-26 g, exact there; half of that scale is subnormal and rounds to 2^-127.
+    "a scale whose half is subnormal": (
+        "e2m1/4/ue7m1/global", 2.0**26 * _SUBNORMAL_HALF, [y * _SUBNORMAL_HALF for y in (3.0, 1.0, 1.0, 1.0)], None, 74,
+    ),
+}  # fmt: skip
 _ODD = [8.0, 9.0, 11.0, 13.0, 15.0]  # exact together at powers of two alone
 _LOW = 2.0**-126 * (1 + 120 / 128)
 
@@ -87,6 +115,13 @@ def edge(name: str) -> tuple[str, torch.Tensor, int]:
     fmt, values, code = BLOCKS[name]
     block = 32 if fmt.startswith("mx") else 16
     return fmt, torch.tensor([values + [0.0] * (block - len(values))]), code
+
+
+def rare(name: str) -> tuple[Format, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]:
+    """(format, one block float32 ``[1, B]``, global scale, weights ``[B]``, the code that wins) of an edge of RARE."""
+    fmt, scale, values, weights, code = RARE[name]
+    g = None if scale is None else torch.tensor(scale)
+    return get_format(fmt), torch.tensor([values]), g, None if weights is None else torch.tensor(weights), code
 
 
 def mixed(fmt: Format, seed: int) -> torch.Tensor:

@@ -39,3 +39,10 @@ def test_the_code_at_a_weighted_edge_is_the_one_counted_by_hand(name: str) -> No
     w, fmt, h = torch.tensor([values]), get_format(fmt_name), torch.tensor(weights)
     assert brute_force.search(w, fmt, importance=h).tolist() == [[code]]
     assert exact.search(w, fmt, importance=h).tolist() == [[code]]
+
+
+@pytest.mark.parametrize("name", edges.RARE)
+def test_the_code_at_a_rare_edge_is_the_one_counted_by_hand(name: str) -> None:
+    fmt, w, g, h, code = edges.rare(name)
+    assert brute_force.search(w, fmt, global_scale=g, importance=h).tolist() == [[code]]
+    assert exact.search(w, fmt, global_scale=g, importance=h).tolist() == [[code]]

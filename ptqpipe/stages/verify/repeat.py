@@ -172,7 +172,7 @@ def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings:
 def prove_weight(
     ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None, sample_blocks: int | None
 ) -> Optimality:
-    """Scores every code for ``sample_blocks`` blocks of a stored weight; all of them for None.
+    """Proves the scales of ``sample_blocks`` blocks of a stored weight (``search/proof.py``); of all of them for None.
 
     Whole rows of blocks, spread evenly from top to bottom.
     """
