@@ -1,18 +1,68 @@
-"""The one thing that pyproject.toml cannot say: the CPU kernels are whatever ``.cpp`` files lie in csrc.
+"""The CPU kernels, which pyproject.toml cannot describe: all .cpp files of csrc, compiled side by side and only if changed.
 
 They export a plain C interface for ctypes and do not link to torch, so one build serves every torch version.
 Without a compiler the install goes on without them (``optional``), and ptqpipe uses its pure-torch path.
 """
 
+import hashlib
+import os
+import shutil
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 CSRC = Path("ptqpipe/kernels/csrc")
+OBJECTS = Path("build/kernels")  # one object for each state of a source, its headers, the flags and the compiler
 
 # No -march: the sources choose AVX-512, AVX2 or baseline at run time. No -ffast-math and no contraction to FMA:
 # the kernels are bit-equal to their torch references.
 FLAGS = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fno-math-errno"]
+
+
+def headers() -> list[Path]:
+    """What any source may include."""
+    return sorted(path for path in CSRC.iterdir() if path.suffix in {".h", ".hpp", ".inc"})
+
+
+class BuildKernels(build_ext):
+    """Compiles the sources of an extension at the same time, the largest first, and those alone that have changed."""
+
+    def build_extension(self, ext):
+        """As setuptools."""
+        compile_all = self.compiler.compile
+
+        def compile_one(source, output_dir, options):
+            kept = OBJECTS / f"{Path(source).stem}-{self._state(source, options)}.o"
+            if not kept.exists():
+                began = time.monotonic()
+                (made,) = compile_all([source], output_dir=output_dir, **options)
+                OBJECTS.mkdir(parents=True, exist_ok=True)
+                partial = kept.with_suffix(f".{os.getpid()}")
+                shutil.copy(made, partial)
+                partial.replace(kept)  # at once: another install may be looking
+                print(f"compiled {source} in {time.monotonic() - began:.0f} s", flush=True)
+            return str(kept)
+
+        def compile_side_by_side(sources, output_dir=None, **options):
+            order = sorted(sources, key=lambda source: -Path(source).stat().st_size)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return list(pool.map(lambda source: compile_one(source, output_dir, options), order))
+
+        self.compiler.compile = compile_side_by_side
+        super().build_extension(ext)
+
+    def _state(self, source, options):
+        """A hash of everything that decides the object of a source."""
+        command = self.compiler.compiler_so
+        version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
+        digest = hashlib.sha256(repr((command, version, options.get("extra_postargs"))).encode())
+        for path in (Path(source), *headers()):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()[:16]
 
 
 def cpu_extensions() -> list[Extension]:
@@ -20,12 +70,11 @@ def cpu_extensions() -> list[Extension]:
     sources = sorted(map(str, CSRC.glob("*.cpp")))
     if not sources:
         return []
-    headers = sorted(str(path) for path in CSRC.iterdir() if path.suffix in {".h", ".hpp", ".inc"})
     return [
         Extension(
             "ptqpipe.kernels._cpu",
             sources=sources,
-            depends=headers,
+            depends=[str(path) for path in headers()],
             include_dirs=[str(CSRC)],
             extra_compile_args=FLAGS,
             language="c++",
@@ -34,4 +83,4 @@ def cpu_extensions() -> list[Extension]:
     ]
 
 
-setup(ext_modules=cpu_extensions())
+setup(ext_modules=cpu_extensions(), cmdclass={"build_ext": BuildKernels})
