@@ -1,4 +1,4 @@
-"""The CPU kernels, which pyproject.toml cannot describe: all .cpp files of csrc, compiled side by side and only if changed.
+"""The CPU kernels, which pyproject.toml cannot describe: all .cpp files of csrc, compiled side by side if they changed.
 
 They export a plain C interface for ctypes and do not link to torch, so one build serves every torch version.
 Without a compiler the install goes on without them (``optional``), and ptqpipe uses its pure-torch path.

@@ -37,7 +37,8 @@ def test_every_byte_of_the_files_is_in_one_row(packed: Path, model: Path) -> Non
         assert report.nbytes == stored_bytes(folder)
         assert report.params == SOURCE_BYTES // 2
         assert report.ratio == report.nbytes / SOURCE_BYTES
-        assert sum(tensors for _, _, tensors in report.files) == len(damage.read_header(damage.shards(folder)[0])[0]) - 1
+        header = damage.read_header(damage.shards(folder)[0])[0]
+        assert sum(tensors for _, _, tensors in report.files) == len(header) - 1
 
 
 def test_rows_are_roles_with_their_scheme_and_bits(packed: Path) -> None:
