@@ -29,7 +29,7 @@ def headers() -> list[Path]:
 
 
 class BuildKernels(build_ext):
-    """Compiles the sources of an extension at the same time, the largest first, and those alone that have changed."""
+    """Compiles the sources of an extension at the same time, and those alone that have changed."""
 
     def build_extension(self, ext):
         """As setuptools."""
@@ -48,9 +48,8 @@ class BuildKernels(build_ext):
             return str(kept)
 
         def compile_side_by_side(sources, output_dir=None, **options):
-            order = sorted(sources, key=lambda source: -Path(source).stat().st_size)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                return list(pool.map(lambda source: compile_one(source, output_dir, options), order))
+                return list(pool.map(lambda source: compile_one(source, output_dir, options), sources))
 
         self.compiler.compile = compile_side_by_side
         super().build_extension(ext)
