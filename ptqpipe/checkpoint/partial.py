@@ -36,6 +36,7 @@ from ptqpipe.checkpoint.journal import (
     read_journals,
 )
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput
+from ptqpipe.quantities import disk_size
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 #: Folders that hold .safetensors and are no models, by the file that each has.
@@ -263,8 +264,8 @@ def check_space(paths: Paths, needed: int) -> None:
         free = shutil.disk_usage(paths.partial).free
     if needed - have > free:
         raise OutputError(
-            f"{shown(str(paths.out.parent))} has {free / 1e6:,.1f} MB free, "
-            f"the output needs {(needed - have) / 1e6:,.1f} MB more; free some space, or choose another -o"
+            f"{shown(str(paths.out.parent))} has {disk_size(free)} free, "
+            f"the output needs {disk_size(needed - have)} more; free some space, or choose another -o"
         )
 
 

@@ -16,6 +16,7 @@ from ptqpipe.engine.attention import IMPLEMENTATION, PagedAttention, Pages, numb
 from ptqpipe.engine.batch import Batch
 from ptqpipe.engine.probe import check_tokens, probe
 from ptqpipe.errors import UsageError
+from ptqpipe.quantities import option_size
 
 if TYPE_CHECKING:
     from ptqpipe.engine.overlap import Overlap
@@ -72,8 +73,9 @@ class Runner:
         count = min(options.max_bytes // self.bytes_per_block, one * options.max_seqs)
         if count < one:
             raise UsageError(
-                f"a kv cache of {options.max_bytes} bytes holds {count * options.block_size} tokens, expected at least "
-                f"{options.max_len}; raise --kv-cache-size to {one * self.bytes_per_block} or lower --max-model-len"
+                f"a kv cache of {option_size(options.max_bytes)} holds {count * options.block_size} tokens, expected "
+                f"at least {options.max_len}; raise --kv-cache-size to {one * self.bytes_per_block} or lower "
+                "--max-model-len"
             )
         return int(count)
 

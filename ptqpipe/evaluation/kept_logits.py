@@ -10,6 +10,7 @@ import torch
 
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.scores import ModelLogits, Window, batches, vocabulary_of, windows
+from ptqpipe.quantities import memory_size
 
 MAX_BYTES = 8 << 30
 
@@ -23,7 +24,9 @@ class KeptLogits:
         needed = 4 * self.vocabulary * len(tokens)
         if needed > MAX_BYTES:
             most = MAX_BYTES // (4 * self.vocabulary)
-            raise UsageError(f"logits of {len(tokens)} tokens take {needed >> 30} GiB; use --max-tokens {most} or less")
+            raise UsageError(
+                f"logits of {len(tokens)} tokens take {memory_size(needed)}; use --max-tokens {most} or less"
+            )
         give = ModelLogits(model)
         found = windows(len(tokens), window)
         self._kept = {batch[0].start: give(batch, tokens) for batch in batches(found, vocabulary=self.vocabulary)}

@@ -19,6 +19,7 @@ from ptqpipe.containers import HF_QUANT_CONFIG, Role, decode_input_global
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.origins import Origins
 from ptqpipe.plan import Member, Slice
+from ptqpipe.quantities import number
 from ptqpipe.source import Source, SourceRows, row_runs
 from ptqpipe.stages.common.text import decibels, finite, json_differences, name_pattern, role_of, table
 from ptqpipe.stages.verify.structure import chunks
@@ -347,7 +348,7 @@ def _tensors_table(tensors: Iterable[TensorDiff]) -> str:
     for (role, kind_a, kind_b, same), members in groups.items():
         errors = [m.relative_mse for m in members if m.relative_mse is not None]
         mean = sum(errors) / len(errors) if errors else None
-        numbers = [f"{mean:.3e}", f"{decibels(mean):.2f}"] if mean is not None and same is Same.NO else ["-", "-"]
+        numbers = [number(mean), f"{decibels(mean):.2f}"] if mean is not None and same is Same.NO else ["-", "-"]
         rows.append([role, kind_a, kind_b, str(same), str(len(members)), *numbers])
     return table(["role", "a", "b", "", "tensors", "rel. MSE", "dB"], rows, left=4)
 

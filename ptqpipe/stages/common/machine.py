@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ptqpipe.errors import UsageError
+from ptqpipe.quantities import option_size
 
 # What a process holds before any weight, and what one worker holds beside a cached unit (chunks, samples, temporaries).
 BASE_BYTES = 420 << 20
@@ -96,7 +97,7 @@ class Machine:
         least = BASE_BYTES + WORKER_BYTES
         if self.memory_bytes < least:
             raise UsageError(
-                f"--max-memory {self.memory_bytes >> 20} MiB is too small; one worker needs {least >> 20} MiB"
+                f"--max-memory {option_size(self.memory_bytes)} is too small; one worker needs {option_size(least)}"
             )
 
     def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> "Share":

@@ -28,20 +28,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     return "\n".join(lines)
 
 
-def size_text(count: float) -> str:
-    """Bytes for people: 4.50 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
-
-
-def mebibytes(count: int) -> str:
-    """Bytes as an option takes them, rounded up: 548MiB."""
-    return f"{-(-count >> 20)}MiB"
-
-
 def same_json(a: Any, b: Any) -> bool:
     """Whether two values of JSON files are equal; NaN, which Python's writer knows, is equal to itself."""
     return bool(a == b) or json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)

@@ -23,11 +23,12 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import InputStatistics
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
+from ptqpipe.quantities import option_size, option_size_above
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common.jobs import MemoryPool
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, one_thread_each
-from ptqpipe.stages.common.text import mebibytes, role_of
+from ptqpipe.stages.common.text import role_of
 from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, Statistics
 
@@ -78,8 +79,8 @@ def estimate(
     least = BASE_BYTES + WORKER_BYTES + needs[most]
     if least > machine.memory_bytes:
         raise UsageError(
-            f"--max-memory {mebibytes(machine.memory_bytes)} is too small for {most}; give --max-memory "
-            f"{mebibytes(least)}"
+            f"--max-memory {option_size(machine.memory_bytes)} is too small for {most}; give --max-memory "
+            f"{option_size_above(least)}"
         )
     share = machine.divide_memory(0, len(jobs), reserved_bytes=needs[most])
     memory = MemoryPool(share.pool_bytes)

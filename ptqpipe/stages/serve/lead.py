@@ -18,6 +18,7 @@ from ptqpipe.engine.ranks import Leader, agree, follow
 from ptqpipe.engine.runner import CacheOptions, Runner, check_model
 from ptqpipe.engine.service import Service
 from ptqpipe.errors import PtqError
+from ptqpipe.quantities import memory_size
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.invariant import make_batch_invariant
 from ptqpipe.runtime.loading import dtype_of, load, read_config
@@ -218,5 +219,5 @@ def _summary(runner: Runner, ranks: int, threads: int, context: int) -> str:
     kind = "FP8" if runner.scales else str(runner.dtype).removeprefix("torch.")
     return (
         f"{type(runner.model).__name__}, {ranks} rank(s) of {threads} thread(s); context {context} tokens; kv cache "
-        f"{tokens} tokens in {kind}, {cache / 2**20:.0f} MiB a rank"
+        f"{tokens} tokens in {kind}, {memory_size(cache)} per rank"
     )
