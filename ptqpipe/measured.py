@@ -1,4 +1,5 @@
-"""How far a stored weight is from its source: errors, beside those of abs-max scales, and codes that are not nearest.
+"""Errors of stored weights against their source: relative, compared with abs-max scales, and codes that are not the
+nearest.
 
 Measured with the torch reference (``qtensor.py``), never with the kernels that wrote the checkpoint, on runs of rows:
 memory does not grow with the weight. Judges nothing; must not know records or config files.

@@ -1,4 +1,4 @@
-"""ptqpipe.json, its types checked: what the record of our own output claims. Whether it is true is judged elsewhere."""
+"""Reads the record, ptqpipe.json, and checks its types. Whether its claims are true is judged elsewhere."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A unit quantized by what calibration knows of its input: weighted scales, codes, a comparison with plain rounding.
+"""Quantizes a unit with calibration statistics: weighted scales, codes, and a comparison with plain rounding.
 
 One global scale for the unit is searched with the weighted objective; every run of rows gets its block scales, then its
 codes; for each weight the output error of the result is compared with that of plain round to nearest, and the better of

@@ -1,4 +1,4 @@
-"""A sample of every weight's blocks found again by brute force, while the weight is quantized.
+"""Checks a sample of every weight's blocks by brute force, while the weight is quantized.
 
 A kernel chooses scales and codes a thousand times faster than the definition is evaluated, and a fault of one would be
 recorded as a proof. So `Recheck` stands between an algorithm and its sink: it keeps a few blocks of what goes by, and

@@ -1,4 +1,5 @@
-"""What every algorithm does with a run of rows: the kernel of the device where there is one, else its torch reference.
+"""Quantizes a run of rows for every algorithm: by the kernel of the device where there is one, else by its torch
+reference.
 
 The two give the same bits, so nothing above this file knows which one ran.
 """

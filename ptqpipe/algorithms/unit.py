@@ -1,4 +1,4 @@
-"""A unit of weights, what quantizing it takes and what it gives: the words that all algorithms share.
+"""The types that all algorithms share: a unit of weights, what quantizing it needs, and what it returns.
 
 Weights are read by runs of rows, as often as needed, and every run of quantized rows goes out as soon as it is made.
 Knows tensors and formats; must not know how codes are chosen.

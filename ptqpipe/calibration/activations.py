@@ -1,4 +1,4 @@
-"""The hidden states of all samples between two blocks: in memory, or in a file where they are too many.
+"""The hidden states of all samples between two decoder layers: in memory, or in a file where they do not fit.
 
 Knows batches of tensors, nothing of models. The file is read and written, not mapped: mapped pages would count as
 memory of this process.

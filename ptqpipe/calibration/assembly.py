@@ -1,4 +1,5 @@
-"""How a block's parameters are made of the checkpoint's weights: the map from quantized matrices to what a module runs.
+"""How the parameters of a decoder layer are built from a checkpoint's weights: from quantized matrices to a module's
+parameters.
 
 Most parameters are one weight. Experts are stacked: a checkpoint may hold a matrix for each, a transformers module one
 3-D parameter, in either orientation, gate and up in one. Nothing is taken on trust: an assembly is only used when the

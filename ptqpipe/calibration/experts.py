@@ -1,4 +1,4 @@
-"""Experts that are one module with 3-D parameters, run expert by expert so that each one's inputs can be seen.
+"""Runs experts that are one module with 3-D parameters expert by expert, so that the inputs of each can be seen.
 
 transformers dispatches such modules by name of an implementation; here ``forward`` of the module itself is replaced,
 with the same arithmetic for whichever of its layouts (gate and up in one tensor, transposed, biased) it declares. Llama

@@ -1,4 +1,4 @@
-"""Text that a model writes itself, to calibrate on where there is no data: windows drawn from its own distribution.
+"""Text that a model generates itself, for calibration without data: windows drawn from its own distribution.
 
 Each window is the beginning-of-text token (where the model has one), a token drawn evenly from the vocabulary, so that
 windows differ from the start, and then tokens drawn from what the model predicts, at temperature 1. A window that ends

@@ -1,4 +1,4 @@
-"""Largest keys and values of an attention module, seen where they are cached.
+"""Observes the largest keys and values of each attention module, where they enter the KV cache.
 
 The observer stands in for transformers' cache: ``update`` is given keys and values exactly as a server would store
 them, keys after the rotary embedding and before they are repeated for the query heads, and returns them unchanged.

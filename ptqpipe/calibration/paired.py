@@ -1,4 +1,4 @@
-"""Moments of inputs in two runs of one block: on what the float model gives it, and on what a quantized one does.
+"""Moments of a layer's inputs in two runs: on what the float model gives it, and on what a quantized one does.
 
 Sums as in ``moments.py``: float32 products over one batch, batches added in float64. It must not know formats, files or
 what the moments are for.

@@ -1,4 +1,4 @@
-"""Writes what was found of one block: a safetensors file, and its part of stats.json.
+"""Writes the statistics of one decoder layer: a safetensors file, and its part of stats.json.
 
 Entries, experts without data and attention are named here; `statistics.py` is how they are read again.
 """
@@ -77,13 +77,13 @@ def write_block(
         else:
             key = collector.slots[leader].names[0]
             entry = _entry(key, tokens, moments.quantiles(), name, measured=True)
-            held = collector.held.get(leader)
-            if held is not None and held.tokens >= (LEAST_EXPERT_TOKENS if slot.group is not None else 1):
-                entry["held_tokens"] = held.tokens
+            held_out = collector.held_out.get(leader)
+            if held_out is not None and held_out.tokens >= (LEAST_EXPERT_TOKENS if slot.group is not None else 1):
+                entry["held_tokens"] = held_out.tokens
             if leader == slot.id:
                 _put(tensors, key, moments, block=block)
-                if held is not None and "held_tokens" in entry:
-                    _put_held(tensors, key, held, block=block)
+                if held_out is not None and "held_tokens" in entry:
+                    _put_held(tensors, key, held_out, block=block)
         modules |= dict.fromkeys(slot.names, entry)
     attention: dict[str, dict[str, Any]] = {}
     if key_values is not None:
@@ -100,8 +100,8 @@ def _put(tensors: dict[str, torch.Tensor], key: str, moments: Moments, *, block:
     tensors |= {f"{key}.{name}": tensor for name, tensor in moments.tensors(block=block).items()}
 
 
-def _put_held(tensors: dict[str, torch.Tensor], key: str, held: Moments, *, block: bool) -> None:
-    found = held.tensors(block=block)
+def _put_held(tensors: dict[str, torch.Tensor], key: str, held_out: Moments, *, block: bool) -> None:
+    found = held_out.tensors(block=block)
     tensors |= {f"{key}.held_{name}": tensor for name, tensor in found.items() if name.endswith("_moment")}
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes past the system's page cache, for bytes that are touched once.
+"""Direct I/O: reads and writes that bypass the system's page cache, for bytes that are used once.
 
 A page cache that a checkpoint streams through costs a copy of every byte and evicts what others had there; where free
 memory has to be fetched first (virtual machines), it costs several times the copy. Direct I/O moves pages between the

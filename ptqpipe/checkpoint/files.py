@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder hold the weights, which are carried over, which are left behind and why.
+"""Sorts the files of a checkpoint folder: which hold the weights, which are copied, which are left out and why.
 
 It must not know tensors' contents; it opens the headers and the index alone. The decisions:
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is known by: a fingerprint of its content, which every copy and every second download shares.
+"""The fingerprint of a checkpoint: a hash of its content, the same for every copy and every download.
 
 Read are, of every weight file, its name in the folder, its size, its header (names, dtypes, shapes and places of all
 tensors) and pages of its data; and config.json and hf_quant_config.json whole, since they say what the weights compute.

@@ -1,4 +1,5 @@
-"""The last steps of writing a checkpoint: nothing is missing, the other files are added, all is on disk.
+"""The last steps of writing a checkpoint: nothing may be missing, the other files are added, everything is synced to
+disk.
 
 It must not know how the weights were written. It reads the journals and the shards' headers, never weights.
 """

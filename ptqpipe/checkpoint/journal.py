@@ -1,4 +1,4 @@
-"""What is already on disk: one append-only file per rank, each line a batch that was synced before it was written.
+"""The journal of an unfinished output: one append-only file per rank; each line is a batch that was synced before it.
 
 A line is JSON with the CRC-32 of its own content. Since a batch is one line, and the next is written only after
 the last one is on disk, a crash can damage the last line alone: a damaged tail is forgotten (its units are done

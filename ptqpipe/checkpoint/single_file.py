@@ -1,5 +1,4 @@
-"""One file that a command writes at its end: its place is looked at before anything is computed, then it is replaced at
-once or not at all.
+"""Writes one output file at once or not at all; its place is checked before anything is computed.
 
 Must not know what is in the file: whether one that exists may be replaced is the caller's to say. Folders of weights
 have `partial.py`.

@@ -1,4 +1,4 @@
-"""From what a user typed to a folder on this machine: a path, or the name of a repository on the Hugging Face hub.
+"""Finds the folder of the checkpoint that a user typed: a path, or the name of a repository on the Hugging Face hub.
 
 It must not read weights. huggingface_hub is imported only when a name is not a local path; it honours HF_HUB_OFFLINE
 and its cache by itself.

@@ -137,7 +137,7 @@ def generate(given: Given) -> None:
         dtype=given.dtype,
         overwrite=given.overwrite,
         machine=machine,
-        say=None if given.quiet else lambda line: click.echo(line, err=True),
+        log=None if given.quiet else lambda line: click.echo(line, err=True),
     )
     click.echo(
         f"{done.out}: {done.samples} windows of {done.seqlen} tokens and {done.held_out} more to hold out, in "

@@ -198,7 +198,7 @@ def serve(given: Given) -> None:
     )
     worker = [sys.executable, "-m", "ptqpipe", *sys.argv[1:]]
     place = _place(given.tp, given.rank_of, given.parent)
-    stage.serve(serving, place, worker=worker, say=lambda line: click.echo(line, err=True))
+    stage.serve(serving, place, worker=worker, log=lambda line: click.echo(line, err=True))
 
 
 def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "Place":
@@ -258,4 +258,4 @@ def _serve_vllm(given: Given, stated: set[str]) -> None:
         allreduce_min_bytes="auto" if measured else os.environ.get("PTQPIPE_ALLREDUCE_MIN_BYTES", FIXED_MIN_BYTES),
         forwarded=(*forwarded, *given.vllm_flags),
     )
-    serve_vllm(service, inherited=os.environ, say=lambda line: click.echo(line, err=True))
+    serve_vllm(service, inherited=os.environ, log=lambda line: click.echo(line, err=True))

@@ -1,4 +1,4 @@
-"""``ptqpipe::quant_all_reduce``: one operator that torch.compile does not look into, and the registry behind it.
+"""``ptqpipe::quant_all_reduce``: one operator that torch.compile treats as opaque, and the registry behind it.
 
 The operator takes a tensor and the name of a reducer, since a graph holds strings but no process groups.
 """

@@ -1,4 +1,5 @@
-"""Numbers <-> bytes of the wire in plain torch: the definition that every kernel equals bit for bit.
+"""Encodes numbers to the bytes of messages and back in plain torch: the definition that every kernel equals bit for
+bit.
 
 All arithmetic is float32, one rounding an operation, nothing flushed but what is said here:
 

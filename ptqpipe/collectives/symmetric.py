@@ -1,4 +1,5 @@
-"""The transport for GPUs that write into each other's memory: one node on NVLink. Two-shot, one kernel a call.
+"""The all-reduce transport for GPUs that write into each other's memory (one node on NVLink): two-shot, one kernel per
+call.
 
 Every rank owns a buffer that all have mapped. ``kernels/triton_symmetric.py`` has the kernel and why calls may follow
 one another at once; here are the buffers, which groups can have them, and a check that they work. Same bits as the

@@ -1,4 +1,4 @@
-"""What a transport asks of a message: bytes of a part, the sum of parts, values of a sum. Quantized or as they are.
+"""The messages of a transport: bytes of a part, the sum of parts, the values of a sum. Quantized or not.
 
 A transport moves byte tensors and never looks into them. `Quantized` is a codec of this package, `Plain` the tensor's
 own dtype: the same schedule without a codec, which is also the baseline that a codec has to beat. Sums are float32, in

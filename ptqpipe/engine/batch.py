@@ -1,4 +1,4 @@
-"""One step of the engine as numbers: what every rank needs to compute it, and nothing else.
+"""One step of the engine as numbers: everything that a rank needs to compute it.
 
 All sequences' tokens lie in one row, those of one sequence together. Must not know sequences' owners or text.
 """

@@ -1,4 +1,4 @@
-"""Which page of the KV cache belongs to whom: counting, sharing of prefixes, eviction.
+"""The pages of the KV cache: which sequence uses which page, sharing of prefixes, eviction.
 
 A page (block) holds the keys and values of ``block_size`` consecutive tokens in every layer. A full block is known by a
 digest of all tokens up to its end, so that another sequence with the same beginning takes it instead of computing it

@@ -1,4 +1,4 @@
-"""Whether a runner's logits of a sequence are the same bits in one step and in several, beside others and alone.
+"""Checks that a runner's logits of a sequence are the same bits in one step and in several, alone and with others.
 
 Run once at the start of a service that promises it (``runtime/invariant.py``): what nobody has thought of, an attention
 without a compiled kernel for instance, shows here and not in an answer.

@@ -1,4 +1,5 @@
-"""What a model's layers do, found by a forward of one token: shapes of keys and values, and which tokens a query sees.
+"""Finds out what a model's layers do by a forward of one token: shapes of keys and values, and which tokens a query
+sees.
 
 Whether a layer slides is not always said to its attention function: some models (PhiMoE) say it by their masks alone,
 which our attention does without. So the probe lets transformers make its masks, and reads the rule of each off its

@@ -1,4 +1,5 @@
-"""The model: a batch in, logits out. Makes the cache that fits it, and refuses models that it would compute wrong.
+"""The model of the engine: a batch in, logits out. Creates the KV cache that fits it; refuses models that it would
+compute wrong.
 
 A model is transformers' own module. It gets the tokens of all sequences in one row with their positions; attention is
 ours (``attention.py``), everything else in a decoder works token by token. Models with other ways to see other tokens

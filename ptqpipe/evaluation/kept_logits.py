@@ -1,4 +1,5 @@
-"""A model's logits on one text, computed once: what other models, or the same one quantized, are scored against.
+"""A model's logits on one text, computed once: the reference that other models, or the same one quantized, are scored
+against.
 
 Memory holds all of them; `cache.py` keeps those of long texts on disk.
 """

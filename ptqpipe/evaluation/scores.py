@@ -1,4 +1,4 @@
-"""Scores: what one model, or two on the same tokens, say of every token of a text.
+"""Scores of every token of a text: by one model, or by two on the same tokens.
 
 The protocol. Tokens are cut into windows of ``window`` that begin every ``stride`` tokens. In each window a token is
 scored from the tokens before it in that window, and only if no earlier window has scored it: with ``stride`` equal to

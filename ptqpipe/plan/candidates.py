@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint could be quantized, told from names, dtypes, shapes and config alone.
+"""Which tensors of a checkpoint could be quantized, decided from names, dtypes, shapes and config alone.
 
 A tensor is a candidate when it is a 2-D float matrix called ``<module>.weight``, or a 3-D stack of experts called
 ``...experts.<projection>``. Stacks come in both orientations, [E, out, in] and [E, in, out]; the shapes of the two

@@ -1,4 +1,4 @@
-"""Plans are made here: candidates, the recipe's rule for each, whole groups, units."""
+"""Makes a plan: candidates, the recipe's rule for each, whole groups, units."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Recipes from YAML files and from the options of a call. Unknown keys are errors; recipes/ has examples.
 
 A file says a field of `Rule` or `Recipe` by its name, with the field's type: a new field is readable without a word
-here. Only what a file spells otherwise has its own lines: the version, ``format``, the keep list and the fuse table.
+here. Only what a file writes otherwise has its own lines: the version, ``format``, the keep list and the fuse table.
 
 Each option of a call that was given overrides the recipe (`build_recipe`).
 """

@@ -1,4 +1,4 @@
-"""What quantizing cost, as charts: errors by layer and role, what choices of scales and calibration bought."""
+"""The charts of quantization errors: by layer and role, and what choices of scales and calibration gained."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -98,7 +98,7 @@ def choice_dots(report: Report, rows: Sequence[RoleRow]) -> Drawn | None:
 
 
 def choice_lines(report: Report) -> Drawn | None:
-    """What each choice left, by layer, a line a choice; None where fewer than two layers have choices."""
+    """What each choice left, by layer, a line per choice; None where fewer than two layers have choices."""
     layers: dict[int, list[Weight]] = defaultdict(list)
     for weight in report.weights:
         if weight.layer is not None and weight.choices:
@@ -119,20 +119,20 @@ def choice_lines(report: Report) -> Drawn | None:
     return both(lambda wide: charts.line_chart(series, wide=wide, label=label, unit=unit, least_span=0.1))
 
 
-def bought(row: RoleRow) -> str:
+def saved_by_global_scale(row: RoleRow) -> str:
     """What the searched global scales saved of the squared error, as recorded; a dash where nothing says so."""
     known = [w.versus_plain_global for w in row.weights if w.versus_plain_global is not None]
     return f"{100 * (1 - sum(known) / len(known)):.2f} %" if known else "–"
 
 
 def tuned(report: Report) -> Drawn | None:
-    """Output error of the decoder blocks relative to that of what tune started from; None without learned codes."""
+    """Output error of the decoder layers relative to that of what tune started from; None without learned codes."""
     if not report.blocks:
         return None
     values = tuple((b.ratio, f"{shown(b.name)}: {b.ratio:.4f} of {report.blocks_from}") for b in report.blocks)
     mean = sum(value for value, _ in values) / len(values)
-    strips = [charts.Strip("blocks", 0, values, mean, numbers.ratio(mean))]
-    label = "output error of decoder blocks relative to that of what tune started from"
+    strips = [charts.Strip("layers", 0, values, mean, numbers.ratio(mean))]
+    label = "output error of decoder layers relative to that of what tune started from"
     unit = "output error, start = 1 (left is better)"
     return both(lambda wide: charts.strip_chart(strips, wide=wide, label=label, unit=unit, least_span=0.1))
 
@@ -149,7 +149,7 @@ def calibrated(rows: Sequence[RoleRow]) -> Drawn | None:
         if values:
             mean = sum(v for v, _ in values) / len(values)
             back = sum(w.reverted for w in row.weights)
-            note = numbers.ratio(mean) + (f", {back} back" if back else "")
+            note = numbers.ratio(mean) + (f", {back} plain" if back else "")
             strips.append(charts.Strip(row_label(row, rows), row.index, values, mean, note))
     if not strips:
         return None

@@ -64,7 +64,7 @@ def _summary(report: Report) -> str:
         )
     if report.blocks:
         lines.append(
-            f"- output error of the decoder blocks {numbers.ratio(mean_known(b.ratio for b in report.blocks))} of that "
+            f"- output error of the decoder layers {numbers.ratio(mean_known(b.ratio for b in report.blocks))} of that "
             f"of {report.blocks_from} on {report.blocks_judged}, mean over {len(report.blocks)}"
         )
     error = decibels(pooled_mse(report.weights))

@@ -1,7 +1,7 @@
-"""What a record says of the error at the layers' outputs, by which calibrated and tuned weights are judged.
+"""Output errors in a record, by which calibrated and tuned weights are judged.
 
 For a calibrated weight the record has its output error relative to that of plain rounding to nearest; for learned
-codes that of each decoder block, relative to what `ptqpipe tune` started from. The error of the weights themselves says
+codes that of each decoder layer, relative to what `ptqpipe tune` started from. The error of the weights themselves says
 little of either: both let it grow where inputs are small.
 """
 
@@ -27,7 +27,7 @@ def samples_text(held_out: Sequence[bool]) -> str:
 
 
 def tuned_blocks(record: Mapping[str, Any]) -> tuple[TunedBlock, ...]:
-    """The decoder blocks of a checkpoint that learned codes were written into; none for another's, or a damaged one."""
+    """The decoder layers of a checkpoint that learned codes were written into; none for another's, or a damaged one."""
     blocks = _mapping(_mapping(record.get("rounding")).get("blocks"))
     found = []
     for name, raw in blocks.items():

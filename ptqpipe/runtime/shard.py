@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank holds, decided from a model on the meta device before anything is read.
+"""Which part of each parameter a rank gets, decided from a model on the meta device before anything is read.
 
 The rules are transformers' tensor-parallel plan of the model (``base_model_tp_plan`` and the head's), executed by
 shapes and hooks (``parallel.py``) instead of DTensors: a packed weight is no parameter, and a local forward needs no

@@ -1,4 +1,4 @@
-"""The best scales and codes of a few blocks, from the definition alone: brute force that a conversion has time for.
+"""Brute force for a few blocks: the best scales and codes from the definition alone, fast enough for every conversion.
 
 Leaves out only the scales that cannot win, by bounds as plain as they can be and with margins far above rounding: those
 at which the whole block rounds to zero, those so small that clipping alone costs more than the whole error at another

@@ -1,4 +1,4 @@
-"""Block scales proven optimal again, from the definition of the objective and every scale that the format has.
+"""Proves block scales optimal, from the definition of the objective and every scale that the format has.
 
 Independent of the searches that chose them: scales with codes are compared with ``brute_force.py``, scales that are
 plain numbers, of which there are too many, with ``least.py``.

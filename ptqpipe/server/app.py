@@ -1,4 +1,4 @@
-"""The routes. Each checks its body, makes the call, and says how it is answered; see the neighbours for how."""
+"""The routes of the server. Each checks its body, makes the call, and chooses how to answer."""
 
 import time
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What /metrics says, in Prometheus' format: counted here, or read from the engine when asked.
+"""What /metrics answers, in Prometheus' format: counted here, or read from the engine when asked.
 
 A registry of its own, so that several servers can live in one process.
 """

@@ -148,7 +148,7 @@ def _rounded(rows: torch.Tensor, dtype: torch.dtype, weight: str) -> torch.Tenso
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The config with the dtype wherever it states one, as transformers spells it."""
+    """The config with the dtype wherever it states one, as transformers writes it."""
     name = str(FLOATS[dtype][1]).removeprefix("torch.")
     changed = {key: name if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
     text = changed.get("text_config")

@@ -1,4 +1,4 @@
-"""diff: what two checkpoints say differently, weight by weight, whatever their layouts.
+"""diff: the differences of two checkpoints, weight by weight, whatever their layouts.
 
 Compares logical weights: the same payload in two layouts is equal, an expert cut out of a stack is compared with its
 rows of the stack, a packed weight with the float weight that it came from. Memory is a few runs of rows.

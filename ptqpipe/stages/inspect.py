@@ -86,7 +86,7 @@ class InspectReport:
     producer     who says to have written it, "" if nobody does
     record       a few facts of ptqpipe.json: source, recipe, versions
     kv_scales    how many kv-cache scales there are, and the least and largest
-    suspicious   one line for each thing worth a look
+    suspicious   one line for each thing that looks wrong
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""One edge as an optimization problem: what its consumers read, what they weigh, what it costs to quantize them.
+"""One edge as an optimization problem: what its consumers read, their weights, the cost of quantizing them.
 
 Built by the stage from a checkpoint and statistics; solved by the files beside this one.
 """

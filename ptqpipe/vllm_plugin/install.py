@@ -1,4 +1,4 @@
-"""Puts the parts of the plugin in place, each on its own: one that does not fit leaves the others alone."""
+"""Installs the parts of the plugin, each on its own: one that does not fit leaves the others alone."""
 
 import logging
 from collections.abc import Callable

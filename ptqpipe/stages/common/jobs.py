@@ -44,7 +44,7 @@ class MemoryPool:
         self._changed = threading.Condition()
 
     @contextmanager
-    def taken(self, nbytes: int) -> Iterator[None]:
+    def reserve(self, nbytes: int) -> Iterator[None]:
         """Reserves ``nbytes`` of it for as long as the context lasts."""
         share = min(nbytes, self._total)
         with self._changed:

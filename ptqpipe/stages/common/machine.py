@@ -1,4 +1,4 @@
-"""What a machine decides: workers, device, memory, ranks. None of it changes a byte of any output."""
+"""Resources of a run: workers, device, memory, ranks. None of them changes a byte of any output."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Stages that write a checkpoint: what one has to say (`Rewrite`), and the one function that runs it (`rewrite`).
+"""Stages that write a checkpoint: what each provides (`Rewrite`), and the one function that runs it (`rewrite`).
 
 convert, relayout, dequantize and transform decide every byte's place from headers, and are then the same: workers do
 the jobs that are not in the journal yet, rank 0 writes the config files and the record, and the folder gets its name.
@@ -82,7 +82,7 @@ class Rewrite(ABC, Generic[J]):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What readers of the output are known to get wrong."""
+        """What readers of the output get wrong."""
         return ()
 
     def cache_bytes(self, job: J) -> int:
@@ -131,7 +131,7 @@ class Done:
 
     record            the content of its ptqpipe.json
     source_container  the layout of the source, "plain" for one that is not quantized
-    warnings          what readers of the output are known to get wrong
+    warnings          what readers of the output get wrong
     written_bytes     of weights and index
     """
 
@@ -204,7 +204,7 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
     with one_thread_each(), progress_bar(mine, shown=machine.progress and ranks.rank == 0) as advance:
 
         def do(job: J) -> None:
-            with pool.taken(work.extra_bytes(job)):
+            with pool.reserve(work.extra_bytes(job)):
                 record = work.do(job, writer, share)
             writer.commit(job.id, record)
             advance(job)

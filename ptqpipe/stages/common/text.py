@@ -1,4 +1,4 @@
-"""Words and tables of all commands: aligned columns, sizes, names of weights with their numbers as ``*``."""
+"""Texts and tables of all commands: aligned columns, differences of JSON, names of weights with numbers as ``*``."""
 
 import json
 import math

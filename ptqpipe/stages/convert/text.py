@@ -85,7 +85,7 @@ def _how(work: Conversion, machine: Machine) -> list[str]:
 
 
 def warnings_of(work: Conversion) -> list[str]:
-    """What is worth a look before the run: patterns without a match, and what readers are known to get wrong."""
+    """Warnings before the run: patterns without a match, and what readers get wrong."""
     unused = unmatched_patterns(work.outputs.plan, work.outputs.recipe)
     return [*(f"{pattern!r} of the recipe matches no tensor; is it a typo?" for pattern in unused), *work.warnings]
 
@@ -270,7 +270,7 @@ def _calibrated(weights: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def _judgement(record: Mapping[str, Any]) -> list[str]:
-    """What data bought, in output errors; nothing without data."""
+    """What calibration data gained, in output errors; nothing without data."""
     weights = record["weights"]
     calibrated, blocks = _calibrated(weights), tuned_blocks(record)
     lines = []
@@ -284,7 +284,7 @@ def _judgement(record: Mapping[str, Any]) -> list[str]:
         judged = samples_text([block.held_out for block in blocks])
         ratio = mean_known(block.ratio for block in blocks)
         lines += [
-            f"output error of the tuned decoder blocks: {ratio:.3f} of that of {tuned_from(record)} on {judged}, mean "
+            f"output error of the tuned decoder layers: {ratio:.3f} of that of {tuned_from(record)} on {judged}, mean "
             f"of {len(blocks)}"
         ]
     return lines

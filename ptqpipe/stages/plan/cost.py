@@ -86,7 +86,7 @@ def estimate(
     memory = MemoryPool(share.pool_bytes)
 
     def work(job: tuple[Group, Unit]) -> list[_Error]:
-        with memory.taken(needs[job[1].id]):
+        with memory.reserve(needs[job[1].id]):
             return _unit_errors(source, *job, stats=stats, moment=moment)
 
     with one_thread_each(), ThreadPoolExecutor(max_workers=share.workers) as pool:

@@ -1,4 +1,4 @@
-"""What plan says at its end: text for a terminal, a dict for JSON."""
+"""What plan prints at its end: text for a terminal, a dict for JSON."""
 
 from collections import defaultdict
 from collections.abc import Sequence

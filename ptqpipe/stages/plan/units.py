@@ -41,7 +41,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        """As recipes spell it."""
+        """As recipes name it."""
         return KEEP if self.scheme is None else self.scheme.name
 
 

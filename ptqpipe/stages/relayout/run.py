@@ -1,7 +1,7 @@
 """relayout: one packed checkpoint in, the same numbers in another container out. Nothing is quantized again.
 
 Codes and block scales keep their bytes; what changes is names, shapes of the same bytes, the width of float scales
-(only where no number changes), and the spelling of global scales: a container that divides stores the reciprocal.
+(only where no number changes), and the convention of global scales: a container that divides stores the reciprocal.
 1/(1/x) is not always x, and code * (v/x) may differ from code * (v*(1/x)) by its roundings, at most 5 x 2^-24 of the
 number; both are looked for in every scale that is inverted, and recorded. Shards keep their borders (the parts of one
 weight are brought together), so there and back again gives the same files, the record aside.

@@ -1,4 +1,4 @@
-"""What relayout says at its end: text for a terminal, a dict for JSON."""
+"""What relayout prints at its end: text for a terminal, a dict for JSON."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What transform says at its end: text for a terminal, a dict for JSON."""
+"""What transform prints at its end: text for a terminal, a dict for JSON."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""What the solvers of `transform` look at: a component's weights as they are by now, and the statistics of its inputs.
+"""What the solvers of `transform` read: a component's weights with all changes so far, and the statistics of its
+inputs.
 
 Reads runs of rows; holds one run, and the sample of rows that a search was promised. Knows the reader and statistics;
 must not know what is done with the numbers.

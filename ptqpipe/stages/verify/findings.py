@@ -1,4 +1,4 @@
-"""What a verification finds: faults and notes, each naming the check, the tensor or file, and what was expected."""
+"""The findings of a verification: faults and notes, each with the check, the tensor or file, and what was expected."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Our own output quantized once more from its record and its source, and block scales proven optimal by brute force.
+"""Quantizes our own output once more from its record and its source, and proves block scales optimal by brute force.
 
 The searches and kernels that wrote the checkpoint run again, so repeating finds any change of the bytes but no error of
 the search itself; the torch reference (``weights.py``) and brute force (``search/proof.py``) find that.

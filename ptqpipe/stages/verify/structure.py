@@ -1,4 +1,4 @@
-"""Names, bytes and files: every source tensor has one fate, nothing is unexplained, what is kept is byte-equal.
+"""Checks names, bytes and files: every source tensor has one fate, nothing is unexplained, what is kept is byte-equal.
 
 Looks at the two checkpoints as sets of logical weights (``source.py``) and plain tensors. Must not decode anything
 except kept tensors of a source that is itself quantized.
