@@ -28,7 +28,7 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str:
-    """What ``st_mode`` says that a path is, in words: "a pipe", "a device"; "" for a regular file."""
+    """The kind of file of an ``st_mode``: "a pipe", "a device"; "" for a regular file."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 

@@ -66,7 +66,7 @@ class Rounding:
 
     @property
     def digest(self) -> str:
-        """sha256 that identifies the codes; decides the bytes of what is made of them."""
+        """sha256 that identifies the codes; decides the bytes of the checkpoints that use them."""
         return str(self.content["digest"])
 
     @property

@@ -125,7 +125,7 @@ MIXED = {"deepseek_fp8": "compressed_tensors"}
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """How a layout stores the scales of a quantized kv cache; its config says that there is one.
+    """How a layout stores the scales of a quantized kv cache; its config announces them.
 
     name      the name of a scale as a template for ``re``: group 1 is the attention module, group 2 is k or v. None
               keeps the names that the source has
@@ -142,7 +142,7 @@ class KvCache:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a layout can store beside the number formats, and what its readers need.
+    """What a layout can store besides number formats, and what its readers need.
 
     matrices      weights of linear layers, one tensor each
     stacks        3-D stacks of experts as one tensor; without it each is ``...experts.<e>.<projection>.weight``

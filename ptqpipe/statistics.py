@@ -37,7 +37,7 @@ _FIELDS = {
 
 
 class KnownInputs(Protocol):
-    """What is known of the inputs of linear modules, by name: what an algorithm is given. See `Statistics`."""
+    """Statistics of the inputs of linear modules by name, as algorithms read them. See `Statistics`."""
 
     def key(self, module: str) -> str: ...
 
@@ -92,7 +92,7 @@ class Statistics:
 
     @property
     def digest(self) -> str:
-        """sha256 that identifies these statistics: of their tensors. Decides bytes of what is made with them."""
+        """sha256 that identifies these statistics: of their tensors. Decides the bytes of checkpoints that use them."""
         return str(self.content["digest"])
 
     def of(self, module: str, *, block: bool = False, full: bool = False, held_out: bool = False) -> InputStatistics:

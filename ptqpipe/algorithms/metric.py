@@ -90,7 +90,7 @@ def factored(
 
 
 def memory_bytes(columns: int) -> int:
-    """What `make_metric` takes at its peak beside the moment that it is given: copies in float32 and float64."""
+    """What `make_metric` allocates at its peak, in addition to its argument: copies in float32 and float64."""
     return 28 * columns * columns
 
 

@@ -106,7 +106,7 @@ class WeightError:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What holds of every block of a weight that was sent: what ``recheck.py`` puts to the test.
+    """What is promised of every block of a weight that was written, and what ``recheck.py`` checks.
 
     scales      whether each scale is the argmin of ``search/objective.py`` at the unit's global scale
     codes       whether each code is the nearest to its weight

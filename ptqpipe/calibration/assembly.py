@@ -38,7 +38,7 @@ class Assembly:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every member that it holds."""
+        """Every member of it."""
         return tuple(key for stack in self.stacks for key in stack)
 
     def build(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -57,7 +57,7 @@ def assemble(
     members: Mapping[str, Member],
     weights: Mapping[str, torch.Tensor],
 ) -> list[Assembly]:
-    """The assemblies of those parameters that are made of nothing but ``members``.
+    """The assemblies of the parameters that consist of ``members`` only.
 
     parameters  name in the block -> the loaded tensor
     origins     name in the block -> the checkpoint tensors that make it

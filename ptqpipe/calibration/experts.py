@@ -22,7 +22,7 @@ STACKS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def is_stacked(module: torch.nn.Module) -> bool:
-    """Whether a module holds experts as 3-D parameters."""
+    """Whether a module has its experts as 3-D parameters."""
     return any(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in STACKS)
 
 

@@ -29,7 +29,7 @@ class KeyValueObserver:
         self._name, self.k_amax, self.v_amax = name, None, None
 
     def stop(self) -> None:
-        """Watches no longer; what was found stays."""
+        """Stops observing; the maxima so far stay."""
         self._name = None
 
     def look_away(self, away: bool) -> None:
@@ -55,7 +55,7 @@ class KeyValueObserver:
 
 
 def make_cache(observer: KeyValueObserver, config: Any) -> Any:
-    """A cache that holds nothing and shows the observer what it is given.
+    """A cache that stores nothing and passes keys and values to the observer.
 
     None for models with layers that are no attention, whose cache holds more than keys and values.
     """

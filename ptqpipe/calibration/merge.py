@@ -14,7 +14,7 @@ from ptqpipe.calibration.collect import Collector
 
 
 def merge_ranks(collector: Collector, *, world: int, held_out: bool = False) -> None:
-    """Replaces what the collector of every rank holds by the sum over ranks (float64), which rank 0 then writes.
+    """Replaces the moments of every rank's collector by the sum over ranks (float64), which rank 0 then writes.
 
     held_out  whether some rank has held-out samples
     A module that only some ranks have seen (an expert without tokens) joins the group that those put it in.

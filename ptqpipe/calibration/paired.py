@@ -23,7 +23,7 @@ _EXPERT = re.compile(r"(.*)\[(\d+)\]\.(up|down)")
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """What is known of the input of a module, x in the float model and x' in the quantized one. float32 [K, K].
+    """Second moments of the input of a module, x in the float model and x' in the quantized one. float32 [K, K].
 
     moment  E[x' x'^T]
     cross   E[x x'^T]

@@ -22,7 +22,7 @@ LEAST_EXPERT_TOKENS = 16  # an expert with fewer has no statistics of its own
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """One block's part of stats.json, and what the tables say of it.
+    """One block's part of stats.json, and its row of the tables.
 
     modules    checkpoint module -> its entry
     attention  attention module -> its entry
@@ -55,7 +55,7 @@ def write_block(
     block: bool,
     key_values: tuple[str, torch.Tensor, torch.Tensor] | None = None,
 ) -> BlockRecord | None:
-    """Writes ``<name>.safetensors`` and says what it holds; None where nothing was seen. Consumes the moments.
+    """Writes ``<name>.safetensors``; its part of stats.json, or None where no module was reached. Consumes the moments.
 
     key_values  an attention module's name, and its largest keys and values [heads]
     """
@@ -138,5 +138,5 @@ def _stand_ins(collector: Collector) -> dict[str, tuple[Moments, dict[float, flo
 
 
 def digest_of(blocks: Mapping[str, Mapping[str, Any]]) -> str:
-    """sha256 of all blocks: of their files' digests and of what stats.json says of them."""
+    """sha256 of all blocks: of their files' digests and of their parts of stats.json."""
     return hashlib.sha256(json.dumps(blocks, sort_keys=True).encode()).hexdigest()

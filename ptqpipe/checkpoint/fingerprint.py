@@ -63,7 +63,7 @@ def fingerprint_of(
 
 
 def pages(header: FileHeader) -> Iterator[tuple[TensorEntry, int, int]]:
-    """(tensor, start, stop) of the bytes that are looked at in one file, each piece inside one page of the file."""
+    """(tensor, start, stop) of the bytes that are sampled in one file, each piece inside one page of the file."""
     tensors = [entry for entry in header.entries if entry.nbytes]
     count = LEAST_PAGES + header.file_bytes // BYTES_PER_PAGE if tensors else 0
     for i in range(count):

@@ -61,7 +61,7 @@ def add_files(
     copy: Sequence[tuple[Path, str]],
     names: Sequence[str],
 ) -> None:
-    """Writes the index and the other files beside the shards, and syncs them and their folders."""
+    """Writes the index and the other files next to the shards, and syncs them and their folders."""
     folder = paths.growing
     with output_errors(folder):
         _remove_others(folder, keep=frozenset(shard.file for shard in layout.shards))

@@ -75,7 +75,7 @@ def fsync_folder(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The output's name, and the places beside it."""
+    """The output's path, and the hidden paths next to it."""
 
     out: Path
 
@@ -166,7 +166,7 @@ def lock_all(folder: Path) -> RankLock:
 
 
 def completed_run(out: Path, *, index_file: str | None = None) -> str | None:
-    """The run that wrote a complete output; None if there is no output or it does not say.
+    """The run that wrote a complete output; None if there is no output, or no record of its run.
 
     index_file  the file whose "run_id" says it; None for a model, where the record does
     """
@@ -188,7 +188,7 @@ def check_unfinished(out: Path, run_id: str, *, index_file: str | None = None) -
 def prepare(
     paths: Paths, identity: RunIdentity, *, mode: str, index_file: str | None = None
 ) -> tuple[RankLock, RunIdentity | None]:
-    """Rank 0's first step: refuse or accept what lies at OUT and beside it, lock, and make the folders.
+    """Rank 0's first step: refuse or accept what exists at OUT and next to it, lock, and make the folders.
 
     index_file  the file that tells a complete output of this kind from other folders; None for a model
 
@@ -219,7 +219,7 @@ def prepare(
 def _settle(
     paths: Paths, identity: RunIdentity, lock: RankLock, *, mode: str, index_file: str | None
 ) -> JournalContent:
-    """With the lock held: put a former output back, then continue or discard what the partial folder holds."""
+    """While the lock is held: put a former output back, then continue or discard the contents of the partial folder."""
     if paths.old.exists() and paths.growing.exists() and not paths.out.exists():
         paths.old.rename(paths.out)
     found = JournalContent() if mode == "overwrite" else read_journals(paths.partial)

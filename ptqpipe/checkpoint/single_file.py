@@ -90,7 +90,7 @@ def _errors(path: Path) -> Iterator[None]:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Raises OSError where the disk does not hold so many bytes more."""
+    """Reserves ``nbytes``; raises OSError where the disk has no room for them."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, max(1, nbytes))
     else:  # macOS

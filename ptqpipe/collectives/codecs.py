@@ -88,7 +88,7 @@ class WireCodec:
         return self.unit_bytes * 8 / self.unit
 
     def units(self, elements: int) -> int:
-        """Units that hold ``elements``."""
+        """How many units ``elements`` take."""
         return -(-elements // self.unit)
 
     def nbytes(self, elements: int) -> int:

@@ -17,7 +17,7 @@ _reducers: "weakref.WeakValueDictionary[str, Reducer]" = weakref.WeakValueDictio
 
 
 def register(reducer: Reducer, name: str) -> str:
-    """Makes ``reducer`` known under ``name``, for as long as it lives. Returns the name."""
+    """Registers ``reducer`` under ``name``, for as long as it lives. Returns the name."""
     _reducers[name] = reducer
     return name
 

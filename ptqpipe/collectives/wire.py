@@ -40,7 +40,7 @@ class Wire(Protocol):
     def reduce(
         self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """The message of the sum, in ``room`` or ``out``, and what it says in ``out``. None stands for ``own``.
+        """The message of the sum, in ``room`` or ``out``, and its decoded values in ``out``. None stands for ``own``.
 
         ``out`` may be ``own``. With an empty ``room`` the sum goes to ``out`` alone, unrounded but for its dtype.
         """

@@ -21,7 +21,7 @@ Load = Callable[[str, int | None, int | None], torch.Tensor]
 
 
 class Role(StrEnum):
-    """What a stored tensor of a quantized weight holds."""
+    """What a stored tensor of a quantized weight is: its codes, its scales ..."""
 
     DATA = "data"  # packed codes, row major
     SCALES = "scales"  # block scales, row major over the scale grid

@@ -280,7 +280,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
 
 
 def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
-    """The weight of ``module``, whose config says ``scheme``; scale dtypes and scalar shapes as they are found."""
+    """The weight of ``module``, whose config gives ``scheme``; scale dtypes and scalar shapes as they are found."""
     weight, fmt = f"{module}.weight", scheme.fmt
     data = weight if fmt.element.bits == 8 else f"{module}.weight_packed"
     for suffix in _UNREADABLE:

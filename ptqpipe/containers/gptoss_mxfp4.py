@@ -29,7 +29,7 @@ _BLOCK_BYTES = 16
 
 
 def supports(scheme: Scheme) -> str | None:
-    """None for MXFP4 (the layout says nothing of activations), else what to use."""
+    """None for MXFP4 (the layout has no field for activations), else what to use."""
     if structure(scheme.fmt) == structure(_FMT) and scheme.activation in (Activation.NONE, Activation.MXFP4):
         return None
     return f"gptoss_mxfp4 stores mxfp4 only, not {scheme.name}; use the {scheme.container} container"

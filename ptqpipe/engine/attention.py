@@ -50,7 +50,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a model says of its attention: the factor of the scores, a window in tokens, a cap of scores, sinks."""
+    """The parameters of a model's attention: the factor of the scores, a window in tokens, a cap of scores, sinks."""
 
     scaling: float
     window: int | None = None

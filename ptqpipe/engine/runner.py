@@ -46,7 +46,7 @@ class Runner:
         agree: Callable[[int], int] | None = None,
         overlap: "Overlap | None" = None,
     ) -> None:
-        """The cache is made here.
+        """Allocates the KV cache.
 
         agree    of all ranks on the number of blocks
         overlap  what runs the model's collectives, and steps in halves beside them

@@ -45,7 +45,7 @@ class Overloaded(PtqError):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the engine is; ``blocks`` of its cache, ``free`` of them held by nobody."""
+    """How busy the engine is; ``blocks`` of its cache, ``free`` of them used by no sequence."""
 
     running: int = 0
     waiting: int = 0
@@ -128,7 +128,7 @@ class Service:
         self._calls.put(None)
 
     def stop(self) -> None:
-        """Cancels everything, whose listeners are told that it is not whole, then stops."""
+        """Cancels every request, notifying its listener that the answer is incomplete, then stops."""
         self.drain()
         error = "the server ended before the answer did"
         for request in list(self._pending):

@@ -95,7 +95,7 @@ def batches(found: Sequence[Window], *, vocabulary: int) -> Iterator[list[Window
 
 
 def vocabulary_of(model: Any) -> int | None:
-    """Width of the logits of a model or a store of logits (its ``vocabulary``), None where it cannot be told."""
+    """Width of the logits of a model or a store of logits (its ``vocabulary``), None where it is unknown."""
     if not isinstance(model, torch.nn.Module):
         found: int | None = getattr(model, "vocabulary", None)
         return found

@@ -186,7 +186,7 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Rec
 
 
 def _with_options(rule: Rule, options: RecipeOptions) -> Rule:
-    """The rule with the options applied; an algorithm goes with its usual weighting unless the rule or call says so."""
+    """The rule with the options applied; an algorithm brings its usual weighting unless rule or call give one."""
     given = _given(options, Rule)
     if options.algorithm in ALGORITHMS and rule.weighting == "none":
         given.setdefault("weighting", ALGORITHMS[options.algorithm].weighting)

@@ -145,7 +145,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class WorstBlock:
-    """A block whose error is large beside the mean of its weight.
+    """A block whose error is large compared with the mean of its weight.
 
     row, column    its first element in the weight; ``size`` how many elements share the scale
     ratio          its squared error beside the mean one of the weight's blocks
@@ -270,7 +270,7 @@ def can_be_proven(algorithm: str, weighting: str) -> bool:
 
 
 def mean_known(values: Iterable[float | None]) -> float | None:
-    """The mean of the numbers that are known, None for none."""
+    """The mean of the numbers that are not None; None without any."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

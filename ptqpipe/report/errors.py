@@ -18,7 +18,7 @@ Drawn = tuple[Markup, Markup]
 
 
 def both(draw: Callable[[bool], Markup]) -> Drawn:
-    """Draws it twice; ``draw`` is told whether for a wide page."""
+    """Draws a chart twice, for a wide and a narrow page; ``draw`` gets whether it is the wide one."""
     return draw(True), draw(False)
 
 

@@ -37,7 +37,7 @@ def sci(value: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Errors beside others: 0.735."""
+    """Ratios of errors: 0.735."""
     return "–" if value is None else f"{value:.3f}"
 
 

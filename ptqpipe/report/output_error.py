@@ -16,7 +16,7 @@ SEEN = "the calibration samples"
 
 
 def judged_by(weights: Mapping[str, Mapping[str, Any]]) -> str:
-    """The samples that convert judged by, in words, from a record's weights."""
+    """The samples on which convert compared errors, as text, from a record's weights."""
     return samples_text([entry["held_out"] is True for entry in weights.values() if "held_out" in entry])
 
 
@@ -40,7 +40,7 @@ def tuned_blocks(record: Mapping[str, Any]) -> tuple[TunedBlock, ...]:
 
 
 def tuned_from(record: Mapping[str, Any]) -> str:
-    """What tune started from, in words: its recipe is the record's."""
+    """What tune started from, as text: its recipe is the record's."""
     rules = _mapping(record.get("recipe")).get("rules")
     ways = {
         (_mapping(rule).get("algorithm"), _mapping(rule).get("weighting"))

@@ -57,7 +57,7 @@ class RoleRow:
 
     @property
     def gains(self) -> list[float]:
-        """Output errors of its calibrated weights beside those of plain rounding."""
+        """Output errors of its calibrated weights relative to those of plain rounding."""
         return [w.versus_rtn for w in self.weights if w.versus_rtn is not None]
 
     @property

@@ -36,7 +36,7 @@ def tiles_of_quality(report: Report) -> Mapping[str, float | None]:
 
 
 def recovery_words(report: Report) -> str:
-    """What stands beside the mean recovery: its 95 % interval, samples, tasks.
+    """The line below the mean recovery: its 95 % interval, samples, tasks.
 
     The interval is the mean of the tasks' own: at least as wide as that of the mean, however the tasks hang together.
     """

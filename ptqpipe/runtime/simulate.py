@@ -23,7 +23,7 @@ from ptqpipe.source import Source
 def simulate_activations(
     model: Any, source: Source, *, homes: Mapping[str, Sequence[Home]], packed: frozenset[str] = frozenset()
 ) -> int:
-    """Quantizes the inputs of a model's float layers as the checkpoint that filled it says.
+    """Quantizes the inputs of a model's float layers as their schemes in the checkpoint require.
 
     homes   where the checkpoint's tensors went
     packed  weights whose layers quantize their inputs themselves

@@ -44,7 +44,7 @@ class Metrics:
         self._http.labels(route, str(status)).inc()
 
     def refused(self, status: int) -> None:
-        """A completion was not taken."""
+        """Counts a completion that was rejected."""
         self._refused.labels(str(status)).inc()
 
     def first_token(self, seconds: float) -> None:

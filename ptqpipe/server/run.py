@@ -33,7 +33,7 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The listening socket. UsageError where the address is taken or not ours.
+    """The listening socket. UsageError where the address is in use or not ours.
 
     It listens at once: until then a second service could bind the same address, and fail when it has loaded.
     """
@@ -145,7 +145,7 @@ class _Running:
             self._service.stop()
 
     async def _announce(self) -> None:
-        """Says when the service is ready."""
+        """Prints when the service is ready."""
         while self._service.state is State.LOADING:
             await asyncio.sleep(0.05)
         if self._service.state is State.READY:

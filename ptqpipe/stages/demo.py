@@ -84,7 +84,7 @@ def run_demo(out: Path, *, machine: Machine) -> tuple[list[DemoRow], int]:
 
 
 def _check_place(out: Path) -> None:
-    """OutputExists for a folder that holds anything but what an earlier demo has left, which is replaced."""
+    """OutputExists for a folder that contains anything but the output of an earlier demo, which is replaced."""
     if not out.is_dir():
         return
     for path in sorted(out.iterdir()):

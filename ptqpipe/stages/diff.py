@@ -64,7 +64,7 @@ class ValueDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What two checkpoints say differently.
+    """The differences of two checkpoints.
 
     only_a, only_b  logical tensors of one of them
     reshaped        tensors of both with different shapes: (name, shape in a, shape in b)
@@ -300,7 +300,7 @@ def _presence(value: Any) -> str:
 
 
 def _file_diffs(left: Source, right: Source) -> list[ValueDiff]:
-    """Files beside the weights, configs and the record aside."""
+    """Differences of the other files: all but weights, configs and the record."""
     a, b = ({path.relative_to(s.reader.path).as_posix(): path for path in s.reader.extra_files} for s in (left, right))
     found = []
     for name in sorted(a.keys() | b.keys()):

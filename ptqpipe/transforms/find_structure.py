@@ -250,7 +250,7 @@ class _Finder:
         self.edges.append(edge)
 
     def result(self) -> Structure:
-        """What was found."""
+        """The structure of the model."""
         others = tuple(name for name in self.tensors if name not in self.seen)
         return Structure(
             self.architecture,

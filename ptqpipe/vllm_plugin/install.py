@@ -42,7 +42,7 @@ def _all_reduce(settings: Settings) -> None:
 
 
 def _try(what: str, step: Callable[[], None]) -> bool:
-    """Whether ``step`` went through; if not, the log says what is missing now."""
+    """Whether ``step`` went through; if not, the log names what is missing."""
     try:
         step()
     except Exception as error:

@@ -284,7 +284,7 @@ def test_blocks_of_learned_codes_are_judged_by_what_tune_measured(pair: tuple[Pa
     assert "of the calibrated codes that tune started from on held-out samples where there were any" in told
     record["rounding"]["blocks"] = ["no", "mapping"]
     (folder / "ptqpipe.json").write_text(json.dumps(record))
-    assert "does not say what their blocks gained" in render_html(gather(folder))
+    assert "does not show what their layers gained" in render_html(gather(folder))
 
 
 def titles(page: str) -> list[str]:

@@ -44,7 +44,7 @@ HEAD = "head"
 
 @dataclass(frozen=True, slots=True)
 class CalibrateOptions:
-    """What decides the statistics, beside model and data.
+    """The options that decide the statistics, besides model and data.
 
     seqlen   tokens of a sample; None: 2048, or the positions of the model where they are fewer
     holdout  further windows whose moments are kept apart, for judging; None: one for every eight samples, where the
@@ -165,7 +165,7 @@ def _dtype_of(name: str, config: Any) -> torch.dtype:
 
 
 def _run_parts(source: Source, samples: Samples, options: CalibrateOptions) -> dict[str, str]:
-    """What decides the numbers of this run; which of them changed is what a refused --resume says."""
+    """What decides the numbers of this run; a refused --resume names the one that changed."""
     return {
         "stage": "calibrate",
         "the model": source.reader.fingerprint(),

@@ -83,7 +83,7 @@ def _weighting(
 
 
 def extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
-    """About how much memory the low-rank parts of a unit take beside its weights: its codes wait for them."""
+    """About how much memory the low-rank parts of a unit take in addition to its weights: its codes wait for them."""
     if unit.scheme.low_rank is None:
         return 0
     codes = sum(m.elements * unit.scheme.fmt.bits_per_weight(m.shape) / 8 for m in unit.members)

@@ -120,7 +120,7 @@ class Machine:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many threads of torch's own while this lasts; never more than processors, which the system may not give."""
+    """Sets torch's own threads to ``count`` in the context, at most the processors that this process may use."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(count, len(processors())))
     try:

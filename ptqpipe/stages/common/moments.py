@@ -72,7 +72,7 @@ def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
 
 
 def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
-    """About how much memory choosing the codes of a unit with statistics takes beside its weights."""
+    """About how much memory choosing the codes of a unit with statistics takes in addition to its weights."""
     if not unit.rule.calibrated:
         return 0
     columns = max(member.shape[1] for member in unit.members)
@@ -94,7 +94,7 @@ def means_of(unit: Unit, statistics: Statistics | None, weights: set[str]) -> li
 
 
 def describe_statistics(statistics: Statistics) -> Mapping[str, Any]:
-    """What the record says of them."""
+    """Their entry in the record."""
     return {
         "digest": statistics.digest,
         "model": statistics.content["model"],

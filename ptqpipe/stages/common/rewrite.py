@@ -65,7 +65,7 @@ class Rewrite(ABC, Generic[J]):
 
     @abstractmethod
     def do(self, job: J, writer: CheckpointWriter, share: Share) -> Mapping[str, Any]:
-        """Writes the tensors of a job at their places; what the journal says of it (JSON). Called on many threads."""
+        """Writes the tensors of a job at their places; its journal entry (JSON). Called on many threads."""
 
     @abstractmethod
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
@@ -254,7 +254,7 @@ _HEAD = {
 
 
 def parts_of_stage(stage: str, record: Mapping[str, Any], *, layout: str) -> dict[str, str]:
-    """What decides the bytes of a run of relayout, dequantize or transform, from what its record says of the run.
+    """What decides the bytes of a run of relayout, dequantize or transform, from its record.
 
     layout  the digest of names, dtypes, shapes and places of all tensors
     """
@@ -274,10 +274,10 @@ def run_parts_of(record: Mapping[str, Any], *, layout: str) -> dict[str, str] | 
 
 
 def named_source(source: Source) -> dict[str, str]:
-    """How a record names the checkpoint that its own was made of."""
+    """How a record names the source of its checkpoint."""
     return {"name": name_of(source.reader.path), "fingerprint": source.reader.fingerprint()}
 
 
 def is_unfinished(out: Path) -> bool:
-    """Whether a run that --resume continues lies beside ``out``."""
+    """Whether a run that --resume continues exists next to ``out``."""
     return Paths.of(out).partial.is_dir()

@@ -142,7 +142,7 @@ def default_out(path: Path, recipe: Recipe) -> Path:
 
 
 def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
-    """The recipe that codes were learned for, which holds where the call gives no recipe file.
+    """The recipe that codes were learned for, which applies where the call gives no recipe file.
 
     CheckpointError where rounding.json has none that this version knows; UsageError where ``options`` name another
     format.

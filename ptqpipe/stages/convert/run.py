@@ -220,7 +220,7 @@ def _weights(job: QuantizeUnit, source: Source, *, cache: bool) -> list[SourceRo
 
 
 def _facts(unit: Unit, member: Member, result: UnitResult, error: WeightError) -> dict[str, Any]:
-    """What the record says of any quantized weight: its rule, and its errors."""
+    """The fields of the record for any quantized weight: its rule, and its errors."""
     return {
         "shape": list(member.shape),
         "format": unit.scheme.fmt.name,

@@ -296,12 +296,12 @@ def _not_finite(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _rechecked(weights: Mapping[str, Mapping[str, Any]]) -> int:
-    """How many blocks were found again by brute force."""
+    """How many blocks were re-checked by brute force."""
     return sum(entry["rechecked"] for entry in weights.values())
 
 
 def _looked_at(weights: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """How many blocks were found again by brute force, where a search promised anything."""
+    """How many blocks were re-checked by brute force, where a search promised anything."""
     some = sum(entry["rechecked"] > 0 for entry in weights.values())
     if not some:
         return []

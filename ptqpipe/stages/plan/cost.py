@@ -95,7 +95,7 @@ def estimate(
 
 
 def _bytes(group: Group, unit: Unit, stats: Statistics | None, moment: str) -> int:
-    """About what a unit takes beside what every worker has: its weights where they are kept, and its moments."""
+    """About how many bytes a unit takes besides what every worker has: its kept weights and its moments."""
     shapes = [member.shape for member in unit.members]
     formats = [option.scheme.fmt for option in group.options if option.scheme is not None]
     whole = [gathered_bytes(shapes, fmt, element_bytes=4) for fmt in formats if fmt.one_scale]

@@ -56,7 +56,7 @@ def gather(
     all_rows: bool = False,
     workers: int | None = None,
 ) -> Report:
-    """Everything that the report says about ``ckpt``.
+    """The content of the report about ``ckpt``.
 
     source      the checkpoint that it was made from: errors, worst blocks and choices are then recomputed
     evaluation  what ``ptqpipe eval`` wrote
@@ -166,7 +166,7 @@ def _kept(opened: Source, record: Record | None) -> tuple[KeptTensor, ...]:
 
 
 def _headline(opened: Source) -> tuple[str, ...]:
-    """The schemes in words, the one with most weights first."""
+    """Descriptions of the schemes, the one with most weights first."""
     counts: dict[str, int] = defaultdict(int)
     words: dict[str, str] = {}
     for stored in opened.stored.values():
@@ -194,7 +194,7 @@ def _rules(record: Record | None) -> tuple[tuple[str, str, str], ...]:
 def _provenance(
     opened: Source, original: Source | None, record: Record | None, producer: str
 ) -> tuple[tuple[str, str], ...]:
-    """(what, value), the known ones."""
+    """(what, value) of all that is known about the checkpoint's origin."""
     raw: Mapping[str, Any] = record.raw if record is not None else {}
     made_from = raw.get("source")
     source: Mapping[str, Any] = made_from if isinstance(made_from, Mapping) else {}

@@ -114,14 +114,14 @@ class Place:
         return dist.new_group(backend="nccl", timeout=TIMEOUT)
 
     def ignore_signals(self) -> None:
-        """A rank above 0 ends when the first one says so, which drains first."""
+        """A rank above 0 ends when the first one tells it to, after that has drained."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass(slots=True)
 class OtherRanks:
-    """The first rank's hold on the others; a context that ends them."""
+    """The first rank's control of the others; a context that ends them."""
 
     place: Place
     processes: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class OtherRanks:
         return fail
 
     def others(self) -> str:
-        """The ranks that the first one may wait for, in words."""
+        """The ranks that the first one may wait for, as text."""
         if not self.processes:
             return "another rank" if self.place.size > 2 else "rank 1"
         names = [f"rank {rank} (process {process.pid})" for rank, process in self.processes.items()]

@@ -100,7 +100,7 @@ class VllmService:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the environment with vLLM holds. ``cpu``: a build for CPUs."""
+    """The environment with vLLM: versions and paths. ``cpu``: a build for CPUs."""
 
     python: str
     vllm: str

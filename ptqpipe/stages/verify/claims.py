@@ -278,7 +278,7 @@ def check_reasons(record: Record, plan: Plan, findings: Findings, recipe: Recipe
 
 
 def check_float(ckpt: Source, record: Record, findings: Findings) -> None:
-    """What the record of a float checkpoint says of all of it."""
+    """Checks the fields of a float checkpoint's record that concern all of it."""
     raw = record.raw
     dtype = raw.get("dtype")
     if dtype is not None:

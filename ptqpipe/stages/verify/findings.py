@@ -56,7 +56,7 @@ class Findings:
         (self.fault if self.chosen else self.note)(check, where, message)
 
     def extend(self, others: Iterable[Finding]) -> None:
-        """Adds what another collection found."""
+        """Adds the findings of another collection."""
         self.items.extend(others)
 
     def guard(self, check: str, where: str, action: Callable[[], None]) -> None:

@@ -80,7 +80,7 @@ def check_weight(
 
 
 def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings, *, moved: bool) -> None:
-    """What the record says that needs no source. A weight whose layout was changed may have no errors."""
+    """Checks what the record claims that needs no source. A weight whose layout was changed may have no errors."""
     fmt = stored.scheme.fmt
     if claim.shape != stored.shape or claim.format != fmt.name:
         claimed = f"{claim.format} {list(claim.shape)}"
