@@ -2,7 +2,7 @@
 
 transformers dispatches such modules by name of an implementation; here ``forward`` of the module itself is replaced,
 with the same arithmetic for whichever of its layouts (gate and up in one tensor, transposed, biased) it declares. Llama
-4's, which declare nothing, get a run of rows each, one a token, zeros for the tokens of other experts.
+4's, which declare nothing, get a run of rows each, one per token, zeros for the tokens of other experts.
 """
 
 from collections.abc import Callable

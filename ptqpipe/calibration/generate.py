@@ -79,7 +79,7 @@ def threads_for(model: Any, *, samples: int, seqlen: int, most: int) -> int:
 def _continue(
     model: Any, ids: torch.Tensor, seqlen: int, generator: torch.Generator, report: Callable[[int], None]
 ) -> torch.Tensor:
-    """``ids`` [n, t] continued to [n, seqlen], one token of every row a step; keys and values are kept."""
+    """``ids`` [n, t] continued to [n, seqlen], one token of every row per step; keys and values are kept."""
     report(ids.numel())
     past, new = None, ids
     while ids.shape[1] < seqlen:

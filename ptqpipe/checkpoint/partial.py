@@ -345,6 +345,6 @@ def _refuse_resume(paths: Paths, identity: RunIdentity, index_file: str | None) 
     check_unfinished(paths.out, identity.run_id, index_file=index_file)
     if paths.out.exists() and (not paths.out.is_dir() or any(paths.out.iterdir())):
         raise WrongOutput(
-            f"{shown(str(paths.out))} has no unfinished run beside it, and is no output of this run; --overwrite "
+            f"{shown(str(paths.out))} has no unfinished run next to it and is no output of this run; --overwrite "
             "replaces it, or choose another -o"
         )

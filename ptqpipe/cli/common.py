@@ -130,7 +130,7 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
     from ptqpipe.stages.common.rewrite import is_unfinished
 
     if mode == "resume" and not is_unfinished(out) and not out.exists() and ranks_of().rank == 0:
-        click.echo(f"Nothing unfinished lies beside {out}: starting from the beginning.", err=True)
+        click.echo(f"{out} has no unfinished run: starting from the beginning.", err=True)
     try:
         yield
     except KeyboardInterrupt:

@@ -79,7 +79,7 @@ def reduce(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(message of the sum, its decoded values in ``own``'s dtype).
 
-    messages    one a rank, in order; None where ``own [n]`` stands, which is added as it is
+    messages    one per rank, in order; None where ``own [n]`` stands, which is added as it is
     requantize  False: no message (empty), and the sum rounded to the dtype alone
     """
     total: torch.Tensor | None = None

@@ -1,7 +1,7 @@
 """The kernel behind ``collectives/symmetric.py``: a whole two-shot sum in one launch, over memory that all ranks see.
 
-Every rank has a buffer, mapped into all of them: counters, then a room a rank for the parts of its stripe, then a room
-a rank for the sums of all stripes. A launch on rank r, the same on all ranks but for r:
+Every rank has a buffer, mapped into all of them: counters, then one room per rank for the parts of its stripe, then one
+per rank for the sums of all stripes. A launch on rank r, the same on all ranks but for r:
 
     push_parts   encodes r's part of every other stripe into the owner's rooms
     barrier 0    ... of this program with the programs of the same number on the other ranks
@@ -24,7 +24,7 @@ stands at WORLD times its launches when a launch begins (nobody can be at barrie
 barrier 0), which gives the goal of both counters; nothing is counted on the host, and a captured graph can be replayed.
 
 Numbers are those of ``triton_messages.py``, bit-equal to ``collectives/reference.py``. Never run or timed on a GPU: the
-interpreter runs it, a process a rank. Imports Triton: import it from inside functions. Must not know processes.
+interpreter runs it, a process per rank. Imports Triton: import it from inside functions. Must not know processes.
 """
 
 from dataclasses import dataclass

@@ -39,7 +39,7 @@ def find_candidates(
             for member in members:
                 if member.stack is None and member.weight in tensors:
                     raise CheckpointError(
-                        f"{member.weight!r} lies beside the stack {name!r}, which holds that weight, too; remove one"
+                        f"{member.weight!r} exists next to the stack {name!r}, which has that weight, too; remove one"
                     )
                 found[member.key] = member
             reasons.update({name: reason} if reason else {})

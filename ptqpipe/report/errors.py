@@ -59,7 +59,7 @@ def _error_line(row: RoleRow) -> charts.Series | None:
 
 
 def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
-    """SQNR by role, a dot a weight; None where errors are unknown."""
+    """SQNR by role, a dot per weight; None where errors are unknown."""
     strips = []
     for row in rows:
         values = tuple(
@@ -69,7 +69,7 @@ def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
             strips.append(charts.Strip(row_label(row, rows), row.index, values, row.sqnr_db, f"{row.sqnr_db:.2f} dB"))
     if not strips:
         return None
-    label = "signal to quantization noise ratio by role, a dot a weight"
+    label = "signal to quantization noise ratio by role, a dot per weight"
     unit = "SQNR, dB (right is better)"
     return both(lambda wide: charts.strip_chart(strips, wide=wide, label=label, unit=unit, least_span=LEAST_DB))
 

@@ -128,7 +128,7 @@ class PackedWeight:
         """Rows (dim 0) or columns (dim 1) ``[start, start+length)`` on block edges. FormatError elsewhere."""
         if self.operand is not None:
             return self.in_rows().narrow(dim, start, length)
-        if dim == 1 and self.scales is None:  # one scale a row holds for every part of it
+        if dim == 1 and self.scales is None:  # one scale per row holds for every part of it
             data = self.data.narrow(1, start, length)
             return replace(self, shape=(self.shape[0], length), data=data)
         factor = self.factor

@@ -208,7 +208,7 @@ def error_text(rows: Sequence[ErrorRow]) -> str:
             cells = {row.ranks: _cell(row) for row in here if (row.scheme, row.codec, row.bits) == key}
             lines.append((key[0], key[1], number(key[2]), *(cells.get(k, "") for k in worlds)))
         head = ("scheme", "codec", "bits", *(f"k={k}" for k in worlds))
-        title = f"Relative L2 of the result{_OF_BOTH * _uneven(data)}, {data}, {here[0].elements:,} elements a rank"
+        title = f"Relative L2 of the result{_OF_BOTH * _uneven(data)}, {data}, {here[0].elements:,} elements per rank"
         parts.append(f"{title}\n\n{table(head, lines, left=2)}")
         modelled = [row for row in here if row.model is not None]
         if modelled:

@@ -239,7 +239,7 @@ def test_options_of_the_other_engine_are_refused(arguments: list[str], match: st
 
 def test_options_that_were_given_reach_vllm_and_defaults_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[VllmService] = []
-    monkeypatch.setattr(stage, "serve_vllm", lambda service, *, inherited, say: got.append(service))
+    monkeypatch.setattr(stage, "serve_vllm", lambda service, *, inherited, log: got.append(service))
     line = "serve ckpt --engine vllm --tp 2 --allreduce auto --max-model-len 99 --port 81 --drain 5 -- --enforce-eager"
     assert CliRunner().invoke(main, line.split()).exit_code == 0
     wanted = ("--max-model-len", "99", "--enforce-eager")

@@ -1,6 +1,6 @@
 """calibrate: statistics of a model's linear inputs, collected layer by layer into a folder (`statistics.py`).
 
-One file a block, written when the block is done and noted in a journal, so a killed run continues behind it (its
+One file per block, written when the block is done and noted in a journal, so a killed run continues behind it (its
 blocks are run again, not watched again). Several ranks share the samples; rank 0 writes what they found together.
 The folder appears under its name when stats.json, its last file, is in it.
 

@@ -143,7 +143,7 @@ def command(service: VllmService, found: Environment) -> list[str]:
 def environment(service: VllmService, found: Environment, inherited: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: the inherited one, the plugin's settings, and on a CPU which cores each rank gets.
 
-    vLLM wants one NUMA node a rank unless it is told the cores; what the user has set stays.
+    vLLM wants one NUMA node per rank unless it is told the cores; what the user has set stays.
     """
     result = {**inherited, "PTQPIPE_ALLREDUCE": service.allreduce}
     result["PTQPIPE_ALLREDUCE_MIN_BYTES"] = service.allreduce_min_bytes
@@ -179,7 +179,8 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], log: Calla
     _check_port(service)
     found = find_environment(service.python)
     if not found.plugin:
-        missing = f"ptqpipe is not installed beside vLLM; {found.python} -m pip install --no-deps ptqpipe adds"
+        install = f"{found.python} -m pip install --no-deps ptqpipe"
+        missing = f"ptqpipe is not installed in vLLM's environment; {install} adds"
         if service.allreduce != "off":
             raise UsageError(f"--allreduce {service.allreduce} needs the plugin: {missing} it")
         log(f"{missing} the kernels for NVFP4, MXFP4 and MXFP8 on CPUs")

@@ -98,7 +98,7 @@ def tune(
     with prepared:
         source = prepared.source
         if any(unit.scheme.low_rank is not None for unit in prepared.outputs.plan.units):
-            raise UsageError("tune does not learn codes beside a low-rank part; leave low_rank out of the recipe")
+            raise UsageError("tune learns no codes together with a low-rank part; leave low_rank out of the recipe")
         check_disjoint(prepared.source.reader.path, out)
         config = read_config(prepared.source.reader.path)
         samples = load_samples(

@@ -26,7 +26,10 @@ def render(done: Finished) -> str:
     judged = samples_text([entry["held_out"] for entry in blocks.values()])
     lines = [
         f"output error of each decoder layer on {judged}:",
-        table(["layer", "start", "found", "ratio", "moved", ""], [_row(name, entry) for name, entry in blocks.items()]),
+        table(
+            ["layer", "start", "result", "ratio", "moved", ""],
+            [_row(name, entry) for name, entry in blocks.items()],
+        ),
     ]
     left = [weight for entry in blocks.values() for weight in entry["not_learned"]]
     if left:
