@@ -6,7 +6,7 @@ Times, owners, links and the folder's own name do not count; nor do the tokenize
 
 A file has 64 pages of 4 KiB and one for every 64 MiB, at places that are hashed from its header: every tensor has one
 where a file has no more tensors than pages, as those of dense models do; of a mixture of experts with hundreds of
-tensors a file, every so-many-th has. So 16 GB cost a few megabytes of reading, 700 GB less than a hundred.
+tensors per file, every n-th has. So 16 GB cost a few megabytes of reading, 700 GB less than a hundred.
 
 What it misses: numbers that were changed where no page is looked at, in a file of the same size and header (a few rows
 of an embedding; one expert among hundreds). Training, merging and other roundings change every page. Who must exclude

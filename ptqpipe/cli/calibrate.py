@@ -40,7 +40,7 @@ _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
     "--holdout",
     type=int,
     metavar="N",
-    help="Further windows, on which convert judges what it made of the others; they double the size of the moments.  "
+    help="Held-out windows, on which convert compares its result with plain rounding; they double the moments.  "
     "[default: samples / 8]",
 )
 @click.option(

@@ -144,10 +144,18 @@ VLLM_OPTIONS = options(
     help="Quantize activations as the format of the checkpoint says, or leave them.",
 )
 @click.option("--max-model-len", type=int, metavar="N", help="Longest sequence in tokens.  [default: the model's]")
-@click.option("--max-num-seqs", type=int, default=32, show_default=True, help="Most sequences in one step.")
-@click.option("--max-batch-tokens", type=int, default=1024, show_default=True, help="Most tokens in one step.")
 @click.option(
-    "--max-queue", type=int, default=256, show_default=True, help="Most sequences that wait; further ones get HTTP 429."
+    "--max-num-seqs", type=int, default=32, show_default=True, help="Largest number of sequences in one step."
+)
+@click.option(
+    "--max-batch-tokens", type=int, default=1024, show_default=True, help="Largest number of tokens in one step."
+)
+@click.option(
+    "--max-queue",
+    type=int,
+    default=256,
+    show_default=True,
+    help="Largest number of waiting sequences; further ones get HTTP 429.",
 )
 @click.option(
     "--kv-cache-size",

@@ -77,7 +77,7 @@ class _Step:
 class PagedAttention:
     """The pages of every layer, and the attention over them.
 
-    windows  of layers whose masks say them (None: everything), whatever their attention is told
+    windows  of layers whose masks have one (None: everything), whatever their attention function is given
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class Leader:
             raise PtqError(f"a rank does not answer: {one_line(str(error), limit=300)}") from error
 
     def close(self) -> None:
-        """Ends the others. Those that have gone need not be told."""
+        """Ends the others. Those that have ended already are ignored."""
         with contextlib.suppress(RuntimeError):
             self._broadcast_word(_CLOSE)
 
@@ -65,7 +65,7 @@ class Leader:
 
 
 def follow(runner: Runner, group: dist.ProcessGroup | None = None) -> None:
-    """A rank above 0: computes what the leader says until it closes. PtqError when the leader is gone."""
+    """A rank above 0: computes what the leader sends until it closes. PtqError when the leader is gone."""
     word = torch.zeros(1, dtype=torch.int64)
     while True:
         try:

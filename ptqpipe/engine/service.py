@@ -1,7 +1,7 @@
 """The engine in a thread of its own: loads the model there, takes requests from other threads, calls them back.
 
 Everything that touches the engine happens in its thread, so the engine needs no locks. Whoever submits gets pieces in
-that thread and hands them on (an HTTP server: into its event loop). When the engine fails everyone under way is told,
+that thread and hands them on (an HTTP server: into its event loop). When the engine fails all requests are notified,
 and nothing new is taken. Must not know HTTP.
 """
 

@@ -16,7 +16,7 @@ _TEXT = ("text_config", "language_config", "llm_config")
 class Keep(NamedTuple):
     """Modules that stay as they are: a pattern of their names, and why.
 
-    bits  formats of at least so many bits do quantize them; 0: none does
+    bits  formats of at least this many bits do quantize them; 0: none does
     """
 
     pattern: str

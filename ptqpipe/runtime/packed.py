@@ -54,7 +54,7 @@ class PackedWeight:
     scales  of the blocks, as in a QTensor; None where the factors are all there is
     factor  float32 ``[1]`` or ``[N]``: what multiplies the rows of the inner part; None for 1
     divisor float32 0-d: the global scale where it divides, so that `dequantize` rounds as QTensor does; else None
-    operand of a weight in panels (see `arranged`): what the kernel is told; None: the bytes lie in rows
+    operand of a weight in panels (see `arranged`): what the kernel is given; None: the bytes lie in rows
     """
 
     fmt: Format

@@ -1,7 +1,7 @@
 """uvicorn around the app: starts, drains on SIGTERM and SIGINT, ends when the engine does.
 
 On a signal no new request is taken (503), those under way finish, and after the deadline what is left is cancelled. A
-second signal ends at once. When the engine fails, everyone is told and the process ends with its error.
+second signal ends at once. When the engine fails, every client gets an error and the process ends with its error.
 """
 
 import asyncio

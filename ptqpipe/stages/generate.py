@@ -47,7 +47,7 @@ def generate(
     samples  what `calibrate` will be asked for: one window more for every eight is written, which it holds out
     seqlen   None: 2048, or the positions of the model where they are fewer
     machine  its workers are the most threads; a small model uses fewer
-    log      called with a line when everything has been looked at and the model is about to be loaded
+    log      called with a line when everything has been checked and the model is about to be loaded
 
     Raises UsageError for settings that do not fit the model, OutputError for a file that exists or cannot be written:
     both before a weight is read.

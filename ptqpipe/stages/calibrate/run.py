@@ -48,7 +48,7 @@ class CalibrateOptions:
 
     seqlen   tokens of a sample; None: 2048, or the positions of the model where they are fewer
     holdout  further windows whose moments are kept apart, for judging; None: one for every eight samples, where the
-             data have so many. They double the moments, in memory and on disk
+             data have as many. They double the moments, in memory and on disk
     moments  of MOMENTS; the diagonal is always there
     dtype    what the model computes in: float32, float64, bfloat16, float16, or auto for the checkpoint's own
     """

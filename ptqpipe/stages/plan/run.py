@@ -157,7 +157,16 @@ class _Limits:
             raise UsageError(f"--budget {option_size(budget.nbytes)} is too small; the smallest possible is {size}")
         fixed = least - sum(row[0] for row in sizes)
         slack = _SLACK + 4 * len(groups)  # header entries are estimates: begin above, exact sizes decide
-        return cls(sizes, budget.nbytes - fixed + slack, budget.nbytes, f"{option_size(budget.nbytes)} on disk")
+        return cls(sizes, budget.nbytes - fixed + slack, budget.nbytes, f"{_in_recipe(budget.nbytes)} on disk")
+
+
+def _in_recipe(nbytes: float) -> str:
+    """Bytes as a recipe's description has them: it is part of run ids, so its two decimals stay."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
 
 
 def _decide(

@@ -1,8 +1,8 @@
 """The processes of a tensor-parallel service: started and watched here, or joined where torchrun started them.
 
 Ranks that are started here reach each other by gloo on this machine's loopback; on GPUs they sum by NCCL. When one
-ends, the service is told at once, for the others may wait in a collective for it; when the first one goes, however it
-goes, the others end. One that is stopped, or does not answer in a sum, counts as ended (``watchdog.py``).
+ends, the service learns of it at once, for others may wait for it in a sum; when the first one ends, however it
+does, the others end. One that is stopped, or does not answer in a sum, counts as ended (``watchdog.py``).
 """
 
 import contextlib

@@ -143,7 +143,7 @@ def command(service: VllmService, found: Environment) -> list[str]:
 def environment(service: VllmService, found: Environment, inherited: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: the inherited one, the plugin's settings, and on a CPU which cores each rank gets.
 
-    vLLM wants one NUMA node per rank unless it is told the cores; what the user has set stays.
+    vLLM wants one NUMA node per rank unless the cores are given; what the user has set stays.
     """
     result = {**inherited, "PTQPIPE_ALLREDUCE": service.allreduce}
     result["PTQPIPE_ALLREDUCE_MIN_BYTES"] = service.allreduce_min_bytes

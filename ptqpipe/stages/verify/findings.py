@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ptqpipe.errors import PtqError, first_line
 
-# What a damaged file can make Python raise before anyone has looked at it. Anything else is a bug and keeps its trace.
+# What a damaged file can make Python raise before it is checked. Anything else is a bug and keeps its trace.
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError, OSError)
 
 
