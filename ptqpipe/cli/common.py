@@ -62,7 +62,7 @@ class Given(SimpleNamespace):
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="ptqpipe")
 def main() -> None:
-    """Hugging Face checkpoints to FP4 and FP8: streaming, with block scales that are proven optimal."""
+    """Quantize Hugging Face models to FP4 and FP8, in little memory, with block scales that are proven optimal."""
     for stream in (sys.stdout, sys.stderr):  # names of files need not be Unicode, and terminals need not know it
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""What a page shows beside errors: the evaluation, scales and their codes, the precision map, every tensor. No HTML."""
+"""The page apart from errors: the evaluation, scales and their codes, the precision map, every tensor. No HTML."""
 
 import math
 from collections import defaultdict

@@ -40,7 +40,8 @@ def simulate_activations(
             continue
         if not homes.get(weight):
             raise CheckpointError(
-                f"no module of the model holds {weight!r}; what the checkpoint says of it has no place"
+                f"no module of the model has the weight {weight!r}, whose inputs the checkpoint quantizes; check "
+                "config.json against the weights"
             )
         for home in homes[weight]:
             for expert, quantizer in _quantizers(source, stored, home):

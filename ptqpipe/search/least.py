@@ -49,7 +49,7 @@ def best_scales(
     x       float32 ``[blocks, elements]`` magnitudes
     stored  ``[blocks]`` the scales that are judged
     h       float32 ``[blocks, elements]`` normalized weights, or None
-    every   where scales are numbers: the step between those tried, from ``first`` on, and the neighbours of ``stored``
+    every   where scales are numbers, the step of those tried from ``first`` on, besides the neighbours of ``stored``
     """
     small = x < x.max(axis=1, keepdims=True) * np.float32(FLUSH)
     if small.any():

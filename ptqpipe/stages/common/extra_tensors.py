@@ -1,4 +1,4 @@
-"""Tensors beside the quantized weights whose numbers come from statistics: corrected biases, scales of the KV cache.
+"""Tensors besides the quantized weights whose numbers come from statistics: corrected biases, scales of the KV cache.
 
     bias correction    b += (W - What) E[x], so that the mean of a layer's output is that of the float layer. A bias
                        belongs to the job of its weight
