@@ -80,7 +80,7 @@ def _split(stored: StoredWeight, expert: int, scheme: Scheme, source: Source, ta
     parent, _, leaf = base.rpartition(".")
     if f"{base}_bias" in source.reader.entries:
         raise FormatError(
-            f"{stored.weight}: no reader knows names for biases of single experts; "
+            f"{stored.weight}: experts with biases have no names one by one that readers know; "
             "use --container ptqpipe or gptoss_mxfp4"
         )
     rows, cols = stored.shape
