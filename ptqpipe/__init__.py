@@ -1,4 +1,4 @@
-"""ptqpipe: Hugging Face checkpoints to FP4 and FP8, streaming, with block scales that are proven optimal.
+"""ptqpipe quantizes Hugging Face checkpoints to FP4 and FP8, in little memory, with block scales proven optimal.
 
     ptqpipe.convert("path/to/model", format="nvfp4")          # the whole checkpoint
     q = ptqpipe.quantize(w, "nvfp4"); q.dequantize()          # one matrix

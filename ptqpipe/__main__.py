@@ -1,5 +1,6 @@
-"""``python -m ptqpipe``, and the ``ptqpipe`` command: as little as possible before Ctrl-C has its exit code, and an end
-that no thread can spoil."""
+"""Entry point of ``ptqpipe`` and ``python -m ptqpipe``: Ctrl-C has its exit code before heavy imports begin, and no
+thread can spoil the end.
+"""
 
 import contextlib
 import os

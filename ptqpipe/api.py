@@ -126,7 +126,7 @@ def quantize(
 
 
 def _check_matrix(w: torch.Tensor) -> None:
-    """FormatError unless the memory of ``w`` holds floats that the kernels can be given."""
+    """FormatError unless ``w`` is a matrix of floats in memory that the kernels can read."""
     if not isinstance(w, torch.Tensor):
         raise FormatError(f"quantize takes a torch tensor, got {type(w).__name__}; use torch.as_tensor")
     got = f"{str(w.dtype).removeprefix('torch.')} {list(w.shape) if w.layout == torch.strided else w.layout}"
@@ -139,7 +139,7 @@ def _check_matrix(w: torch.Tensor) -> None:
 
 
 def _format_of(name: str) -> Format:
-    """A weight format by its own name, or by that of a scheme that has it. FormatError with the known names."""
+    """A weight format by its own name, or by that of a scheme that has it. FormatError that lists the valid names."""
     if "/" in name or name.lower().replace("-", "_") in FORMATS:
         return get_format(name)
     return get_scheme(name).fmt

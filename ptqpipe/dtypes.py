@@ -1,4 +1,4 @@
-"""Number types by the names that files and people give them. Nothing else of the package names them again."""
+"""Names of number types, as files and users write them, and their torch dtypes. The only place that lists them."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

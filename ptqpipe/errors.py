@@ -87,7 +87,7 @@ class OutputError(PtqError):
 
 
 class OutputExists(OutputError):
-    """Something lies where the output goes, and the call does not say that it may be replaced."""
+    """The output path exists, and the call does not allow to replace it."""
 
     exit_code = 2
 
@@ -105,4 +105,4 @@ class AlreadyComplete(OutputError):
 
 
 class VerifyError(PtqError):
-    """A checkpoint does not hold what it claims."""
+    """A checkpoint is not what it claims to be."""

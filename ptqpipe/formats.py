@@ -2,7 +2,7 @@
 
 A *codec* is a finite set of numbers with their codes. A *format* is an element codec, a block shape, a
 scale codec, and whether one float32 global scale multiplies every block scale. Nothing here knows tensors
-of a model, files or containers: on-disk spellings live in ``containers/``, activation schemes in
+of a model, files or containers: on-disk layouts live in ``containers/``, activation schemes in
 ``schemes.py``.
 
 Sources: OCP Microscaling Formats (MX) v1.0, sections 5.2-5.4 (E2M1, E2M3, E3M2, E8M0), OCP 8-bit
@@ -248,7 +248,7 @@ def get_codec(name: str) -> Codec:
 
 @cache
 def get_format(name: str) -> Format:
-    """The format called ``name``: a row of ``FORMATS``, or research spelled ``element/block/scale[/global]``.
+    """The format called ``name``: a row of ``FORMATS``, or a research format written ``element/block/scale[/global]``.
 
     ``e2m1/8/ue5m3`` is E2M1 in blocks of 1x8 with UE5M3 scales; ``e2m1/16/e4m3/global`` is NVFP4 itself.
     Blocks of 4 to 256. Raises FormatError with the known names.

@@ -35,7 +35,7 @@ SAMPLE_RUNS = 32
 
 
 def absmax_global(amax: float, fmt: Format) -> torch.Tensor:
-    """float32 0-d: amax / max_product (2688 for NVFP4), made canonical; 1 for a group of zeros.
+    """float32 0-d: amax / max_product (2688 for NVFP4), rounded to a canonical one; 1 for a group of zeros.
 
     For scale codecs with more range than any weight needs (8 exponent bits) the divisor is the largest element alone.
     Raises NumericsError when the result is outside 2^-100 .. 2^100 or ``amax`` is not finite.

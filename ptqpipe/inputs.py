@@ -1,4 +1,4 @@
-"""What calibration knows about the inputs of linear layers, in memory: moments, and the statistics that hold them.
+"""Statistics of the inputs of linear layers, in memory: moments, and the interface by which algorithms read them.
 
 These are what algorithms, transforms and stages hand to each other; `ptqpipe.statistics` reads them from a folder.
 """

@@ -1,4 +1,5 @@
-"""How far a stored weight is from its source: errors, beside those of abs-max scales, and codes that are not nearest.
+"""Errors of stored weights against their source: relative, compared with abs-max scales, and codes that are not the
+nearest.
 
 Measured with the torch reference (``qtensor.py``), never with the kernels that wrote the checkpoint, on runs of rows:
 memory does not grow with the weight. Judges nothing; must not know records or config files.
@@ -81,7 +82,7 @@ def measure_weight(ckpt: Source, weight: str, rows: SourceRows, *, expert: int |
 
 
 def _reach(q: QTensor) -> float:
-    """The magnitude that the scale of the whole weight was made for, about; 0 without one. Siblings may share it."""
+    """The magnitude that the scale of the whole weight fits, about; 0 without one. Siblings may share it."""
     if q.fmt.one_scale:
         return float(scale_values(q.scales, q.fmt.scale).float().max()) * q.fmt.element.max
     scale = q.multiplying().global_scale
@@ -147,7 +148,7 @@ def _worst_row(
     amax: float,
     typical: float,
 ) -> tuple[int, float]:
-    """(row, ratio): the largest error of a row beside the larger of that of abs-max scales there and in general.
+    """(row, ratio): the largest error of a row divided by the larger of that of abs-max scales there and in general.
 
     Rows of tiny numbers are bad in any format, so what looks bad in general is compared with itself.
     """

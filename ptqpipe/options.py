@@ -45,7 +45,7 @@ LEARNED = Algorithm("ptqpipe.algorithms.learned")
 
 
 class Option(NamedTuple):
-    """What is to be known of an option besides its name, type and default.
+    """The properties of an option besides its name, type and default.
 
     help     of the command line, which a reader understands alone; empty: the option is of recipe files only
     metavar  what help calls its value
@@ -71,7 +71,7 @@ def option(default: Any, help: str = "", **more: Any) -> Any:
 
 
 def described(one: Field[Any]) -> Option | None:
-    """What the table says of a field; None for a field that is no option."""
+    """The row of the table for a field; None for a field that is no option."""
     found: Option | None = one.metadata.get("option")
     return found
 
@@ -210,7 +210,7 @@ def type_of(one: Field[Any]) -> type:
 
 
 class RecipeOptions:
-    """What a call says about bytes; each option that is given overrides the recipe.
+    """The options of a call that decide bytes; each one that is given overrides the recipe.
 
     scheme  number format by name for all weights, in place of a recipe file
     ignore  patterns of modules that stay unquantized, whatever the recipe says

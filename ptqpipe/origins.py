@@ -1,4 +1,4 @@
-"""Where the weights of a checkpoint come from: the rows of which source tensor a stored weight stands for.
+"""Which source tensor each stored weight comes from, and which rows of it.
 
 Decided from names and shapes of the source alone, for every weight that could be quantized, so that a stored weight
 with any other name or shape has no origin.

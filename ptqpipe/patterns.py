@@ -77,5 +77,5 @@ def _repeats(text: str) -> int:
 
 @lru_cache(maxsize=4096)
 def expression(text: str) -> Expression:
-    """`Expression` of ``text``, made once. Raises ValueError."""
+    """`Expression` of ``text``, compiled once. Raises ValueError."""
     return Expression(text)

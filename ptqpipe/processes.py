@@ -1,4 +1,4 @@
-"""Processes of this machine: a child with all its descendants and their shared memory, and how processes end together.
+"""Child processes with all their descendants and shared memory, and how processes end together.
 
 `Family` is Linux only: this process becomes the reaper of its descendants, so that a worker whose parent was killed is
 handed to it instead of being lost, and nothing that it did not start is ever touched. A shared-memory segment counts as

@@ -1,4 +1,4 @@
-"""ptqpipe.json, its types checked: what the record of our own output claims. Whether it is true is judged elsewhere."""
+"""Reads the record, ptqpipe.json, and checks its types. Whether its claims are true is judged elsewhere."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the record says of one quantized weight. Numbers that it leaves out are None."""
+    """The entry of one quantized weight in the record. Numbers that it leaves out are None."""
 
     shape: tuple[int, ...]
     format: str
@@ -76,7 +76,7 @@ class Record:
 
 
 def claims_ownership(reader: CheckpointReader) -> bool:
-    """Whether the checkpoint says that ptqpipe wrote it, in its config or by a record."""
+    """Whether the checkpoint claims that ptqpipe wrote it, in its config or by a record."""
     if (reader.path / RECORD_FILE).exists():
         return True
     provenance = quantization_config(reader.config).get("ptqpipe")

@@ -1,4 +1,4 @@
-"""Small files of other people's folders, read whole: never a pipe, a device or more than is said.
+"""Reads small files of other people's folders whole: never a pipe, a device or more than a limit.
 
 A link may lead to /dev/zero, which never ends, and opening a pipe waits for a writer; sizes that `stat` gives are those
 of another moment. So a file is opened without waiting, looked at when it is open, and its bytes are counted as they
@@ -28,7 +28,7 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str:
-    """What ``st_mode`` says that a path is, in words: "a pipe", "a device"; "" for a regular file."""
+    """The kind of file of an ``st_mode``: "a pipe", "a device"; "" for a regular file."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 

@@ -1,4 +1,4 @@
-"""Learned codes of a model's weights, as a folder: what `ptqpipe tune` found and `ptqpipe convert --rounding` writes.
+"""Learned codes of a model's weights, as a folder: `ptqpipe tune` writes it and `ptqpipe convert --rounding` reads it.
 
     ROUNDING/rounding.json             model, recipe, data, settings, and for every weight its format and file
     ROUNDING/<block>.safetensors       <weight>.data, .scales and, where the format has one, .global_scale
@@ -66,7 +66,7 @@ class Rounding:
 
     @property
     def digest(self) -> str:
-        """sha256 that identifies the codes; decides the bytes of what is made of them."""
+        """sha256 that identifies the codes; decides the bytes of the checkpoints that use them."""
         return str(self.content["digest"])
 
     @property
@@ -76,7 +76,7 @@ class Rounding:
 
     def describe(self) -> dict[str, Any]:
         """What the record of a checkpoint made of them says: the digest, how they were found, on which data, and what
-        each decoder block gained by them."""
+        each decoder layer gained by them."""
         found = {key: self.content[key] for key in ("digest", "method", "data") if key in self.content}
         blocks = (self.content.get("blocks") or {}).items()
         gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in blocks}

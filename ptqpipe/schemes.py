@@ -80,7 +80,7 @@ class Scheme:
         return self.activation in (Activation.NVFP4_STATIC_GLOBAL, Activation.FP8_TENSOR_STATIC)
 
     def describe(self) -> str:
-        """One line for the terminal: weights and activations in words."""
+        """One line for the terminal: weights and activations."""
         fmt = self.fmt
         block = "x".join("whole" if extent == 0 else str(extent) for extent in fmt.block)
         weights = f"weights {fmt.element.name.upper()}, {fmt.scale.name.upper()} scale per {block}"
@@ -125,7 +125,7 @@ MIXED = {"deepseek_fp8": "compressed_tensors"}
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """How a layout stores the scales of a quantized kv cache; its config says that there is one.
+    """How a layout stores the scales of a quantized kv cache; its config announces them.
 
     name      the name of a scale as a template for ``re``: group 1 is the attention module, group 2 is k or v. None
               keeps the names that the source has
@@ -142,7 +142,7 @@ class KvCache:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a layout can store beside the number formats, and what its readers need.
+    """What a layout can store besides number formats, and what its readers need.
 
     matrices      weights of linear layers, one tensor each
     stacks        3-D stacks of experts as one tensor; without it each is ``...experts.<e>.<projection>.weight``
@@ -153,7 +153,7 @@ class Abilities:
     found_by_name  readers look for codes by name, so that no config has to list what is not quantized
     hf_quant_config  hf_quant_config.json describes the quantization, too
     own_reader    ptqpipe alone reads the layout, and takes every weight of every model
-    methods       other spellings of ``quant_method`` than the container's own
+    methods       other values of ``quant_method`` than the container's own
     transformers  "reads" what the container stores; "never": has no quantizer of that method; "kernels": with kernels
                   of its own where there is an accelerator; otherwise the package that it needs for it
     """

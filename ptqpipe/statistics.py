@@ -1,7 +1,7 @@
-"""Statistics of the inputs of linear layers, as a folder: what calibration found and what algorithms read.
+"""Statistics of the inputs of linear layers, as a folder: calibration writes it and algorithms read it.
 
     STATS/stats.json                model, data, and for every linear module where its numbers lie
-    STATS/<block>.safetensors       the tensors of one decoder block, written when the block is done
+    STATS/<block>.safetensors       the tensors of one decoder layer, written when the block is done
 
 A linear's input x is [tokens, K]. Modules that share an input (q, k and v) share one entry, its ``key``. Moments are
 means over tokens, so statistics of several processes merge by their counts. This file must not know models or formats.
@@ -37,13 +37,15 @@ _FIELDS = {
 
 
 class KnownInputs(Protocol):
-    """What is known of the inputs of linear modules, by name: what an algorithm is given. See `Statistics`."""
+    """Statistics of the inputs of linear modules by name, as algorithms read them. See `Statistics`."""
 
     def key(self, module: str) -> str: ...
 
     def has(self, module: str, moment: str) -> bool: ...
 
-    def of(self, module: str, *, block: bool = False, full: bool = False, held: bool = False) -> InputStatistics: ...
+    def of(
+        self, module: str, *, block: bool = False, full: bool = False, held_out: bool = False
+    ) -> InputStatistics: ...
 
 
 class Statistics:
@@ -90,13 +92,13 @@ class Statistics:
 
     @property
     def digest(self) -> str:
-        """sha256 that identifies these statistics: of their tensors. Decides bytes of what is made with them."""
+        """sha256 that identifies these statistics: of their tensors. Decides the bytes of checkpoints that use them."""
         return str(self.content["digest"])
 
-    def of(self, module: str, *, block: bool = False, full: bool = False, held: bool = False) -> InputStatistics:
+    def of(self, module: str, *, block: bool = False, full: bool = False, held_out: bool = False) -> InputStatistics:
         """The statistics of one module, with the moments that are asked for.
 
-        held  those of held-out samples too, where there are any
+        held_out  those of held-out samples too, where there are any
 
         UsageError where the module has none, or calibration did not collect these moments.
         """
@@ -110,7 +112,9 @@ class Statistics:
             quantiles=self._quantiles(entry["quantiles"]),
             block_moment=self._read(entry, module, "block_moment") if block else None,
             full_moment=self._read(entry, module, "full_moment") if full else None,
-            held_out=self._held_out(entry, module, block=block, full=full) if held and "held_tokens" in entry else None,
+            held_out=self._held_out(entry, module, block=block, full=full)
+            if held_out and "held_tokens" in entry
+            else None,
         )
 
     def _quantiles(self, entry: Mapping[str, float]) -> dict[float, float]:

@@ -243,7 +243,7 @@ def _statistics(folder: Path) -> Path:
 def _read_statistics(folder: Path) -> None:
     with Statistics.open(folder) as statistics:
         for module in statistics.modules:
-            statistics.of(module, held=True)
+            statistics.of(module, held_out=True)
             statistics.has(module, "full_moment")
             statistics.held_out(module)
             statistics.columns(module)

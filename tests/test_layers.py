@@ -20,13 +20,14 @@ STAGES = NUMBERS | {
     "_version", "patterns", "regular_file", "global_scale", "kernels", "search", "algorithms", "transforms",
     "containers", "checkpoint", "recipe", "plan", "source", "origins", "record", "measured", "statistics", "rounding",
     "calibration", "runtime", "evaluation", "report", "engine", "server", "collectives", "options", "inputs",
-    "processes",
+    "processes", "quantities",
 }  # fmt: skip
 
 # fmt: off
 MAY_IMPORT: dict[str, set[str]] = {
     "_version":     set(),
     "dtypes":       set(),
+    "quantities":   set(),
     "errors":       set(),
     "formats":      {"errors"},
     "patterns":     set(),
@@ -44,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms":   NUMBERS | {"kernels", "search", "global_scale", "options", "inputs"},
     "transforms":   NUMBERS | {"kernels", "inputs"},
     "containers":   NUMBERS | {"kernels", "patterns"},
-    "checkpoint":   {"dtypes", "errors", "regular_file"},
+    "checkpoint":   {"dtypes", "errors", "quantities", "regular_file"},
     "recipe":       NUMBERS | {"patterns", "regular_file", "options"},
     "plan":         NUMBERS | {"recipe", "checkpoint"},
     "source":       NUMBERS | {"checkpoint", "containers", "plan", "recipe"},
@@ -55,11 +56,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rounding":     NUMBERS | {"checkpoint"},
     "calibration":  NUMBERS | {"checkpoint", "recipe", "plan", "source", "statistics", "runtime", "regular_file"},
     "runtime":      NUMBERS | {"kernels", "containers", "checkpoint", "plan", "source"},
-    "evaluation":   NUMBERS | {"_version", "checkpoint", "source", "runtime", "regular_file"},
+    "evaluation":   NUMBERS | {"_version", "checkpoint", "source", "runtime", "regular_file", "quantities"},
     # The engine is given a model; a server is given an engine. Neither knows files, formats or each other's business.
-    "engine":       {"errors", "kernels"},
+    "engine":       {"errors", "kernels", "quantities"},
     "server":       {"_version", "errors", "engine"},
-    "report":       {"errors"},
+    "report":       {"errors", "quantities"},
     "collectives":  NUMBERS | {"kernels"},
     # Runs inside vLLM, beside vLLM's own transformers: nothing that imports ours.
     "vllm_plugin":  NUMBERS | {"kernels", "collectives", "runtime"},

@@ -1,4 +1,4 @@
-"""Ways to choose the codes of a unit of weights, one file each; the rows are in ``ptqpipe.options.ALGORITHMS``.
+"""Algorithms that choose the codes of a unit of weights, one file each; their table is ``ptqpipe.options.ALGORITHMS``.
 
     unit.py        what all of them take and give
     rtn.py, gptq.py, learned.py   the algorithms

@@ -1,4 +1,4 @@
-"""Static scales of activations: what one float32 number a layer's input is divided by at run time.
+"""Static activation scales: one float32 number per layer, by which its input is divided at run time.
 
 The scale is amax / largest, where ``largest`` is what the format reaches at a scale of one: 6 x 448 for NVFP4 (its
 block scales are chosen at run time below it), 448 for FP8. What amax is, is the policy:

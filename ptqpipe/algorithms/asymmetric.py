@@ -1,4 +1,4 @@
-"""The weight to quantize where a layer will not see the input that it was made for.
+"""Corrects a weight for the input that its layer will see: that of a quantized model, not of the float one.
 
 In a quantized model a layer is given x' (what quantized layers before it return, itself quantized, perhaps) instead of
 x. Its output should still be W x, on average over tokens. With H = E[x' x'^T] and C = E[x x'^T],

@@ -1,4 +1,4 @@
-"""A unit quantized by what calibration knows of its input: weighted scales, codes, a comparison with plain rounding.
+"""Quantizes a unit with calibration statistics: weighted scales, codes, and a comparison with plain rounding.
 
 One global scale for the unit is searched with the weighted objective; every run of rows gets its block scales, then its
 codes; for each weight the output error of the result is compared with that of plain round to nearest, and the better of
@@ -55,7 +55,7 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class _Scales:
-    """The scales of a unit that are found once.
+    """The scales of a unit that are searched once for all its weights.
 
     g      the global scale to use, ``plain`` the one of the largest weight; None for formats without one
     joint  the one scale of formats that have one for all weights of a unit
@@ -124,7 +124,7 @@ def _prepare(feedback: Feedback, moments: Moments, name: str) -> Metric:
 
 
 def _promise(task: Task, moments: Moments, feedback: Feedback | None, *, reverted: bool) -> Promise:
-    """What holds of a weight, whose scales ``moments`` weighted. One scale for all weights is found but once."""
+    """What is promised of a weight whose scales ``moments`` weighted. One scale for all weights is searched once."""
     proven = get_search(task.options.search).PROVEN
     importance = _importance(moments, task)
     if reverted:
@@ -171,7 +171,7 @@ def _scaled_error(w: torch.Tensor, fmt: Format, search: str, g: torch.Tensor, im
 
 
 def _importance(moments: Moments, task: Task) -> torch.Tensor | None:
-    """Column weights of the scale search; None where the option or an all-zero moment says so."""
+    """Column weights of the scale search; None without weighting, or where the moment is zero."""
     if task.options.weighting == "none" or not bool((moments.second_moment > 0).any()):
         return None
     return moments.second_moment
@@ -180,7 +180,7 @@ def _importance(moments: Moments, task: Task) -> torch.Tensor | None:
 def _weight(
     weight: Weight, moments: Moments, task: Task, scales: _Scales, feedback: Feedback | None, metric: Metric | None
 ) -> tuple[list[tuple[int, QTensor]], WeightError, dict[str, Any]]:
-    """(row runs of the better of the calibrated and the plain weight, its errors, what the record says of it)."""
+    """(row runs of the better of the calibrated and the plain weight, its errors, its fields of the record)."""
     fmt, options = task.fmt, task.options
     device = torch.device("cpu") if metric is None else metric.moment.device
     judge = (moments if moments.held_out is None else moments.held_out).to(device)

@@ -44,13 +44,13 @@ def quantize(task: Task) -> UnitResult:
     fmt, options = task.fmt, task.options
     entry = at_entry(options.scales, fmt)
 
-    def prepare(known: Moments, name: str) -> Metric:
-        if known.full_moment is None:
+    def prepare(moments: Moments, name: str) -> Metric:
+        if moments.full_moment is None:
             raise NumericsError(
                 f"gptq needs the full second moment of the input of '{name}'; calibrate with --moments "
                 "diagonal,full, or convert with --algorithm rtn"
             )
-        moment = known.full_moment.to(task.device)
+        moment = moments.full_moment.to(task.device)
         order = descending(moment, group=fmt.block[1] if entry else 1) if options.order == "static" else None
         return make_metric(moment, damping=options.damping, order=order, name=f"the input of '{name}'")
 

@@ -1,4 +1,4 @@
-"""Codes and scales that were chosen before (learned rounding), sent out as they are and measured.
+"""Stores learned codes: codes and scales that were chosen earlier (learned rounding), unchanged, and measures them.
 
 Knows tensors and formats; must not know where the codes came from.
 """

@@ -1,4 +1,4 @@
-"""The output metric of a linear layer: the second moment H = E[x x^T] of its input, made ready for error feedback.
+"""The output metric of a linear layer: the second moment H = E[x x^T] of its input, prepared for error feedback.
 
 A weight error E = W - What costs tr(E H E^T) = E|E x|^2 at the layer's output. Damping adds a share of H's mean
 diagonal to the diagonal: it stands for the directions that calibration has not seen. Knows moments and columns; must
@@ -90,7 +90,7 @@ def factored(
 
 
 def memory_bytes(columns: int) -> int:
-    """What `make_metric` takes at its peak beside the moment that it is given: copies in float32 and float64."""
+    """What `make_metric` allocates at its peak, in addition to its argument: copies in float32 and float64."""
     return 28 * columns * columns
 
 

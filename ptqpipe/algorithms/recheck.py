@@ -1,4 +1,4 @@
-"""A sample of every weight's blocks found again by brute force, while the weight is quantized.
+"""Checks a sample of every weight's blocks by brute force, while the weight is quantized.
 
 A kernel chooses scales and codes a thousand times faster than the definition is evaluated, and a fault of one would be
 recorded as a proof. So `Recheck` stands between an algorithm and its sink: it keeps a few blocks of what goes by, and
@@ -29,8 +29,8 @@ SHORT_BLOCKS = 12  # of a weight whose scales have codes, at most
 SHORT_ROWS = 4  # of the weight in which these lie, or more where a row has fewer of them
 LONG_ELEMENTS = 1 << 25  # weights to each further long block: a row or tile whose scale is a number
 LONG_BLOCKS = 8  # at most
-EVERY = 16  # so many-th of the scales of a long block is tried, and the neighbours of its own
-LONG_CODES = 1 << 9  # codes that are looked at of a long block
+EVERY = 16  # only each 16th scale of a long block is tried, and the neighbours of its own
+LONG_CODES = 1 << 9  # codes of a long block that are checked
 JOINT_ELEMENTS = 1 << 16  # of a unit with one scale for all, up to which that scale is found again
 
 

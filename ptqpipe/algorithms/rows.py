@@ -1,4 +1,5 @@
-"""What every algorithm does with a run of rows: the kernel of the device where there is one, else its torch reference.
+"""Quantizes a run of rows for every algorithm: by the kernel of the device where there is one, else by its torch
+reference.
 
 The two give the same bits, so nothing above this file knows which one ran.
 """
@@ -31,7 +32,7 @@ def kernel_for(device: torch.device, name: str) -> Callable[..., Any] | None:
 
 
 def kernels_of(device: torch.device) -> str:
-    """What `kernel_for` finds for a device, in words for a message."""
+    """The name of what `kernel_for` returns for a device, for messages."""
     if device.type == "cuda":
         return "its Triton kernels"
     from ptqpipe.kernels import cpu
@@ -58,7 +59,7 @@ def quantize_rows(
     global_scale: torch.Tensor | None = None,
     importance: torch.Tensor | None = None,
 ) -> QTensor:
-    """Scales by ``search`` and codes by ``encode`` for rows ``[n, K]`` that hold whole blocks."""
+    """Scales by ``search`` and codes by ``encode`` for rows ``[n, K]`` of whole blocks."""
     kernel = kernel_for(w.device, "block_quantize")
     if kernel is not None:
         done = kernel(w, fmt, rule=search, global_scale=global_scale, importance=importance)

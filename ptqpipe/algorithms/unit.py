@@ -1,4 +1,4 @@
-"""A unit of weights, what quantizing it takes and what it gives: the words that all algorithms share.
+"""The types that all algorithms share: a unit of weights, what quantizing it needs, and what it returns.
 
 Weights are read by runs of rows, as often as needed, and every run of quantized rows goes out as soon as it is made.
 Knows tensors and formats; must not know how codes are chosen.
@@ -106,7 +106,7 @@ class WeightError:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What holds of every block of a weight that was sent: what ``recheck.py`` puts to the test.
+    """What is promised of every block of a weight that was written, and what ``recheck.py`` checks.
 
     scales      whether each scale is the argmin of ``search/objective.py`` at the unit's global scale
     codes       whether each code is the nearest to its weight

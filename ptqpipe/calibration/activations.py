@@ -1,4 +1,4 @@
-"""The hidden states of all samples between two blocks: in memory, or in a file where they are too many.
+"""The hidden states of all samples between two decoder layers: in memory, or in a file where they do not fit.
 
 Knows batches of tensors, nothing of models. The file is read and written, not mapped: mapped pages would count as
 memory of this process.
@@ -38,7 +38,7 @@ class OnDisk:
     """Hidden states in one file without a name, which the system removes whatever happens to this process."""
 
     def __init__(self, folder: Path) -> None:
-        """A new file in ``folder``. OutputError where it cannot be made."""
+        """A new file in ``folder``. OutputError where it cannot be created."""
         self._places: dict[int, tuple[int, torch.Size, torch.dtype]] = {}
         self._end = 0
         self._folder = folder

@@ -1,4 +1,5 @@
-"""How a block's parameters are made of the checkpoint's weights: the map from quantized matrices to what a module runs.
+"""How the parameters of a decoder layer are built from a checkpoint's weights: from quantized matrices to a module's
+parameters.
 
 Most parameters are one weight. Experts are stacked: a checkpoint may hold a matrix for each, a transformers module one
 3-D parameter, in either orientation, gate and up in one. Nothing is taken on trust: an assembly is only used when the
@@ -37,7 +38,7 @@ class Assembly:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every member that it holds."""
+        """Every member of it."""
         return tuple(key for stack in self.stacks for key in stack)
 
     def build(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -56,7 +57,7 @@ def assemble(
     members: Mapping[str, Member],
     weights: Mapping[str, torch.Tensor],
 ) -> list[Assembly]:
-    """The assemblies of those parameters that are made of nothing but ``members``.
+    """The assemblies of the parameters that consist of ``members`` only.
 
     parameters  name in the block -> the loaded tensor
     origins     name in the block -> the checkpoint tensors that make it

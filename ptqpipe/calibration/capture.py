@@ -1,4 +1,5 @@
-"""Runs a model around its decoder blocks: what enters the first, what else each is given, what the head sees.
+"""Records what a model passes to its decoder layers: the input of the first, further arguments of each, the head's
+input.
 
 While it runs, the blocks compute nothing: their ``forward`` is set aside. Must not know weights or batches' order.
 """
@@ -51,8 +52,8 @@ class Surroundings:
             return self._capture_once(ids)
         except _ShapeError:
             raise CheckpointError(
-                f"{name} changes hidden states between its blocks, or carries more than them from one to the next; it "
-                "cannot be run block by block (calibrate, tune); convert without statistics needs no run"
+                f"{name} changes hidden states between its decoder layers, or passes more than them from one to the "
+                "next; it cannot be run layer by layer (calibrate, tune); convert without statistics needs no run"
             ) from None
 
     def _capture_once(self, ids: torch.Tensor) -> tuple[torch.Tensor, Arguments]:

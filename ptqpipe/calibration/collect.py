@@ -1,4 +1,4 @@
-"""Watches the linear inputs of one block while it runs: which modules there are, which share an input, their moments.
+"""Collects moments of the linear inputs of one decoder layer while it runs, once for modules that share an input.
 
 Watched: linear layers, GPT-2's Conv1D, routers (modules with a matrix of their own that their input fits), and every
 expert of stacked experts. Modules that are given the same tensor (q, k and v; gate and up; a router and its experts'
@@ -61,7 +61,7 @@ class Collector:
         self.slots: dict[str, Slot] = {slot.id: slot for slot in find_slots(name, module, origins)}
         self.leaders: dict[str, str] = {}
         self.moments: dict[str, Moments] = {}
-        self.held: dict[str, Moments] = {}  # the same of inputs that were shown while ``holding_out``
+        self.held_out: dict[str, Moments] = {}  # the same of inputs that were shown while ``holding_out``
         self.holding_out = False
         self._name = name
         self._module = module
@@ -97,7 +97,7 @@ class Collector:
         leader = self.leaders.get(slot) or self._assign(slot, x)
         if leader != slot:
             return
-        moments = self.held if self.holding_out else self.moments
+        moments = self.held_out if self.holding_out else self.moments
         if slot not in moments:
             moments[slot] = self.empty(columns)
         if not moments[slot].add(x.reshape(-1, columns)):

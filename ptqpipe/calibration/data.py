@@ -1,4 +1,4 @@
-"""Samples for calibration: the rows of files as token windows, chosen by a seed.
+"""Samples for calibration: token windows from the rows of files, chosen by a seed.
 
 Rows are tokenized one by one with the model's own tokenizer (its special tokens included; message lists through its
 chat template) and follow each other in one stream. The stream is cut in windows of equal length; ``samples`` of them
@@ -40,14 +40,14 @@ class Samples:
     """What a model is calibrated on.
 
     windows     [samples, seqlen] int64
-    held        [held out, seqlen] int64: other windows, for judging what the first ones led to
+    held_out    [held out, seqlen] int64: other windows, for judging what the first ones led to
     sha256      of ``windows`` as little-endian int64
     files       of every --data
     candidates  how many windows there were to choose from
     """
 
     windows: torch.Tensor
-    held: torch.Tensor
+    held_out: torch.Tensor
     sha256: str
     files: tuple[DataFile, ...]
     candidates: int
@@ -103,8 +103,8 @@ def load_samples(
         holdout = min(samples // HELD_SHARE, candidates - samples)
     windows = torch.frombuffer(stream, dtype=torch.int64, count=candidates * seqlen).view(candidates, seqlen)
     order = torch.randperm(candidates, generator=torch.Generator().manual_seed(seed))
-    chosen, held = windows[order[:samples].sort().values], windows[order[samples : samples + holdout].sort().values]
-    return Samples(chosen, held, tokens_digest(chosen), tuple(files), candidates)
+    chosen, held_out = windows[order[:samples].sort().values], windows[order[samples : samples + holdout].sort().values]
+    return Samples(chosen, held_out, tokens_digest(chosen), tuple(files), candidates)
 
 
 def _described(name: str, rows: int, tokens: int) -> DataFile:

@@ -1,8 +1,8 @@
-"""Experts that are one module with 3-D parameters, run expert by expert so that each one's inputs can be seen.
+"""Runs experts that are one module with 3-D parameters expert by expert, so that the inputs of each can be seen.
 
 transformers dispatches such modules by name of an implementation; here ``forward`` of the module itself is replaced,
 with the same arithmetic for whichever of its layouts (gate and up in one tensor, transposed, biased) it declares. Llama
-4's, which declare nothing, get a run of rows each, one a token, zeros for the tokens of other experts.
+4's, which declare nothing, get a run of rows each, one per token, zeros for the tokens of other experts.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ STACKS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def is_stacked(module: torch.nn.Module) -> bool:
-    """Whether a module holds experts as 3-D parameters."""
+    """Whether a module has its experts as 3-D parameters."""
     return any(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in STACKS)
 
 

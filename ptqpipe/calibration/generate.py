@@ -1,4 +1,4 @@
-"""Text that a model writes itself, to calibrate on where there is no data: windows drawn from its own distribution.
+"""Text that a model generates itself, for calibration without data: windows drawn from its own distribution.
 
 Each window is the beginning-of-text token (where the model has one), a token drawn evenly from the vocabulary, so that
 windows differ from the start, and then tokens drawn from what the model predicts, at temperature 1. A window that ends
@@ -79,7 +79,7 @@ def threads_for(model: Any, *, samples: int, seqlen: int, most: int) -> int:
 def _continue(
     model: Any, ids: torch.Tensor, seqlen: int, generator: torch.Generator, report: Callable[[int], None]
 ) -> torch.Tensor:
-    """``ids`` [n, t] continued to [n, seqlen], one token of every row a step; keys and values are kept."""
+    """``ids`` [n, t] continued to [n, seqlen], one token of every row per step; keys and values are kept."""
     report(ids.numel())
     past, new = None, ids
     while ids.shape[1] < seqlen:

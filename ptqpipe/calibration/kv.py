@@ -1,4 +1,4 @@
-"""Largest keys and values of an attention module, seen where they are cached.
+"""Observes the largest keys and values of each attention module, where they enter the KV cache.
 
 The observer stands in for transformers' cache: ``update`` is given keys and values exactly as a server would store
 them, keys after the rotary embedding and before they are repeated for the query heads, and returns them unchanged.
@@ -29,7 +29,7 @@ class KeyValueObserver:
         self._name, self.k_amax, self.v_amax = name, None, None
 
     def stop(self) -> None:
-        """Watches no longer; what was found stays."""
+        """Stops observing; the maxima so far stay."""
         self._name = None
 
     def look_away(self, away: bool) -> None:
@@ -55,7 +55,7 @@ class KeyValueObserver:
 
 
 def make_cache(observer: KeyValueObserver, config: Any) -> Any:
-    """A cache that holds nothing and shows the observer what it is given.
+    """A cache that stores nothing and passes keys and values to the observer.
 
     None for models with layers that are no attention, whose cache holds more than keys and values.
     """

@@ -1,4 +1,5 @@
-"""Statistics of one block from several processes or devices as one: counts and sums add, maxima are the largest.
+"""Merges statistics of one decoder layer from several processes or devices: counts and sums add, maxima are the
+largest.
 
 Between processes it runs over torch.distributed's default group (gloo): all ranks take part in every call, in the same
 order.
@@ -12,10 +13,10 @@ import torch
 from ptqpipe.calibration.collect import Collector
 
 
-def merge_ranks(collector: Collector, *, world: int, held: bool = False) -> None:
-    """Replaces what the collector of every rank holds by the sum over ranks (float64), which rank 0 then writes.
+def merge_ranks(collector: Collector, *, world: int, held_out: bool = False) -> None:
+    """Replaces the moments of every rank's collector by the sum over ranks (float64), which rank 0 then writes.
 
-    held  whether some rank has held-out samples
+    held_out  whether some rank has held-out samples
     A module that only some ranks have seen (an expert without tokens) joins the group that those put it in.
     """
     if world == 1:
@@ -23,7 +24,7 @@ def merge_ranks(collector: Collector, *, world: int, held: bool = False) -> None
     collector.leaders = _agree(collector.leaders, collector, world)
     for leader in dict.fromkeys(collector.leaders.values()):
         columns = collector.slots[leader].columns
-        for found in (collector.moments, collector.held) if held else (collector.moments,):
+        for found in (collector.moments, collector.held_out) if held_out else (collector.moments,):
             moments = found.setdefault(leader, collector.empty(columns))
             count = torch.tensor([moments.tokens], dtype=torch.int64)
             torch.distributed.all_reduce(count)
@@ -43,7 +44,7 @@ def merge_copies(collectors: Sequence[Collector]) -> Collector:
         if (leader := next((mine[slot] for mine in seen if slot in mine), None)) is not None
     }
     for other in others:
-        for mine, theirs in ((first.moments, other.moments), (first.held, other.held)):
+        for mine, theirs in ((first.moments, other.moments), (first.held_out, other.held_out)):
             for leader, moments in theirs.items():
                 found = mine.setdefault(leader, first.empty(first.slots[leader].columns))
                 found.merge(moments.on(found.amax.device))

@@ -23,7 +23,7 @@ MAX_ROWS = 8192  # rows that one float32 product may sum
 
 @dataclass(slots=True)
 class Moments:
-    """What is known so far about the rows x [tokens, K] of one linear input. Tensors on the device of the rows.
+    """Moments of the rows x [tokens, K] of one linear input that were seen so far. Tensors on the device of the rows.
 
     amax        [K] float32, max |x|
     total       [K] float64, sum of x

@@ -1,4 +1,4 @@
-"""Moments of inputs in two runs of one block: on what the float model gives it, and on what a quantized one does.
+"""Moments of a layer's inputs in two runs: on what the float model gives it, and on what a quantized one does.
 
 Sums as in ``moments.py``: float32 products over one batch, batches added in float64. It must not know formats, files or
 what the moments are for.
@@ -23,7 +23,7 @@ _EXPERT = re.compile(r"(.*)\[(\d+)\]\.(up|down)")
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """What is known of the input of a module, x in the float model and x' in the quantized one. float32 [K, K].
+    """Second moments of the input of a module, x in the float model and x' in the quantized one. float32 [K, K].
 
     moment  E[x' x'^T]
     cross   E[x x'^T]

@@ -1,4 +1,4 @@
-"""Learned rounding: each weight goes to one of two neighbours in the format, chosen so that a whole decoder block
+"""Learned rounding: rounds each weight to one of its two neighbours in the format, so that a whole decoder layer
 computes what it did before.
 
 The start is the nearest codes, or those of another algorithm (GPTQ); the scales are the start's and stay. A weight

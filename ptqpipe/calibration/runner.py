@@ -1,4 +1,4 @@
-"""Runs a model of a checkpoint decoder block by decoder block, with the weights of one block in memory at a time.
+"""Runs the model of a checkpoint one decoder layer at a time, with the weights of one layer in memory.
 
     with Runner.open(Skeleton.of(source, dtype=...), windows) as runner:
         for block in runner.blocks():       # weights of this block loaded
@@ -33,7 +33,7 @@ BATCH_TOKENS = 2048  # tokens of one forward of a block, at least one window
 
 @dataclass(slots=True)
 class Block:
-    """One decoder block with its weights loaded.
+    """One decoder layer with its weights loaded.
 
     index, name  its place and its name in the model ("model.layers.0")
     module       of transformers
@@ -126,7 +126,7 @@ def advance_together(copies: Sequence[Block], before: Sequence[Callable[[int], N
 
 
 class Runner:
-    """A model that is run block by block; use as a context manager, or `close` it."""
+    """A model that is run layer by layer; use as a context manager, or `close` it."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Runner:
         skeleton: Skeleton,
         windows: torch.Tensor,
         *,
-        held: torch.Tensor | None = None,
+        held_out: torch.Tensor | None = None,
         device: torch.device | None = None,
         memory_bytes: int | None = None,
         spill: Path | None = None,
@@ -165,7 +165,7 @@ class Runner:
 
         skeleton      of the model, which is this runner's from now on
         windows       [samples, tokens] int64
-        held          further windows [held out, tokens], in batches of their own after the others: from number
+        held_out      further windows [held out, tokens], in batches of their own after the others: from number
                       ``held_from`` on
         memory_bytes  what weights of a block and hidden states may take together; hidden states that do not fit go to
                       a file in ``spill``, which is a folder that exists
@@ -173,8 +173,8 @@ class Runner:
         Raises UsageError for tokens that the model does not have, CheckpointError for a model that cannot be run so.
         """
         device = device or torch.device("cpu")
-        held = windows[:0] if held is None else held
-        both = torch.cat((windows, held))
+        held_out = windows[:0] if held_out is None else held_out
+        both = torch.cat((windows, held_out))
         _check_windows(both, skeleton)
         for name, module in skeleton.model.named_modules():
             if is_stacked(module):
@@ -184,7 +184,7 @@ class Runner:
         activations = _activations(skeleton, both, memory_bytes, spill)
         batches = list(torch.split(windows, size))
         held_from = len(batches)
-        batches += torch.split(held, size) if len(held) else ()
+        batches += torch.split(held_out, size) if len(held_out) else ()
         runner = cls(skeleton, batches, device=device, activations=activations, held_from=held_from)
         try:
             runner._embed()
@@ -253,8 +253,8 @@ class Runner:
                 checked.add(ids.shape[0])
                 if not same(known, arguments):
                     raise CheckpointError(
-                        f"{type(skeleton.model).__name__} gives its blocks more of a sample than hidden states; it "
-                        "cannot be run block by block"
+                        f"{type(skeleton.model).__name__} gives its decoder layers more of a sample than hidden "
+                        "states; it cannot be run layer by layer"
                     )
         embedding = skeleton.model.get_input_embeddings()
         skeleton.free([name for name in outside if skeleton.model.get_submodule(name.rpartition(".")[0]) is embedding])

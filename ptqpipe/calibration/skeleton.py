@@ -23,7 +23,7 @@ class Skeleton:
     """A model whose parameters come and go.
 
     model         of transformers, in evaluation mode
-    blocks        names and modules of its decoder blocks, in order
+    blocks        names and modules of its decoder layers, in order
     origins       parameter (or persistent buffer) -> the checkpoint tensors that it is made of
     unplaced      checkpoint tensors that the model has no place for
     """
@@ -38,7 +38,7 @@ class Skeleton:
 
     @classmethod
     def of(cls, source: Source, *, dtype: torch.dtype) -> "Skeleton":
-        """Names and shapes only. CheckpointError for a model that transformers cannot run block by block."""
+        """Names and shapes only. CheckpointError for a model that transformers cannot run layer by layer."""
         config = read_config(source.reader.path)
         model = _empty_model(config, dtype, source)
         conversions = _conversions(model)
@@ -184,8 +184,8 @@ def _find_blocks(model: Any, source: Source) -> tuple[tuple[str, torch.nn.Module
     ]
     if not lists:
         raise CheckpointError(
-            f"{source.reader.path}: {type(model).__name__} has no list of {count} decoder blocks; it cannot be run "
-            "block by block"
+            f"{source.reader.path}: {type(model).__name__} has no list of {count} decoder layers; it cannot be run "
+            "layer by layer"
         )
     name, found = min(lists, key=lambda entry: entry[0].count("."))
     return tuple((f"{name}.{i}", module) for i, module in enumerate(found))

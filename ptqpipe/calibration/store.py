@@ -1,4 +1,4 @@
-"""Writes what was found of one block: a safetensors file, and its part of stats.json.
+"""Writes the statistics of one decoder layer: a safetensors file, and its part of stats.json.
 
 Entries, experts without data and attention are named here; `statistics.py` is how they are read again.
 """
@@ -22,7 +22,7 @@ LEAST_EXPERT_TOKENS = 16  # an expert with fewer has no statistics of its own
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """One block's part of stats.json, and what the tables say of it.
+    """One block's part of stats.json, and its row of the tables.
 
     modules    checkpoint module -> its entry
     attention  attention module -> its entry
@@ -55,7 +55,7 @@ def write_block(
     block: bool,
     key_values: tuple[str, torch.Tensor, torch.Tensor] | None = None,
 ) -> BlockRecord | None:
-    """Writes ``<name>.safetensors`` and says what it holds; None where nothing was seen. Consumes the moments.
+    """Writes ``<name>.safetensors``; its part of stats.json, or None where no module was reached. Consumes the moments.
 
     key_values  an attention module's name, and its largest keys and values [heads]
     """
@@ -77,13 +77,13 @@ def write_block(
         else:
             key = collector.slots[leader].names[0]
             entry = _entry(key, tokens, moments.quantiles(), name, measured=True)
-            held = collector.held.get(leader)
-            if held is not None and held.tokens >= (LEAST_EXPERT_TOKENS if slot.group is not None else 1):
-                entry["held_tokens"] = held.tokens
+            held_out = collector.held_out.get(leader)
+            if held_out is not None and held_out.tokens >= (LEAST_EXPERT_TOKENS if slot.group is not None else 1):
+                entry["held_tokens"] = held_out.tokens
             if leader == slot.id:
                 _put(tensors, key, moments, block=block)
-                if held is not None and "held_tokens" in entry:
-                    _put_held(tensors, key, held, block=block)
+                if held_out is not None and "held_tokens" in entry:
+                    _put_held(tensors, key, held_out, block=block)
         modules |= dict.fromkeys(slot.names, entry)
     attention: dict[str, dict[str, Any]] = {}
     if key_values is not None:
@@ -100,8 +100,8 @@ def _put(tensors: dict[str, torch.Tensor], key: str, moments: Moments, *, block:
     tensors |= {f"{key}.{name}": tensor for name, tensor in moments.tensors(block=block).items()}
 
 
-def _put_held(tensors: dict[str, torch.Tensor], key: str, held: Moments, *, block: bool) -> None:
-    found = held.tensors(block=block)
+def _put_held(tensors: dict[str, torch.Tensor], key: str, held_out: Moments, *, block: bool) -> None:
+    found = held_out.tensors(block=block)
     tensors |= {f"{key}.held_{name}": tensor for name, tensor in found.items() if name.endswith("_moment")}
 
 
@@ -138,5 +138,5 @@ def _stand_ins(collector: Collector) -> dict[str, tuple[Moments, dict[float, flo
 
 
 def digest_of(blocks: Mapping[str, Mapping[str, Any]]) -> str:
-    """sha256 of all blocks: of their files' digests and of what stats.json says of them."""
+    """sha256 of all blocks: of their files' digests and of their parts of stats.json."""
     return hashlib.sha256(json.dumps(blocks, sort_keys=True).encode()).hexdigest()

@@ -4,7 +4,7 @@ header.py, files.py, reader.py, direct.py    a folder that is there: its headers
 source.py, fingerprint.py, finite.py         which folder a name means, what its content is known by, NaN in it
 layout.py, writer.py, finish.py              a folder that is made: where every byte will lie, tensors, the end
 partial.py, journal.py                       the hidden folder that it grows in, and what is on disk already
-block_folder.py, tensor_file.py, digests.py  folders of statistics and learned codes: one file a decoder block
+block_folder.py, tensor_file.py, digests.py  folders of statistics and learned codes: one file a decoder layer
 fields.py, single_file.py                    JSON files that are read, and one file that is replaced at once
 """
 

@@ -1,6 +1,6 @@
-"""An output folder that grows decoder block by decoder block: statistics, learned codes.
+"""An output folder that grows by one decoder layer at a time: statistics, or learned codes.
 
-Lock, journal, one file a block, an index written last, and one rename. A killed run continues behind the last block
+Lock, journal, one file per block, an index written last, and one rename. A killed run continues behind the last block
 whose line is in the journal; one that failed before its first block leaves nothing behind. It must not know what a
 block's file holds.
 """

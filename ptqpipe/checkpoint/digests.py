@@ -1,4 +1,4 @@
-"""Files whose sha256 an index has: hashed before a first tensor of them is taken, so that damage is an error.
+"""Checks the sha256 of files that an index lists before their first tensor is read, so that damage is an error.
 
 Codes and moments are all legal numbers: nothing else could tell a flipped bit. It must not know what the files hold.
 """

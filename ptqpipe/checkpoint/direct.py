@@ -1,4 +1,4 @@
-"""Reads and writes past the system's page cache, for bytes that are touched once.
+"""Direct I/O: reads and writes that bypass the system's page cache, for bytes that are used once.
 
 A page cache that a checkpoint streams through costs a copy of every byte and evicts what others had there; where free
 memory has to be fetched first (virtual machines), it costs several times the copy. Direct I/O moves pages between the
@@ -31,7 +31,7 @@ _NOT_POSSIBLE: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 def margin() -> int:
-    """Bytes beside the wanted ones that memory for :meth:`DirectFile.read` must have."""
+    """Extra bytes that the memory for :meth:`DirectFile.read` must have."""
     return 3 * ALIGN
 
 
@@ -49,7 +49,7 @@ def open_direct(path: Path, flags: int) -> int | None:
 
 
 class DirectFile:
-    """One file for reading: what the cache holds comes from there, the rest straight from the disk."""
+    """One file for reading: cached pages come from the page cache, the rest straight from the disk."""
 
     def __init__(self, path: Path, cached_fd: int) -> None:
         """``cached_fd`` is an open descriptor of the same file; it stays its owner's. Raises OSError."""
@@ -83,7 +83,7 @@ class DirectFile:
             self._fd = None
 
     def _read_some(self, piece: memoryview, offset: int, *, wanted: int) -> int:
-        """Fills a part of a page-aligned piece: whole pages, or as much as is wanted. 0 at the end of the file."""
+        """Fills a part of a page-aligned piece: whole pages, or as much as was asked for. 0 at the end of the file."""
         if self._fd is not None and not _in_cache(self._cached, offset, len(piece)):
             try:
                 return _whole_pages(os.preadv(self._fd, [piece], offset), min(wanted, len(piece)))

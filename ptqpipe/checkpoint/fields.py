@@ -1,4 +1,4 @@
-"""Whether a parsed JSON file has the fields that its reader needs, each of its type: said once, before any is used.
+"""Checks that a parsed JSON file has the fields that its reader needs, each of its type, before any is used.
 
 What is expected is written as the file is: a type, `COUNT` or `NUMBER`; a dictionary of field names, where "name?" need
 not be there and "*" is every name; a list of one, for lists of any length.

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder hold the weights, which are carried over, which are left behind and why.
+"""Sorts the files of a checkpoint folder: which hold the weights, which are copied, which are left out and why.
 
 It must not know tensors' contents; it opens the headers and the index alone. The decisions:
 
@@ -58,7 +58,7 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 
 
 def scan_folder(folder: Path) -> FolderContent:
-    """Everything that a folder holds, the headers validated and agreeing with the index.
+    """The contents of a folder, with headers that are validated and agree with the index.
 
     Raises CheckpointError for a damaged file, a missing shard, a tensor in two files or in none, and weight
     files that belong to no set.
@@ -78,7 +78,7 @@ def scan_folder(folder: Path) -> FolderContent:
 
 
 def read_json_object(path: Path, *, strict: bool = True) -> dict[str, Any]:
-    """A JSON object from a file; ``strict=False`` allows what config files hold in practice (Infinity, duplicates).
+    """A JSON object from a file; ``strict=False`` allows what config files contain in practice (Infinity, duplicates).
 
     Raises CheckpointError for what cannot be read or parsed, a pipe or a device, and more than 256 MiB.
     """
@@ -152,7 +152,7 @@ def _refuse_kind(path: Path, kind: str) -> NoReturn:
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a file's name says that it holds weights or their index, in any framework's format."""
+    """Whether a file is, by its name, one of weights or their index, in any framework's format."""
     lowered = name.lower()
     return lowered.endswith(_WEIGHT_SUFFIXES) or (
         lowered.endswith(".index.json") and lowered[: -len(".index.json")].endswith(_WEIGHT_SUFFIXES)

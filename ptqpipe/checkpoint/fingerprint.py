@@ -1,4 +1,4 @@
-"""What a checkpoint is known by: a fingerprint of its content, which every copy and every second download shares.
+"""The fingerprint of a checkpoint: a hash of its content, the same for every copy and every download.
 
 Read are, of every weight file, its name in the folder, its size, its header (names, dtypes, shapes and places of all
 tensors) and pages of its data; and config.json and hf_quant_config.json whole, since they say what the weights compute.
@@ -6,7 +6,7 @@ Times, owners, links and the folder's own name do not count; nor do the tokenize
 
 A file has 64 pages of 4 KiB and one for every 64 MiB, at places that are hashed from its header: every tensor has one
 where a file has no more tensors than pages, as those of dense models do; of a mixture of experts with hundreds of
-tensors a file, every so-many-th has. So 16 GB cost a few megabytes of reading, 700 GB less than a hundred.
+tensors per file, every n-th has. So 16 GB cost a few megabytes of reading, 700 GB less than a hundred.
 
 What it misses: numbers that were changed where no page is looked at, in a file of the same size and header (a few rows
 of an embedding; one expert among hundreds). Training, merging and other roundings change every page. Who must exclude
@@ -63,7 +63,7 @@ def fingerprint_of(
 
 
 def pages(header: FileHeader) -> Iterator[tuple[TensorEntry, int, int]]:
-    """(tensor, start, stop) of the bytes that are looked at in one file, each piece inside one page of the file."""
+    """(tensor, start, stop) of the bytes that are sampled in one file, each piece inside one page of the file."""
     tensors = [entry for entry in header.entries if entry.nbytes]
     count = LEAST_PAGES + header.file_bytes // BYTES_PER_PAGE if tensors else 0
     for i in range(count):

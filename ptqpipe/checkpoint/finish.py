@@ -1,4 +1,5 @@
-"""The last steps of writing a checkpoint: nothing is missing, the other files are added, all is on disk.
+"""The last steps of writing a checkpoint: nothing may be missing, the other files are added, everything is synced to
+disk.
 
 It must not know how the weights were written. It reads the journals and the shards' headers, never weights.
 """
@@ -60,7 +61,7 @@ def add_files(
     copy: Sequence[tuple[Path, str]],
     names: Sequence[str],
 ) -> None:
-    """Writes the index and the other files beside the shards, and syncs them and their folders."""
+    """Writes the index and the other files next to the shards, and syncs them and their folders."""
     folder = paths.growing
     with output_errors(folder):
         _remove_others(folder, keep=frozenset(shard.file for shard in layout.shards))

@@ -1,4 +1,4 @@
-"""NaN and infinities in the bytes of float tensors: what makes a model useless wherever they are.
+"""Counts NaN and infinities in the bytes of float tensors: either makes a model useless.
 
 Knows dtypes; must not know what is done with the counts.
 """
@@ -16,7 +16,7 @@ class NotFinite:
     """Counts NaN and infinities in the bytes of a tensor, a chunk at a time; none in types that are not weights'."""
 
     def __init__(self, dtype: str) -> None:
-        """``dtype`` as safetensors spells it."""
+        """``dtype`` by its name in safetensors."""
         self._dtype = DTYPES[dtype][0] if dtype in ("F16", "BF16", "F32", "F64") else None
         self.nan = self.inf = 0
 
@@ -37,5 +37,5 @@ class NotFinite:
 
     @property
     def text(self) -> str:
-        """Both in words."""
+        """Both counts as text."""
         return f"{self.nan} NaN and {self.inf} inf"

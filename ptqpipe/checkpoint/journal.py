@@ -1,4 +1,4 @@
-"""What is already on disk: one append-only file per rank, each line a batch that was synced before it was written.
+"""The journal of an unfinished output: one append-only file per rank; each line is a batch that was synced before it.
 
 A line is JSON with the CRC-32 of its own content. Since a batch is one line, and the next is written only after
 the last one is on disk, a crash can damage the last line alone: a damaged tail is forgotten (its units are done
@@ -28,7 +28,7 @@ fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has none
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """What a journal belongs to. ``parts`` name what the run was made of, to say which of them changed.
+    """The run that a journal belongs to. ``parts``: its inputs by name, so that a message names the one that changed.
 
     ``files`` are the source's as one rank sees them (``CheckpointReader.file_states``): not in ``run_id``, since copies
     of a source give the same bytes, but what an unfinished run must find again.
@@ -87,7 +87,7 @@ def read_journal(path: Path) -> JournalContent:
 
 
 def read_journals(folder: Path) -> JournalContent:
-    """The union of every rank's journal in a folder, the identity as the first of them says it; ``sound_bytes`` is
+    """The union of every rank's journal in a folder, the identity from the first of them; ``sound_bytes`` is
     meaningless here.
 
     Raises OutputError if two of them belong to different runs.

@@ -1,4 +1,4 @@
-"""Where every byte of the output will lie, decided from names, dtypes and shapes before anything is written.
+"""Decides where every byte of the output will lie, from names, dtypes and shapes, before anything is written.
 
 It must not know what writes the bytes, nor on how many machines: the layout depends on the plan alone, so one
 process or sixteen write the same files. Tensors keep the order given; only where that order would put an element

@@ -1,4 +1,4 @@
-"""The hidden folder beside the output in which it grows: lock, journals, and the files before they have their name.
+"""The hidden folder in which an output grows: its lock, its journals, and its files before they are renamed.
 
     .NAME.partial/lock-<rank>           held by the process that writes
     .NAME.partial/journal-<rank>.jsonl  what is on disk
@@ -36,6 +36,7 @@ from ptqpipe.checkpoint.journal import (
     read_journals,
 )
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput
+from ptqpipe.quantities import disk_size
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 
 #: Folders that hold .safetensors and are no models, by the file that each has.
@@ -74,7 +75,7 @@ def fsync_folder(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The output's name, and the places beside it."""
+    """The output's path, and the hidden paths next to it."""
 
     out: Path
 
@@ -165,7 +166,7 @@ def lock_all(folder: Path) -> RankLock:
 
 
 def completed_run(out: Path, *, index_file: str | None = None) -> str | None:
-    """The run that wrote a complete output; None if there is no output or it does not say.
+    """The run that wrote a complete output; None if there is no output, or no record of its run.
 
     index_file  the file whose "run_id" says it; None for a model, where the record does
     """
@@ -187,7 +188,7 @@ def check_unfinished(out: Path, run_id: str, *, index_file: str | None = None) -
 def prepare(
     paths: Paths, identity: RunIdentity, *, mode: str, index_file: str | None = None
 ) -> tuple[RankLock, RunIdentity | None]:
-    """Rank 0's first step: refuse or accept what lies at OUT and beside it, lock, and make the folders.
+    """Rank 0's first step: refuse or accept what exists at OUT and next to it, lock, and make the folders.
 
     index_file  the file that tells a complete output of this kind from other folders; None for a model
 
@@ -218,7 +219,7 @@ def prepare(
 def _settle(
     paths: Paths, identity: RunIdentity, lock: RankLock, *, mode: str, index_file: str | None
 ) -> JournalContent:
-    """With the lock held: put a former output back, then continue or discard what the partial folder holds."""
+    """While the lock is held: put a former output back, then continue or discard the contents of the partial folder."""
     if paths.old.exists() and paths.growing.exists() and not paths.out.exists():
         paths.old.rename(paths.out)
     found = JournalContent() if mode == "overwrite" else read_journals(paths.partial)
@@ -263,8 +264,8 @@ def check_space(paths: Paths, needed: int) -> None:
         free = shutil.disk_usage(paths.partial).free
     if needed - have > free:
         raise OutputError(
-            f"{shown(str(paths.out.parent))} has {free / 1e6:,.1f} MB free, "
-            f"the output needs {(needed - have) / 1e6:,.1f} MB more; free some space, or choose another -o"
+            f"{shown(str(paths.out.parent))} has {disk_size(free)} free, "
+            f"the output needs {disk_size(needed - have)} more; free some space, or choose another -o"
         )
 
 
@@ -344,6 +345,6 @@ def _refuse_resume(paths: Paths, identity: RunIdentity, index_file: str | None) 
     check_unfinished(paths.out, identity.run_id, index_file=index_file)
     if paths.out.exists() and (not paths.out.is_dir() or any(paths.out.iterdir())):
         raise WrongOutput(
-            f"{shown(str(paths.out))} has no unfinished run beside it, and is no output of this run; --overwrite "
+            f"{shown(str(paths.out))} has no unfinished run next to it and is no output of this run; --overwrite "
             "replaces it, or choose another -o"
         )

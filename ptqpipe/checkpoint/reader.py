@@ -138,7 +138,7 @@ class CheckpointReader:
         return buffer
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """A JSON object beside the weights, such as hf_quant_config.json; None when there is no such file."""
+        """A JSON file next to the weights, such as hf_quant_config.json; None when there is no such file."""
         path = self.path / name
         return read_json_object(path, strict=False) if os.path.lexists(path) else None
 

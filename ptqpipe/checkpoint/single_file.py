@@ -1,5 +1,4 @@
-"""One file that a command writes at its end: its place is looked at before anything is computed, then it is replaced at
-once or not at all.
+"""Writes one output file at once or not at all; its place is checked before anything is computed.
 
 Must not know what is in the file: whether one that exists may be replaced is the caller's to say. Folders of weights
 have `partial.py`.
@@ -91,7 +90,7 @@ def _errors(path: Path) -> Iterator[None]:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Raises OSError where the disk does not hold so many bytes more."""
+    """Reserves ``nbytes``; raises OSError where the disk has no room for them."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, max(1, nbytes))
     else:  # macOS

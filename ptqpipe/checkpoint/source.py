@@ -1,4 +1,4 @@
-"""From what a user typed to a folder on this machine: a path, or the name of a repository on the Hugging Face hub.
+"""Finds the folder of the checkpoint that a user typed: a path, or the name of a repository on the Hugging Face hub.
 
 It must not read weights. huggingface_hub is imported only when a name is not a local path; it honours HF_HUB_OFFLINE
 and its cache by itself.
@@ -47,7 +47,7 @@ def resolve_source(model: str, *, revision: str | None = None) -> Path:
 
 
 def check_folder(path: Path) -> Path:
-    """The folder itself, once it is known to hold safetensors files that are not Git LFS pointers."""
+    """The folder itself, once it has been checked to have safetensors files that are not Git LFS pointers."""
     if not path.is_dir():
         raise UsageError(f"{shown(str(path))} is a file, expected the folder that holds it; name the folder")
     try:
@@ -77,7 +77,7 @@ def check_folder(path: Path) -> Path:
 
 
 def check_disjoint(source: Path, out: Path) -> None:
-    """Raises UsageError if the output would lie in the source, or hold it."""
+    """Raises UsageError if the output would lie in the source, or contain it."""
     source, out = source.resolve(), Paths.of(out).out
     if source == out or source in out.parents or out in source.parents:
         raise UsageError(f"the output {shown(str(out))} and the source {shown(str(source))} overlap; choose another -o")

@@ -1,4 +1,4 @@
-"""A small safetensors file beside an index (statistics and learned codes of one decoder block), written whole.
+"""A small safetensors file next to an index (statistics and learned codes of one decoder layer), written whole.
 
 Must not know what the tensors are. The weights of models have `writer.py`.
 """

@@ -1,4 +1,4 @@
-"""Writes a checkpoint so that it appears whole or not at all, and a killed run continues where it was.
+"""Writes a checkpoint that appears whole or not at all; a killed run continues where it stopped.
 
 Tensors are written at their planned places, by any number of threads, in any order. A unit counts as done only
 after its bytes and then its line in the journal are on disk. This file must not know what a unit computes.
@@ -83,7 +83,7 @@ class CheckpointWriter:
         run_parts: Mapping[str, str] = MappingProxyType({}),
         source_files: Mapping[str, str] = MappingProxyType({}),
     ) -> CheckpointWriter:
-        """Takes the partial folder beside ``out``; writes nothing under ``out`` itself.
+        """Locks the partial folder next to ``out``; writes nothing under ``out`` itself.
 
         ``run_id`` identifies plan, source and recipe together; ``run_parts`` names them one by one, so that a
         refused resume can say which changed; ``source_files`` are what a resumed run must find untouched. Raises
@@ -141,7 +141,7 @@ class CheckpointWriter:
         return TensorWriter(self, name, byte_offset)
 
     def commit(self, unit_id: str, record: Mapping[str, Any]) -> None:
-        """Says that a unit's tensors are written. Durable once a batch has gathered, or after `flush`.
+        """Records that a job's tensors are written. Durable once a batch has gathered, or after `flush`.
 
         ``record`` is JSON and comes back from `done`. While one thread syncs a batch, others are not held up.
         """

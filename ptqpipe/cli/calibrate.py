@@ -40,7 +40,7 @@ _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
     "--holdout",
     type=int,
     metavar="N",
-    help="Further windows, on which convert judges what it made of the others; they double the size of the moments.  "
+    help="Held-out windows, on which convert compares its result with plain rounding; they double the moments.  "
     "[default: samples / 8]",
 )
 @click.option(
@@ -137,7 +137,7 @@ def generate(given: Given) -> None:
         dtype=given.dtype,
         overwrite=given.overwrite,
         machine=machine,
-        say=None if given.quiet else lambda line: click.echo(line, err=True),
+        log=None if given.quiet else lambda line: click.echo(line, err=True),
     )
     click.echo(
         f"{done.out}: {done.samples} windows of {done.seqlen} tokens and {done.held_out} more to hold out, in "

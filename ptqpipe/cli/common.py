@@ -62,7 +62,7 @@ class Given(SimpleNamespace):
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="ptqpipe")
 def main() -> None:
-    """Hugging Face checkpoints to FP4 and FP8: streaming, with block scales that are proven optimal."""
+    """Quantize Hugging Face models to FP4 and FP8, in little memory, with block scales that are proven optimal."""
     for stream in (sys.stdout, sys.stderr):  # names of files need not be Unicode, and terminals need not know it
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -130,7 +130,7 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
     from ptqpipe.stages.common.rewrite import is_unfinished
 
     if mode == "resume" and not is_unfinished(out) and not out.exists() and ranks_of().rank == 0:
-        click.echo(f"Nothing unfinished lies beside {out}: starting from the beginning.", err=True)
+        click.echo(f"{out} has no unfinished run: starting from the beginning.", err=True)
     try:
         yield
     except KeyboardInterrupt:

@@ -84,19 +84,19 @@ _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "fl
 
 
 class Dtype(click.ParamType[str]):
-    """A float type in either spelling, ``bf16`` or ``bfloat16``; "auto" if that is among the known ones.
+    """A float type by its short or long name, ``bf16`` or ``bfloat16``; "auto" if that is among the accepted ones.
 
-    long  whether the stage takes the long spelling
+    long  whether the stage takes the long name
     """
 
     name = "dtype"
 
     def __init__(self, *known: str, long: bool = True) -> None:
-        """``known``: short spellings, as help and messages show them."""
+        """``known``: the accepted short names, as help and messages show them."""
         self._known, self._long = known, long
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The spelling that the stage takes; click's error for an unknown one."""
+        """The name that the stage takes; click's error for an unknown one."""
         word = str(value).strip().lower()
         short = next((short for short, long in _DTYPES.items() if word == long), word)
         if short not in self._known:
@@ -104,7 +104,7 @@ class Dtype(click.ParamType[str]):
         return _DTYPES.get(short, short) if self._long else short
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """The known spellings."""
+        """The accepted names."""
         return "|".join(self._known)
 
 

@@ -144,10 +144,18 @@ VLLM_OPTIONS = options(
     help="Quantize activations as the format of the checkpoint says, or leave them.",
 )
 @click.option("--max-model-len", type=int, metavar="N", help="Longest sequence in tokens.  [default: the model's]")
-@click.option("--max-num-seqs", type=int, default=32, show_default=True, help="Most sequences in one step.")
-@click.option("--max-batch-tokens", type=int, default=1024, show_default=True, help="Most tokens in one step.")
 @click.option(
-    "--max-queue", type=int, default=256, show_default=True, help="Most sequences that wait; further ones get HTTP 429."
+    "--max-num-seqs", type=int, default=32, show_default=True, help="Largest number of sequences in one step."
+)
+@click.option(
+    "--max-batch-tokens", type=int, default=1024, show_default=True, help="Largest number of tokens in one step."
+)
+@click.option(
+    "--max-queue",
+    type=int,
+    default=256,
+    show_default=True,
+    help="Largest number of waiting sequences; further ones get HTTP 429.",
 )
 @click.option(
     "--kv-cache-size",
@@ -198,7 +206,7 @@ def serve(given: Given) -> None:
     )
     worker = [sys.executable, "-m", "ptqpipe", *sys.argv[1:]]
     place = _place(given.tp, given.rank_of, given.parent)
-    stage.serve(serving, place, worker=worker, say=lambda line: click.echo(line, err=True))
+    stage.serve(serving, place, worker=worker, log=lambda line: click.echo(line, err=True))
 
 
 def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "Place":
@@ -258,4 +266,4 @@ def _serve_vllm(given: Given, stated: set[str]) -> None:
         allreduce_min_bytes="auto" if measured else os.environ.get("PTQPIPE_ALLREDUCE_MIN_BYTES", FIXED_MIN_BYTES),
         forwarded=(*forwarded, *given.vllm_flags),
     )
-    serve_vllm(service, inherited=os.environ, say=lambda line: click.echo(line, err=True))
+    serve_vllm(service, inherited=os.environ, log=lambda line: click.echo(line, err=True))

@@ -180,7 +180,7 @@ class QuantAllReduce:
         return self._sum(x, x, Plain(), one_shot=True)
 
     def stats(self) -> Stats:
-        """What was done since this was made."""
+        """Counters since this was created."""
         return replace(self._stats, plain_calls=self._plain_calls)
 
     def _settle(self) -> None:

@@ -1,4 +1,5 @@
-"""The transport for process groups whose collectives are better than their messages: NCCL. Two-shot, in chunks.
+"""The all-reduce transport for process groups whose collectives are faster than their messages (NCCL): two-shot, in
+chunks.
 
 The schedule of ``point_to_point.py`` with an all-to-all and an all-gather a chunk, on a stream of its own, so that the
 codec of one chunk runs beside the transfer of another. All messages of a chunk have the room of the longest, since

@@ -1,4 +1,4 @@
-"""What travels: the codecs of the quantized all-reduce, one row each, and their bytes.
+"""The codecs of the quantized all-reduce, one row each, and the sizes of their messages.
 
 A message is a run of whole *units* (the last one filled up with zeros): first the codes of all of them, packed as
 ``packing.py`` says, then a scale for every block, then, for NVFP4, an exponent for every 1024 elements. A unit is the
@@ -88,7 +88,7 @@ class WireCodec:
         return self.unit_bytes * 8 / self.unit
 
     def units(self, elements: int) -> int:
-        """Units that hold ``elements``."""
+        """How many units ``elements`` take."""
         return -(-elements // self.unit)
 
     def nbytes(self, elements: int) -> int:

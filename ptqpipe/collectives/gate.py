@@ -1,4 +1,5 @@
-"""Which way a sum of a given size goes: the ways are timed against each other once, when an all-reduce is made.
+"""Decides how a sum of a given size is computed: the ways are timed against each other once, when an all-reduce is
+created.
 
 Every rank takes part in every measurement, rank 0's clock decides, and its answer is broadcast, so all ranks go by
 the same numbers. Two questions: which plain sum is the fastest, for each size; and from which size on the quantized one

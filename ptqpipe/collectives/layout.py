@@ -1,4 +1,4 @@
-"""Who owns what: stripes of a message, one a rank, and the chunks in which they travel.
+"""Divides a message among ranks: one stripe per rank, and the chunks in which stripes are sent.
 
 Stripes are equal runs of units, the last ones shorter or empty, so every size and number of ranks works. Chunk j takes
 the same part of every stripe. Stripes decide results (the owner's own partial is exact); chunks decide time alone.

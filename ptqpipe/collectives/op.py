@@ -1,4 +1,4 @@
-"""``ptqpipe::quant_all_reduce``: one operator that torch.compile does not look into, and the registry behind it.
+"""``ptqpipe::quant_all_reduce``: one operator that torch.compile treats as opaque, and the registry behind it.
 
 The operator takes a tensor and the name of a reducer, since a graph holds strings but no process groups.
 """
@@ -17,7 +17,7 @@ _reducers: "weakref.WeakValueDictionary[str, Reducer]" = weakref.WeakValueDictio
 
 
 def register(reducer: Reducer, name: str) -> str:
-    """Makes ``reducer`` known under ``name``, for as long as it lives. Returns the name."""
+    """Registers ``reducer`` under ``name``, for as long as it lives. Returns the name."""
     _reducers[name] = reducer
     return name
 

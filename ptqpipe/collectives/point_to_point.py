@@ -1,4 +1,4 @@
-"""The transport for any process group that can send and receive: two-shot and one-shot, in chunks.
+"""The all-reduce transport for any process group that can send and receive: two-shot and one-shot, in chunks.
 
 Two-shot: every rank sends its part of stripe p to rank p, which adds them up and sends the sum to all. Step t encodes
 and sends chunk t, sums and returns chunk t - LAG, decodes chunk t - 2 LAG, so while one chunk is computed the wire has

@@ -1,4 +1,5 @@
-"""Numbers <-> bytes of the wire in plain torch: the definition that every kernel equals bit for bit.
+"""Encodes numbers to the bytes of messages and back in plain torch: the definition that every kernel equals bit for
+bit.
 
 All arithmetic is float32, one rounding an operation, nothing flushed but what is said here:
 
@@ -55,7 +56,7 @@ def encode_units(values: torch.Tensor, codec: WireCodec) -> torch.Tensor:
 
 
 def decode(data: torch.Tensor, elements: int, codec: WireCodec) -> torch.Tensor:
-    """float32 ``[elements]``: what the message of that many elements says."""
+    """float32 ``[elements]``: the values of a message of that many elements."""
     values = decode_units(data, codec)
     if codec.hadamard:
         values = rotate(values, codec.hadamard) * _half_norm(codec.hadamard)[1]
@@ -76,9 +77,9 @@ def decode_units(data: torch.Tensor, codec: WireCodec) -> torch.Tensor:
 def reduce(
     messages: Sequence[torch.Tensor | None], own: torch.Tensor, codec: WireCodec, *, requantize: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(message of the sum, the sum as that message says it, in ``own``'s dtype).
+    """(message of the sum, its decoded values in ``own``'s dtype).
 
-    messages    one a rank, in order; None where ``own [n]`` stands, which is added as it is
+    messages    one per rank, in order; None where ``own [n]`` stands, which is added as it is
     requantize  False: no message (empty), and the sum rounded to the dtype alone
     """
     total: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""What a quantized all-reduce has done on this rank, in one call or since it was made: a record to print."""
+"""Counters of a quantized all-reduce on this rank, for one call or since it was created."""
 
 from dataclasses import astuple, dataclass
 

@@ -1,4 +1,5 @@
-"""The transport for GPUs that write into each other's memory: one node on NVLink. Two-shot, one kernel a call.
+"""The all-reduce transport for GPUs that write into each other's memory (one node on NVLink): two-shot, one kernel per
+call.
 
 Every rank owns a buffer that all have mapped. ``kernels/triton_symmetric.py`` has the kernel and why calls may follow
 one another at once; here are the buffers, which groups can have them, and a check that they work. Same bits as the
@@ -6,7 +7,7 @@ other transports: stripes are those of ``layout.py``. Longer messages than the b
 every stripe at the same places and so change no bit. A launch goes to the caller's stream, keeps nothing on the host,
 and can be captured in a CUDA graph. All sums over one memory must be on one stream, in the same order on all ranks.
 
-Never run on GPUs. Tested as it is under Triton's interpreter, a process a rank over shared memory; compiled for sm_90.
+Never run on GPUs. Tested under Triton's interpreter, one process per rank in shared memory; compiled for sm_90.
 ``scripts/check_symmetric.py`` is what to run first on a GPU. The buffers come from ``torch.distributed
 ._symmetric_memory``, which torch calls a prototype; its API as of torch 2.13.
 """
@@ -42,7 +43,7 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, of cuda.
 class SymmetricMemory:
     """The buffers of all ranks, as one of them sees them.
 
-    buffers   uint8, one a rank, of equal size (:func:`buffer_bytes`), at multiples of 16 bytes; zero before the first
+    buffers   uint8, one per rank, of equal size (:func:`buffer_bytes`), at multiples of 16 bytes; zero before the first
               sum of any rank
     rank      whose view this is
     programs  most programs of a launch, the same on all ranks; all must be on the device together
@@ -63,7 +64,7 @@ class SymmetricMemory:
         room_bytes = rooms // (2 * self.world) // 64 * 64
         if room_bytes <= 0 or room_bytes >= 1 << 31:
             raise UsageError(
-                f"symmetric buffers of {rooms + HEADER} bytes; expected room for a block a rank, and 2 GiB at most"
+                f"symmetric buffers of {rooms + HEADER} bytes; expected room for a block per rank, and 2 GiB at most"
             )
         if not 1 <= self.programs <= MOST_PROGRAMS:
             raise UsageError(f"{self.programs} programs; expected 1 to {MOST_PROGRAMS}")

@@ -1,4 +1,4 @@
-"""What a transport asks of a message: bytes of a part, the sum of parts, values of a sum. Quantized or as they are.
+"""The messages of a transport: bytes of a part, the sum of parts, the values of a sum. Quantized or not.
 
 A transport moves byte tensors and never looks into them. `Quantized` is a codec of this package, `Plain` the tensor's
 own dtype: the same schedule without a codec, which is also the baseline that a codec has to beat. Sums are float32, in
@@ -40,7 +40,7 @@ class Wire(Protocol):
     def reduce(
         self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """The message of the sum, in ``room`` or ``out``, and what it says in ``out``. None stands for ``own``.
+        """The message of the sum, in ``room`` or ``out``, and its decoded values in ``out``. None stands for ``own``.
 
         ``out`` may be ``own``. With an empty ``room`` the sum goes to ``out`` alone, unrounded but for its dtype.
         """

@@ -98,7 +98,7 @@ def matrix_shape(names: Names, name: str, *, bits: int, owner: str) -> tuple[int
 
 
 def refuse(weight: str, *, container: str, scheme_reason: str | None, experts: int | None, transposed: bool) -> None:
-    """FormatError for what a layout of 2-D linears in [out, in] cannot spell."""
+    """FormatError for what a layout of 2-D linears in [out, in] cannot store."""
     if scheme_reason is not None:
         raise FormatError(f"{weight}: {scheme_reason}")
     if not weight.endswith(".weight"):
@@ -143,7 +143,7 @@ def strings(value: Any, key: str) -> list[str]:
 def kv_cache_scheme(base: Mapping[str, Any]) -> dict[str, Any] | None:
     """The FP8 kv-cache scheme of a source that has one: its scales are kept as they are, so it stays described.
 
-    In compressed-tensors' words; ModelOpt's are the same without a strategy.
+    In compressed-tensors' terms; ModelOpt's are the same without a strategy.
     """
     found = quantization_config(base).get("kv_cache_scheme")
     if found == "FP8":
@@ -198,7 +198,7 @@ def sglang_scale_warnings(config: Mapping[str, Any], *, remedy: str) -> list[str
     """A warning where SGLang loads a model without its scales, if it keeps them as ``weight_scale_inv``."""
     found = _SGLANG_LLAMAS.intersection(config.get("architectures") or ())
     return [
-        f"SGLang 0.5.23 loads a {name} of this spelling without its scales and serves it all the same; {remedy}"
+        f"SGLang 0.5.23 loads a {name} with these names without its scales and serves it all the same; {remedy}"
         for name in sorted(found)
     ]
 

@@ -1,6 +1,6 @@
-"""compressed-tensors' config groups: which one speaks for a module, and whether they say what is stored.
+"""compressed-tensors' config groups: which group applies to a module, and whether the groups match what is stored.
 
-Knows the keys of a group and how readers match targets; must not know formats, nor how a scheme is spelled.
+Knows the keys of a group and how readers match targets; must not know formats, nor how a scheme is stored.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ def matches(target: str, module: str) -> bool:
 def group_faults(
     groups: Mapping[str, Any], wanted: Sequence[Mapping[str, Any]], modules: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """(key, message) where ``groups`` do not say what is stored, in words that readers accept.
+    """(key, message) where ``groups`` do not describe what is stored, in values that readers accept.
 
     wanted   the groups of the stored schemes, as they should be
     modules  those that are stored quantized
@@ -122,7 +122,7 @@ def _agreement(group: Mapping[str, Any], wanted: Mapping[str, Any]) -> int:
 
 
 def _difference(group: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """What readers act on and the group says otherwise, in words; empty when there is nothing."""
+    """What readers act on and the group states differently, as text; empty when there is nothing."""
     found, expected = _pairs(group), _pairs(wanted)
     defaults = {"symmetric": True, "dynamic": False, "type": "float"}
     decisive = ("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "scale_dtype")

@@ -12,7 +12,7 @@ _ANY = re.compile(r"(.*?)\.(?:[kvq]_proj\.)?([kvq])_scale")
 
 
 def kv_scale(name: str, dtype: str, shape: tuple[int, ...], *, container: Container | None = None) -> Part | None:
-    """A stored kv-cache scale as ``container`` spells it: the same bytes, another name and one number as [1] or [].
+    """A stored kv-cache scale as ``container`` stores it: the same bytes, another name and one number as [1] or [].
 
     None for a tensor that is no such scale. Containers without a kv cache of their own, plain checkpoints (None), and
     scales of more than one number keep their name and shape.

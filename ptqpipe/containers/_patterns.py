@@ -68,7 +68,7 @@ def _boxes(indexes: frozenset[Indexes]) -> list[list[list[str]]]:
 def _pattern(
     parent: str, leaves: Sequence[str], box: Sequence[Sequence[str]], others: Sequence[str], avoided: Sequence[str]
 ) -> str:
-    """The first candidate that matches nothing else; the last one, all spelled out, is taken for lack of another."""
+    """The first candidate that matches nothing else; the last one, with all names listed, if there is none."""
     listed = [_alternatives(axis) for axis in box]
     counted = [r"\d+" if len(axis) > 1 else _alternatives(axis) for axis in box]
     spellings = (counted, [*listed[:1], *counted[1:]], listed)

@@ -1,6 +1,6 @@
 """What the two layouts with ``weight_scale_inv`` share: DeepSeek's FP8 blocks and the mxfp8 method.
 
-The scale multiplies despite its name. Knows spelling only.
+The scale multiplies despite its name. Knows the layout only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -61,7 +61,7 @@ class ScaleInv:
         experts: int | None = None,
         transposed: bool = False,
     ) -> tuple[Part, ...]:
-        """The two tensors of a weight. FormatError for what the layout cannot spell."""
+        """The two tensors of a weight. FormatError for what the layout cannot store."""
         reason = self.supports(scheme)
         refuse(weight, container=self.name, scheme_reason=reason, experts=experts, transposed=transposed)
         return (

@@ -21,7 +21,7 @@ Load = Callable[[str, int | None, int | None], torch.Tensor]
 
 
 class Role(StrEnum):
-    """What a stored tensor of a quantized weight holds."""
+    """What a stored tensor of a quantized weight is: its codes, its scales ..."""
 
     DATA = "data"  # packed codes, row major
     SCALES = "scales"  # block scales, row major over the scale grid
@@ -43,7 +43,7 @@ DECODED_ROLES = frozenset(role for role in Role if not role.value.startswith(("i
 class Part:
     """One stored tensor of a quantized weight.
 
-    ``dtype`` is safetensors' spelling ("U8", "F8_E4M3", "F32" ...). ``stacked`` says that the first axis counts the
+    ``dtype`` is safetensors' name of it ("U8", "F8_E4M3", "F32" ...). ``stacked`` says that the first axis counts the
     experts of a 3-D weight.
     """
 
@@ -123,7 +123,7 @@ class Container(Protocol):
     ABILITIES: Abilities
 
     def supports(self, scheme: Scheme, /) -> str | None:
-        """None if the layout can spell this scheme, else one line that says why not and what can."""
+        """None if the layout can store this scheme, else one line that says why not and what can."""
 
     def parts(
         self,
@@ -137,7 +137,7 @@ class Container(Protocol):
     ) -> tuple[Part, ...]:
         """The tensors that store this weight, in the order in which they are written.
 
-        FormatError where the layout cannot spell the scheme, the name, a stack of experts or a transposed weight.
+        FormatError where the layout cannot store the scheme, the name, a stack of experts or a transposed weight.
         """
 
     def configs(self, request: ConfigRequest, /) -> dict[str, dict[str, Any]]:
@@ -147,7 +147,7 @@ class Container(Protocol):
         """
 
     def warnings(self, targets: Sequence[Target], config: Mapping[str, Any], /) -> list[str]:
-        """What readers are known to get wrong about this output: one line each, with the remedy. ``config`` is the
+        """What readers get wrong about this output: one line each, with the remedy. ``config`` is the
         source's config.json."""
 
     def detect(self, config: Mapping[str, Any], names: Names, /) -> bool:

@@ -3,7 +3,7 @@
 Names, dtypes and config keys are those of compressed-tensors 0.20 as llm-compressor 0.14 writes them, cut to what every
 reader accepts: no unknown key inside a group, ``quantization_status`` and both levels of ``format`` always present,
 ``scale_dtype`` wherever its absence changes the activations, MX scales as plain U8, NVFP4 global scales as divisors of
-shape [1], FP8 channel scales [N, 1]. Knows spelling only: no search, no files, no model code.
+shape [1], FP8 channel scales [N, 1]. Knows the layout only: no search, no files, no model code.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,7 +91,7 @@ _UNREADABLE = ("weight_zero_point", "weight_g_idx")
 
 
 def supports(scheme: Scheme) -> str | None:
-    """None if the layout can spell this scheme, else one line that says why not and what can."""
+    """None if the layout can store this scheme, else one line that says why not and what can."""
     name = _BY_STRUCTURE.get(structure(scheme.fmt))
     if name is None:
         return f"compressed-tensors has no layout for {scheme.fmt.name}; use the ptqpipe container"
@@ -103,7 +103,7 @@ def supports(scheme: Scheme) -> str | None:
 def parts(
     weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None, transposed: bool = False
 ) -> tuple[Part, ...]:
-    """The tensors that store this weight. FormatError for what the layout cannot spell."""
+    """The tensors that store this weight. FormatError for what the layout cannot store."""
     refuse(weight, container=QUANT_METHOD, scheme_reason=supports(scheme), experts=experts, transposed=transposed)
     fmt, module = scheme.fmt, weight.removesuffix(".weight")
     if fmt.partial_blocks and shape[1] % fmt.block[1]:
@@ -185,7 +185,7 @@ def _args(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
-    """Groups that do not say what is stored, in words that readers accept; a status that makes them read garbage."""
+    """Groups that do not describe what is stored, in values that readers accept; a status that misleads them."""
     described = quantization_config(files["config.json"] or {})
     schemes, groups = dict.fromkeys(weight.scheme for weight in stored.values()), described.get("config_groups")
     if isinstance(groups, Mapping) and all(supports(scheme) is None for scheme in schemes):
@@ -205,7 +205,7 @@ def _kept_stack_patterns(kept: Sequence[str], targets: Sequence[Target]) -> list
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-    """What readers are known to get wrong about this output: one line each, with the remedy."""
+    """What readers get wrong about this output: one line each, with the remedy."""
     found = []
     llama4 = str(config.get("model_type")).startswith("llama4")  # its experts become linear layers here
     experts = {structure(t.scheme.fmt): t.scheme for t in targets if is_routed_expert(t.module) and not llama4}
@@ -280,7 +280,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
 
 
 def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
-    """The weight of ``module``, whose config says ``scheme``; scale dtypes and scalar shapes as they are found."""
+    """The weight of ``module``, whose config gives ``scheme``; scale dtypes and scalar shapes as they are found."""
     weight, fmt = f"{module}.weight", scheme.fmt
     data = weight if fmt.element.bits == 8 else f"{module}.weight_packed"
     for suffix in _UNREADABLE:

@@ -1,6 +1,6 @@
 """DeepSeek's FP8 layout: ``quant_method: fp8``, blocks of 128 x 128, F32 ``weight_scale_inv`` (which multiplies).
 
-The one spelling of FP8 blocks that transformers, vLLM, SGLang and TensorRT-LLM all read, experts included. Reading also
+The one layout of FP8 blocks that transformers, vLLM, SGLang and TensorRT-LLM all read, experts included. Reading also
 takes other block sizes, E8M0 scales, and one scale per tensor, as older checkpoints have them.
 """
 
@@ -31,7 +31,7 @@ supports, configs, detect, config_faults = _LAYOUT.supports, _LAYOUT.configs, _L
 def parts(
     weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None, transposed: bool = False
 ) -> tuple[Part, ...]:
-    """The tensors that store this weight. FormatError for what the layout cannot spell.
+    """The tensors that store this weight. FormatError for what the layout cannot store.
 
     A short last block of rows is refused where transformers would take it for smaller whole blocks: it divides the
     rows by the height of the scale grid.
@@ -46,7 +46,7 @@ def parts(
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-    """What readers are known to get wrong about this output: one line each, with the remedy."""
+    """What readers get wrong about this output: one line each, with the remedy."""
     remedy = "use --container compressed_tensors for SGLang"
     return [
         *expert_name_warnings(targets, config, container="deepseek_fp8"),

@@ -29,7 +29,7 @@ _BLOCK_BYTES = 16
 
 
 def supports(scheme: Scheme) -> str | None:
-    """None for MXFP4 (the layout says nothing of activations), else what to use."""
+    """None for MXFP4 (the layout has no field for activations), else what to use."""
     if structure(scheme.fmt) == structure(_FMT) and scheme.activation in (Activation.NONE, Activation.MXFP4):
         return None
     return f"gptoss_mxfp4 stores mxfp4 only, not {scheme.name}; use the {scheme.container} container"
@@ -38,7 +38,7 @@ def supports(scheme: Scheme) -> str | None:
 def parts(
     weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None, transposed: bool = False
 ) -> tuple[Part, ...]:
-    """The tensors that store this stack. FormatError for what the layout cannot spell."""
+    """The tensors that store this stack. FormatError for what the layout cannot store."""
     reason = supports(scheme)
     if reason is not None:
         raise FormatError(f"{weight}: {reason}")
@@ -65,7 +65,7 @@ def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Ite
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-    """What readers are known to get wrong about this output: one line each, with the remedy."""
+    """What readers get wrong about this output: one line each, with the remedy."""
     if config.get("model_type") != "gpt_oss":
         return [f"readers know this layout for gpt_oss, not {config.get('model_type')!r}; use compressed_tensors"]
     return []

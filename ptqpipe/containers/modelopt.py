@@ -2,7 +2,7 @@
 
 Names, dtypes and shapes are those of modelopt 0.47: 0-d F32 for one number, global scales multiply, per-channel scales
 are 1-D, block scales 4-D. The NVFP4 payload is that of compressed-tensors under other names. Both config files say the
-same: vLLM and SGLang prefer the first, TensorRT-LLM the second. Knows spelling only.
+same: vLLM and SGLang prefer the first, TensorRT-LLM the second. Knows the layout only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +66,7 @@ _MIXED = "MIXED_PRECISION"
 
 
 def supports(scheme: Scheme) -> str | None:
-    """None if the layout can spell this scheme and a reader takes it, else one line that says why not and what can."""
+    """None if the layout can store this scheme and a reader takes it, else one line that says why not and what can."""
     if (structure(scheme.fmt), scheme.activation) in _ALGORITHMS:
         return None
     return (
@@ -78,7 +78,7 @@ def supports(scheme: Scheme) -> str | None:
 def parts(
     weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None, transposed: bool = False
 ) -> tuple[Part, ...]:
-    """The tensors that store this weight. FormatError for what the layout cannot spell."""
+    """The tensors that store this weight. FormatError for what the layout cannot store."""
     refuse(weight, container="modelopt", scheme_reason=supports(scheme), experts=experts, transposed=transposed)
     return _parts(weight, shape, scheme, "F32")
 
@@ -191,7 +191,7 @@ def _arguments(algorithm: str) -> dict[str, Any]:
 
 
 def _exclusion(module: str, quantized: Sequence[str]) -> str:
-    """A kept module as the readers' wildcards spell it.
+    """A kept module as a pattern with the readers' wildcards.
 
     vLLM also takes an entry for a substring: "model.layers.0.mlp.gate" would leave model.layers.0.mlp.gate_up_proj
     unquantized. Where that could happen the last letter goes into brackets: as a wildcard that is the same name, as a
@@ -203,7 +203,7 @@ def _exclusion(module: str, quantized: Sequence[str]) -> str:
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-    """What readers are known to get wrong about this output: one line each, with the remedy."""
+    """What readers get wrong about this output: one line each, with the remedy."""
     found = [
         "transformers does not read ModelOpt's layout: FP8 weights load as garbage without an error; "
         "use --container compressed-tensors for transformers"

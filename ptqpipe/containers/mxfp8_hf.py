@@ -1,6 +1,6 @@
 """The mxfp8 method of transformers and SGLang: ``quant_method: mxfp8``, U8 ``weight_scale_inv`` [N, K/32].
 
-The spelling of MXFP8 that transformers reads for experts too; vLLM 0.32 wants the scale called ``weight_scale`` and
+The layout of MXFP8 that transformers reads for experts too; vLLM 0.32 wants the scale called ``weight_scale`` and
 refuses it. Reading takes both names.
 """
 
@@ -29,7 +29,7 @@ detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers are known to get wrong about this output."""
-    refused = "vLLM 0.32 refuses this spelling of mxfp8; use --container compressed-tensors for vLLM"
+    refused = "vLLM 0.32 refuses this layout of mxfp8; use --container compressed-tensors for vLLM"
     return [
         refused,
         *expert_name_warnings(targets, config, container="mxfp8_hf"),

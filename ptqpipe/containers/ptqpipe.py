@@ -38,9 +38,9 @@ LOW_RANK_VERSION = 2  # readers that do not know low-rank parts must not read pa
 
 
 def supports(scheme: Scheme) -> str | None:
-    """None: this layout spells every scheme whose format has a spelling."""
+    """None: this layout stores every scheme whose format it can describe."""
     try:
-        _spell(scheme.fmt)
+        _describe(scheme.fmt)
     except FormatError as error:
         return str(error)
     return None
@@ -156,7 +156,7 @@ def _stored(weight: str, entry: Mapping[str, Any], names: Names) -> StoredWeight
 
 
 def _entry(scheme: Scheme) -> dict[str, Any]:
-    entry = {**_spell(scheme.fmt), "activation": str(scheme.activation)}
+    entry = {**_describe(scheme.fmt), "activation": str(scheme.activation)}
     if scheme.low_rank is not None:
         entry |= {"low_rank": scheme.low_rank.rank, "low_rank_dtype": scheme.low_rank.dtype}
     return entry
@@ -170,17 +170,17 @@ def _read_entry(weight: str, entry: Mapping[str, Any]) -> Scheme:
         raise CheckpointError(f"config.json describes {weight!r} as {dict(entry)}: {error}") from None
 
 
-def _spell(fmt: Format) -> dict[str, Any]:
+def _describe(fmt: Format) -> dict[str, Any]:
     """A format as config keys: its name, and what differs from the format of that name. FormatError if it has none."""
     named = get_format(fmt.name)
-    spelled: dict[str, Any] = {"format": fmt.name}
+    described: dict[str, Any] = {"format": fmt.name}
     if fmt.scale != named.scale:
-        spelled["scale"] = fmt.scale.name
+        described["scale"] = fmt.scale.name
     if fmt.block != named.block:
-        spelled["block"] = list(fmt.block)
-    if _read_format(spelled) != fmt:
+        described["block"] = list(fmt.block)
+    if _read_format(described) != fmt:
         raise FormatError(f"format {fmt.name} differs from the one of that name; give it the name of a known format")
-    return spelled
+    return described
 
 
 def _read_format(entry: Mapping[str, Any]) -> Format:

@@ -50,7 +50,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a model says of its attention: the factor of the scores, a window in tokens, a cap of scores, sinks."""
+    """The parameters of a model's attention: the factor of the scores, a window in tokens, a cap of scores, sinks."""
 
     scaling: float
     window: int | None = None
@@ -77,7 +77,7 @@ class _Step:
 class PagedAttention:
     """The pages of every layer, and the attention over them.
 
-    windows  of layers whose masks say them (None: everything), whatever their attention is told
+    windows  of layers whose masks have one (None: everything), whatever their attention function is given
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One step of the engine as numbers: what every rank needs to compute it, and nothing else.
+"""One step of the engine as numbers: everything that a rank needs to compute it.
 
 All sequences' tokens lie in one row, those of one sequence together. Must not know sequences' owners or text.
 """
@@ -22,7 +22,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``tokens`` of ``spans``, one after the other; logits are wanted at the places ``wanted``. Int64 [T] and [W]."""
+    """``tokens`` of ``spans``, one after the other; ``wanted``: places whose logits are computed. Int64 [T], [W]."""
 
     tokens: torch.Tensor
     wanted: torch.Tensor
@@ -41,7 +41,7 @@ class Batch:
 
 
 def unpack(packed: torch.Tensor) -> Batch:
-    """The batch that `Batch.pack` made this of."""
+    """The batch that `Batch.pack` packed."""
     numbers = packed.tolist()
     n_spans, n_tokens, n_wanted = numbers[:3]
     at, spans = 3, []

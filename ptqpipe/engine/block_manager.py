@@ -1,4 +1,4 @@
-"""Which page of the KV cache belongs to whom: counting, sharing of prefixes, eviction.
+"""The pages of the KV cache: which sequence uses which page, sharing of prefixes, eviction.
 
 A page (block) holds the keys and values of ``block_size`` consecutive tokens in every layer. A full block is known by a
 digest of all tokens up to its end, so that another sequence with the same beginning takes it instead of computing it
@@ -66,7 +66,7 @@ class BlockManager:
         return True
 
     def seal(self, seq: Sequence, start: int) -> None:
-        """Makes the blocks that became full since ``start`` computed tokens known to later sequences."""
+        """Makes the blocks that became full since ``start`` computed tokens available to later sequences."""
         if not self.prefix_caching:
             return
         for at in range(start // self.block_size, seq.computed // self.block_size):
@@ -76,7 +76,7 @@ class BlockManager:
                 self._digest_of[block] = digest
 
     def release(self, seq: Sequence) -> None:
-        """Takes a sequence's blocks back; what they hold is computed again if it is needed and gone by then."""
+        """Frees a sequence's pages; their content is computed again if it is needed after it was overwritten."""
         for block in reversed(seq.blocks):  # the end of a prefix goes first: without its beginning it is of no use
             self._holders[block] -= 1
             if self._holders[block] == 0:

@@ -170,7 +170,7 @@ class Engine:
         self.scheduler.add(seqs[0])
 
     def cancel(self, request: str) -> list[Piece]:
-        """Ends what is under way of a request; the pieces that say so (none for an unknown one)."""
+        """Ends all sequences of a request; their last pieces (none for an unknown request)."""
         seqs = sorted(self._requests.get(request, ()), key=lambda seq: seq.index)
         return [self._end(self._streams[seq], Piece(request, seq.index, finish=Finish.CANCELLED)) for seq in seqs]
 

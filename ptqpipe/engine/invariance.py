@@ -1,4 +1,4 @@
-"""Whether a runner's logits of a sequence are the same bits in one step and in several, beside others and alone.
+"""Checks that a runner's logits of a sequence are the same bits in one step and in several, alone and with others.
 
 Run once at the start of a service that promises it (``runtime/invariant.py``): what nobody has thought of, an attention
 without a compiled kernel for instance, shows here and not in an answer.
@@ -9,6 +9,7 @@ import torch
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.runner import Runner
 from ptqpipe.errors import UsageError
+from ptqpipe.quantities import number
 
 _TOKENS = 96
 _CUTS = (1, 2, 9, 26, 59)  # where the steps end: one token, few, and more than the kernels' tiles
@@ -33,5 +34,5 @@ def check(runner: Runner) -> None:
         if not torch.equal(logits, whole[first:last]):
             raise UsageError(
                 f"--batch-invariant: the logits of tokens {first} to {last - 1} of {count} depend on how they are "
-                f"computed, by {float((logits - whole[first:last]).abs().max()):.3g}; serve without it"
+                f"computed, by {number(float((logits - whole[first:last]).abs().max()), 3)}; serve without it"
             )

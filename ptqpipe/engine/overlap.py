@@ -1,4 +1,4 @@
-"""Two halves of a prefill by turns, so that the sums of one cross the wire while the other computes.
+"""Overlaps all-reduces with computation: of two halves of a prefill, one computes while the sums of the other are sent.
 
 A step of enough tokens is cut in two at a token. Both halves run through the model in one thread, as greenlets: when a
 layer of one needs a sum over the ranks, the sum is given to a second thread and control goes to the other half; when

@@ -1,4 +1,5 @@
-"""What a model's layers do, found by a forward of one token: shapes of keys and values, and which tokens a query sees.
+"""Finds out what a model's layers do by a forward of one token: shapes of keys and values, and which tokens a query
+sees.
 
 Whether a layer slides is not always said to its attention function: some models (PhiMoE) say it by their masks alone,
 which our attention does without. So the probe lets transformers make its masks, and reads the rule of each off its
@@ -27,7 +28,7 @@ from ptqpipe.errors import UsageError
 
 PROBE = "ptqpipe_probe"
 _RULE = "_ptqpipe_rule"
-_MOST_TOKENS = 1 << 18  # a mask is looked at so far: longer windows are none
+_MOST_TOKENS = 1 << 18  # how far a mask is searched: longer windows count as none
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def probe(model: Any, longest: int) -> Probed:
         found = _record(model, longest, masks=True)
     except UsageError:
         raise
-    except Exception:  # a model's own code that makes something else of the mask: no mask is told then
+    except Exception:  # a model's own code that makes something else of the mask: its mask is unknown then
         found = _record(model, longest, masks=False)
     config, name = model.config.get_text_config(), type(model).__name__
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""One engine over several ranks: the leader decides and says what is computed, the others compute it with it.
+"""Runs one engine on several ranks: the leader decides what is computed, the others compute it with it.
 
 A batch goes to all ranks as one tensor of int64; everything that decides (scheduling, sampling, text) happens on the
 leader alone. While nothing is to be done the leader sends beats, so that a rank whose leader has gone ends, too. Must
@@ -35,7 +35,7 @@ class Leader:
         """Float32 logits [wanted, vocabulary]. PtqError when a rank does not answer."""
         packed = batch.pack()
         try:
-            self._say(len(packed))
+            self._broadcast_word(len(packed))
             self._send(packed)
             return self._runner.run(batch)
         except RuntimeError as error:
@@ -44,16 +44,16 @@ class Leader:
     def beat(self) -> None:
         """Lets the others know that the leader lives. PtqError when one does not."""
         try:
-            self._say(_BEAT)
+            self._broadcast_word(_BEAT)
         except RuntimeError as error:
             raise PtqError(f"a rank does not answer: {one_line(str(error), limit=300)}") from error
 
     def close(self) -> None:
-        """Ends the others. Those that have gone need not be told."""
+        """Ends the others. Those that have ended already are ignored."""
         with contextlib.suppress(RuntimeError):
-            self._say(_CLOSE)
+            self._broadcast_word(_CLOSE)
 
-    def _say(self, word: int) -> None:
+    def _broadcast_word(self, word: int) -> None:
         self._send(torch.tensor([word], dtype=torch.int64))
 
     def _send(self, message: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ class Leader:
 
 
 def follow(runner: Runner, group: dist.ProcessGroup | None = None) -> None:
-    """A rank above 0: computes what the leader says until it closes. PtqError when the leader is gone."""
+    """A rank above 0: computes what the leader sends until it closes. PtqError when the leader is gone."""
     word = torch.zeros(1, dtype=torch.int64)
     while True:
         try:

@@ -1,4 +1,5 @@
-"""The model: a batch in, logits out. Makes the cache that fits it, and refuses models that it would compute wrong.
+"""The model of the engine: a batch in, logits out. Creates the KV cache that fits it; refuses models that it would
+compute wrong.
 
 A model is transformers' own module. It gets the tokens of all sequences in one row with their positions; attention is
 ours (``attention.py``), everything else in a decoder works token by token. Models with other ways to see other tokens
@@ -16,6 +17,7 @@ from ptqpipe.engine.attention import IMPLEMENTATION, PagedAttention, Pages, numb
 from ptqpipe.engine.batch import Batch
 from ptqpipe.engine.probe import check_tokens, probe
 from ptqpipe.errors import UsageError
+from ptqpipe.quantities import option_size
 
 if TYPE_CHECKING:
     from ptqpipe.engine.overlap import Overlap
@@ -44,7 +46,7 @@ class Runner:
         agree: Callable[[int], int] | None = None,
         overlap: "Overlap | None" = None,
     ) -> None:
-        """The cache is made here.
+        """Allocates the KV cache.
 
         agree    of all ranks on the number of blocks
         overlap  what runs the model's collectives, and steps in halves beside them
@@ -72,8 +74,9 @@ class Runner:
         count = min(options.max_bytes // self.bytes_per_block, one * options.max_seqs)
         if count < one:
             raise UsageError(
-                f"a kv cache of {options.max_bytes} bytes holds {count * options.block_size} tokens, expected at least "
-                f"{options.max_len}; raise --kv-cache-size to {one * self.bytes_per_block} or lower --max-model-len"
+                f"a kv cache of {option_size(options.max_bytes)} holds {count * options.block_size} tokens, expected "
+                f"at least {options.max_len}; raise --kv-cache-size to {one * self.bytes_per_block} or lower "
+                "--max-model-len"
             )
         return int(count)
 

@@ -1,6 +1,6 @@
 """Logits in, one token a sequence out.
 
-Each sequence has random numbers of its own and uses one a token, so what it gets does not depend on who else is in the
+Each sequence has random numbers of its own and uses one per token, so its tokens do not depend on who else is in the
 batch (up to the last bits of the logits, which a different batch may round differently). The number picks from the
 cumulative probabilities of the tokens that top-k and top-p leave, in descending order (in the vocabulary's where they
 leave all), in float64. Must not know models or text.

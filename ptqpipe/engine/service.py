@@ -1,7 +1,7 @@
 """The engine in a thread of its own: loads the model there, takes requests from other threads, calls them back.
 
 Everything that touches the engine happens in its thread, so the engine needs no locks. Whoever submits gets pieces in
-that thread and hands them on (an HTTP server: into its event loop). When the engine fails everyone under way is told,
+that thread and hands them on (an HTTP server: into its event loop). When the engine fails all requests are notified,
 and nothing new is taken. Must not know HTTP.
 """
 
@@ -45,7 +45,7 @@ class Overloaded(PtqError):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the engine is; ``blocks`` of its cache, ``free`` of them held by nobody."""
+    """How busy the engine is; ``blocks`` of its cache, ``free`` of them used by no sequence."""
 
     running: int = 0
     waiting: int = 0
@@ -128,7 +128,7 @@ class Service:
         self._calls.put(None)
 
     def stop(self) -> None:
-        """Cancels everything, whose listeners are told that it is not whole, then stops."""
+        """Cancels every request, notifying its listener that the answer is incomplete, then stops."""
         self.drain()
         error = "the server ended before the answer did"
         for request in list(self._pending):

@@ -75,7 +75,7 @@ class StopStrings:
         return self._release(len(self._held) - self._risky()), False
 
     def flush(self) -> str:
-        """What was held back, when no text follows."""
+        """The text that was kept back, when no more follows."""
         return self._release(len(self._held))
 
     def _risky(self) -> int:

@@ -124,7 +124,7 @@ def open_cache(
 
 
 def _make_room(root: Path, keep: Path, room: int) -> None:
-    """Removes the least recently used stores until those beside ``keep`` have at most ``room`` bytes."""
+    """Removes the least recently used stores until all but ``keep`` have at most ``room`` bytes."""
     stores = []
     for folder in root.iterdir():
         if folder != keep and (folder / "key.json").is_file():

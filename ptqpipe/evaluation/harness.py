@@ -49,7 +49,7 @@ class TaskRequest:
 class Metric:
     """One metric of one task on one model.
 
-    values     one a sample, None where a sample has none; what ``aggregate`` makes ``value`` from
+    values     one per sample, None where a sample has none; what ``aggregate`` makes ``value`` from
     stderr     lm-eval's
     """
 

@@ -1,4 +1,5 @@
-"""A model's logits on one text, computed once: what other models, or the same one quantized, are scored against.
+"""A model's logits on one text, computed once: the reference that other models, or the same one quantized, are scored
+against.
 
 Memory holds all of them; `cache.py` keeps those of long texts on disk.
 """
@@ -10,6 +11,7 @@ import torch
 
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.scores import ModelLogits, Window, batches, vocabulary_of, windows
+from ptqpipe.quantities import memory_size
 
 MAX_BYTES = 8 << 30
 
@@ -23,7 +25,9 @@ class KeptLogits:
         needed = 4 * self.vocabulary * len(tokens)
         if needed > MAX_BYTES:
             most = MAX_BYTES // (4 * self.vocabulary)
-            raise UsageError(f"logits of {len(tokens)} tokens take {needed >> 30} GiB; use --max-tokens {most} or less")
+            raise UsageError(
+                f"logits of {len(tokens)} tokens take {memory_size(needed)}; use --max-tokens {most} or less"
+            )
         give = ModelLogits(model)
         found = windows(len(tokens), window)
         self._kept = {batch[0].start: give(batch, tokens) for batch in batches(found, vocabulary=self.vocabulary)}

@@ -141,7 +141,7 @@ _MAY: dict[str, dict[str, Callable[[Any], Any]]] = {
 
 
 def read_result(path: Path, *, run_id: str | None) -> dict[str, Any]:
-    """An eval file: ``baseline`` (its name, "" without one), ``settings`` in words, the rows with types checked.
+    """An eval file: ``baseline`` (its name, "" without one), ``settings`` as text, the rows with types checked.
 
     UsageError where it measured another checkpoint than run ``run_id``; CheckpointError for another version and for
     damage.

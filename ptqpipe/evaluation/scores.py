@@ -1,4 +1,4 @@
-"""Scores: what one model, or two on the same tokens, say of every token of a text.
+"""Scores of every token of a text: by one model, or by two on the same tokens.
 
 The protocol. Tokens are cut into windows of ``window`` that begin every ``stride`` tokens. In each window a token is
 scored from the tokens before it in that window, and only if no earlier window has scored it: with ``stride`` equal to
@@ -95,7 +95,7 @@ def batches(found: Sequence[Window], *, vocabulary: int) -> Iterator[list[Window
 
 
 def vocabulary_of(model: Any) -> int | None:
-    """Width of the logits of a model or a store of logits (its ``vocabulary``), None where it cannot be told."""
+    """Width of the logits of a model or a store of logits (its ``vocabulary``), None where it is unknown."""
     if not isinstance(model, torch.nn.Module):
         found: int | None = getattr(model, "vocabulary", None)
         return found

@@ -1,4 +1,4 @@
-"""Texts as tokens: local files and a model's tokenizer.
+"""Texts as tokens: local files, and a model's tokenizer.
 
 ``.jsonl``: one object a line, its ``text``, or ``input_ids`` that are tokens already; ``.parquet`` the same by column;
 anything else is read as UTF-8 text. Rows follow each other in one stream, texts parted by a blank line.

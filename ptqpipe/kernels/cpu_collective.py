@@ -52,7 +52,7 @@ def encode(x: torch.Tensor, message: torch.Tensor, codec: Wire) -> bool:
 
 
 def decode(message: torch.Tensor, out: torch.Tensor, codec: Wire) -> bool:
-    """Writes what a message says to ``out [n]``; whether it did."""
+    """Decodes a message into ``out [n]``; False where no kernel can."""
     if not _plain(out, message):
         return False
     job = _job(_DECODE, out, codec)

@@ -123,7 +123,7 @@ def current_isa() -> str:
 
 
 def force_isa(name: str | None) -> None:
-    """Uses the kernels of one instruction set from now on (tests, benchmarks); None goes back to the best one.
+    """Uses the kernels of one instruction set from now on (tests, benchmarks); None restores the best one.
 
     Raises FormatError for a name that this machine does not run. Results do not depend on it, speed does.
     """

@@ -1,4 +1,4 @@
-"""Which tensors the kernels of searching and decoding take, and how ``csrc/api.h`` numbers their types."""
+"""Which tensors the kernels of searching and decoding accept, and the numbers of their types in ``csrc/api.h``."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Column weights of a search as the objective and every kernel take them."""
+"""Column weights of a scale search, in the form that the objective and every kernel expect."""
 
 import torch
 

@@ -29,7 +29,7 @@ def encode(x: torch.Tensor, message: torch.Tensor, codec: Wire) -> bool:
 
 
 def decode(message: torch.Tensor, out: torch.Tensor, codec: Wire) -> bool:
-    """Writes what a message says to ``out [n]``; whether it did."""
+    """Decodes a message into ``out [n]``; False where no kernel can."""
     if not _fits(codec, out, message):
         return False
     from ptqpipe.kernels import triton_messages

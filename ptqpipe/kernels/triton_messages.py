@@ -44,7 +44,7 @@ def load_message(
     message: tl.tensor, at: tl.tensor, block: tl.tensor, live: tl.tensor, there: tl.tensor, blocks: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """float32 ``[B, N]``: what a message says."""
+    """float32 ``[B, N]``: the decoded values of a message."""
     codes = tl.load(message + at, mask=there, other=0).to(tl.int8, bitcast=True).to(tl.float32)
     scales = (message + blocks * BLOCK).to(tl.pointer_type(tl.int16))
     bits = tl.load(scales + block, mask=live, other=0).to(tl.int32) << 16

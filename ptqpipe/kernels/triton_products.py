@@ -12,7 +12,7 @@ codes in float32 in `lanes`, and the sums of each block in `tiles`. A float16 x 
 bfloat16 numbers, exactly.
 
 Constants: BITS of a code; KIND of the scales (0 none, 1 E4M3, 2 E8M0, 3 numbers); GROUP bytes of codes that share a
-scale, SCALE_ROWS rows that do; FACTOR 0 for none, 1 for one, 2 for one a row; BN rows and BYTES bytes of a tile of the
+scale, SCALE_ROWS rows that do; FACTOR 0 for none, 1 for one, 2 for one each row; BN rows, BYTES bytes of a tile of the
 weight. Fused multiply-adds are welcome, all that is decoded being exact. Knows numbers and addresses; must not know
 formats by name. Imports Triton: import it from inside functions.
 """

@@ -13,7 +13,7 @@ bit; only codes that cannot win are left out. With y = amax * (1 / s):
 * where float32 itself breaks these proofs every code is scored: a block more than 2^16 beyond saturation (all scores
   equal up to rounding), or a global scale outside 2^-100 .. 2^100.
 
-Constants of a format: EMIN, MANT, MAX of the element codec (``triton_codecs.py``); B elements a block; E8M0, or else
+Constants of a format: EMIN, MANT, MAX of the element codec (``triton_codecs.py``); B elements per block; E8M0, or else
 SMIN and STOP, the smallest normal exponent and the largest code of a scale codec with three mantissa bits. Every
 launch must say ``enable_fp_fusion=False``. Imports Triton: import it from inside functions.
 """

@@ -1,7 +1,7 @@
 """The kernel behind ``collectives/symmetric.py``: a whole two-shot sum in one launch, over memory that all ranks see.
 
-Every rank has a buffer, mapped into all of them: counters, then a room a rank for the parts of its stripe, then a room
-a rank for the sums of all stripes. A launch on rank r, the same on all ranks but for r:
+Every rank has a buffer, mapped into all of them: counters, then one room per rank for the parts of its stripe, then one
+per rank for the sums of all stripes. A launch on rank r, the same on all ranks but for r:
 
     push_parts   encodes r's part of every other stripe into the owner's rooms
     barrier 0    ... of this program with the programs of the same number on the other ranks
@@ -24,7 +24,7 @@ stands at WORLD times its launches when a launch begins (nobody can be at barrie
 barrier 0), which gives the goal of both counters; nothing is counted on the host, and a captured graph can be replayed.
 
 Numbers are those of ``triton_messages.py``, bit-equal to ``collectives/reference.py``. Never run or timed on a GPU: the
-interpreter runs it, a process a rank. Imports Triton: import it from inside functions. Must not know processes.
+interpreter runs it, a process per rank. Imports Triton: import it from inside functions. Must not know processes.
 """
 
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ def reduce(
     blocks: tl.tensor, n: tl.tensor, room_bytes: tl.tensor, RECIPROCAL: tl.constexpr, WORLD: tl.constexpr,
     OWN_EXACT: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The sum of the parts that have come: its message to all others, and what that says to ``out``."""
+    """Sums the received parts: sends the sum's message to all others and writes its decoded values to ``out``."""
     parts = room_of(table, rank, _HEADER)
     # Whose part is added as it is: nobody's, if that is negative.
     exact = tl.zeros((LANES,), tl.int32) + rank - (0 if OWN_EXACT else WORLD)
@@ -120,7 +120,7 @@ def decode(
     out: tl.tensor, table: tl.tensor, rank: tl.tensor, stripe: tl.tensor, begin: tl.tensor, blocks: tl.tensor,
     n: tl.tensor, room_bytes: tl.tensor, WORLD: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """What the sums of the others' stripes say, to ``out``."""
+    """Writes the decoded sums of the others' stripes to ``out``."""
     for step in range(1, WORLD):
         owner = (rank + step) % WORLD
         message = room_of(table, rank, _HEADER + (WORLD + owner.to(tl.int64)) * room_bytes)
@@ -168,7 +168,7 @@ def all_reduce_kernel(
     blocks: tl.tensor, n: tl.tensor, room_bytes: tl.tensor, RECIPROCAL: tl.constexpr, WORLD: tl.constexpr,
     PADDED: tl.constexpr, OWN_EXACT: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One launch, as the top of this file says."""
+    """One launch; see the top of this file."""
     program = tl.program_id(0)
     header = room_of(table, rank, 0).to(tl.pointer_type(tl.int32))
     goal = tl.load(header + _COUNTERS + program) + WORLD

@@ -1,7 +1,7 @@
 """The plan: the fate of every tensor of a checkpoint, decided from names, dtypes, shapes and config alone.
 
 Every tensor ends either in exactly one *unit* (tensors quantized together, since they share one global scale) or among
-the *kept* ones, with the reason. No weight is read. The plan must not know how a weight is spelled on disk
+the *kept* ones, with the reason. No weight is read. The plan must not know how a weight is stored on disk
 (containers) nor how its scales are found (search).
 
     types.py       what a plan is made of

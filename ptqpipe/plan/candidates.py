@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint could be quantized, told from names, dtypes, shapes and config alone.
+"""Which tensors of a checkpoint could be quantized, decided from names, dtypes, shapes and config alone.
 
 A tensor is a candidate when it is a 2-D float matrix called ``<module>.weight``, or a 3-D stack of experts called
 ``...experts.<projection>``. Stacks come in both orientations, [E, out, in] and [E, in, out]; the shapes of the two
@@ -39,7 +39,7 @@ def find_candidates(
             for member in members:
                 if member.stack is None and member.weight in tensors:
                     raise CheckpointError(
-                        f"{member.weight!r} lies beside the stack {name!r}, which holds that weight, too; remove one"
+                        f"{member.weight!r} exists next to the stack {name!r}, which has that weight, too; remove one"
                     )
                 found[member.key] = member
             reasons.update({name: reason} if reason else {})

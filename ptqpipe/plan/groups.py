@@ -1,4 +1,5 @@
-"""Weights with one fate: those that runtimes fuse into one matrix, and those of one stack of experts.
+"""Weights that are quantized or kept together: those that runtimes fuse into one matrix, and those of one stack of
+experts.
 
 ``rules`` holds the rule of every candidate that is to be quantized, ``reasons`` why the others are kept; a candidate
 whose group cannot follow moves from the one to the other.

@@ -1,4 +1,4 @@
-"""Plans are made here: candidates, the recipe's rule for each, whole groups, units."""
+"""Makes a plan: candidates, the recipe's rule for each, whole groups, units."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,7 +101,7 @@ def _matches_any(pattern: str, plan: Plan) -> bool:
 
 
 def _near(pattern: str, plan: Plan) -> Iterator[str]:
-    """Patterns that may have been meant: not anchored at the name's start, or with the last word spelled right."""
+    """Patterns that may have been meant: not anchored at the name's start, or with the last name corrected."""
     if pattern.startswith("re:"):
         yield f"re:.*{pattern[3:]}"
         return

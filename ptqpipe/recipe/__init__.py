@@ -1,6 +1,6 @@
 """Recipes: a YAML file (or the options of a command) in, validated frozen dataclasses out.
 
-A recipe decides bytes: which weights are quantized to what, by which search, spelled by which container. It must not
+A recipe decides bytes: which weights are quantized to what, by which search, stored in which container. It must not
 know machines (workers, devices, memory).
 
     structure.py  what is known of model families: the defaults

@@ -1,7 +1,7 @@
 """Recipes from YAML files and from the options of a call. Unknown keys are errors; recipes/ has examples.
 
 A file says a field of `Rule` or `Recipe` by its name, with the field's type: a new field is readable without a word
-here. Only what a file spells otherwise has its own lines: the version, ``format``, the keep list and the fuse table.
+here. Only what a file writes otherwise has its own lines: the version, ``format``, the keep list and the fuse table.
 
 Each option of a call that was given overrides the recipe (`build_recipe`).
 """
@@ -186,7 +186,7 @@ def build_recipe(options: RecipeOptions, *, path: Path | None = None, codes: Rec
 
 
 def _with_options(rule: Rule, options: RecipeOptions) -> Rule:
-    """The rule with the options applied; an algorithm goes with its usual weighting unless the rule or call says so."""
+    """The rule with the options applied; an algorithm brings its usual weighting unless rule or call give one."""
     given = _given(options, Rule)
     if options.algorithm in ALGORITHMS and rule.weighting == "none":
         given.setdefault("weighting", ALGORITHMS[options.algorithm].weighting)

@@ -89,7 +89,7 @@ class Recipe(CheckpointOptions):
         check_options(self)
 
     def for_model(self, config: Mapping[str, Any]) -> "Recipe":
-        """The recipe with what its default keep rules say of the model of this config.json alone: layers by number."""
+        """The recipe with its default keep rules resolved for the model of this config.json: layers by number."""
         numbered = tuple(row.keep for row in rows_of(config) if row.counted_by and row.keep not in self.keep)
         return replace(self, keep=numbered + self.keep)
 
@@ -159,7 +159,7 @@ class Recipe(CheckpointOptions):
 
     @property
     def digest(self) -> str:
-        """sha256 of the JSON with its keys in order: what a run is known by."""
+        """sha256 of the JSON with its keys in order: the identity of a recipe in a run."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
 

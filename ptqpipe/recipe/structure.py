@@ -1,4 +1,4 @@
-"""What is known of model families: which of their modules stay as they are, why, and who fails where they do not.
+"""Facts about model families: which of their modules stay unquantized, why, and which readers fail where they do not.
 
 A table of facts, for every command: the default keep rules of a recipe and the checks of a finished checkpoint are read
 from the same rows, so that what is written and what is verified cannot drift apart. Must not know formats or files.
@@ -16,7 +16,7 @@ _TEXT = ("text_config", "language_config", "llm_config")
 class Keep(NamedTuple):
     """Modules that stay as they are: a pattern of their names, and why.
 
-    bits  formats of at least so many bits do quantize them; 0: none does
+    bits  formats of at least this many bits do quantize them; 0: none does
     """
 
     pattern: str
@@ -66,7 +66,7 @@ ROWS: tuple[Row, ...] = (
         unread=True,
     ),
     # DeepSeek's sparse attention (DeepSeek-V3.2, GLM-5). Readers make one bfloat16 matrix of wk and weights_proj; wk in
-    # DeepSeek's own FP8 spelling is decoded first.
+    # DeepSeek's own FP8 layout is decoded first.
     Row(
         Keep(r"re:(.*\.)?indexer\.wk$", "key projection of the sparse-attention indexer"),
         fails=_UNQUANTIZED,

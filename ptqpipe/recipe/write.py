@@ -1,4 +1,4 @@
-"""Recipes that are made by a program: expressions that name a set of modules exactly, and the YAML text."""
+"""Writes recipes from programs: expressions that match a set of modules exactly, and the YAML text."""
 
 import json
 import re

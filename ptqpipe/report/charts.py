@@ -20,7 +20,7 @@ _MANY = 48  # points of a line beyond which it has no markers
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: (x, y, what the tooltip says), and the range that each point stands for, if it stands for several.
+    """One line: (x, y, the text of the tooltip), and the range that each point stands for, if it stands for several.
 
     over  drawn as dashes and rings, so that a line beneath it is still seen
     """
@@ -289,7 +289,7 @@ def block_chart(block: WorstBlock) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One square of the map: which layer and role, the class of its format, what the tooltip says."""
+    """One square of the map: which layer and role, the class of its format, the text of the tooltip."""
 
     column: int
     row: int

@@ -50,7 +50,7 @@ class Weight:
     versus_plain_global  squared error relative to that at the abs-max global scale, as recorded
     algorithm, weighting  how codes were chosen and what the block scales minimize; "" where nothing says so
     versus_rtn           output error relative to that of plain rounding, by the statistics of the inputs
-    reverted             whether the gate went back to plain rounding
+    reverted             whether it keeps plain rounding, since calibration did not help on held-out samples
     """
 
     name: str
@@ -104,7 +104,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class TunedBlock:
-    """A decoder block whose codes were learned: its output error relative to that of the codes that tune started from.
+    """A decoder layer whose codes were learned: its output error relative to that of the codes that tune started from.
 
     ratio     1 where what was learned was not better and the start was kept
     held_out  whether the errors are those of samples that nothing was learned from
@@ -145,7 +145,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class WorstBlock:
-    """A block whose error is large beside the mean of its weight.
+    """A block whose error is large compared with the mean of its weight.
 
     row, column    its first element in the weight; ``size`` how many elements share the scale
     ratio          its squared error beside the mean one of the weight's blocks
@@ -193,9 +193,9 @@ class Report:
     choice_sample  which rows they were compared on; "" for the record's numbers
     evaluation     an eval file as ``evaluation/result.py`` reads it
     judged         the samples that output errors are of, in words; "" where nothing was calibrated
-    blocks         decoder blocks with learned codes; in words: ``blocks_from`` is what tune started from,
+    blocks         decoder layers with learned codes; in words: ``blocks_from`` is what tune started from,
                    ``blocks_judged`` the samples that their errors are of
-    notes          what is worth a look, one line each
+    notes          what a reader should know, one line each
     rules          of the recipe, as they resolved: (match, scheme, how)
     provenance     (what, value)
     files          of weights: (name, bytes, tensors)
@@ -270,7 +270,7 @@ def can_be_proven(algorithm: str, weighting: str) -> bool:
 
 
 def mean_known(values: Iterable[float | None]) -> float | None:
-    """The mean of the numbers that are known, None for none."""
+    """The mean of the numbers that are not None; None without any."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

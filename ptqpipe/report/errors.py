@@ -1,4 +1,4 @@
-"""What quantizing cost, as charts: errors by layer and role, what choices of scales and calibration bought."""
+"""The charts of quantization errors: by layer and role, and what choices of scales and calibration gained."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Drawn = tuple[Markup, Markup]
 
 
 def both(draw: Callable[[bool], Markup]) -> Drawn:
-    """Draws it twice; ``draw`` is told whether for a wide page."""
+    """Draws a chart twice, for a wide and a narrow page; ``draw`` gets whether it is the wide one."""
     return draw(True), draw(False)
 
 
@@ -59,7 +59,7 @@ def _error_line(row: RoleRow) -> charts.Series | None:
 
 
 def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
-    """SQNR by role, a dot a weight; None where errors are unknown."""
+    """SQNR by role, a dot per weight; None where errors are unknown."""
     strips = []
     for row in rows:
         values = tuple(
@@ -69,7 +69,7 @@ def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
             strips.append(charts.Strip(row_label(row, rows), row.index, values, row.sqnr_db, f"{row.sqnr_db:.2f} dB"))
     if not strips:
         return None
-    label = "signal to quantization noise ratio by role, a dot a weight"
+    label = "signal to quantization noise ratio by role, a dot per weight"
     unit = "SQNR, dB (right is better)"
     return both(lambda wide: charts.strip_chart(strips, wide=wide, label=label, unit=unit, least_span=LEAST_DB))
 
@@ -98,7 +98,7 @@ def choice_dots(report: Report, rows: Sequence[RoleRow]) -> Drawn | None:
 
 
 def choice_lines(report: Report) -> Drawn | None:
-    """What each choice left, by layer, a line a choice; None where fewer than two layers have choices."""
+    """What each choice left, by layer, a line per choice; None where fewer than two layers have choices."""
     layers: dict[int, list[Weight]] = defaultdict(list)
     for weight in report.weights:
         if weight.layer is not None and weight.choices:
@@ -119,20 +119,20 @@ def choice_lines(report: Report) -> Drawn | None:
     return both(lambda wide: charts.line_chart(series, wide=wide, label=label, unit=unit, least_span=0.1))
 
 
-def bought(row: RoleRow) -> str:
+def saved_by_global_scale(row: RoleRow) -> str:
     """What the searched global scales saved of the squared error, as recorded; a dash where nothing says so."""
     known = [w.versus_plain_global for w in row.weights if w.versus_plain_global is not None]
     return f"{100 * (1 - sum(known) / len(known)):.2f} %" if known else "–"
 
 
 def tuned(report: Report) -> Drawn | None:
-    """Output error of the decoder blocks relative to that of what tune started from; None without learned codes."""
+    """Output error of the decoder layers relative to that of what tune started from; None without learned codes."""
     if not report.blocks:
         return None
     values = tuple((b.ratio, f"{shown(b.name)}: {b.ratio:.4f} of {report.blocks_from}") for b in report.blocks)
     mean = sum(value for value, _ in values) / len(values)
-    strips = [charts.Strip("blocks", 0, values, mean, numbers.ratio(mean))]
-    label = "output error of decoder blocks relative to that of what tune started from"
+    strips = [charts.Strip("layers", 0, values, mean, numbers.ratio(mean))]
+    label = "output error of decoder layers relative to that of what tune started from"
     unit = "output error, start = 1 (left is better)"
     return both(lambda wide: charts.strip_chart(strips, wide=wide, label=label, unit=unit, least_span=0.1))
 
@@ -149,7 +149,7 @@ def calibrated(rows: Sequence[RoleRow]) -> Drawn | None:
         if values:
             mean = sum(v for v, _ in values) / len(values)
             back = sum(w.reverted for w in row.weights)
-            note = numbers.ratio(mean) + (f", {back} back" if back else "")
+            note = numbers.ratio(mean) + (f", {back} plain" if back else "")
             strips.append(charts.Strip(row_label(row, rows), row.index, values, mean, note))
     if not strips:
         return None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jinja2
 
+from ptqpipe.quantities import disk_size, three_digits
 from ptqpipe.report import HTML_MARK, charts, errors, numbers, roles, sections
 from ptqpipe.report.content import Report, decibels, mean_known, pooled_mse
 from ptqpipe.report.svg import colour, marker
@@ -43,7 +44,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(n=numbers, block_chart=charts.block_chart)
+    environment.globals.update(
+        n=numbers, block_chart=charts.block_chart, disk_size=disk_size, three_digits=three_digits
+    )
     environment.filters["shown"] = roles.shown
     environment.filters["breakable"] = roles.breakable
     return environment
@@ -97,13 +100,13 @@ def render_html(report: Report) -> str:
                 index, 0, 0, kind=f"ring {colour(index)}" if ring else colour(index), radius=5
             ),
             family=roles.family,
-            bought=errors.bought,
+            saved_by_global_scale=errors.saved_by_global_scale,
         )
     )
 
 
 def proof_words(report: Report) -> str:
-    """What stands beside the count of weights whose scales are claimed optimal, where brute force checked none."""
+    """The line below the count of weights whose scales are claimed optimal, where brute force checked none."""
     if any(weight.provable and not weight.plain for weight in report.weights):
         return "as recorded: optimal for the error that the statistics of the inputs weight"
     if report.provable < len(report.weights):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
+from ptqpipe.quantities import disk_size
 from ptqpipe.report import MARKDOWN_MARK, errors, numbers, roles
 from ptqpipe.report.content import Report, decibels, mean_known, pooled_mse
 from ptqpipe.report.roles import shown
@@ -46,10 +47,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: i
 
 
 def _summary(report: Report) -> str:
-    before = numbers.size(report.before_bytes) + ("" if report.before_measured else " in bfloat16")
+    before = disk_size(report.before_bytes) + ("" if report.before_measured else " in bfloat16")
     part = 100 * report.after_bytes / report.before_bytes if report.before_bytes else 100.0
     lines = [f"- {escaped(line)}" for line in report.headline]
-    lines.append(f"- {numbers.size(report.after_bytes)} of tensors, from {before} ({part:.1f} %)")
+    lines.append(f"- {disk_size(report.after_bytes)} of tensors, from {before} ({part:.1f} %)")
     lines.append(
         f"- {report.bits_per_weight:.3f} bits per quantized weight ({len(report.weights)} weights, "
         f"{numbers.count(report.quantized_params)} of {numbers.count(report.params)} numbers), "
@@ -63,7 +64,7 @@ def _summary(report: Report) -> str:
         )
     if report.blocks:
         lines.append(
-            f"- output error of the decoder blocks {numbers.ratio(mean_known(b.ratio for b in report.blocks))} of that "
+            f"- output error of the decoder layers {numbers.ratio(mean_known(b.ratio for b in report.blocks))} of that "
             f"of {report.blocks_from} on {report.blocks_judged}, mean over {len(report.blocks)}"
         )
     error = decibels(pooled_mse(report.weights))
@@ -146,7 +147,7 @@ def _kept(report: Report) -> str:
     if not groups:
         return ""
     body = [
-        [code(role), dtype, escaped(reason) or "–", str(len(sizes)), numbers.size(sum(sizes))]
+        [code(role), dtype, escaped(reason) or "–", str(len(sizes)), disk_size(sum(sizes))]
         for (role, dtype, reason), sizes in groups.items()
     ]
     return "### Kept\n\n" + table(["role", "dtype", "reason", "tensors", "size"], body, text_columns=3)

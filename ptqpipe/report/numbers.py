@@ -1,22 +1,6 @@
-"""Numbers as people read them: sizes, shares, decibels, counts. Text only."""
+"""Numbers as people read them: shares, decibels, counts. Text only."""
 
-
-def size(count: float) -> str:
-    """Bytes: 4.50 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{three(count)} {unit}"
-        count /= 1000
-    return f"{three(count)} TB"
-
-
-def three(value: float) -> str:
-    """About three significant digits: 3.88, 38.8, 388."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+from ptqpipe.quantities import scientific, three_digits
 
 
 def count(value: float) -> str:
@@ -26,8 +10,8 @@ def count(value: float) -> str:
     for unit in ("k", "M", "B"):
         value /= 1000
         if value < 1000:
-            return f"{three(value)} {unit}"
-    return f"{three(value / 1000)} T"
+            return f"{three_digits(value)} {unit}"
+    return f"{three_digits(value / 1000)} T"
 
 
 def share(part: float | None, whole: float) -> str:
@@ -48,12 +32,12 @@ def db(value: float | None) -> str:
 
 
 def sci(value: float | None) -> str:
-    """Relative errors and scales: 6.58e-03."""
-    return "–" if value is None else f"{value:.2e}"
+    """Relative errors and scales: 6.58e-3."""
+    return "–" if value is None else scientific(value)
 
 
 def ratio(value: float | None) -> str:
-    """Errors beside others: 0.735."""
+    """Ratios of errors: 0.735."""
     return "–" if value is None else f"{value:.3f}"
 
 
@@ -71,4 +55,4 @@ def nats(value: float | None) -> str:
     """A divergence: three digits that count."""
     if value is None:
         return "–"
-    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
+    return scientific(value) if 0 < abs(value) < 1e-3 else f"{value:.4f}"

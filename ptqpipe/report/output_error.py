@@ -1,7 +1,7 @@
-"""What a record says of the error at the layers' outputs, by which calibrated and tuned weights are judged.
+"""Output errors in a record, by which calibrated and tuned weights are judged.
 
 For a calibrated weight the record has its output error relative to that of plain rounding to nearest; for learned
-codes that of each decoder block, relative to what `ptqpipe tune` started from. The error of the weights themselves says
+codes that of each decoder layer, relative to what `ptqpipe tune` started from. The error of the weights themselves says
 little of either: both let it grow where inputs are small.
 """
 
@@ -16,7 +16,7 @@ SEEN = "the calibration samples"
 
 
 def judged_by(weights: Mapping[str, Mapping[str, Any]]) -> str:
-    """The samples that convert judged by, in words, from a record's weights."""
+    """The samples on which convert compared errors, as text, from a record's weights."""
     return samples_text([entry["held_out"] is True for entry in weights.values() if "held_out" in entry])
 
 
@@ -27,7 +27,7 @@ def samples_text(held_out: Sequence[bool]) -> str:
 
 
 def tuned_blocks(record: Mapping[str, Any]) -> tuple[TunedBlock, ...]:
-    """The decoder blocks of a checkpoint that learned codes were written into; none for another's, or a damaged one."""
+    """The decoder layers of a checkpoint that learned codes were written into; none for another's, or a damaged one."""
     blocks = _mapping(_mapping(record.get("rounding")).get("blocks"))
     found = []
     for name, raw in blocks.items():
@@ -40,7 +40,7 @@ def tuned_blocks(record: Mapping[str, Any]) -> tuple[TunedBlock, ...]:
 
 
 def tuned_from(record: Mapping[str, Any]) -> str:
-    """What tune started from, in words: its recipe is the record's."""
+    """What tune started from, as text: its recipe is the record's."""
     rules = _mapping(record.get("recipe")).get("rules")
     ways = {
         (_mapping(rule).get("algorithm"), _mapping(rule).get("weighting"))

@@ -1,4 +1,4 @@
-"""Weights of one role and format together, and words for weights, as every section of a report shows them."""
+"""Groups weights of one role and format, and describes weights in a few words, for every section of a report."""
 
 import re
 from collections import defaultdict
@@ -33,7 +33,7 @@ def how(weight: Weight) -> str:
     words = [weight.search]
     words += [weight.algorithm] if weight.algorithm not in ("", "rtn") else []
     words += [f"{weight.weighting} weights"] if weight.weighting not in ("", "none") else []
-    words += ["went back to rounding"] if weight.reverted else []
+    words += ["keeps plain rounding"] if weight.reverted else []
     words += ["proven"] if weight.proven else []
     return ", ".join(word for word in words if word)
 
@@ -57,12 +57,12 @@ class RoleRow:
 
     @property
     def gains(self) -> list[float]:
-        """Output errors of its calibrated weights beside those of plain rounding."""
+        """Output errors of its calibrated weights relative to those of plain rounding."""
         return [w.versus_rtn for w in self.weights if w.versus_rtn is not None]
 
     @property
     def reverted(self) -> int:
-        """How many of its weights went back to plain rounding."""
+        """How many of its weights keep plain rounding, since calibration did not help."""
         return sum(w.reverted for w in self.weights)
 
 

@@ -1,4 +1,4 @@
-"""What a page shows beside errors: the evaluation, scales and their codes, the precision map, every tensor. No HTML."""
+"""The page apart from errors: the evaluation, scales and their codes, the precision map, every tensor. No HTML."""
 
 import math
 from collections import defaultdict
@@ -36,7 +36,7 @@ def tiles_of_quality(report: Report) -> Mapping[str, float | None]:
 
 
 def recovery_words(report: Report) -> str:
-    """What stands beside the mean recovery: its 95 % interval, samples, tasks.
+    """The line below the mean recovery: its 95 % interval, samples, tasks.
 
     The interval is the mean of the tasks' own: at least as wide as that of the mean, however the tasks hang together.
     """

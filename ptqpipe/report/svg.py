@@ -30,7 +30,7 @@ def join(parts: Sequence[str]) -> Markup:
 
 
 def canvas(width: float, height: float, label: str, parts: Sequence[str], *, kind: str) -> Markup:
-    """The outer node; ``label`` is what a screen reader says."""
+    """The outer node; ``label`` is what a screen reader reads."""
     attributes = {"class": f"chart {kind}", "viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria-label": label}
     return node("svg", attributes, join(parts))
 

@@ -1,4 +1,4 @@
-"""What tells a report from other files, so that an earlier one may be replaced and nothing else.
+"""Tells reports from other files, so that an earlier report may be replaced and nothing else.
 
 A file is a report when it says so in its first bytes, as both renderers write it.
 """

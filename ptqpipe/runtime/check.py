@@ -1,4 +1,4 @@
-"""What can be known of a load before it: whether config.json makes a model that the checkpoint fits and ranks divide.
+"""Checks a load before it begins: whether config.json makes a model that the checkpoint fits and ranks divide.
 
 Headers and an empty model are enough for that, so a service can refuse in a second what would otherwise stop every one
 of its ranks in the middle of loading. Reads no weight.

@@ -3,7 +3,7 @@
 transformers 5 keeps the experts of a layer as 3-D parameters ``gate_up_proj`` (or ``up_proj``) and ``down_proj``. Its
 module stays, with its gate, its activation and its biases; here each expert's two matrices become layers of their own,
 each with its own input quantizer, and the stacks go. Llama 4's experts are another module: they get a run of rows each,
-one a token, zeros for those that are not theirs. Must not know files or ranks.
+one per token, zeros for those that are not theirs. Must not know files or ranks.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Between transformers' empty model and a filled one: which weights stay packed, which part of each a rank reads.
+"""Fills transformers' empty model: which weights stay packed, and which part of each a rank reads.
 
 `prepare` takes a model on the meta device and an open checkpoint. It decides everything from names and headers, so that
 what does not fit is refused before a weight is read; then it puts packed layers, read from the files, into the model

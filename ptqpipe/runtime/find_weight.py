@@ -1,5 +1,5 @@
-"""Where a weight of a checkpoint lies in a loaded model: found by its values, since models merge experts in their own
-ways. Must not know what is done with it.
+"""Finds a checkpoint's weight in a loaded model by its values, since models merge experts in their own ways. Must not
+know what is done with it.
 """
 
 from collections.abc import Iterator

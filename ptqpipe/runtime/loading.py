@@ -134,7 +134,7 @@ def check_device(device: str) -> None:
 
 
 def read_config(path: Path) -> Any:
-    """transformers' config of a checkpoint that is to be run, without what says that it is quantized.
+    """transformers' config of a checkpoint that is to be run, without its description of the quantization.
 
     UsageError without transformers, CheckpointError for a config that it does not know, or has no causal model for.
     """
@@ -165,7 +165,7 @@ def read_config(path: Path) -> Any:
 
 
 def positions_of(config: Any) -> int | None:
-    """How many tokens a model's config has positions for, at most; None where it says nothing of it, or null."""
+    """How many tokens a model's config has positions for, at most; None where it has no such field, or null."""
     text = config.get_text_config()
     if isinstance(getattr(type(text), _LONGEST, None), property):  # XLNet's -1: no number in the file
         return None
@@ -174,7 +174,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def default_length(config: Any) -> int:
-    """How many tokens a window has where nobody says: 2048, or the model's positions where they are fewer."""
+    """The default number of tokens of a window: 2048, or the model's positions where they are fewer."""
     return min(DEFAULT_LENGTH, positions_of(config) or DEFAULT_LENGTH)
 
 
@@ -257,7 +257,7 @@ def causal_model_of(config: Any, path: Path) -> tuple[Any, Any]:
 
 
 def no_model(path: Path, error: Exception) -> CheckpointError:
-    """The error of a checkpoint whose config.json no model can be made of."""
+    """The error for a checkpoint whose config.json describes no model."""
     what = f"{type(error).__name__}: {first_line(error)}"
     return CheckpointError(f"transformers makes no model of {path / 'config.json'} ({what}); check the file")
 

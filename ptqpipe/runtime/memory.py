@@ -1,4 +1,4 @@
-"""The host's memory: what this process can have of it, and how malloc keeps what the engine frees.
+"""The host's memory: how much of it this process can have, and how malloc keeps what the engine frees.
 
 What is free is the kernel's number (``/proc``, ``/sys``), within the limit of a container's cgroup, which
 ``/proc/meminfo`` does not know. By itself glibc's malloc gives large blocks back to the system at once and gets fresh

@@ -54,7 +54,7 @@ class PackedWeight:
     scales  of the blocks, as in a QTensor; None where the factors are all there is
     factor  float32 ``[1]`` or ``[N]``: what multiplies the rows of the inner part; None for 1
     divisor float32 0-d: the global scale where it divides, so that `dequantize` rounds as QTensor does; else None
-    operand of a weight in panels (see `arranged`): what the kernel is told; None: the bytes lie in rows
+    operand of a weight in panels (see `arranged`): what the kernel is given; None: the bytes lie in rows
     """
 
     fmt: Format
@@ -128,7 +128,7 @@ class PackedWeight:
         """Rows (dim 0) or columns (dim 1) ``[start, start+length)`` on block edges. FormatError elsewhere."""
         if self.operand is not None:
             return self.in_rows().narrow(dim, start, length)
-        if dim == 1 and self.scales is None:  # one scale a row holds for every part of it
+        if dim == 1 and self.scales is None:  # one scale per row holds for every part of it
             data = self.data.narrow(1, start, length)
             return replace(self, shape=(self.shape[0], length), data=data)
         factor = self.factor

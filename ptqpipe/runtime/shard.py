@@ -1,10 +1,10 @@
-"""Which part of each parameter a rank holds, decided from a model on the meta device before anything is read.
+"""Which part of each parameter a rank gets, decided from a model on the meta device before anything is read.
 
 The rules are transformers' tensor-parallel plan of the model (``base_model_tp_plan`` and the head's), executed by
 shapes and hooks (``parallel.py``) instead of DTensors: a packed weight is no parameter, and a local forward needs no
 more. Layers that may as well be whole stay whole where they do not divide (heads of odd vocabularies); everything else
 that does not divide is refused. Key-value heads fewer than ranks are repeated, as vLLM does.
-Must not know files or how weights are stored; it is told how many columns of a weight stay together.
+Must not know files or how weights are stored; its caller gives the number of columns that stay together.
 """
 
 import re

@@ -23,7 +23,7 @@ from ptqpipe.source import Source
 def simulate_activations(
     model: Any, source: Source, *, homes: Mapping[str, Sequence[Home]], packed: frozenset[str] = frozenset()
 ) -> int:
-    """Quantizes the inputs of a model's float layers as the checkpoint that filled it says.
+    """Quantizes the inputs of a model's float layers as their schemes in the checkpoint require.
 
     homes   where the checkpoint's tensors went
     packed  weights whose layers quantize their inputs themselves
@@ -40,7 +40,8 @@ def simulate_activations(
             continue
         if not homes.get(weight):
             raise CheckpointError(
-                f"no module of the model holds {weight!r}; what the checkpoint says of it has no place"
+                f"no module of the model has the weight {weight!r}, whose inputs the checkpoint quantizes; check "
+                "config.json against the weights"
             )
         for home in homes[weight]:
             for expert, quantizer in _quantizers(source, stored, home):

@@ -88,7 +88,7 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Lower bounds of the blocks of a strip that hold in every octave, all in units of the score.
+    """Lower bounds of the blocks of a strip that are valid in every octave, all in units of the score.
 
     floor  float64 ``[n, J]``: the sum over all elements
     own    float64 ``[n, J]``: the part of it that the largest element has

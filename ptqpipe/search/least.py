@@ -1,4 +1,4 @@
-"""The best scales and codes of a few blocks, from the definition alone: brute force that a conversion has time for.
+"""Brute force for a few blocks: the best scales and codes from the definition alone, fast enough for every conversion.
 
 Leaves out only the scales that cannot win, by bounds as plain as they can be and with margins far above rounding: those
 at which the whole block rounds to zero, those so small that clipping alone costs more than the whole error at another
@@ -49,7 +49,7 @@ def best_scales(
     x       float32 ``[blocks, elements]`` magnitudes
     stored  ``[blocks]`` the scales that are judged
     h       float32 ``[blocks, elements]`` normalized weights, or None
-    every   where scales are numbers, only so many-th are tried, from ``first`` on, and the neighbours of ``stored``
+    every   where scales are numbers, the step of those tried from ``first`` on, besides the neighbours of ``stored``
     """
     small = x < x.max(axis=1, keepdims=True) * np.float32(FLUSH)
     if small.any():

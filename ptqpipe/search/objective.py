@@ -59,7 +59,7 @@ def magnitude_blocks(w: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def flush(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """Zeroes, in place, the magnitudes ``x`` that are too small beside their block's ``amax`` (broadcast) to matter."""
+    """Zeroes, in place, the magnitudes ``x`` that are too small for their block's ``amax`` (broadcast) to matter."""
     return x.masked_fill_(x < amax * FLUSH, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Block scales proven optimal again, from the definition of the objective and every scale that the format has.
+"""Proves block scales optimal, from the definition of the objective and every scale that the format has.
 
 Independent of the searches that chose them: scales with codes are compared with ``brute_force.py``, scales that are
 plain numbers, of which there are too many, with ``least.py``.
@@ -20,7 +20,7 @@ _MAGNITUDES = 2048  # about how many different magnitudes a large block of bfloa
 
 @dataclass(frozen=True, slots=True)
 class Optimality:
-    """What brute force says about the blocks that it saw.
+    """The result of brute force on a sample of blocks.
 
     blocks, total   blocks checked, blocks that the weight has
     worse           stored codes with a score above the least one

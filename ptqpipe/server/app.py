@@ -1,4 +1,4 @@
-"""The routes. Each checks its body, makes the call, and says how it is answered; see the neighbours for how."""
+"""The routes of the server. Each checks its body, makes the call, and chooses how to answer."""
 
 import time
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from ptqpipe.server.schema import ChatBody, CompletionBody, DetokenizeBody, Toke
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What the server says and allows.
+    """Settings of the server: names, limits, access.
 
     names    of the model; the first one is the one that it says
     context  longest sequence in tokens
@@ -65,7 +65,7 @@ class _State:
 def create_app(
     service: Service, tokenizer: Any, options: ServerOptions, *, all_reduce: AllReduceStats | None = None
 ) -> ASGIApp:
-    """The application. ``tokenizer`` is transformers'; ``all_reduce`` says what the ranks' sums cost so far."""
+    """The application. ``tokenizer`` is transformers'; ``all_reduce`` returns what the ranks' sums cost so far."""
     metrics = Metrics(service, all_reduce=all_reduce)
     prompts = Prompts(tokenizer, context=options.context, chat_template=options.chat_template)
     state = _State(service, prompts, metrics, options, int(time.time()))

@@ -135,7 +135,7 @@ class EventStream:
             self._call.cancel()
 
     async def _lines(self) -> AsyncIterator[bytes]:
-        """The events as bytes, with a comment where there is nothing to say for long."""
+        """The events as bytes, with a comment where there is no event for long."""
         pending = asyncio.ensure_future(anext(self._events, None))
         try:
             while True:

@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         return self._begun
 
     def end(self, status: bytes) -> None:
-        """Closes the connection; says why to a client that is sending a request and has had no word yet."""
+        """Closes the connection, with the reason for a client that is sending a request and has no answer yet."""
         waiting = self._deadline is not None
         self._stop_waiting()
         if self.transport.is_closing():

@@ -49,7 +49,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What the client is told of an error."""
+    """The response for an error."""
     match error:
         case ApiError():
             return error

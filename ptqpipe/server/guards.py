@@ -1,4 +1,4 @@
-"""What happens before a route is reached: Host, API key, size of the body, request id. An ASGI app around another.
+"""Checks before a route is reached: Host, API key, size of the body, request id. An ASGI app around another.
 
 Why the Host is checked: a page of any web site can have its own name resolve to this machine (DNS rebinding), and its
 scripts may then read what a server without a key answers. The browser still sends that name as the Host. An address

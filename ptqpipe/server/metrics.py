@@ -1,4 +1,4 @@
-"""What /metrics says, in Prometheus' format: counted here, or read from the engine when asked.
+"""What /metrics answers, in Prometheus' format: counted here, or read from the engine when asked.
 
 A registry of its own, so that several servers can live in one process.
 """
@@ -44,7 +44,7 @@ class Metrics:
         self._http.labels(route, str(status)).inc()
 
     def refused(self, status: int) -> None:
-        """A completion was not taken."""
+        """Counts a completion that was rejected."""
         self._refused.labels(str(status)).inc()
 
     def first_token(self, seconds: float) -> None:

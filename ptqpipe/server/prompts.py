@@ -20,7 +20,7 @@ _USUAL = 8  # characters that a token has at most, in text as people write it
 
 
 def check_text(text: str, param: str) -> None:
-    """ApiError for half of a surrogate pair, which JSON can spell and no text holds."""
+    """ApiError for half of a surrogate pair, which JSON can escape and no text contains."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

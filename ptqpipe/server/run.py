@@ -1,7 +1,7 @@
 """uvicorn around the app: starts, drains on SIGTERM and SIGINT, ends when the engine does.
 
 On a signal no new request is taken (503), those under way finish, and after the deadline what is left is cancelled. A
-second signal ends at once. When the engine fails, everyone is told and the process ends with its error.
+second signal ends at once. When the engine fails, every client gets an error and the process ends with its error.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The listening socket. UsageError where the address is taken or not ours.
+    """The listening socket. UsageError where the address is in use or not ours.
 
     It listens at once: until then a second service could bind the same address, and fail when it has loaded.
     """
@@ -59,7 +59,7 @@ def run(
     *,
     host: str,
     drain_s: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     signals: bool = True,
 ) -> None:
     """Serves until a signal, or until the engine ends. PtqError when it ended by itself.
@@ -78,7 +78,7 @@ def run(
         timeout_graceful_shutdown=int(_LAST_WORDS_S),
         lifespan="off",
     )
-    asyncio.run(_Running(_Server(config), service, listening, host, drain_s, say).serve(signals=signals))
+    asyncio.run(_Running(_Server(config), service, listening, host, drain_s, log).serve(signals=signals))
     if service.state is State.DEAD:
         raise PtqError(service.error)
 
@@ -93,9 +93,9 @@ class _Running:
         listening: socket.socket,
         host: str,
         drain_s: float,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._server, self._service, self._listening, self._say = server, service, listening, say
+        self._server, self._service, self._listening, self._log = server, service, listening, log
         self._host, self._drain_s = host, drain_s
         self._asked = asyncio.Event()
         self._asked_at = 0.0
@@ -127,7 +127,7 @@ class _Running:
         service.drain()
         await asyncio.wait({ended}, timeout=self._drain_s)
         if not service.ended.is_set():
-            self._say(f"the deadline is over: {service.sequences()} sequences are cancelled")
+            self._log(f"the deadline is over: {service.sequences()} sequences are cancelled")
             service.stop()
             await asyncio.wait({ended}, timeout=_LAST_WORDS_S)
 
@@ -137,17 +137,17 @@ class _Running:
             self._asked_at = now
             count, deadline = self._service.sequences(), self._drain_s
             name = signal.Signals(number).name
-            self._say(f"{name}: no new requests; {count} sequences under way have {deadline:g} s to finish")
+            self._log(f"{name}: no new requests; {count} sequences under way have {deadline:g} s to finish")
             self._service.drain()
             self._asked.set()
         elif now - self._asked_at > _SECOND_S:
-            self._say("second signal: what is under way is cancelled")
+            self._log("second signal: what is under way is cancelled")
             self._service.stop()
 
     async def _announce(self) -> None:
-        """Says when the service is ready."""
+        """Prints when the service is ready."""
         while self._service.state is State.LOADING:
             await asyncio.sleep(0.05)
         if self._service.state is State.READY:
             url = f"http://{self._host}:{self._listening.getsockname()[1]}"
-            self._say(f"ready: {url}/v1 (chat: {url}/)")
+            self._log(f"ready: {url}/v1 (chat: {url}/)")

@@ -1,4 +1,4 @@
-"""The bodies of requests, in OpenAI's words, and what they ask of the engine.
+"""The bodies of requests, as OpenAI's API defines them, and what they ask of the engine.
 
 Fields that change the answer and that the engine does not know are refused when they are set to something that
 matters; fields that do not (``user``, ``metadata``) are left alone.

@@ -16,6 +16,7 @@ from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.errors import OutputExists, VerifyError
 from ptqpipe.evaluation import perplexity, score
 from ptqpipe.qtensor import QTensor
+from ptqpipe.quantities import disk_size
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.runtime.loading import load_model, load_tokenizer
@@ -23,7 +24,7 @@ from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Machine, one_thread_each
 from ptqpipe.stages.common.rewrite import Done
-from ptqpipe.stages.common.text import decibels, size_text, table
+from ptqpipe.stages.common.text import decibels, table
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import by_role
@@ -83,7 +84,7 @@ def run_demo(out: Path, *, machine: Machine) -> tuple[list[DemoRow], int]:
 
 
 def _check_place(out: Path) -> None:
-    """OutputExists for a folder that holds anything but what an earlier demo has left, which is replaced."""
+    """OutputExists for a folder that contains anything but the output of an earlier demo, which is replaced."""
     if not out.is_dir():
         return
     for path in sorted(out.iterdir()):
@@ -130,7 +131,7 @@ def demo_text(rows: Sequence[DemoRow], tokens: int, out: Path) -> str:
     body = [
         [
             row.name,
-            size_text(row.bytes),
+            disk_size(row.bytes),
             f"{row.bytes / first.bytes:.3f}",
             "-" if row.sqnr_db is None else f"{row.sqnr_db:.2f}",
             f"{row.perplexity:.3f}",
@@ -139,7 +140,7 @@ def demo_text(rows: Sequence[DemoRow], tokens: int, out: Path) -> str:
         ]
         for row in rows
     ]
-    head = ["weights", "bytes", "ratio", "SQNR dB", "perplexity", "change", "state"]
+    head = ["weights", "size", "ratio", "SQNR dB", "perplexity", "change", "state"]
     lines = [
         table(head, body),
         f"perplexity on {tokens} held-out tokens; heads, embeddings and norms stay bf16",

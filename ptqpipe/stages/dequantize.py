@@ -18,6 +18,7 @@ from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, Tenso
 from ptqpipe.containers import DECODED_ROLES, Role, StoredWeight, kv_scale, without_quantization
 from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.source import Source
 from ptqpipe.stages.common.jobs import Job
 from ptqpipe.stages.common.machine import Share
@@ -147,7 +148,7 @@ def _rounded(rows: torch.Tensor, dtype: torch.dtype, weight: str) -> torch.Tenso
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The config with the dtype wherever it states one, as transformers spells it."""
+    """The config with the dtype wherever it states one, as transformers writes it."""
     name = str(FLOATS[dtype][1]).removeprefix("torch.")
     changed = {key: name if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
     text = changed.get("text_config")
@@ -161,7 +162,7 @@ def render(done: Done) -> str:
     dropped = done.record["dropped"]
     lines = [
         f"{done.out}: {len(done.record['weights'])} weights decoded, {len(done.record['kept'])} tensors kept; "
-        f"{done.written_bytes} bytes in {done.seconds:.1f} s, peak memory {done.peak_rss_bytes >> 20} MiB"
+        f"{disk_size(done.written_bytes)} in {done.seconds:.1f} s, peak memory {memory_size(done.peak_rss_bytes)}"
     ]
     if dropped:
         lines.append(f"{len(dropped)} scales of activations or kv cache left out, the first: {dropped[0]}")

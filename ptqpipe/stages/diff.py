@@ -1,4 +1,4 @@
-"""diff: what two checkpoints say differently, weight by weight, whatever their layouts.
+"""diff: the differences of two checkpoints, weight by weight, whatever their layouts.
 
 Compares logical weights: the same payload in two layouts is equal, an expert cut out of a stack is compared with its
 rows of the stack, a packed weight with the float weight that it came from. Memory is a few runs of rows.
@@ -19,6 +19,7 @@ from ptqpipe.containers import HF_QUANT_CONFIG, Role, decode_input_global
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.origins import Origins
 from ptqpipe.plan import Member, Slice
+from ptqpipe.quantities import number
 from ptqpipe.source import Source, SourceRows, row_runs
 from ptqpipe.stages.common.text import decibels, finite, json_differences, name_pattern, role_of, table
 from ptqpipe.stages.verify.structure import chunks
@@ -63,7 +64,7 @@ class ValueDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What two checkpoints say differently.
+    """The differences of two checkpoints.
 
     only_a, only_b  logical tensors of one of them
     reshaped        tensors of both with different shapes: (name, shape in a, shape in b)
@@ -299,7 +300,7 @@ def _presence(value: Any) -> str:
 
 
 def _file_diffs(left: Source, right: Source) -> list[ValueDiff]:
-    """Files beside the weights, configs and the record aside."""
+    """Differences of the other files: all but weights, configs and the record."""
     a, b = ({path.relative_to(s.reader.path).as_posix(): path for path in s.reader.extra_files} for s in (left, right))
     found = []
     for name in sorted(a.keys() | b.keys()):
@@ -347,7 +348,7 @@ def _tensors_table(tensors: Iterable[TensorDiff]) -> str:
     for (role, kind_a, kind_b, same), members in groups.items():
         errors = [m.relative_mse for m in members if m.relative_mse is not None]
         mean = sum(errors) / len(errors) if errors else None
-        numbers = [f"{mean:.3e}", f"{decibels(mean):.2f}"] if mean is not None and same is Same.NO else ["-", "-"]
+        numbers = [number(mean), f"{decibels(mean):.2f}"] if mean is not None and same is Same.NO else ["-", "-"]
         rows.append([role, kind_a, kind_b, str(same), str(len(members)), *numbers])
     return table(["role", "a", "b", "", "tensors", "rel. MSE", "dB"], rows, left=4)
 

@@ -40,14 +40,14 @@ def generate(
     dtype: str = "float32",
     overwrite: bool = False,
     machine: Machine | None = None,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Generated:
     """Writes ``out``. The whole model is loaded, in ``dtype``.
 
     samples  what `calibrate` will be asked for: one window more for every eight is written, which it holds out
     seqlen   None: 2048, or the positions of the model where they are fewer
     machine  its workers are the most threads; a small model uses fewer
-    say      called with a line when everything has been looked at and the model is about to be loaded
+    log      called with a line when everything has been checked and the model is about to be loaded
 
     Raises UsageError for settings that do not fit the model, OutputError for a file that exists or cannot be written:
     both before a weight is read.
@@ -68,8 +68,8 @@ def generate(
         raise UsageError(f"-o {out} does not end in .jsonl, which says that it holds rows; give {out.stem}.jsonl")
     if out.exists() and not overwrite:
         raise OutputExists(f"{out} exists; --overwrite replaces it, or give another -o")
-    if say is not None:
-        say(f"{model} writes {samples} windows of {seqlen} tokens and {held_out} to hold out; it is loaded first")
+    if log is not None:
+        log(f"{model} writes {samples} windows of {seqlen} tokens and {held_out} to hold out; it is loaded first")
     begin = getattr(config.get_text_config(), "bos_token_id", None)
     with token_bar(count * seqlen, shown=machine.progress) as bar:
         loaded = load_model(path, dtype=dtype, device=str(machine.device))

@@ -16,8 +16,9 @@ from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, is_kv_scale, quantization_config
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import scale_faults, used_blocks
+from ptqpipe.quantities import disk_size, number, scientific
 from ptqpipe.source import Source
-from ptqpipe.stages.common.text import name_pattern, role_of, size_text, table
+from ptqpipe.stages.common.text import name_pattern, role_of, table
 
 LEAST_SHARE = 0.01  # of blocks at the least or the largest scale: more is worth a line
 GLOBAL_SPREAD = 1000.0  # largest over smallest global scale of a role
@@ -85,7 +86,7 @@ class InspectReport:
     producer     who says to have written it, "" if nobody does
     record       a few facts of ptqpipe.json: source, recipe, versions
     kv_scales    how many kv-cache scales there are, and the least and largest
-    suspicious   one line for each thing worth a look
+    suspicious   one line for each thing that looks wrong
     """
 
     path: Path
@@ -292,9 +293,9 @@ def _suspicious(rows: Iterable[RoleRow]) -> Iterable[str]:
         low, high = row.global_least, row.global_largest
         if low is not None and high is not None:
             if not (math.isfinite(high) and low > 0):
-                yield f"a global scale of {row.role} is {low if not low > 0 else high:g}"
+                yield f"a global scale of {row.role} is {low if not low > 0 else number(high)}"
             elif high > GLOBAL_SPREAD * low:
-                yield f"the global scales of {row.role} range from {low:.3g} to {high:.3g}"
+                yield f"the global scales of {row.role} range from {number(low, 3)} to {number(high, 3)}"
 
 
 def render(report: InspectReport) -> str:
@@ -303,7 +304,7 @@ def render(report: InspectReport) -> str:
     if report.producer:
         lines.append(f"  written by {report.producer}")
     lines += [f"  {key}: {value}" for key, value in report.record.items()]
-    described = [f"{report.params:,} numbers in {size_text(report.nbytes)}"]
+    described = [f"{report.params:,} numbers in {disk_size(report.nbytes)}"]
     described.append(f"{8 * report.nbytes / max(1, report.params):.3f} bits each, {report.ratio:.3f} of bfloat16")
     lines += [f"  {', '.join(described)}", ""]
     if report.weights:
@@ -315,25 +316,25 @@ def render(report: InspectReport) -> str:
     if report.kept:
         header = ["kept" if report.weights else "tensors", "dtype", "reason", "count", "params", "size"]
         cells = [
-            [r.role, r.dtype, r.reason[:50] or "-", str(r.count), f"{r.params:,}", size_text(r.nbytes)]
+            [r.role, r.dtype, r.reason[:50] or "-", str(r.count), f"{r.params:,}", disk_size(r.nbytes)]
             for r in report.kept
         ]
         lines += [table(header, cells, left=3), ""]
     if report.kv_scales is not None:
         count, low, high = report.kv_scales
-        lines += [f"kv cache: {count} scales from {low:.4g} to {high:.4g}", ""]
+        lines += [f"kv cache: {count} scales from {number(low)} to {number(high)}", ""]
     if report.suspicious:
         lines += ["suspicious:", *(f"  {line}" for line in report.suspicious), ""]
-    files = [[name, size_text(nbytes), str(tensors)] for name, nbytes, tensors in report.files]
+    files = [[name, disk_size(nbytes), str(tensors)] for name, nbytes, tensors in report.files]
     return "\n".join([*lines, table(["file", "size", "tensors"], files)])
 
 
 def _weight_cells(row: RoleRow) -> list[str]:
     low, high = row.global_least, row.global_largest
-    scales = "-" if low is None or high is None else f"{low:.2e} to {high:.2e}"
+    scales = "-" if low is None or high is None else f"{scientific(low)} to {scientific(high)}"
     scheme = row.scheme if row.scheme.startswith(row.format) else f"{row.scheme} ({row.format})"
     bits = f"{row.bits_per_weight:.3f}"
-    return [row.role, scheme, str(row.count), f"{row.params:,}", size_text(row.nbytes), bits, scales]
+    return [row.role, scheme, str(row.count), f"{row.params:,}", disk_size(row.nbytes), bits, scales]
 
 
 def to_json(report: InspectReport) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ptqpipe.collectives.simulator.time import PLAIN_BYTES
 from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Topology, get_topology
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import UsageError
+from ptqpipe.quantities import memory_size, number
 from ptqpipe.report import simulation
 from ptqpipe.stages.common.machine import threads
 from ptqpipe.stages.common.text import table
@@ -193,14 +194,6 @@ def as_dict(row: ErrorRow | TimeRow | BreakEven) -> dict[str, Any]:
     return {"kind": "break_even"} | asdict(row)
 
 
-def binary_size(nbytes: int) -> str:
-    """Bytes in powers of two: 64 KiB."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes} B"
-
-
 def error_text(rows: Sequence[ErrorRow]) -> str:
     """One table a source: relative L2 by scheme and codec (down) and world (across), the closed form beneath it.
 
@@ -213,9 +206,9 @@ def error_text(rows: Sequence[ErrorRow]) -> str:
         here = [row for row in rows if row.data == data]
         for key in dict.fromkeys((row.scheme, row.codec, row.bits) for row in here):
             cells = {row.ranks: _cell(row) for row in here if (row.scheme, row.codec, row.bits) == key}
-            lines.append((key[0], key[1], f"{key[2]:.4g}", *(cells.get(k, "") for k in worlds)))
+            lines.append((key[0], key[1], number(key[2]), *(cells.get(k, "") for k in worlds)))
         head = ("scheme", "codec", "bits", *(f"k={k}" for k in worlds))
-        title = f"Relative L2 of the result{_OF_BOTH * _uneven(data)}, {data}, {here[0].elements:,} elements a rank"
+        title = f"Relative L2 of the result{_OF_BOTH * _uneven(data)}, {data}, {here[0].elements:,} elements per rank"
         parts.append(f"{title}\n\n{table(head, lines, left=2)}")
         modelled = [row for row in here if row.model is not None]
         if modelled:
@@ -253,12 +246,12 @@ def time_text(rows: Sequence[TimeRow], evens: Sequence[BreakEven], topologies: S
                 str(even.ranks),
                 largest.plain,
                 largest.quantized,
-                "never" if even.nbytes is None else binary_size(even.nbytes),
+                "never" if even.nbytes is None else memory_size(even.nbytes),
                 *(f"{here[size].speedup:.2f}x" for size in sizes),
                 f"{here[sizes[-1]].percent_of_ideal:.0f} %",
             )
         )
-    heads = [f"at {binary_size(size)}" for size in sizes]
+    heads = [f"at {memory_size(size)}" for size in sizes]
     head = ("topology", "ranks", "best plain", "best quantized", "pays from", *heads, "of ideal")
     notes = [f"  {t.name}: {t.title}. {t.source}." for t in topologies if any(e.topology == t.name for e in evens)]
     return (

@@ -217,7 +217,7 @@ class _Finder:
                 self.seen.add(name)
             if name not in self.seen:
                 raise CheckpointError(
-                    f"'{name}' is not known to belong to a layer of {self.model_type}: what it reads cannot be told; "
+                    f"'{name}' is not known to belong to a layer of {self.model_type}: what it reads is unknown; "
                     "convert this model without a transform"
                 )
 
@@ -250,7 +250,7 @@ class _Finder:
         self.edges.append(edge)
 
     def result(self) -> Structure:
-        """What was found."""
+        """The structure of the model."""
         others = tuple(name for name in self.tensors if name not in self.seen)
         return Structure(
             self.architecture,

@@ -1,4 +1,5 @@
-"""What a transform does to a tensor, as data, and doing it: factors along an axis, block Hadamard matrices, constants.
+"""The changes that a transform makes to a tensor, as data, and applying them: factors along an axis, block Hadamard
+matrices, constants.
 
 Computed in float64 on runs of rows, so a tensor of any size needs the memory of a run. An op speaks of the tensor as
 it is stored; ``on_columns`` and ``on_rows`` translate from a logical [out, in] weight. Knows tensors; must not know

@@ -1,4 +1,4 @@
-"""One edge as an optimization problem: what its consumers read, what they weigh, what it costs to quantize them.
+"""One edge as an optimization problem: what its consumers read, their weights, the cost of quantizing them.
 
 Built by the stage from a checkpoint and statistics; solved by the files beside this one.
 """
@@ -49,7 +49,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class SolveOptions:
-    """What the call says.
+    """The options of the call.
 
     alpha         SmoothQuant's exponent of the input; Smooth-SwiGLU's share of the spread that is taken out
     powers_of_two factors are rounded to 2^k
@@ -73,7 +73,7 @@ class SolveOptions:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Factors float64 [channels] (the producer is divided by them), and what the search says of them.
+    """Factors float64 [channels] (the producer is divided by them), and the search's report about them.
 
     error, plain_error  the objective with and without the factors; None for transforms that have none
     facts               what was chosen, for the record

@@ -1,4 +1,5 @@
-"""Where factors can move in a model: its edges, and what names and shapes do not show (``ARCHITECTURES``).
+"""Where a model lets factors move from one layer to another: its edges, and facts that names and shapes do not show
+(``ARCHITECTURES``).
 
 An *edge* joins what produces channels with the weights that read them, with nothing between but operations that a
 factor per channel passes through:

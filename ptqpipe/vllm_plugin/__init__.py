@@ -1,4 +1,4 @@
-"""What vLLM finds of ptqpipe: the entry point ``ptqpipe`` of the group ``vllm.general_plugins``.
+"""The entry point that vLLM loads: ``ptqpipe`` of the group ``vllm.general_plugins``.
 
     linear.py      kernels that vLLM's CPU build lacks (NVFP4, MXFP4, MXFP8) or has in a slower or broken form (FP8)
     experts.py     the same for mixtures of experts

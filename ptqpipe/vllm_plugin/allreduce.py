@@ -136,7 +136,7 @@ def start(name: str, settings: Settings) -> Reducer:
 
 
 def checked(group: Any, settings: Settings) -> Reducer:
-    """A reducer of a group of vLLM, quantized where all ranks have found that it works. Collective."""
+    """A reducer of a group of vLLM, quantized where a test worked on all ranks. Collective."""
     reducer = Reducer(group)
     built: QuantAllReduce | None = None
     _, problem = _attempt(lambda: _known(settings))  # before any rank waits for the others in the measurement
@@ -201,7 +201,7 @@ def _announce(group: Any, built: "QuantAllReduce", settings: Settings) -> None:
 
 
 def _all_agree(group: Any, mine: bool) -> bool:
-    """Whether every rank says yes. Over the group's CPU side, which every backend has."""
+    """Whether all ranks agree. Over the group's CPU side, which every backend has."""
     vote = torch.tensor([int(mine)], dtype=torch.int32)
     dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group.cpu_group)
     return bool(vote.item())
@@ -238,7 +238,7 @@ def _is_power(count: int) -> bool:
 
 
 def numbers() -> dict[str, dict[str, Any]]:
-    """What the groups of this process did so far. ``min_bytes`` is None where everything stays plain."""
+    """Counters of the groups of this process. ``min_bytes`` is None where everything stays plain."""
     return {
         name: {
             "quantized_calls": reducer.calls,

@@ -99,7 +99,7 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The experts of one layer that this rank holds. ``key`` is the parameter by whose address they are found."""
+    """The experts of one layer of this rank. ``key`` is the parameter by whose address they are found."""
 
     key: torch.Tensor
     experts: tuple[Expert, ...]

@@ -1,4 +1,4 @@
-"""Puts the parts of the plugin in place, each on its own: one that does not fit leaves the others alone."""
+"""Installs the parts of the plugin, each on its own: one that does not fit leaves the others alone."""
 
 import logging
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def _all_reduce(settings: Settings) -> None:
 
 
 def _try(what: str, step: Callable[[], None]) -> bool:
-    """Whether ``step`` went through; if not, the log says what is missing now."""
+    """Whether ``step`` went through; if not, the log names what is missing."""
     try:
         step()
     except Exception as error:

@@ -33,7 +33,7 @@ Verdict = tuple[bool, str | None]
 
 
 def register_all() -> None:
-    """Makes the kernels known to vLLM, ahead of its own for the CPU."""
+    """Registers the kernels with vLLM, ahead of its own for the CPU."""
     layer_op.define(current_platform.dispatch_key)
     for kernel, kind in ((PackedNvFp4, "nvfp4"), (PackedMxFp4, "mxfp4"), (PackedMxFp8, "mxfp8")):
         vllm_linear.register_linear_kernel(kernel, PlatformEnum.CPU, kind)
@@ -73,7 +73,7 @@ def _note_weight_only() -> None:
 
 
 def _dynamic(layer: Any, activation: Activation) -> InputQuantizer:
-    """The quantizer of a dynamic format, or none where the checkpoint says so."""
+    """The quantizer of a dynamic format, or none where the checkpoint has none."""
     weight_only = getattr(getattr(layer, "scheme", None), WEIGHT_ONLY, False)
     return InputQuantizer(Activation.NONE if weight_only else activation)
 

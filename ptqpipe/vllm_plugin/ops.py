@@ -1,4 +1,4 @@
-"""Operators that torch.compile cannot look into, as vLLM defines its own: below the dispatcher, without autograd."""
+"""Operators that are opaque to torch.compile, as vLLM defines its own: below the dispatcher, without autograd."""
 
 from collections.abc import Callable
 from typing import Any

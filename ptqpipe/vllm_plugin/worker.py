@@ -1,4 +1,4 @@
-"""Numbers of the quantized all-reduce from inside vLLM's workers, for scripts and operators:
+"""Counters of the quantized all-reduce from inside vLLM's workers, for scripts and operators:
 
 llm = LLM(..., worker_extension_cls="ptqpipe.vllm_plugin.worker.AllReduceNumbers")
 llm.collective_rpc("ptqpipe_allreduce")        one dict a worker

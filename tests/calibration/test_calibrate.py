@@ -128,17 +128,17 @@ def test_held_out_moments_are_those_of_the_other_windows_and_change_nothing_else
     chosen = load_samples([str(tmp_path / "data.jsonl")], tmp_path / kind, samples=7, seqlen=24, holdout=4)
     assert (done.content["data"]["samples"], done.content["data"]["held_out"]) == (7, 4)
     assert done.content["data"]["sha256"] == plain.content["data"]["sha256"]
-    assert not {tuple(row) for row in chosen.windows.tolist()} & {tuple(row) for row in chosen.held.tolist()}
+    assert not {tuple(row) for row in chosen.windows.tolist()} & {tuple(row) for row in chosen.held_out.tolist()}
     for file in plain.out.glob("*.safetensors"):
         a, b = load_file(file), load_file(done.out / file.name)
         assert {name for name in b if not name.endswith(HELD)} == a.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
-    inputs, _ = whole_model_inputs(tmp_path / kind, chosen.held)
+    inputs, _ = whole_model_inputs(tmp_path / kind, chosen.held_out)
     count = 0
     with Statistics.open(done.out) as statistics:
         for (parameter, expert), x in inputs.items():
             for name in checkpoint_names(kind, parameter, expert):
-                found = statistics.of(name, block=x.shape[1] % BLOCK == 0, full=True, held=True)
+                found = statistics.of(name, block=x.shape[1] % BLOCK == 0, full=True, held_out=True)
                 assert statistics.of(name).held_out is None
                 if found.held_out is None:  # an expert with too few tokens among the held-out ones
                     assert len(x) < 16 or not found.measured
@@ -156,7 +156,7 @@ def test_one_window_is_held_out_for_every_eight_where_the_data_have_them(tmp_pat
     model = make_model(tmp_path / "llama", "llama")
     data = str(write_windows(tmp_path / "data.jsonl", make_windows(samples=40)))
     for samples, holdout, wanted in ((32, None, 4), (38, None, 2), (40, None, 0), (7, None, 0), (32, 8, 8), (32, 0, 0)):
-        assert len(load_samples([data], model, samples=samples, seqlen=24, holdout=holdout).held) == wanted
+        assert len(load_samples([data], model, samples=samples, seqlen=24, holdout=holdout).held_out) == wanted
     with pytest.raises(UsageError, match="expected 38 and 3 held out"):
         load_samples([data], model, samples=38, seqlen=24, holdout=3)
     with pytest.raises(UsageError, match="--holdout -1"):

@@ -212,12 +212,12 @@ def test_what_calibration_did_is_shown_and_its_scales_are_not_held_to_the_unweig
     (folder / "ptqpipe.json").write_text(json.dumps(record))
     report = gather(folder, source=pair[0])
     assert report.proof.weights == 1  # the reverted one
-    assert any("went back to plain rounding" in note for note in report.notes)
+    assert any("keep plain rounding" in note for note in report.notes)
     page, text = "".join(Page(render_html(report)).text), render_markdown(report)
-    assert "What calibration bought" in page
+    assert "What calibration gained" in page
     assert "d" * 64 in page
     assert "| 0.500 |" in text
-    assert "What calibration bought" not in "".join(Page(render_html(gather(pair[1]))).text)
+    assert "What calibration gained" not in "".join(Page(render_html(gather(pair[1]))).text)
 
 
 def test_calibrated_models_are_judged_by_their_output_error(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -230,14 +230,14 @@ def test_calibrated_models_are_judged_by_their_output_error(pair: tuple[Path, Pa
         entry |= gptq | {"held_out": True}
     (folder / "ptqpipe.json").write_text(json.dumps(record))
     report = gather(folder, source=pair[0])
-    assert report.notes == gather(pair[1], source=pair[0]).notes  # that nothing went back is no warning
+    assert report.notes == gather(pair[1], source=pair[0]).notes  # that nothing keeps plain rounding is no warning
     page = Page(render_html(report))
     heads, text = titles(render_html(report)), "".join(page.text)
     assert heads[0] == "Output error"
     assert heads.index("Weight error") > heads.index("Bits per weight")
     assert "Scales proven optimal" not in heads
-    bought = heads.index("What calibration bought")
-    assert bought < heads.index("Weight error by layer and role") < heads.index("What each choice bought")
+    bought = heads.index("What calibration gained")
+    assert bought < heads.index("Weight error by layer and role") < heads.index("What each choice gained")
     assert "0.250 of rounding" in text
     assert "on held-out samples" in text
     assert "because they give up weight error for output error" in text
@@ -246,7 +246,7 @@ def test_calibrated_models_are_judged_by_their_output_error(pair: tuple[Path, Pa
     assert "proven" not in told
     plain = titles(render_html(gather(pair[1], source=pair[0])))
     assert plain[:4] == ["Size", "Bits per weight", "Weight error", "Scales proven optimal"]
-    assert not {"Output error", "What calibration bought"} & set(plain)
+    assert not {"Output error", "What calibration gained"} & set(plain)
     _, summary = make_report(folder, source=pair[0], out=tmp_path / "x.html")
     assert "output error 0.250 of plain rounding's on held-out samples, " in summary
     for entry in record["weights"].values():
@@ -272,11 +272,11 @@ def test_blocks_of_learned_codes_are_judged_by_what_tune_measured(pair: tuple[Pa
     report = gather(folder, source=pair[0])
     assert [(block.name, block.ratio) for block in report.blocks] == [("model.layers.0", 0.25), ("model.layers.1", 1.0)]
     heads, text = titles(render_html(report)), "".join(Page(render_html(report)).text)
-    assert heads[0] == "Output error of blocks"
+    assert heads[0] == "Output error of layers"
     assert "Scales proven optimal" not in heads
     assert "0.625" in text
     assert "of that of plain rounding" in text
-    assert "blocks 0.625 of that of plain rounding on held-out samples" in render_markdown(report)
+    assert "decoder layers 0.625 of that of plain rounding on held-out samples" in render_markdown(report)
     record["recipe"]["rules"][0]["algorithm"] = "gptq"
     record["rounding"]["blocks"]["model.layers.0"]["held_out"] = False
     (folder / "ptqpipe.json").write_text(json.dumps(record))
@@ -284,7 +284,7 @@ def test_blocks_of_learned_codes_are_judged_by_what_tune_measured(pair: tuple[Pa
     assert "of the calibrated codes that tune started from on held-out samples where there were any" in told
     record["rounding"]["blocks"] = ["no", "mapping"]
     (folder / "ptqpipe.json").write_text(json.dumps(record))
-    assert "does not say what their blocks gained" in render_html(gather(folder))
+    assert "does not show what their layers gained" in render_html(gather(folder))
 
 
 def titles(page: str) -> list[str]:

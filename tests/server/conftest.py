@@ -68,7 +68,7 @@ def serving(
 
     def main() -> None:
         with suppress(PtqError):  # a test may break it
-            run(app, service, socket, host="127.0.0.1", drain_s=5, say=lambda line: ready.set(), signals=False)
+            run(app, service, socket, host="127.0.0.1", drain_s=5, log=lambda line: ready.set(), signals=False)
 
     thread = threading.Thread(target=main, daemon=True)
     thread.start()

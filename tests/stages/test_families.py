@@ -263,7 +263,7 @@ def test_an_image_text_model_without_a_causal_class_is_refused_first_and_told_wh
             model, [str(data)], tmp_path / "st", options=CalibrateOptions(samples=12, seqlen=16), warn=warned.append
         ),
         "eval": lambda: evaluate(str(model), options=Options(data=(data,))),
-        "generate": lambda: generate(model, tmp_path / "g.jsonl", samples=2, say=warned.append),
+        "generate": lambda: generate(model, tmp_path / "g.jsonl", samples=2, log=warned.append),
         "serve": lambda: check_checkpoint(str(model), tp=1, packed=True),
     }
     for act in runs.values():
@@ -277,7 +277,7 @@ def test_a_model_that_carries_a_state_between_its_blocks_is_refused_in_one_line(
     data = str(families.write_windows(tmp_path / "data.jsonl"))
     for samples in (12, 3):  # RWKV takes what a block returns apart into three, which three samples are
         options = CalibrateOptions(samples=samples, seqlen=16, holdout=0)
-        with pytest.raises(CheckpointError, match=r"RwkvForCausalLM .* cannot be run block by block"):
+        with pytest.raises(CheckpointError, match=r"RwkvForCausalLM .* cannot be run layer by layer"):
             calibrate(make("rwkv"), [data], tmp_path / "stats", options=options)
         assert not (tmp_path / "stats").exists()
 

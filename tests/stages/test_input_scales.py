@@ -34,7 +34,7 @@ class Counted(Statistics):
         self.listed += 1
         return self.content["modules"].keys()
 
-    def of(self, module: str, *, block: bool = False, full: bool = False, held: bool = False) -> InputStatistics:
+    def of(self, module: str, *, block: bool = False, full: bool = False, held_out: bool = False) -> InputStatistics:
         self.asked.append(module)
         amax = torch.full((64,), amax_of(module))
         return InputStatistics(amax.square(), tokens=1, amax=amax, mean=amax)

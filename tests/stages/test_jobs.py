@@ -26,7 +26,7 @@ def held_elsewhere(pool: MemoryPool, nbytes: int) -> Iterator[tuple[threading.Ev
     has, may_go = threading.Event(), threading.Event()
 
     def take() -> None:
-        with pool.taken(nbytes):
+        with pool.reserve(nbytes):
             has.set()
             may_go.wait(SECONDS)
 
@@ -46,11 +46,11 @@ def test_jobs_that_fit_together_hold_memory_at_the_same_time() -> None:
 
 def test_a_job_waits_until_there_is_room_for_it() -> None:
     pool = MemoryPool(10)
-    with pool.taken(7), held_elsewhere(pool, 4) as (has, _):
+    with pool.reserve(7), held_elsewhere(pool, 4) as (has, _):
         assert not has.wait(SHORT)
-        with pool.taken(3):  # which still fits beside
+        with pool.reserve(3):  # which still fits beside
             assert not has.is_set()
-    with pool.taken(0), held_elsewhere(pool, 4) as (has, _):
+    with pool.reserve(0), held_elsewhere(pool, 4) as (has, _):
         assert has.wait(SECONDS)
 
 
@@ -66,22 +66,22 @@ def test_a_job_that_waited_goes_on_when_memory_comes_back() -> None:
 
 def test_a_job_that_needs_more_than_all_has_it_alone() -> None:
     pool = MemoryPool(10)
-    with pool.taken(1000), held_elsewhere(pool, 1) as (has, _):
+    with pool.reserve(1000), held_elsewhere(pool, 1) as (has, _):
         assert not has.wait(SHORT)
-    with pool.taken(1), held_elsewhere(pool, 1000) as (has, _):
+    with pool.reserve(1), held_elsewhere(pool, 1000) as (has, _):
         assert not has.wait(SHORT)
 
 
 @pytest.mark.parametrize("total", [0, -5])
 def test_without_memory_to_share_nobody_waits(total: int) -> None:
     pool = MemoryPool(total)
-    with pool.taken(100), held_elsewhere(pool, 100) as (has, _):
+    with pool.reserve(100), held_elsewhere(pool, 100) as (has, _):
         assert has.wait(SECONDS)
 
 
 def test_a_job_that_fails_gives_its_memory_back() -> None:
     pool = MemoryPool(10)
-    with pytest.raises(ZeroDivisionError), pool.taken(10):
+    with pytest.raises(ZeroDivisionError), pool.reserve(10):
         _ = 1 / 0
     with held_elsewhere(pool, 10) as (has, _):
         assert has.wait(SECONDS)
@@ -93,7 +93,7 @@ def test_never_more_than_all_is_held() -> None:
 
     def work(nbytes: int) -> None:
         nonlocal held, most
-        with pool.taken(nbytes):
+        with pool.reserve(nbytes):
             with lock:
                 held += min(nbytes, 10)
                 most = max(most, held)

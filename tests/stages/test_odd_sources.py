@@ -182,7 +182,7 @@ def test_a_fused_member_of_a_dtype_that_is_not_quantized_keeps_its_siblings(tmp_
 def test_an_expert_beside_the_stack_that_holds_it_is_refused(tmp_path: Path) -> None:
     tensors = tiny.fused_moe(hidden=32, inner=16)
     tensors["model.layers.0.mlp.experts.0.up_proj.weight"] = torch.zeros(16, 32, dtype=torch.bfloat16)
-    with pytest.raises(CheckpointError, match="beside the stack"):
+    with pytest.raises(CheckpointError, match="next to the stack"):
         prepare(tiny.save(tmp_path / "model", tensors), out=tmp_path / "out")
 
 

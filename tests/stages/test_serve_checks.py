@@ -32,7 +32,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(options: ServeOptions, kind: type[PtqError], says: str, *, ranks: int = 1) -> None:
     with pytest.raises(kind) as error:
-        stage.serve(options, Place(0, ranks, ranks), worker=[], say=print)
+        stage.serve(options, Place(0, ranks, ranks), worker=[], log=print)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -195,7 +195,7 @@ def test_nodes_that_do_not_fit_are_refused(options: dict[str, object], match: st
 def test_quantized_sums_without_the_plugin_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "find_environment", lambda _: Environment(sys.executable, "0.32.0", False, True))
     with pytest.raises(UsageError, match=r"--allreduce int8 needs the plugin.*pip install"):
-        stage.serve_vllm(VllmService("ckpt", allreduce="int8"), inherited={}, say=print)
+        stage.serve_vllm(VllmService("ckpt", allreduce="int8"), inherited={}, log=print)
 
 
 def test_an_end_that_nobody_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_an_end_that_nobody_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(stage, "LAUNCH", "raise SystemExit(0)")
     said: list[str] = []
     with pytest.raises(PtqError, match="ended by itself before it was ready, with code 0"):
-        stage.serve_vllm(VllmService("ckpt", port=1), inherited=dict(os.environ), say=said.append)
+        stage.serve_vllm(VllmService("ckpt", port=1), inherited=dict(os.environ), log=said.append)
     assert "vLLM 0.32.0" in said[0]
 
 
@@ -219,7 +219,7 @@ def test_another_node_ends_when_node_0_is_gone(monkeypatch: pytest.MonkeyPatch) 
             "ckpt", tensor_parallel=2, nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port
         )
         with pytest.raises(PtqError, match=f"because node 0 at 127.0.0.1:{port} is gone"):
-            stage.serve_vllm(service, inherited=dict(os.environ), say=print)
+            stage.serve_vllm(service, inherited=dict(os.environ), log=print)
         closing.join()
 
 
@@ -239,7 +239,7 @@ def test_options_of_the_other_engine_are_refused(arguments: list[str], match: st
 
 def test_options_that_were_given_reach_vllm_and_defaults_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[VllmService] = []
-    monkeypatch.setattr(stage, "serve_vllm", lambda service, *, inherited, say: got.append(service))
+    monkeypatch.setattr(stage, "serve_vllm", lambda service, *, inherited, log: got.append(service))
     line = "serve ckpt --engine vllm --tp 2 --allreduce auto --max-model-len 99 --port 81 --drain 5 -- --enforce-eager"
     assert CliRunner().invoke(main, line.split()).exit_code == 0
     wanted = ("--max-model-len", "99", "--enforce-eager")
@@ -276,7 +276,7 @@ def test_it_is_ready_when_the_child_itself_answers(port: int, monkeypatch: pytes
     monkeypatch.setattr(stage, "LAUNCH", SERVER.format(port=port).replace("class Healthy", f"{end}\nclass Healthy"))
     said: list[str] = []
     with pytest.raises(PtqError, match="ended by itself while serving, with code 3"):
-        stage.serve_vllm(VllmService("ckpt", port=port), inherited=dict(os.environ), say=said.append)
+        stage.serve_vllm(VllmService("ckpt", port=port), inherited=dict(os.environ), log=said.append)
     assert f"ready: http://127.0.0.1:{port}/v1" in said
 
 
@@ -289,7 +289,7 @@ def test_a_stranger_who_answers_on_the_port_is_not_vllm(port: int, monkeypatch: 
     try:
         wait_for(lambda: stage._healthy(VllmService("ckpt", port=port)))
         with pytest.raises(PtqError, match="ended by itself before it was ready, with code 5"):
-            stage.serve_vllm(VllmService("ckpt", port=port), inherited=dict(os.environ), say=said.append)
+            stage.serve_vllm(VllmService("ckpt", port=port), inherited=dict(os.environ), log=said.append)
     finally:
         stranger.kill()
         stranger.wait()
@@ -301,7 +301,7 @@ def test_a_port_that_is_taken_is_refused_before_vllm_starts(port: int) -> None:
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(UsageError, match=f"127.0.0.1:{port} is taken by another process; choose another --port"),
     ):
-        stage.serve_vllm(VllmService("ckpt", port=port), inherited={}, say=print)
+        stage.serve_vllm(VllmService("ckpt", port=port), inherited={}, log=print)
 
 
 def test_vllm_is_asked_to_end_when_its_supervisor_is_killed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What sending does to numbers, for the simulator: the codecs that the transports send, and plain types.
+"""What sending does to numbers, in the simulator: the codecs of the real transports, and plain types.
 
 Every rounding has the bits that the bytes of ``reference.py`` have. Must not know schemes.
 """

@@ -72,7 +72,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row to be measured; ``model`` is what the closed form says of it."""
+    """One row to be measured; ``model`` is its closed-form prediction."""
 
     scheme: Scheme
     codec: Rounding
@@ -103,7 +103,7 @@ def measure(
 
 
 def reduced(case: Case, values: torch.Tensor, *, start: int, elements: int, node: int) -> torch.Tensor:
-    """float32: what all ranks hold of a slab ``[ranks, columns]`` that begins at ``start`` of ``elements``."""
+    """float32: the result of all ranks for a slab ``[ranks, columns]`` that begins at ``start`` of ``elements``."""
     ranks, columns = values.shape
     unit = case.codec.block
     padded = torch.nn.functional.pad(values, (0, -columns % unit)) if columns % unit else values

@@ -1,4 +1,4 @@
-"""What the ranks put in: partial sums drawn from a distribution, or those of a real tensor.
+"""The inputs of the simulated ranks: partial sums drawn from a distribution, or those of a real tensor.
 
 All are bfloat16 numbers held as float32, because that is what a model hands over. A source makes the columns
 ``[start, stop)`` of every rank's message on demand and always the same ones, so a message of 512 ranks is never held

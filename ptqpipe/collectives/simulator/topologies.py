@@ -124,11 +124,11 @@ _ROWS = (
     ),
     Topology(
         "h100-cluster",
-        "machines of 8 H100 on NVSwitch, one 400 Gbit/s NIC a GPU",
+        "machines of 8 H100 on NVSwitch, one 400 Gbit/s NIC per GPU",
         Fabric("switch", 370, 1.0),
         _H100,
         4096,
-        "inside as nvswitch-h100; NVIDIA/nccl-tests#290: 46-48 GB/s a NIC; 5 us a step between is assumed",
+        "inside as nvswitch-h100; NVIDIA/nccl-tests#290: 46-48 GB/s per NIC; 5 us per step between them is assumed",
         node=8,
         outer=Fabric("switch", 47, 5.0),
         multimem=307,

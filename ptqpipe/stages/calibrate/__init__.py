@@ -1,1 +1,1 @@
-"""calibrate: statistics of every linear layer's input, block by block."""
+"""calibrate: statistics of every linear layer's input, layer by layer."""

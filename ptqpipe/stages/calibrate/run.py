@@ -1,6 +1,6 @@
-"""calibrate: statistics of a model's linear inputs, collected block by block into a folder (`statistics.py`).
+"""calibrate: statistics of a model's linear inputs, collected layer by layer into a folder (`statistics.py`).
 
-One file a block, written when the block is done and noted in a journal, so a killed run continues behind it (its
+One file per block, written when the block is done and noted in a journal, so a killed run continues behind it (its
 blocks are run again, not watched again). Several ranks share the samples; rank 0 writes what they found together.
 The folder appears under its name when stats.json, its last file, is in it.
 
@@ -44,11 +44,11 @@ HEAD = "head"
 
 @dataclass(frozen=True, slots=True)
 class CalibrateOptions:
-    """What decides the statistics, beside model and data.
+    """The options that decide the statistics, besides model and data.
 
     seqlen   tokens of a sample; None: 2048, or the positions of the model where they are fewer
     holdout  further windows whose moments are kept apart, for judging; None: one for every eight samples, where the
-             data have so many. They double the moments, in memory and on disk
+             data have as many. They double the moments, in memory and on disk
     moments  of MOMENTS; the diagonal is always there
     dtype    what the model computes in: float32, float64, bfloat16, float16, or auto for the checkpoint's own
     """
@@ -67,13 +67,13 @@ class Collecting:
     """Which second moments to collect, and on which ranks and devices.
 
     block, full  moments in blocks of 16 columns, whole ones
-    held         those of held-out samples too
+    held_out     those of held-out samples too
     devices      of this rank, the first of them the runner's
     """
 
     block: bool
     full: bool
-    held: bool
+    held_out: bool
     ranks: Ranks
     devices: tuple[torch.device, ...]
 
@@ -114,11 +114,11 @@ def calibrate(
         field=options.field,
         holdout=options.holdout,
     )
-    if warn is not None and options.holdout is None and not len(samples.held):
+    if warn is not None and options.holdout is None and not len(samples.held_out):
         warn(_no_held_out(samples, options))
     if ranks.world > options.samples:
         raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
-    collecting = Collecting(block, full, len(samples.held) > 0, ranks, tuple(devices) or (machine.device,))
+    collecting = Collecting(block, full, len(samples.held_out) > 0, ranks, tuple(devices) or (machine.device,))
     with Source.open(path) as source:
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config))
         parts = _run_parts(source, samples, options)
@@ -165,12 +165,12 @@ def _dtype_of(name: str, config: Any) -> torch.dtype:
 
 
 def _run_parts(source: Source, samples: Samples, options: CalibrateOptions) -> dict[str, str]:
-    """What decides the numbers of this run; which of them changed is what a refused --resume says."""
+    """What decides the numbers of this run; a refused --resume names the one that changed."""
     return {
         "stage": "calibrate",
         "the model": source.reader.fingerprint(),
         "the data": samples.sha256,
-        "the held-out data": tokens_digest(samples.held),
+        "the held-out data": tokens_digest(samples.held_out),
         "the settings": json.dumps([sorted(set(options.moments)), options.dtype, list(samples.windows.shape)]),
         "the version of ptqpipe": __version__,
     }
@@ -191,9 +191,9 @@ def _open_runner(
     return Runner.open(
         skeleton,
         samples.windows[share],
-        held=samples.held[share],
+        held_out=samples.held_out[share],
         device=machine.device,
-        memory_bytes=machine.memory_bytes - BASE_BYTES - max(sums) * (2 if collecting.held else 1),
+        memory_bytes=machine.memory_bytes - BASE_BYTES - max(sums) * (2 if collecting.held_out else 1),
         spill=output.paths.partial,
     )
 
@@ -217,8 +217,8 @@ def _content(
             "seqlen": samples.windows.shape[1],
             "seed": options.seed,
             "field": options.field,
-            "held_out": samples.held.shape[0],
-            "held_out_sha256": tokens_digest(samples.held),
+            "held_out": samples.held_out.shape[0],
+            "held_out_sha256": tokens_digest(samples.held_out),
             "windows": samples.candidates,
             "vocabulary_seen": int(torch.unique(samples.windows).numel()),
         },
@@ -269,7 +269,7 @@ def _block(runner: Runner, copies: Sequence[Block], output: BlockFolder, collect
     observer.stop()
     observer.look_away(False)
     collector = merge_copies(collectors)
-    merge_ranks(collector, world=collecting.ranks.world, held=collecting.held)
+    merge_ranks(collector, world=collecting.ranks.world, held_out=collecting.held_out)
     found = [merge_largest(t, world=collecting.ranks.world) for t in (observer.k_amax, observer.v_amax)]
     if collecting.ranks.rank != 0:
         return None
@@ -300,7 +300,7 @@ def _head(runner: Runner, name: str, output: BlockFolder, collecting: Collecting
         collector.holding_out = batch >= runner.held_from
         collector.see(name, x)
         collector.forget()
-    merge_ranks(collector, world=collecting.ranks.world, held=collecting.held)
+    merge_ranks(collector, world=collecting.ranks.world, held_out=collecting.held_out)
     if collecting.ranks.rank != 0:
         return None
     return write_block(output.paths.growing, name, collector, block=collecting.block)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.checkpoint.block_folder import Finished
+from ptqpipe.quantities import memory_size, number
 from ptqpipe.stages.common.text import name_pattern, role_of, table
 from ptqpipe.statistics import Statistics
 
@@ -67,9 +68,9 @@ def render(done: Finished) -> str:
             str(row["modules"]),
             str(row["columns"]),
             str(row["tokens"]),
-            f"{row['amax']:.4g}",
-            f"{row['quantile_999']:.4g}",
-            f"{row['rms']:.4g}",
+            number(row["amax"]),
+            number(row["quantile_999"]),
+            number(row["rms"]),
         ]
         for row in by_role(done)
     ]
@@ -83,8 +84,8 @@ def render(done: Finished) -> str:
     if content["attention"]:
         entries = content["attention"].values()
         lines.append(
-            f"keys and values of {len(entries)} attention modules: amax {max(e['k_amax'] for e in entries):.4g} and "
-            f"{max(e['v_amax'] for e in entries):.4g}"
+            f"keys and values of {len(entries)} attention modules: amax "
+            f"{number(max(e['k_amax'] for e in entries))} and {number(max(e['v_amax'] for e in entries))}"
         )
     lines += _short("experts that saw too few tokens; their group's statistics are used", list(stand_ins(content)))
     lines += _short("modules that no sample reached; they have no statistics", content["unused"])
@@ -92,7 +93,7 @@ def render(done: Finished) -> str:
     lines += _short("tensors of the checkpoint that the model in transformers does not use", unused)
     lines.append(
         f"{done.out}: {len(content['modules'])} modules in {done.seconds:.1f} s, peak memory "
-        f"{done.peak_rss_bytes >> 20} MiB; digest {content['digest'][:16]}"
+        f"{memory_size(done.peak_rss_bytes)}; digest {content['digest'][:16]}"
     )
     return "\n".join(lines)
 

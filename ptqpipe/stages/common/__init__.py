@@ -1,1 +1,1 @@
-"""What several commands share: jobs and their memory, outputs, progress, the machine, a unit's statistics, words."""
+"""What several commands share: jobs and their memory, outputs, progress, the machine, a unit's statistics, texts."""

@@ -1,4 +1,4 @@
-"""Tensors beside the quantized weights whose numbers come from statistics: corrected biases, scales of the KV cache.
+"""Tensors besides the quantized weights whose numbers come from statistics: corrected biases, scales of the KV cache.
 
     bias correction    b += (W - What) E[x], so that the mean of a layer's output is that of the float layer. A bias
                        belongs to the job of its weight
@@ -93,7 +93,7 @@ def _write(name: str, numbers: torch.Tensor, writer: CheckpointWriter, reason: s
 def cache_specs(
     source: Source, kind: str, container: Container, *, container_name: str
 ) -> dict[str, tuple[TensorSpec, TensorSpec]]:
-    """Attention module -> the tensors of its k and v scales, as the container spells them; empty for ``none``.
+    """Attention module -> the tensors of its k and v scales, as the container stores them; empty for ``none``.
 
     UsageError where the container, the config or the source has no room for them.
     """

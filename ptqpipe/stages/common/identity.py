@@ -1,4 +1,4 @@
-"""Which model it is: what it is called, and whether statistics or learned codes are of it.
+"""The identity of a model: its name, and whether statistics or learned codes belong to it.
 
 Knows names, fingerprints and records, not what is done with them.
 """
@@ -27,21 +27,21 @@ def name_of(folder: Path) -> str:
     return folder.name or "model"
 
 
-def check_model(made: Statistics | Rounding, source: Source) -> None:
-    """UsageError, with both fingerprints and the remedy, where ``made`` is of another model than ``source``."""
-    theirs, ours = made.model_fingerprint, source.reader.fingerprint()
+def check_model(folder: Statistics | Rounding, source: Source) -> None:
+    """UsageError, with both fingerprints and the remedy, where ``folder`` is of another model than ``source``."""
+    theirs, ours = folder.model_fingerprint, source.reader.fingerprint()
     if theirs == ours:
         return
-    what, verb = ("statistics", "calibrate") if isinstance(made, Statistics) else ("learned codes", "tune")
-    recorded, name = made.content["model"].get("name"), name_of(source.reader.path)
+    what, verb = ("statistics", "calibrate") if isinstance(folder, Statistics) else ("learned codes", "tune")
+    recorded, name = folder.content["model"].get("name"), name_of(source.reader.path)
     model = f"the model {recorded}" if recorded else "another model"
     if theirs[:OF_WEIGHTS] == ours[:OF_WEIGHTS]:
         raise UsageError(
-            f"the {what} in {made.path} belong to {model} with another config.json (fingerprint ..."
+            f"the {what} in {folder.path} belong to {model} with another config.json (fingerprint ..."
             f"{theirs[-_SHOWN:]}, {name} has the same weights and ...{ours[-_SHOWN:]}); put that config.json back, or "
             f"{verb} this model"
         )
     raise UsageError(
-        f"the {what} in {made.path} belong to {model} (fingerprint {theirs[:_SHOWN]}), this is {name} "
+        f"the {what} in {folder.path} belong to {model} (fingerprint {theirs[:_SHOWN]}), this is {name} "
         f"(fingerprint {ours[:_SHOWN]}); name the folder with that model's files, or {verb} this one"
     )

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from ptqpipe.quantities import memory_size
 from ptqpipe.stages.common.machine import resident_bytes
 
 
@@ -30,7 +31,7 @@ class Job:
     source_bytes: int
 
 
-_FORMAT = "{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} {rate_fmt} ETA {remaining}{postfix}"
+_FORMAT = "{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt}{unit} {rate_fmt} ETA {remaining}{postfix}"
 
 J = TypeVar("J", bound=Job)
 
@@ -43,7 +44,7 @@ class MemoryPool:
         self._changed = threading.Condition()
 
     @contextmanager
-    def taken(self, nbytes: int) -> Iterator[None]:
+    def reserve(self, nbytes: int) -> Iterator[None]:
         """Reserves ``nbytes`` of it for as long as the context lasts."""
         share = min(nbytes, self._total)
         with self._changed:
@@ -101,7 +102,9 @@ def progress_bar(jobs: Sequence[Job], *, shown: bool) -> Iterator[Callable[[Job]
         with lock:
             if shown:
                 current, peak = resident_bytes()
-                bar.set_postfix_str(f"mem {current >> 20} MiB, peak {peak >> 20} | {job.id}"[:90], refresh=False)
+                bar.set_postfix_str(
+                    f"mem {memory_size(current)}, peak {memory_size(peak)} | {job.id}"[:90], refresh=False
+                )
             bar.update(job.source_bytes)
 
     try:

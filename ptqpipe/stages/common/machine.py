@@ -1,4 +1,4 @@
-"""What a machine decides: workers, device, memory, ranks. None of it changes a byte of any output."""
+"""Resources of a run: workers, device, memory, ranks. None of them changes a byte of any output."""
 
 import contextlib
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ptqpipe.errors import UsageError
+from ptqpipe.quantities import option_size
 
 # What a process holds before any weight, and what one worker holds beside a cached unit (chunks, samples, temporaries).
 BASE_BYTES = 420 << 20
@@ -96,7 +97,7 @@ class Machine:
         least = BASE_BYTES + WORKER_BYTES
         if self.memory_bytes < least:
             raise UsageError(
-                f"--max-memory {self.memory_bytes >> 20} MiB is too small; one worker needs {least >> 20} MiB"
+                f"--max-memory {option_size(self.memory_bytes)} is too small; one worker needs {option_size(least)}"
             )
 
     def divide_memory(self, largest_unit_bytes: int, jobs: int, *, reserved_bytes: int = 0) -> "Share":
@@ -119,7 +120,7 @@ class Machine:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many threads of torch's own while this lasts; never more than processors, which the system may not give."""
+    """Sets torch's own threads to ``count`` in the context, at most the processors that this process may use."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(count, len(processors())))
     try:

@@ -67,19 +67,19 @@ def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
         key = statistics.key(module)
         if key not in found:
             block = not full and statistics.has(module, "block_moment")
-            found[key] = statistics.of(module, block=block, full=full, held=True)
+            found[key] = statistics.of(module, block=block, full=full, held_out=True)
     return [found[statistics.key(module_of(m))] for m in unit.members]
 
 
 def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
-    """About how much memory choosing the codes of a unit with statistics takes beside its weights."""
+    """About how much memory choosing the codes of a unit with statistics takes in addition to its weights."""
     if not unit.rule.calibrated:
         return 0
     columns = max(member.shape[1] for member in unit.members)
     squares = 0
     if "full_moment" in unit.rule.moments:
-        held = statistics is not None and any(statistics.held_out(module_of(m)) for m in unit.members)
-        squares = 4 * columns * columns * (2 if held else 1) + memory_bytes(columns)
+        held_out = statistics is not None and any(statistics.held_out(module_of(m)) for m in unit.members)
+        squares = 4 * columns * columns * (2 if held_out else 1) + memory_bytes(columns)
     bits = unit.scheme.fmt.bits_per_weight(unit.members[0].shape)
     codes = int(2 * bits / 8 * max(member.elements for member in unit.members))  # those of rtn wait beside them
     run = CHUNK_ELEMENTS if not unit.scheme.fmt.shares_rows else unit.elements  # one scale for all rows: one run
@@ -94,7 +94,7 @@ def means_of(unit: Unit, statistics: Statistics | None, weights: set[str]) -> li
 
 
 def describe_statistics(statistics: Statistics) -> Mapping[str, Any]:
-    """What the record says of them."""
+    """Their entry in the record."""
     return {
         "digest": statistics.digest,
         "model": statistics.content["model"],

@@ -56,7 +56,7 @@ class Outputs:
     targets: tuple[Target, ...]
 
     def configs(self, source: Source, *, version: object) -> dict[str, dict[str, Any]]:
-        """The config files by name, as the container spells them. ``version``: of the ptqpipe that writes them."""
+        """The config files by name, as the container writes them. ``version``: of the ptqpipe that writes them."""
         base = config_with_cache(source.reader.config, self.recipe.kv_cache)
         provenance = {"producer": "ptqpipe", "version": version}
         return self.container.configs(ConfigRequest(base, self.targets, self.plan.kept_modules, provenance))

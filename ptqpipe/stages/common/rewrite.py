@@ -1,4 +1,4 @@
-"""Stages that write a checkpoint: what one has to say (`Rewrite`), and the one function that runs it (`rewrite`).
+"""Stages that write a checkpoint: what each provides (`Rewrite`), and the one function that runs it (`rewrite`).
 
 convert, relayout, dequantize and transform decide every byte's place from headers, and are then the same: workers do
 the jobs that are not in the journal yet, rank 0 writes the config files and the record, and the folder gets its name.
@@ -65,7 +65,7 @@ class Rewrite(ABC, Generic[J]):
 
     @abstractmethod
     def do(self, job: J, writer: CheckpointWriter, share: Share) -> Mapping[str, Any]:
-        """Writes the tensors of a job at their places; what the journal says of it (JSON). Called on many threads."""
+        """Writes the tensors of a job at their places; its journal entry (JSON). Called on many threads."""
 
     @abstractmethod
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
@@ -82,7 +82,7 @@ class Rewrite(ABC, Generic[J]):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What readers of the output are known to get wrong."""
+        """What readers of the output get wrong."""
         return ()
 
     def cache_bytes(self, job: J) -> int:
@@ -131,7 +131,7 @@ class Done:
 
     record            the content of its ptqpipe.json
     source_container  the layout of the source, "plain" for one that is not quantized
-    warnings          what readers of the output are known to get wrong
+    warnings          what readers of the output get wrong
     written_bytes     of weights and index
     """
 
@@ -204,7 +204,7 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
     with one_thread_each(), progress_bar(mine, shown=machine.progress and ranks.rank == 0) as advance:
 
         def do(job: J) -> None:
-            with pool.taken(work.extra_bytes(job)):
+            with pool.reserve(work.extra_bytes(job)):
                 record = work.do(job, writer, share)
             writer.commit(job.id, record)
             advance(job)
@@ -254,7 +254,7 @@ _HEAD = {
 
 
 def parts_of_stage(stage: str, record: Mapping[str, Any], *, layout: str) -> dict[str, str]:
-    """What decides the bytes of a run of relayout, dequantize or transform, from what its record says of the run.
+    """What decides the bytes of a run of relayout, dequantize or transform, from its record.
 
     layout  the digest of names, dtypes, shapes and places of all tensors
     """
@@ -274,10 +274,10 @@ def run_parts_of(record: Mapping[str, Any], *, layout: str) -> dict[str, str] | 
 
 
 def named_source(source: Source) -> dict[str, str]:
-    """How a record names the checkpoint that its own was made of."""
+    """How a record names the source of its checkpoint."""
     return {"name": name_of(source.reader.path), "fingerprint": source.reader.fingerprint()}
 
 
 def is_unfinished(out: Path) -> bool:
-    """Whether a run that --resume continues lies beside ``out``."""
+    """Whether a run that --resume continues exists next to ``out``."""
     return Paths.of(out).partial.is_dir()

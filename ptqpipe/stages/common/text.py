@@ -1,4 +1,4 @@
-"""Words and tables of all commands: aligned columns, sizes, names of weights with their numbers as ``*``."""
+"""Texts and tables of all commands: aligned columns, differences of JSON, names of weights with numbers as ``*``."""
 
 import json
 import math
@@ -26,20 +26,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
-
-
-def size_text(count: float) -> str:
-    """Bytes for people: 4.50 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
-
-
-def mebibytes(count: int) -> str:
-    """Bytes as an option takes them, rounded up: 548MiB."""
-    return f"{-(-count >> 20)}MiB"
 
 
 def same_json(a: Any, b: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A conversion decided from headers: the fate of every tensor, every byte's place, statistics and codes checked.
+"""Decides a conversion from headers: the fate of every tensor, every byte's place, statistics and codes checked.
 
 Learned codes are good for one plan: the same weights in the same formats and fused groups, and inputs quantized at the
 same static scales. rounding.json holds the recipe that says all of it; whoever gives codes alone gets that recipe.
@@ -142,7 +142,7 @@ def default_out(path: Path, recipe: Recipe) -> Path:
 
 
 def recipe_of_codes(codes: Rounding, options: RecipeOptions) -> Recipe:
-    """The recipe that codes were learned for, which holds where the call gives no recipe file.
+    """The recipe that codes were learned for, which applies where the call gives no recipe file.
 
     CheckpointError where rounding.json has none that this version knows; UsageError where ``options`` name another
     format.

@@ -20,6 +20,7 @@ from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
+from ptqpipe.quantities import option_size, option_size_above
 from ptqpipe.rounding import Rounding
 from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.stages.common import low_rank
@@ -30,7 +31,6 @@ from ptqpipe.stages.common.moments import describe_statistics, means_of, unit_ex
 from ptqpipe.stages.common.outputs import Outputs, QuantizeUnit, WriteCacheScales
 from ptqpipe.stages.common.quantize_unit import learned_codes, quantize_unit
 from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, rewrite
-from ptqpipe.stages.common.text import mebibytes
 from ptqpipe.statistics import Statistics
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
@@ -197,8 +197,8 @@ def _check_memory(conversion: Conversion, machine: Machine) -> None:
         why = "whose second moment is factored in memory"
         remedy = "--algorithm rtn --weighting diagonal without low_rank"
     raise UsageError(
-        f"--max-memory {machine.memory_bytes >> 20}MiB is too small for {job.id}, {why}; "
-        f"give --max-memory {mebibytes(least)}, or {remedy}"
+        f"--max-memory {option_size(machine.memory_bytes)} is too small for {job.id}, {why}; "
+        f"give --max-memory {option_size_above(least)}, or {remedy}"
     )
 
 
@@ -220,7 +220,7 @@ def _weights(job: QuantizeUnit, source: Source, *, cache: bool) -> list[SourceRo
 
 
 def _facts(unit: Unit, member: Member, result: UnitResult, error: WeightError) -> dict[str, Any]:
-    """What the record says of any quantized weight: its rule, and its errors."""
+    """The fields of the record for any quantized weight: its rule, and its errors."""
     return {
         "shape": list(member.shape),
         "format": unit.scheme.fmt.name,

@@ -7,11 +7,12 @@ from typing import Any
 from ptqpipe.errors import one_line
 from ptqpipe.kernels import cpu
 from ptqpipe.plan import unmatched_patterns
+from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above
 from ptqpipe.report.content import can_be_proven, mean_known
 from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.stages.common.machine import WORKER_BYTES, Machine
 from ptqpipe.stages.common.rewrite import Done
-from ptqpipe.stages.common.text import decibels, mebibytes, name_pattern, role_of, size_text, table
+from ptqpipe.stages.common.text import decibels, name_pattern, role_of, table
 from ptqpipe.stages.convert.run import Conversion
 
 _WEIGHT_ERROR = (
@@ -35,8 +36,8 @@ def _what(work: Conversion) -> list[str]:
     shards = f"{len(layout.shards)} files" if len(layout.shards) > 1 else "1 file"
     lines.append(
         f"  {count} weights in {len(plan.units)} units to quantize, {len(plan.kept)} tensors kept; "
-        f"{size_text(source_bytes)} -> {layout.file_bytes} bytes ({size_text(layout.file_bytes)}, "
-        f"{layout.file_bytes / source_bytes:.3f}x) in {shards}"
+        f"{disk_size(source_bytes)} -> {disk_size(layout.file_bytes)} "
+        f"({layout.file_bytes / source_bytes:.3f}x) in {shards}"
     )
     return [*lines, *(f"  warning: {line}" for line in warnings_of(work))]
 
@@ -55,7 +56,7 @@ def _input_scale(work: Conversion) -> list[str]:
     amax = recipe.input_amax
     return [
         f"  input_global_scale: no calibration, so one constant for every layer: activations up to {amax:g} do not "
-        f"clip, blocks below {amax / 28672:.2g} lose precision (--input-amax)"
+        f"clip, blocks below {number(amax / 28672, 2)} lose precision (--input-amax)"
     ]
 
 
@@ -68,8 +69,8 @@ def _how(work: Conversion, machine: Machine) -> list[str]:
     if share.workers < wanted:
         enough = least + (wanted - 1) * WORKER_BYTES
         lines.append(
-            f"  {share.workers} units at a time, not {wanted}: --max-memory {mebibytes(machine.memory_bytes)} has no "
-            f"room for more; --max-memory {mebibytes(enough)} has"
+            f"  {share.workers} units at a time, not {wanted}: --max-memory {option_size(machine.memory_bytes)} has no "
+            f"room for more; --max-memory {option_size_above(enough)} has"
         )
     at_once = share.workers if neediest is None else work.at_once(neediest, share)
     if neediest is not None and at_once < share.workers:
@@ -84,7 +85,7 @@ def _how(work: Conversion, machine: Machine) -> list[str]:
 
 
 def warnings_of(work: Conversion) -> list[str]:
-    """What is worth a look before the run: patterns without a match, and what readers are known to get wrong."""
+    """Warnings before the run: patterns without a match, and what readers get wrong."""
     unused = unmatched_patterns(work.outputs.plan, work.outputs.recipe)
     return [*(f"{pattern!r} of the recipe matches no tensor; is it a typo?" for pattern in unused), *work.warnings]
 
@@ -129,12 +130,12 @@ def plan_text(work: Conversion, machine: Machine) -> str:
     least, neediest = work.least_memory()
     workers = work.share_of(machine, work.jobs).workers
     tail = (
-        f"writes {work.layout.file_bytes} bytes of weights and index; at most {size_text(machine.memory_bytes)} of "
-        f"memory with {workers} workers"
+        f"writes {work.layout.file_bytes} bytes ({disk_size(work.layout.file_bytes)}) of weights and index; at most "
+        f"{option_size(machine.memory_bytes)} of memory with {workers} workers"
     )
     short = []
     if neediest is not None and least > machine.memory_bytes:
-        short = [f"needs --max-memory {mebibytes(least)}, for {neediest.id}"]
+        short = [f"needs --max-memory {option_size_above(least)}, for {neediest.id}"]
     return "\n".join([*_what(work), *_how(work, machine), fates, *_kept(work), tail, *short])
 
 
@@ -233,9 +234,9 @@ def converted_text(done: Done) -> str:
                 f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
                 for name, found in _not_finite(done.record["kept"]).items()
             ),
-            f"{done.out}: {size_text(done.source_bytes)} -> {size_text(done.written_bytes)} "
-            f"({done.written_bytes / done.source_bytes:.3f}x) in {done.seconds:.1f} s ({size_text(speed)}/s), "
-            f"peak memory {done.peak_rss_bytes >> 20} MiB; {len(done.record['kept'])} tensors kept; "
+            f"{done.out}: {disk_size(done.source_bytes)} -> {disk_size(done.written_bytes)} "
+            f"({done.written_bytes / done.source_bytes:.3f}x) in {done.seconds:.1f} s ({disk_size(speed)}/s), "
+            f"peak memory {memory_size(done.peak_rss_bytes)}; {len(done.record['kept'])} tensors kept; "
             f"every tensor's record is in {done.out}/ptqpipe.json",
         ]
     )
@@ -251,7 +252,7 @@ def _roles_table(roles: list[dict[str, Any]], *, by_data: bool) -> str:
     proven = {True: "optimal", False: "no", None: "-"}
     rows = []
     for row in roles:
-        error = [f"{row['sqnr_db']:.2f}", f"{row['relative_mse']:.3e}", f"{row['versus_absmax']:.3f}"]
+        error = [f"{row['sqnr_db']:.2f}", number(row["relative_mse"]), f"{row['versus_absmax']:.3f}"]
         ratio = "-" if row["versus_rtn"] is None else f"{row['versus_rtn']:.3f}"
         bits = f"{row['bits_per_weight']:.3f}"
         cells = [row["role"], row["format"], *([proven[row["proven"]]] if provable else [])]
@@ -269,7 +270,7 @@ def _calibrated(weights: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def _judgement(record: Mapping[str, Any]) -> list[str]:
-    """What data bought, in output errors; nothing without data."""
+    """What calibration data gained, in output errors; nothing without data."""
     weights = record["weights"]
     calibrated, blocks = _calibrated(weights), tuned_blocks(record)
     lines = []
@@ -283,7 +284,7 @@ def _judgement(record: Mapping[str, Any]) -> list[str]:
         judged = samples_text([block.held_out for block in blocks])
         ratio = mean_known(block.ratio for block in blocks)
         lines += [
-            f"output error of the tuned decoder blocks: {ratio:.3f} of that of {tuned_from(record)} on {judged}, mean "
+            f"output error of the tuned decoder layers: {ratio:.3f} of that of {tuned_from(record)} on {judged}, mean "
             f"of {len(blocks)}"
         ]
     return lines
@@ -295,12 +296,12 @@ def _not_finite(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _rechecked(weights: Mapping[str, Mapping[str, Any]]) -> int:
-    """How many blocks were found again by brute force."""
+    """How many blocks were re-checked by brute force."""
     return sum(entry["rechecked"] for entry in weights.values())
 
 
 def _looked_at(weights: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """How many blocks were found again by brute force, where a search promised anything."""
+    """How many blocks were re-checked by brute force, where a search promised anything."""
     some = sum(entry["rechecked"] > 0 for entry in weights.values())
     if not some:
         return []

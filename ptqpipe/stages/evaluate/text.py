@@ -14,7 +14,7 @@ from ptqpipe.stages.common.text import table
 
 
 def default_out(ckpt: str) -> Path:
-    """Where the JSON goes unless told: beside the checkpoint, or in the working folder for a hub name."""
+    """The default path of the JSON: next to the checkpoint, or in the working folder for a hub name."""
     path = Path(ckpt).expanduser()
     if path.exists():
         return (path.resolve() if path.name in ("", "..") else path).parent / f"{name_of(path)}.eval.json"

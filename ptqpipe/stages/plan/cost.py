@@ -23,11 +23,12 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import InputStatistics
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
+from ptqpipe.quantities import option_size, option_size_above
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common.jobs import MemoryPool
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, one_thread_each
-from ptqpipe.stages.common.text import mebibytes, role_of
+from ptqpipe.stages.common.text import role_of
 from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, Statistics
 
@@ -78,14 +79,14 @@ def estimate(
     least = BASE_BYTES + WORKER_BYTES + needs[most]
     if least > machine.memory_bytes:
         raise UsageError(
-            f"--max-memory {mebibytes(machine.memory_bytes)} is too small for {most}; give --max-memory "
-            f"{mebibytes(least)}"
+            f"--max-memory {option_size(machine.memory_bytes)} is too small for {most}; give --max-memory "
+            f"{option_size_above(least)}"
         )
     share = machine.divide_memory(0, len(jobs), reserved_bytes=needs[most])
     memory = MemoryPool(share.pool_bytes)
 
     def work(job: tuple[Group, Unit]) -> list[_Error]:
-        with memory.taken(needs[job[1].id]):
+        with memory.reserve(needs[job[1].id]):
             return _unit_errors(source, *job, stats=stats, moment=moment)
 
     with one_thread_each(), ThreadPoolExecutor(max_workers=share.workers) as pool:
@@ -94,7 +95,7 @@ def estimate(
 
 
 def _bytes(group: Group, unit: Unit, stats: Statistics | None, moment: str) -> int:
-    """About what a unit takes beside what every worker has: its weights where they are kept, and its moments."""
+    """About how many bytes a unit takes besides what every worker has: its kept weights and its moments."""
     shapes = [member.shape for member in unit.members]
     formats = [option.scheme.fmt for option in group.options if option.scheme is not None]
     whole = [gathered_bytes(shapes, fmt, element_bytes=4) for fmt in formats if fmt.one_scale]

@@ -95,7 +95,7 @@ def _append(file: Any, entry: Mapping[str, Any]) -> None:
 
 
 def _read_record(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """What is known already; a torn last line is cut off. UsageError where the file is of another run."""
+    """The measurements of an earlier run; a torn last line is cut off. UsageError where the file is of another run."""
     if not path.exists():
         return {}
     try:

@@ -14,11 +14,11 @@ from typing import Any
 from ptqpipe.algorithms.knapsack import Solution, require_scipy, solve
 from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import UsageError
+from ptqpipe.quantities import disk_size, option_size
 from ptqpipe.recipe import recipe_text
 from ptqpipe.source import Source
 from ptqpipe.stages.common.identity import check_model, name_of
 from ptqpipe.stages.common.machine import Machine
-from ptqpipe.stages.common.text import size_text
 from ptqpipe.stages.plan.cost import Costs, choose_moment, estimate
 from ptqpipe.stages.plan.measure import Measurement, measure
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
@@ -153,11 +153,20 @@ class _Limits:
         sizes = tuple(tuple(o.nbytes + o.header_bytes + offsets * o.tensors for o in g.options) for g in groups)
         least = forecast(source, recipe_content(groups, smallest, description=""), groups, smallest)
         if least > budget.nbytes:
-            size = f"{least} bytes ({size_text(least)})"
-            raise UsageError(f"--budget {size_text(budget.nbytes)} is too small; the smallest possible is {size}")
+            size = f"{least} bytes ({disk_size(least)})"
+            raise UsageError(f"--budget {option_size(budget.nbytes)} is too small; the smallest possible is {size}")
         fixed = least - sum(row[0] for row in sizes)
         slack = _SLACK + 4 * len(groups)  # header entries are estimates: begin above, exact sizes decide
-        return cls(sizes, budget.nbytes - fixed + slack, budget.nbytes, f"{size_text(budget.nbytes)} on disk")
+        return cls(sizes, budget.nbytes - fixed + slack, budget.nbytes, f"{_in_recipe(budget.nbytes)} on disk")
+
+
+def _in_recipe(nbytes: float) -> str:
+    """Bytes as a recipe's description has them: it is part of run ids, so its two decimals stay."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
 
 
 def _decide(

@@ -1,11 +1,12 @@
-"""What plan says at its end: text for a terminal, a dict for JSON."""
+"""What plan prints at its end: text for a terminal, a dict for JSON."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from ptqpipe.plan import Member
-from ptqpipe.stages.common.text import layer_of, role_of, size_text, table
+from ptqpipe.quantities import disk_size, number, scientific
+from ptqpipe.stages.common.text import layer_of, role_of, table
 from ptqpipe.stages.plan.run import MixedPlan
 from ptqpipe.stages.plan.units import KEEP
 
@@ -28,16 +29,16 @@ def render(plan: MixedPlan) -> str:
         [
             "*" if solution is plan.solution else "",
             f"{plan.bits(solution):.3f}",
-            size_text(solution.nbytes),
-            f"{solution.cost:.4g}",
+            disk_size(solution.nbytes),
+            number(solution.cost),
             f"{solution.cost / base:.3f}",
             *(str(plan.counts(solution).get(name, 0)) for name in names),
-            "0" if solution.gap < NO_GAP else f"{solution.gap:.1e}",
+            "0" if solution.gap < NO_GAP else scientific(solution.gap, 2),
         ]
         for solution in plan.curve
     ]
     head = ["", "bits", "size", "cost", "of largest", *names, "gap"]
-    within = "" if plan.solution.gap < NO_GAP else f" to within {plan.solution.gap:.1e}"
+    within = "" if plan.solution.gap < NO_GAP else f" to within {scientific(plan.solution.gap, 2)}"
     return "\n".join(
         [
             f"{plan.source}: {len(plan.groups)} groups, {plan.elements:,} numbers; cost: {plan.how}",
@@ -46,8 +47,8 @@ def render(plan: MixedPlan) -> str:
             "Pareto curve (sizes of the groups; * is the plan):",
             table(head, curve),
             "",
-            f"{plan.bits(plan.solution):.4f} bits per weight, cost {plan.solution.cost:.4g}, optimal{within}; converts "
-            f"to {plan.file_bytes:,} bytes ({size_text(plan.file_bytes)}) of weights and index",
+            f"{plan.bits(plan.solution):.4f} bits per weight, cost {number(plan.solution.cost)}, optimal{within}; "
+            f"converts to {disk_size(plan.file_bytes)} of weights and index",
         ]
     )
 
@@ -56,11 +57,11 @@ def _layers(members: Sequence[Member]) -> str:
     """The numbers of layers, runs shortened: 0-3, 7."""
     numbers = sorted({layer for m in members if (layer := layer_of(m.module)) is not None})
     runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+    for layer in numbers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
         else:
-            runs.append([number, number])
+            runs.append([layer, layer])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return text if len(text) <= 40 else f"{len(numbers)} layers"
 

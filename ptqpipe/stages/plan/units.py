@@ -41,7 +41,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        """As recipes spell it."""
+        """As recipes name it."""
         return KEEP if self.scheme is None else self.scheme.name
 
 
@@ -206,6 +206,6 @@ def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group]
             if given.get(member.weight, KEEP) != chosen[group.id]:
                 raise RecipeError(
                     f"the recipe would make {member.weight} {given.get(member.weight, KEEP)}, the plan says "
-                    f"{chosen[group.id]}; its name cannot be told from others by a pattern"
+                    f"{chosen[group.id]}; no pattern tells its name from others"
                 )
     return outputs.layout.file_bytes

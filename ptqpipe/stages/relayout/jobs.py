@@ -80,7 +80,7 @@ def _split(stored: StoredWeight, expert: int, scheme: Scheme, source: Source, ta
     parent, _, leaf = base.rpartition(".")
     if f"{base}_bias" in source.reader.entries:
         raise FormatError(
-            f"{stored.weight}: experts with biases have no per-expert spelling that readers know; "
+            f"{stored.weight}: experts with biases have no names one by one that readers know; "
             "use --container ptqpipe or gptoss_mxfp4"
         )
     rows, cols = stored.shape
@@ -145,7 +145,7 @@ def dropped_parts(source: Source, jobs: Iterable[MoveWeight | CopyTensor]) -> It
 
 
 def warnings_of(source: Source, target: Container, name: str, jobs: Sequence[MoveWeight | CopyTensor]) -> Iterator[str]:
-    """What readers of the output are known to get wrong."""
+    """What readers of the output get wrong."""
     yield from target.warnings(targets_of(jobs), source.reader.config)
     names = [job.spec.name for job in jobs if isinstance(job, CopyTensor)]
     scales = [n for n in names if kv_scale(n, "F32", (1,), container=target) is not None]

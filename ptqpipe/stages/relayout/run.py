@@ -1,7 +1,7 @@
 """relayout: one packed checkpoint in, the same numbers in another container out. Nothing is quantized again.
 
 Codes and block scales keep their bytes; what changes is names, shapes of the same bytes, the width of float scales
-(only where no number changes), and the spelling of global scales: a container that divides stores the reciprocal.
+(only where no number changes), and the convention of global scales: a container that divides stores the reciprocal.
 1/(1/x) is not always x, and code * (v/x) may differ from code * (v*(1/x)) by its roundings, at most 5 x 2^-24 of the
 number; both are looked for in every scale that is inverted, and recorded. Shards keep their borders (the parts of one
 weight are brought together), so there and back again gives the same files, the record aside.
@@ -92,7 +92,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
         }
 
     def _keep(self, job: CopyTensor, writer: CheckpointWriter) -> dict[str, Any]:
-        """Copies a tensor; what the record says of it, with what the source's said."""
+        """Copies a tensor; its entry in the record, with that of the source's record."""
         written = self.copy(job, writer)
         old = self.old_record.get("kept", {}).get(job.tensor, {})
         self._check_same(job.tensor, written["sha256"], old.get("sha256"))
@@ -141,7 +141,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
         )
 
     def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """As `Rewrite`: what the source's says, with this layout, the new hashes, and the run that it came from.
+        """As `Rewrite`: the source's record, with this layout, the new hashes, and the run that it came from.
 
         decode_rounds_differently  weights whose float32 decode is rounded differently, since their global scale was
                                    inverted

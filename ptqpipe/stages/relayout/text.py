@@ -1,7 +1,8 @@
-"""What relayout says at its end: text for a terminal, a dict for JSON."""
+"""What relayout prints at its end: text for a terminal, a dict for JSON."""
 
 from typing import Any
 
+from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.stages.common.rewrite import Done
 
 
@@ -11,8 +12,8 @@ def render(done: Done) -> str:
     changed, irreversible = record["decode_rounds_differently"], record["reciprocal_is_not_exact"]
     lines = [
         f"{done.out}: {len(record['weights'])} weights from {done.source_container} to {record['container']}, "
-        f"{len(record['kept'])} tensors kept; {done.written_bytes} bytes in {done.seconds:.1f} s, peak memory "
-        f"{done.peak_rss_bytes >> 20} MiB",
+        f"{len(record['kept'])} tensors kept; {disk_size(done.written_bytes)} in {done.seconds:.1f} s, peak memory "
+        f"{memory_size(done.peak_rss_bytes)}",
         "codes and block scales have the same bytes",
     ]
     if changed:

@@ -56,7 +56,7 @@ def gather(
     all_rows: bool = False,
     workers: int | None = None,
 ) -> Report:
-    """Everything that the report says about ``ckpt``.
+    """The content of the report about ``ckpt``.
 
     source      the checkpoint that it was made from: errors, worst blocks and choices are then recomputed
     evaluation  what ``ptqpipe eval`` wrote
@@ -109,7 +109,8 @@ def _gather(
     notes = list(overview.suspicious)
     if illegal:
         notes.append(
-            f"{len(illegal)} weights hold numbers that no quantizer may write, the first {illegal[0]}; ptqpipe verify"
+            f"{len(illegal)} weights have numbers that no quantizer may write, the first {illegal[0]}; ptqpipe verify "
+            "lists them"
         )
     notes += lost
     raw: Mapping[str, Any] = {} if record is None else record.raw
@@ -117,7 +118,7 @@ def _gather(
     reverted = [weight.name for weight in weights if weight.reverted]
     if reverted:
         notes.append(
-            f"{len(reverted)} of {len(weights)} weights went back to plain rounding, since calibration did not help on "
+            f"{len(reverted)} of {len(weights)} weights keep plain rounding, since calibration did not help on "
             f"{judged}; the first {reverted[0]}"
         )
     before = 2 * overview.params
@@ -165,7 +166,7 @@ def _kept(opened: Source, record: Record | None) -> tuple[KeptTensor, ...]:
 
 
 def _headline(opened: Source) -> tuple[str, ...]:
-    """The schemes in words, the one with most weights first."""
+    """Descriptions of the schemes, the one with most weights first."""
     counts: dict[str, int] = defaultdict(int)
     words: dict[str, str] = {}
     for stored in opened.stored.values():
@@ -193,7 +194,7 @@ def _rules(record: Record | None) -> tuple[tuple[str, str, str], ...]:
 def _provenance(
     opened: Source, original: Source | None, record: Record | None, producer: str
 ) -> tuple[tuple[str, str], ...]:
-    """(what, value), the known ones."""
+    """(what, value) of all that is known about the checkpoint's origin."""
     raw: Mapping[str, Any] = record.raw if record is not None else {}
     made_from = raw.get("source")
     source: Mapping[str, Any] = made_from if isinstance(made_from, Mapping) else {}
@@ -268,7 +269,9 @@ def make_report(
         parts.append(f"output error {report.versus_rtn:.3f} of plain rounding's on {report.judged}")
     tuned = mean_known(block.ratio for block in report.blocks)
     if tuned is not None:
-        parts.append(f"blocks' output error {tuned:.3f} of that of {report.blocks_from} on {report.blocks_judged}")
+        parts.append(
+            f"the decoder layers' output error {tuned:.3f} of that of {report.blocks_from} on {report.blocks_judged}"
+        )
     parts += [f"{error:.2f} dB"] if error is not None else ["errors unknown (give --source)"]
     parts += [f"{len(report.notes)} note{'s' * (len(report.notes) != 1)}"] if report.notes else []
     return target, ", ".join(parts)

@@ -37,7 +37,7 @@ FLOAT_BINS = 1024  # float scales are counted by float32's exponent and two furt
 
 @dataclass(slots=True)
 class Scan:
-    """What the pass found.
+    """The result of one pass over a stored weight.
 
     name          of the weight
     whole         whether the weight has one scale: a "block" is then a row, so that there is something to rank
@@ -243,7 +243,7 @@ def _four_over_six_global(amax: float, fmt: Format) -> torch.Tensor:
 def compare_choices(
     ckpt: Source, weight: str, *, expert: int | None, rows: SourceRows, amax: float, all_rows: bool
 ) -> tuple[Choice, ...]:
-    """Every way beside abs-max, the stored scales last. ``amax`` is that of the fused group.
+    """Errors of all scale choices relative to abs-max, the stored scales last. ``amax`` is that of the fused group.
 
     Empty for formats with one scale per weight (its rows cannot be sampled), and where abs-max makes no error.
     """

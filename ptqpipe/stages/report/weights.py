@@ -105,7 +105,7 @@ def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | Non
 
 
 def _calibration(record: Record | None, name: str) -> dict[str, Any]:
-    """What the record says of a weight's calibration, by the fields of `Weight`."""
+    """The calibration of a weight, from the record, by the fields of `Weight`."""
     weights = record.raw.get("weights") if record is not None else None
     entry = weights.get(name) if isinstance(weights, Mapping) else None
     raw: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
@@ -175,7 +175,7 @@ def histograms(items: Iterable[Item], scans: Iterable[Scan]) -> tuple[Histogram,
 
 
 def worst_blocks(scans: Iterable[Scan]) -> tuple[WorstBlock, ...]:
-    """The blocks that are worst beside the mean of their weight, one of each weight first."""
+    """The blocks that are worst relative to the mean of their weight, one of each weight first."""
     ranked = sorted((b for scan in scans for b in scan.worst), key=lambda b: (-b.ratio, b.weight, b.row, b.column))
     return tuple(ranked[:WORST_SHOWN])
 

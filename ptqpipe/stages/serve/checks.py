@@ -1,4 +1,4 @@
-"""What is refused before a service loads anything: options, a template, a tokenizer, files that make no model.
+"""Checks before a service loads anything: options, a template, a tokenizer, files that make no model.
 
 Everything here takes a second or two, reads no weight and starts no process.
 """

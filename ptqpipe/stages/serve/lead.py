@@ -1,4 +1,4 @@
-"""The ranks of a service at work: the first one with the engine and the server, the others that compute with it.
+"""The ranks of a service at work: the first one runs the engine and the server, the others compute with it.
 
 Imports what only the ``serve`` extra brings; `ptqpipe.stages.serve.run` looks first whether that is installed.
 """
@@ -18,6 +18,7 @@ from ptqpipe.engine.ranks import Leader, agree, follow
 from ptqpipe.engine.runner import CacheOptions, Runner, check_model
 from ptqpipe.engine.service import Service
 from ptqpipe.errors import PtqError
+from ptqpipe.quantities import memory_size
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.invariant import make_batch_invariant
 from ptqpipe.runtime.loading import dtype_of, load, read_config
@@ -28,7 +29,7 @@ from ptqpipe.server.run import run
 from ptqpipe.stages.common.identity import name_of
 from ptqpipe.stages.serve.checks import context_of, host_names
 from ptqpipe.stages.serve.ranks import OtherRanks, Place
-from ptqpipe.stages.serve.run import Say, ServeOptions
+from ptqpipe.stages.serve.run import Log, ServeOptions
 from ptqpipe.stages.serve.watchdog import Watchdog
 
 
@@ -40,8 +41,8 @@ class Lead:
     cause       the error for which there is no engine: its kind is the exit code, and a service keeps the text alone
     """
 
-    def __init__(self, options: ServeOptions, ranks: OtherRanks, tokenizer: Any, context: int, say: Say) -> None:
-        self.options, self.ranks, self.tokenizer, self.context, self.say = options, ranks, tokenizer, context, say
+    def __init__(self, options: ServeOptions, ranks: OtherRanks, tokenizer: Any, context: int, log: Log) -> None:
+        self.options, self.ranks, self.tokenizer, self.context, self.log = options, ranks, tokenizer, context, log
         self.leader: Leader | None = None
         self.all_reduce: QuantAllReduce | None = None
         self.cause: PtqError | None = None
@@ -66,7 +67,7 @@ class Lead:
         if ranks.place.size > 1:
             self.leader = Leader(runner, watch=watchdog)
         engine = _engine(options, runner, self.leader or runner, self.tokenizer, self.context)
-        self.say(_summary(runner, ranks.place.size, self.threads, self.context))
+        self.log(_summary(runner, ranks.place.size, self.threads, self.context))
         watchdog.watch(ranks.failing(self.service.fail), ranks.others)
         return engine
 
@@ -102,7 +103,7 @@ class Lead:
         app = create_app(service, self.tokenizer, server, all_reduce=self.counts)
         service.start()
         try:
-            run(app, service, listening, host=options.host, drain_s=options.drain_s, say=self.say)
+            run(app, service, listening, host=options.host, drain_s=options.drain_s, log=self.log)
         except PtqError as error:
             raise (self.cause if self.cause is not None and str(self.cause) == str(error) else error) from None
 
@@ -218,5 +219,5 @@ def _summary(runner: Runner, ranks: int, threads: int, context: int) -> str:
     kind = "FP8" if runner.scales else str(runner.dtype).removeprefix("torch.")
     return (
         f"{type(runner.model).__name__}, {ranks} rank(s) of {threads} thread(s); context {context} tokens; kv cache "
-        f"{tokens} tokens in {kind}, {cache / 2**20:.0f} MiB a rank"
+        f"{tokens} tokens in {kind}, {memory_size(cache)} per rank"
     )

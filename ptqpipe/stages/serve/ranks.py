@@ -1,8 +1,8 @@
 """The processes of a tensor-parallel service: started and watched here, or joined where torchrun started them.
 
 Ranks that are started here reach each other by gloo on this machine's loopback; on GPUs they sum by NCCL. When one
-ends, the service is told at once, for the others may wait in a collective for it; when the first one goes, however it
-goes, the others end. One that is stopped, or does not answer in a sum, counts as ended (``watchdog.py``).
+ends, the service learns of it at once, for others may wait for it in a sum; when the first one ends, however it
+does, the others end. One that is stopped, or does not answer in a sum, counts as ended (``watchdog.py``).
 """
 
 import contextlib
@@ -114,14 +114,14 @@ class Place:
         return dist.new_group(backend="nccl", timeout=TIMEOUT)
 
     def ignore_signals(self) -> None:
-        """A rank above 0 ends when the first one says so, which drains first."""
+        """A rank above 0 ends when the first one tells it to, after that has drained."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass(slots=True)
 class OtherRanks:
-    """The first rank's hold on the others; a context that ends them."""
+    """The first rank's control of the others; a context that ends them."""
 
     place: Place
     processes: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class OtherRanks:
         return fail
 
     def others(self) -> str:
-        """The ranks that the first one may wait for, in words."""
+        """The ranks that the first one may wait for, as text."""
         if not self.processes:
             return "another rank" if self.place.size > 2 else "rank 1"
         names = [f"rank {rank} (process {process.pid})" for rank, process in self.processes.items()]

@@ -21,7 +21,7 @@ from ptqpipe.stages.serve.checks import (
 )
 from ptqpipe.stages.serve.ranks import OtherRanks, Place
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class ServeOptions:
             )
 
 
-def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -> None:
+def serve(options: ServeOptions, place: Place, *, worker: list[str], log: Log) -> None:
     """Serves until a signal or a failure. Raises UsageError before loading, PtqError when the service failed.
 
     worker  the command that starts a further rank, which gets ``--rank-of HOST:PORT/RANK`` added
@@ -111,4 +111,4 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], say: Say) -
     check_checkpoint(options.ckpt, tp=place.size, packed=options.packed)
     tokenizer, context = load_tokenizer(Path(options.ckpt)), context_of(options.ckpt, options.max_len)
     with OtherRanks.start(place, worker) as ranks:
-        Lead(options, ranks, tokenizer, context, say).serve(listening, template)
+        Lead(options, ranks, tokenizer, context, log).serve(listening, template)

@@ -100,7 +100,7 @@ class VllmService:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the environment with vLLM holds. ``cpu``: a build for CPUs."""
+    """The environment with vLLM: versions and paths. ``cpu``: a build for CPUs."""
 
     python: str
     vllm: str
@@ -143,7 +143,7 @@ def command(service: VllmService, found: Environment) -> list[str]:
 def environment(service: VllmService, found: Environment, inherited: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: the inherited one, the plugin's settings, and on a CPU which cores each rank gets.
 
-    vLLM wants one NUMA node a rank unless it is told the cores; what the user has set stays.
+    vLLM wants one NUMA node per rank unless the cores are given; what the user has set stays.
     """
     result = {**inherited, "PTQPIPE_ALLREDUCE": service.allreduce}
     result["PTQPIPE_ALLREDUCE_MIN_BYTES"] = service.allreduce_min_bytes
@@ -164,11 +164,11 @@ def _share_cores(cores: list[int], ranks: int) -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, run)) for run in runs)}
 
 
-def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], say: Callable[[str], None]) -> None:
+def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], log: Callable[[str], None]) -> None:
     """Runs until vLLM ends or a signal (SIGTERM, SIGINT) ends it.
 
     inherited  the environment to start from
-    say        gets what there is to tell, a line each
+    log        gets what there is to tell, a line each
 
     Raises UsageError before anything is started, and PtqError when vLLM ends by itself with an error. When this process
     is killed, vLLM gets SIGTERM. To be called in the main thread.
@@ -179,37 +179,38 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], say: Calla
     _check_port(service)
     found = find_environment(service.python)
     if not found.plugin:
-        missing = f"ptqpipe is not installed beside vLLM; {found.python} -m pip install --no-deps ptqpipe adds"
+        install = f"{found.python} -m pip install --no-deps ptqpipe"
+        missing = f"ptqpipe is not installed in vLLM's environment; {install} adds"
         if service.allreduce != "off":
             raise UsageError(f"--allreduce {service.allreduce} needs the plugin: {missing} it")
-        say(f"{missing} the kernels for NVFP4, MXFP4 and MXFP8 on CPUs")
-    say(f"vLLM {found.vllm} of {found.python}, {service.tensor_parallel} rank(s), node {service.node_rank}")
+        log(f"{missing} the kernels for NVFP4, MXFP4 and MXFP8 on CPUs")
+    log(f"vLLM {found.vllm} of {found.python}, {service.tensor_parallel} rank(s), node {service.node_rank}")
     family = Family.start(command(service, found), environment(service, found, inherited))
-    with _signals_stop(family) as came:
-        state = _watch(family, service, came, say)
+    with _signals_stop(family) as signals:
+        state = _watch(family, service, signals, log)
     for line in family.clear():
-        say(line)
-    if not came:
+        log(line)
+    if not signals:
         raise PtqError(f"vLLM ended {state}, with code {family.code}; its own messages stand above")
 
 
-def _watch(family: Family, service: VllmService, came: list[int], say: Callable[[str], None]) -> str:
-    """Until vLLM ends; in words, when. ``came``: signals that have asked it to end."""
+def _watch(family: Family, service: VllmService, signals: list[int], log: Callable[[str], None]) -> str:
+    """Waits until vLLM ends; a line that tells how. ``signals``: those received so far, which ask it to end."""
     state = "by itself before it was ready"
     first = FirstNode(str(service.master_addr), service.master_port) if service.node_rank > 0 else None
     while family.running():
         family.look()
         if first is None and not state.endswith("serving") and _healthy(service) and family.listens(service.port):
             state = "by itself while serving"
-            say(f"ready: http://{service.host}:{service.port}/v1")
+            log(f"ready: http://{service.host}:{service.port}/v1")
         if first is not None and family.stopped_at is None and first.is_lost():
             gone = f"node 0 at {service.master_addr}:{service.master_port} is gone"
             state = f"because {gone}"
-            say(f"{gone}: this node ends, too")
+            log(f"{gone}: this node ends, too")
             family.stop()
         family.wait(POLL_S)
         if family.seconds_since_stop() > service.drain_s + GRACE_S:
-            say(f"vLLM did not end within {service.drain_s + GRACE_S:.0f} s of the signal; it is killed")
+            log(f"vLLM did not end within {service.drain_s + GRACE_S:.0f} s of the signal; it is killed")
             family.kill()
     return state
 
@@ -236,16 +237,16 @@ class FirstNode:
 
 @contextmanager
 def _signals_stop(family: Family) -> Iterator[list[int]]:
-    """Hands SIGTERM and SIGINT to vLLM meanwhile; gives the list of those that came."""
-    came: list[int] = []
+    """Hands SIGTERM and SIGINT to vLLM meanwhile; yields the list of those received."""
+    signals: list[int] = []
 
     def handle(number: int, _: object) -> None:
-        came.append(number)
+        signals.append(number)
         family.stop()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield came
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -19,7 +19,7 @@ LOOK_S = 0.1
 
 
 class Watchdog:
-    """Runs collective operations and says when one takes longer than ``wait_s``."""
+    """Runs collective operations and reports when one takes longer than ``wait_s``."""
 
     def __init__(self, *, wait_s: float = WAIT_S) -> None:
         self.wait_s = wait_s

@@ -22,7 +22,7 @@ TORCH_DTYPES = dict(FLOATS.values())
 
 @dataclass(frozen=True, slots=True)
 class TransformOptions:
-    """What decides the bytes, beside source and statistics.
+    """The options that decide the bytes, besides source and statistics.
 
     apply           transforms in their order, as on the command line
     alpha           of SmoothQuant and Smooth-SwiGLU; None: their defaults

@@ -86,7 +86,7 @@ class Transformation(Rewrite[Component | CopyTensor]):
         return parts_of_stage("transform", self.head, layout=self.layout.digest)
 
     def do(self, job: Component | CopyTensor, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
-        """As `Rewrite`. NumericsError for numbers that the written dtype cannot hold."""
+        """As `Rewrite`. NumericsError for numbers outside the range of the written dtype."""
         if isinstance(job, CopyTensor):
             return {"kept": {job.tensor: self.copy(job, writer)}}
         weights = Weights(self.source.reader, self.origins)
@@ -156,7 +156,7 @@ def transform(
     """Writes an equivalent checkpoint. The result on rank 0, None on the others.
 
     Raises UsageError for what cannot be folded exactly, for missing statistics and for those of another model,
-    NumericsError for numbers that the written dtype cannot hold.
+    NumericsError for numbers outside the range of the written dtype.
     """
     with ExitStack() as opened:
         source = opened.enter_context(Source.open(resolve_source(str(model))))
@@ -204,7 +204,7 @@ def _open_statistics(stats: Path | None, source: Source, names: Sequence[str], o
 
 
 def _entry(name: str, edge: Edge, solution: Solution) -> dict[str, Any]:
-    """What the record says of the factors on one edge."""
+    """The entry of the factors on one edge in the record."""
     factors = solution.factors
     entry: dict[str, Any] = {
         "transform": name,

@@ -1,9 +1,9 @@
-"""What transform says at its end: text for a terminal, a dict for JSON."""
+"""What transform prints at its end: text for a terminal, a dict for JSON."""
 
 from typing import Any
 
+from ptqpipe.quantities import disk_size, memory_size, scientific
 from ptqpipe.stages.common.rewrite import Done
-from ptqpipe.stages.common.text import size_text
 
 FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
 
@@ -13,11 +13,11 @@ def render(done: Done) -> str:
     record = done.record
     how = "exact: every factor is a power of two" if record["exact"] else f"rounded once to {record['dtype']}"
     if not record["exact"] and record["rounding"] > FLOAT32_ROUNDING:
-        how += f", a relative MSE of {record['rounding']:.1e}"
+        how += f", a relative MSE of {scientific(record['rounding'], 2)}"
     return (
         f"{done.out}: {' then '.join(record['transforms'])}, {len(record['foldings'])} foldings into "
-        f"{len(record['weights'])} tensors, {len(record['kept'])} kept; {how}; {size_text(done.written_bytes)} in "
-        f"{done.seconds:.1f} s, peak memory {done.peak_rss_bytes >> 20} MiB"
+        f"{len(record['weights'])} tensors, {len(record['kept'])} kept; {how}; {disk_size(done.written_bytes)} in "
+        f"{done.seconds:.1f} s, peak memory {memory_size(done.peak_rss_bytes)}"
     )
 
 

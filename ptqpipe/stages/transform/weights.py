@@ -1,4 +1,5 @@
-"""What the solvers of `transform` look at: a component's weights as they are by now, and the statistics of its inputs.
+"""What the solvers of `transform` read: a component's weights with all changes so far, and the statistics of its
+inputs.
 
 Reads runs of rows; holds one run, and the sample of rows that a search was promised. Knows the reader and statistics;
 must not know what is done with the numbers.
@@ -152,7 +153,7 @@ def make_problem(
 def _inputs(
     consumer: Matrix, statistics: Statistics, columns: torch.Tensor, *, full: bool, block: bool
 ) -> InputStatistics:
-    """Statistics of a consumer's inputs as they are by now; ``full`` and ``block`` say which moments may be read."""
+    """Statistics of a consumer's inputs after all changes so far; ``full`` and ``block``: which moments may be read."""
     module = next((name for name in consumer.modules if name in statistics.modules), consumer.modules[0])
     full = full and statistics.has(module, "full_moment")
     block = block and not full and statistics.has(module, "block_moment")

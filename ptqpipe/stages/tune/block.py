@@ -72,7 +72,7 @@ class BlockWork:
 
     @property
     def usable(self) -> frozenset[str]:
-        """Keys of the weights whose place in the block is understood, so that it can run with other values of them."""
+        """Keys of the weights whose place in the layer is understood, so that it can run with other values of them."""
         return frozenset(key for a in self.assemblies for key in a.keys)
 
     def parameters(self, decoded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -45,7 +45,7 @@ SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """What decides the codes, beside model, recipe and data.
+    """The options that decide the codes, besides model, recipe and data.
 
     seqlen    None: 2048, or the model's positions
     method    of METHODS: what finds the codes
@@ -98,7 +98,7 @@ def tune(
     with prepared:
         source = prepared.source
         if any(unit.scheme.low_rank is not None for unit in prepared.outputs.plan.units):
-            raise UsageError("tune does not learn codes beside a low-rank part; leave low_rank out of the recipe")
+            raise UsageError("tune learns no codes together with a low-rank part; leave low_rank out of the recipe")
         check_disjoint(prepared.source.reader.path, out)
         config = read_config(prepared.source.reader.path)
         samples = load_samples(
@@ -179,7 +179,7 @@ def _tune_block(
 def _find(
     work: BlockWork, options: TuneOptions, *, wanted: Activations, given: Activations
 ) -> tuple[dict[str, QTensor], dict[str, Any]]:
-    """The codes of every weight of the block, and what the journal says of them."""
+    """The codes of every weight of the block, and their journal entry."""
     start = work.start()
     record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
     record["held_out"] = work.block.batches > 1  # else the one batch both learns and judges
@@ -230,7 +230,7 @@ def _learn(
 
 
 def _write(folder: Path, block: str, codes: Mapping[str, QTensor]) -> dict[str, Any]:
-    """One safetensors file, on disk when this returns; what the index says of it."""
+    """One safetensors file, on disk when this returns; its entry in the index."""
     tensors: dict[str, torch.Tensor] = {}
     for key, q in codes.items():
         tensors |= {f"{key}.data": q.data, f"{key}.scales": q.scales}

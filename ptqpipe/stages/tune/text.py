@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.checkpoint.block_folder import Finished
+from ptqpipe.quantities import memory_size, number
 from ptqpipe.report.output_error import samples_text
 from ptqpipe.stages.common.text import table
 
@@ -25,14 +26,17 @@ def render(done: Finished) -> str:
     judged = samples_text([entry["held_out"] for entry in blocks.values()])
     lines = [
         f"output error of each decoder layer on {judged}:",
-        table(["layer", "start", "found", "ratio", "moved", ""], [_row(name, entry) for name, entry in blocks.items()]),
+        table(
+            ["layer", "start", "result", "ratio", "moved", ""],
+            [_row(name, entry) for name, entry in blocks.items()],
+        ),
     ]
     left = [weight for entry in blocks.values() for weight in entry["not_learned"]]
     if left:
         lines.append(f"skipped: unsupported parameter layout in this model: {', '.join(left)}")
     lines.append(
         f"{done.out}: {len(done.content['weights'])} weights in {done.seconds:.1f} s, peak memory "
-        f"{done.peak_rss_bytes >> 20} MiB"
+        f"{memory_size(done.peak_rss_bytes)}"
     )
     return "\n".join(lines)
 
@@ -42,4 +46,4 @@ def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
     if before is None:
         return [name, "-", "-", "", "", ""]
     note = "" if entry["kept"] else "not better: the start is kept"
-    return [name, f"{before:.4g}", f"{after:.4g}", f"{after / before:.3f}", f"{entry['moved']:.1%}", note]
+    return [name, number(before), number(after), f"{after / before:.3f}", f"{entry['moved']:.1%}", note]

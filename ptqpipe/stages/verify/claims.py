@@ -1,4 +1,4 @@
-"""The record against the bytes and against itself: names, hashes, numbers, reasons, identity. No source is decoded.
+"""Checks the record against the bytes and against itself: names, hashes, numbers, reasons, identity. Decodes no source.
 
 The recipe names every weight's rule, the plan of the stored names every reason, and ``run_id`` binds the recipe, the
 source, the layout and the version. The record of a float checkpoint (decoded by dequantize, changed by transform) says
@@ -278,7 +278,7 @@ def check_reasons(record: Record, plan: Plan, findings: Findings, recipe: Recipe
 
 
 def check_float(ckpt: Source, record: Record, findings: Findings) -> None:
-    """What the record of a float checkpoint says of all of it."""
+    """Checks the fields of a float checkpoint's record that concern all of it."""
     raw = record.raw
     dtype = raw.get("dtype")
     if dtype is not None:

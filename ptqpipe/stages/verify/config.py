@@ -1,7 +1,7 @@
-"""Whether the config files describe what is stored: checked against what the container itself would write for it.
+"""Checks that the config files describe what is stored, against what the container itself would write for it.
 
 The description is written anew from the stored weights and compared: everything for our own output, what readers act on
-for another tool's. Must not know how a container spells a scheme, only how to compare two descriptions.
+for another tool's. Must not know how a container stores a scheme, only how to compare two descriptions.
 """
 
 import re
@@ -165,7 +165,7 @@ def _excludes(entry: str, module: str) -> bool:
 
 
 def check_readers(ckpt: Source, source: Source | None, findings: Findings) -> None:
-    """What readers are known to get wrong about this checkpoint: about its family, and in the container's own words."""
+    """What readers get wrong about this checkpoint: about its family, and what the container itself warns of."""
     if ckpt.container is None or not ckpt.stored:
         return
     base = source.reader.config if source is not None else ckpt.reader.config

@@ -1,11 +1,11 @@
-"""What a verification finds: faults and notes, each naming the check, the tensor or file, and what was expected."""
+"""The findings of a verification: faults and notes, each with the check, the tensor or file, and what was expected."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ptqpipe.errors import PtqError, first_line
 
-# What a damaged file can make Python raise before anyone has looked at it. Anything else is a bug and keeps its trace.
+# What a damaged file can make Python raise before it is checked. Anything else is a bug and keeps its trace.
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError, OSError)
 
 
@@ -56,7 +56,7 @@ class Findings:
         (self.fault if self.chosen else self.note)(check, where, message)
 
     def extend(self, others: Iterable[Finding]) -> None:
-        """Adds what another collection found."""
+        """Adds the findings of another collection."""
         self.items.extend(others)
 
     def guard(self, check: str, where: str, action: Callable[[], None]) -> None:

@@ -1,4 +1,6 @@
-"""Scales that readers act on: of weights that they fuse (q/k/v, gate/up, experts), which must agree, and kv caches."""
+"""Checks scales that readers rely on: of weights that they fuse (q/k/v, gate/up, experts), which must agree, and KV
+caches.
+"""
 
 import math
 import re

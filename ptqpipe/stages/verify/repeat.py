@@ -1,4 +1,4 @@
-"""Our own output quantized once more from its record and its source, and block scales proven optimal by brute force.
+"""Quantizes our own output once more from its record and its source, and proves block scales optimal by brute force.
 
 The searches and kernels that wrote the checkpoint run again, so repeating finds any change of the bytes but no error of
 the search itself; the torch reference (``weights.py``) and brute force (``search/proof.py``) find that.
@@ -106,7 +106,7 @@ def _check_low_rank(unit: Unit, errors: Sequence[float], claims: Mapping[str, Cl
 def _check_outcomes(
     unit: Unit, outcomes: Sequence[Mapping[str, Any]], claims: Mapping[str, Claim], findings: Findings
 ) -> None:
-    """What the record says of how each weight was quantized with statistics."""
+    """Checks the record's fields about quantizing with statistics, weight by weight."""
     for member, outcome in zip(unit.members, outcomes, strict=True):
         found = claims[member.key].entry
         for key, wanted in outcome.items():
@@ -116,7 +116,7 @@ def _check_outcomes(
 
 
 def _learned(unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> bool:
-    """Whether a unit has learned codes, which are not at hand; a fault where a record does not say what its rule
+    """Whether a unit has learned codes, which are not available; a fault where a record does not say what its rule
     does."""
     learned = False
     for member in unit.members:
@@ -244,7 +244,7 @@ def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Cl
 
 
 def judge_proof(name: str, proof: Optimality, claim: Claim | None, found: Findings) -> None:
-    """A fault where a claim of optimality does not hold."""
+    """A fault where a claim of optimality is wrong."""
     if claim is not None and claim.proven and (proof.worse or proof.tied):
         bad = f"{proof.worse + proof.tied} of {proof.blocks} block scales"
         where = "" if proof.first is None else f", the first at {list(proof.first)} of the scale grid"

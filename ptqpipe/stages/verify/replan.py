@@ -1,4 +1,4 @@
-"""What the recorded recipe makes of the source, against what is stored.
+"""Compares what the recorded recipe makes of the source with what is stored.
 
 The record names the recipe, so the whole plan follows from it and the source's headers: every name, dtype, shape, place
 and config key of the checkpoint is compared with it.

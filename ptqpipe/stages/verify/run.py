@@ -219,7 +219,7 @@ def _check_plan(run: _Run, source: Source, record: Record) -> None:
             run.findings.fault("statistics", str(run.statistics.path), "is not what the checkpoint was made with")
             run.statistics = None
         elif made_with != json.loads(json.dumps(describe_statistics(run.statistics))):
-            run.findings.fault("record", "statistics", f"differ from what {run.statistics.path} says of itself")
+            run.findings.fault("record", "statistics", f"differ from those in {run.statistics.path}")
     run.planned = planned
 
 

@@ -1,4 +1,4 @@
-"""Names, bytes and files: every source tensor has one fate, nothing is unexplained, what is kept is byte-equal.
+"""Checks names, bytes and files: every source tensor has one fate, nothing is unexplained, what is kept is byte-equal.
 
 Looks at the two checkpoints as sets of logical weights (``source.py``) and plain tensors. Must not decode anything
 except kept tensors of a source that is itself quantized.
@@ -233,7 +233,7 @@ def _report_file(name: str, path: Path, original: Path, findings: Findings) -> N
     elif a is None or b is None:
         (findings.fault if _TOKENS.fullmatch(name) else findings.note)("files", name, "differs from the source's")
     elif a == b:
-        findings.note("files", name, "is written differently, and says the same as the source's")
+        findings.note("files", name, "is formatted differently, with the same content as the source's")
     else:
         keys = _changed(a, b)
         report = findings.fault if _TOKENS.fullmatch(name) else findings.note

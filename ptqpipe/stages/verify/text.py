@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.quantities import disk_size, number
 from ptqpipe.report.content import mean_known
 from ptqpipe.search.proof import Optimality
-from ptqpipe.stages.common.text import decibels, finite, name_pattern, role_of, size_text, table
+from ptqpipe.stages.common.text import decibels, finite, name_pattern, role_of, table
 from ptqpipe.stages.verify.findings import Finding
 
 SHOWN = 6  # findings of one kind that the text lists
@@ -86,7 +87,7 @@ def _headline(report: VerifyReport) -> str:
     against = "without --source: errors and missing tensors are not checked"
     if report.source is not None:
         against = f"against {report.source}"
-    kept = f"{report.kept} tensors kept ({size_text(report.kept_bytes)})"
+    kept = f"{report.kept} tensors kept ({disk_size(report.kept_bytes)})"
     return (
         f"{report.ckpt}  ({report.container}, {maker})\n  {against}\n  {len(report.weights)} weights quantized, {kept}"
     )
@@ -111,8 +112,8 @@ def _weights_table(weights: Iterable[WeightReport]) -> str:
                 str(len(members)),
                 *(["-" if output is None else f"{output:.3f}"] if calibrated else []),
                 "-" if mean is None else f"{decibels(mean):.2f}",
-                "-" if mean is None else f"{mean:.3e}",
-                f"{max(errors):.3e}" if errors else "-",
+                "-" if mean is None else number(mean),
+                number(max(errors)) if errors else "-",
                 "-" if versus is None else f"{versus:.3f}",
                 _proof_text(proofs),
             ]

@@ -1,4 +1,4 @@
-"""Judges the numbers of one stored weight: its legality, its error, its codes, its record, its block scales.
+"""Checks the numbers of one stored weight: its legality, its error, its codes, its record, its block scales.
 
 Works on runs of rows, so that memory does not grow with the weight. Must not know config files.
 """
@@ -12,6 +12,7 @@ from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.formats import get_format
 from ptqpipe.measured import Measured, measure_weight
 from ptqpipe.qtensor import Illegal, illegal_numbers
+from ptqpipe.quantities import number
 from ptqpipe.record import UNKNOWN, Claim, Record
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_hashes, check_numbers
@@ -79,7 +80,7 @@ def check_weight(
 
 
 def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings, *, moved: bool) -> None:
-    """What the record says that needs no source. A weight whose layout was changed may have no errors."""
+    """Checks what the record claims that needs no source. A weight whose layout was changed may have no errors."""
     fmt = stored.scheme.fmt
     if claim.shape != stored.shape or claim.format != fmt.name:
         claimed = f"{claim.format} {list(claim.shape)}"
@@ -158,11 +159,11 @@ def _judge(name: str, measured: Measured, elements: int, claim: Claim | None, fo
     """Errors and codes that no quantizer leaves on the weight of this name; ``claim`` is that of our own record."""
     absmax = max(measured.absmax_relative_mse, 1e-12)
     if measured.relative_mse > (TOTAL_RATIO if claim is None or claim.unweighted else DATA_RATIO) * absmax:
-        beside = f"relative MSE is {measured.relative_mse:.3g} where abs-max scales give {absmax:.3g}"
+        beside = f"relative MSE is {number(measured.relative_mse, 3)} where abs-max scales give {number(absmax, 3)}"
         message = f"{beside}: these are not the numbers of the source's weight"
         found.fault("error", name, message)
     elif measured.worst_ratio > ROW_RATIO and claim is None:  # ours are quantized once more and compared bit by bit
-        ratio = f"{measured.worst_ratio:.3g} times the error of abs-max scales"
+        ratio = f"{number(measured.worst_ratio, 3)} times the error of abs-max scales"
         message = f"row {measured.worst_row} has {ratio}: it is damaged or misplaced"
         found.fault("error", name, message)
     if claim is not None and not claim.nearest:
