@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.files import RECORD_FILE
+from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.errors import OutputExists, VerifyError
 from ptqpipe.evaluation import perplexity, score
 from ptqpipe.qtensor import QTensor

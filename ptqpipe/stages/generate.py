@@ -9,8 +9,7 @@ from pathlib import Path
 from ptqpipe.calibration.data import HELD_SHARE
 from ptqpipe.calibration.generate import check_windows, threads_for
 from ptqpipe.calibration.generate import generate as windows_of
-from ptqpipe.checkpoint.single_file import check_file, write_file
-from ptqpipe.checkpoint.source import resolve_source
+from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config
 from ptqpipe.stages.common.jobs import token_bar

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.files import RECORD_FILE
+from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, is_kv_scale, quantization_config
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import scale_faults, used_blocks

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly
-from ptqpipe.checkpoint.single_file import check_file
+from ptqpipe.checkpoint import TensorEntry, check_file, parse_file, pread_exactly
 from ptqpipe.collectives.simulator.codecs import get_rounding
 from ptqpipe.collectives.simulator.compare import TimeRow, break_even, compare, schemes_for
 from ptqpipe.collectives.simulator.error import MAX_RANKS, ErrorRow, errors_of, rounding_of

@@ -27,9 +27,7 @@ from ptqpipe.calibration.moments import Moments
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
-from ptqpipe.checkpoint.block_folder import BlockFolder, Finished
-from ptqpipe.checkpoint.source import check_disjoint, resolve_source
-from ptqpipe.checkpoint.writer import Mode
+from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source

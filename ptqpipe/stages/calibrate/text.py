@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.checkpoint.block_folder import Finished
+from ptqpipe.checkpoint import Finished
 from ptqpipe.stages.common.text import name_pattern, role_of, table
 from ptqpipe.statistics import Statistics
 

@@ -12,9 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ptqpipe.checkpoint.files import RECORD_FILE
-from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.checkpoint.source import resolve_source
+from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT, open_cache
 from ptqpipe.evaluation.harness import Metric, TaskRequest, check_tasks, run_tasks

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.checkpoint.single_file import check_file, write_file
+from ptqpipe.checkpoint import check_file, write_file
 from ptqpipe.errors import OutputExists
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular

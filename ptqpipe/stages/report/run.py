@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint.digests import file_sha256
-from ptqpipe.checkpoint.files import RECORD_FILE
-from ptqpipe.checkpoint.single_file import check_file, write_file
+from ptqpipe.checkpoint import RECORD_FILE, check_file, file_sha256, write_file
 from ptqpipe.containers import is_kv_scale
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.evaluation.result import read_result

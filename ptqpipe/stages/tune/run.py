@@ -22,10 +22,7 @@ from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Learned, Settings, learn
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.checkpoint.block_folder import BlockFolder, Finished
-from ptqpipe.checkpoint.source import check_disjoint
-from ptqpipe.checkpoint.tensor_file import write_tensors
-from ptqpipe.checkpoint.writer import Mode
+from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, write_tensors
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.checkpoint.block_folder import Finished
+from ptqpipe.checkpoint import Finished
 from ptqpipe.report.output_error import samples_text
 from ptqpipe.stages.common.text import table
 

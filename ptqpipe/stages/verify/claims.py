@@ -14,10 +14,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.digests import file_sha256
-from ptqpipe.checkpoint.files import OWN_FILES, RECORD_FILE
-from ptqpipe.checkpoint.journal import run_id_of
-from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint import OWN_FILES, RECORD_FILE, CheckpointReader, file_sha256, run_id_of
 from ptqpipe.containers import Part, get_container, is_kv_scale, quantization_config
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
 from ptqpipe.plan import Plan, Unit, make_plan

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.files import RECORD_FILE
+from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import Role
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor

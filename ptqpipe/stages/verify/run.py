@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.checkpoint.files import RECORD_FILE
+from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import StoredWeight, is_kv_scale
 from ptqpipe.origins import Origins
 from ptqpipe.plan import Unit
