@@ -16,8 +16,7 @@ from ptqpipe.options import CodeOptions, RecipeOptions, check_names, recipe_fiel
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.machine import Machine, default_workers
-from ptqpipe.stages.common.rewrite import Done
+from ptqpipe.stages.common import Done, Machine, default_workers
 from ptqpipe.stages.convert import run as stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import missing_config

@@ -213,7 +213,7 @@ def test_commands_import_all_that_their_rows_say() -> None:
         ("stages/plan/run.py", "from ptqpipe.stages.plan import cost", False),
         ("stages/plan/run.py", "from ptqpipe.stages.common.text import table", False),
         ("stages/plan/run.py", "from ptqpipe.stages.verify.run import verify", True),
-        ("stages/common/jobs.py", "from ptqpipe.stages import convert", True),
+        ("stages/common/machine.py", "from ptqpipe.stages import convert", True),
         ("stages/demo.py", "from ptqpipe.stages.verify import run", False),
     ],
 )

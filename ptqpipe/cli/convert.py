@@ -86,7 +86,7 @@ def relayout(given: Given) -> None:
 
     The codes and scales of CKPT stay the same: nothing is quantized again.
     """
-    from ptqpipe.stages.common.identity import name_of
+    from ptqpipe.stages.common.text import name_of
     from ptqpipe.stages.relayout import run as stage
     from ptqpipe.stages.relayout import text
 
@@ -117,7 +117,7 @@ def dequantize(given: Given) -> None:
     Every tool that loads the original model loads the result.
     """
     from ptqpipe.stages import dequantize as stage
-    from ptqpipe.stages.common.identity import name_of
+    from ptqpipe.stages.common.text import name_of
 
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{given.dtype}")
     with says_how_to_resume(out, given.mode):

@@ -12,8 +12,7 @@ from ptqpipe.calibration.generate import generate as windows_of
 from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config
-from ptqpipe.stages.common.jobs import token_bar
-from ptqpipe.stages.common.machine import Machine, compute_threads, threads
+from ptqpipe.stages.common import Machine, compute_threads, threads, token_bar
 
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
 

@@ -17,7 +17,7 @@ from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, is_kv_scale,
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import scale_faults, used_blocks
 from ptqpipe.source import Source
-from ptqpipe.stages.common.text import name_pattern, role_of, size_text, table
+from ptqpipe.stages.common import name_pattern, role_of, size_text, table
 
 LEAST_SHARE = 0.01  # of blocks at the least or the largest scale: more is worth a line
 GLOBAL_SPREAD = 1000.0  # largest over smallest global scale of a role

@@ -24,8 +24,7 @@ from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Topology, get_t
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import UsageError
 from ptqpipe.report import simulation
-from ptqpipe.stages.common.machine import threads
-from ptqpipe.stages.common.text import table
+from ptqpipe.stages.common import table, threads
 
 DEFAULT_SCHEMES = ("ring-bf16", "two-shot-bf16", "one-shot", "two-shot", "hierarchical", "semi-loop", "ring")
 DEFAULT_TOPOLOGIES = (*TOPOLOGIES, "ethernet-1g", "ethernet-10g", "ethernet-100g", "ethernet-400g")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.checkpoint import Finished
-from ptqpipe.stages.common.text import name_pattern, role_of, table
+from ptqpipe.stages.common import name_pattern, role_of, table
 from ptqpipe.statistics import Statistics
 
 MOST_NAMES = 8  # of what no sample reached

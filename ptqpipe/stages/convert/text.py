@@ -9,9 +9,17 @@ from ptqpipe.kernels import cpu
 from ptqpipe.plan import unmatched_patterns
 from ptqpipe.report.content import can_be_proven, mean_known
 from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
-from ptqpipe.stages.common.machine import WORKER_BYTES, Machine
-from ptqpipe.stages.common.rewrite import Done
-from ptqpipe.stages.common.text import decibels, mebibytes, name_pattern, role_of, size_text, table
+from ptqpipe.stages.common import (
+    WORKER_BYTES,
+    Done,
+    Machine,
+    decibels,
+    mebibytes,
+    name_pattern,
+    role_of,
+    size_text,
+    table,
+)
 from ptqpipe.stages.convert.run import Conversion
 
 _WEIGHT_ERROR = (

@@ -30,8 +30,7 @@ from ptqpipe.runtime.loading import (
     positions_of,
     read_config,
 )
-from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.jobs import token_bar
+from ptqpipe.stages.common import name_of, token_bar
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from ptqpipe.checkpoint import check_file, write_file
 from ptqpipe.errors import OutputExists
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
-from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.text import table
+from ptqpipe.stages.common import name_of, table
 
 
 def default_out(ckpt: str) -> Path:

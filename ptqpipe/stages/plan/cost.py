@@ -25,9 +25,7 @@ from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common.jobs import MemoryPool
-from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, one_thread_each
-from ptqpipe.stages.common.text import mebibytes, role_of
+from ptqpipe.stages.common import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, mebibytes, one_thread_each, role_of
 from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, Statistics
 

@@ -16,9 +16,7 @@ from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import UsageError
 from ptqpipe.recipe import recipe_text
 from ptqpipe.source import Source
-from ptqpipe.stages.common.identity import check_model, name_of
-from ptqpipe.stages.common.machine import Machine
-from ptqpipe.stages.common.text import size_text
+from ptqpipe.stages.common import Machine, check_model, name_of, size_text
 from ptqpipe.stages.plan.cost import Costs, choose_moment, estimate
 from ptqpipe.stages.plan.measure import Measurement, measure
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of

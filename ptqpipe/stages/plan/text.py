@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ptqpipe.plan import Member
-from ptqpipe.stages.common.text import layer_of, role_of, size_text, table
+from ptqpipe.stages.common import layer_of, role_of, size_text, table
 from ptqpipe.stages.plan.run import MixedPlan
 from ptqpipe.stages.plan.units import KEEP
 

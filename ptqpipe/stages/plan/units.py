@@ -22,7 +22,7 @@ from ptqpipe.plan import Member, Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
 from ptqpipe.schemes import Scheme, get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.outputs import container_of, outputs_of
+from ptqpipe.stages.common import container_of, outputs_of
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)

@@ -14,8 +14,7 @@ from ptqpipe.formats import CODECS
 from ptqpipe.plan import INTERLEAVED_GATE_UP
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import Job
-from ptqpipe.stages.common.rewrite import CopyTensor
+from ptqpipe.stages.common import CopyTensor, Job
 from ptqpipe.stages.relayout.pieces import Piece, rows_of
 
 

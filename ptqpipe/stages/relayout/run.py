@@ -22,9 +22,18 @@ from ptqpipe.formats import get_format
 from ptqpipe.plan import is_matrix
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, read_record
 from ptqpipe.source import Source
-from ptqpipe.stages.common.machine import Share
-from ptqpipe.stages.common.outputs import check_read_back
-from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
+from ptqpipe.stages.common import (
+    CopyTensor,
+    Done,
+    Rewrite,
+    Run,
+    Share,
+    check_read_back,
+    merged,
+    named_source,
+    parts_of_stage,
+    rewrite,
+)
 from ptqpipe.stages.relayout.jobs import (
     MoveWeight,
     dropped_parts,

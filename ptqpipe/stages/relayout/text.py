@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ptqpipe.stages.common.rewrite import Done
+from ptqpipe.stages.common import Done
 
 
 def render(done: Done) -> str:

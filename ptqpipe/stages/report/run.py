@@ -27,9 +27,7 @@ from ptqpipe.report.content import (
 )
 from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.source import Source
-from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.machine import default_workers, one_thread_each
-from ptqpipe.stages.common.text import layer_of, role_of
+from ptqpipe.stages.common import default_workers, layer_of, name_of, one_thread_each, role_of
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.report.scan import NAMES, SAMPLE, STORED, scan_weight
 from ptqpipe.stages.report.weights import (

@@ -25,7 +25,7 @@ from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.parallel import RunCollective
 from ptqpipe.server.app import ServerOptions, create_app
 from ptqpipe.server.run import run
-from ptqpipe.stages.common.identity import name_of
+from ptqpipe.stages.common import name_of
 from ptqpipe.stages.serve.checks import context_of, host_names
 from ptqpipe.stages.serve.ranks import OtherRanks, Place
 from ptqpipe.stages.serve.run import Say, ServeOptions

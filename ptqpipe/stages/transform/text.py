@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from ptqpipe.stages.common.rewrite import Done
-from ptqpipe.stages.common.text import size_text
+from ptqpipe.stages.common import Done, size_text
 
 FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
 

@@ -17,7 +17,7 @@ from ptqpipe.global_scale import absmax_global
 from ptqpipe.inputs import InputStatistics
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
-from ptqpipe.stages.common.input_scales import LARGEST
+from ptqpipe.stages.common import LARGEST
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms import RUN, Consumer, Edge, Folding, Matrix, Op, Problem, Quantize, apply
 

@@ -27,7 +27,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
 from ptqpipe.source import SourceRows
-from ptqpipe.stages.common.quantize_unit import quantize_unit
+from ptqpipe.stages.common import quantize_unit
 from ptqpipe.stages.convert.run import Conversion
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ptqpipe.checkpoint import Finished
 from ptqpipe.report.output_error import samples_text
-from ptqpipe.stages.common.text import table
+from ptqpipe.stages.common import table
 
 
 def to_json(done: Finished) -> dict[str, Any]:

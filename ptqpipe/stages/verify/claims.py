@@ -22,8 +22,7 @@ from ptqpipe.recipe import Recipe
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
-from ptqpipe.stages.common.extra_tensors import CACHE_REASON, corrected_biases, with_reasons
-from ptqpipe.stages.common.rewrite import run_parts_of
+from ptqpipe.stages.common import CACHE_REASON, corrected_biases, run_parts_of, with_reasons
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.structure import chunks, compare_decoded
 

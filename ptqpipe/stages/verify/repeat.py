@@ -18,10 +18,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.record import Claim, Record
 from ptqpipe.search.proof import Optimality, cost, prove
 from ptqpipe.source import Source, SourceRows, row_runs
-from ptqpipe.stages.common import low_rank
-from ptqpipe.stages.common.input_scales import LARGEST
-from ptqpipe.stages.common.outputs import Outputs
-from ptqpipe.stages.common.quantize_unit import quantize_unit
+from ptqpipe.stages.common import LARGEST, Outputs, QuantizedRows, correct_unit, quantize_unit
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.statistics import Statistics
@@ -56,7 +53,7 @@ def repeat_unit(
     cache = sum(member.elements for member in unit.members) * 2 <= cache_bytes
     rows = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
     differing: dict[tuple[int, int], str] = {}
-    quantized: low_rank.Runs = {}
+    quantized: QuantizedRows = {}
 
     def compare(member: int, row: int, q: QTensor) -> None:  # a second pass over a row replaces what the first found
         if unit.scheme.low_rank is not None:
@@ -72,7 +69,7 @@ def repeat_unit(
         message = f"from row {row}: re-quantizing with the recorded recipe gives {others}"
         findings.fault("repeat", unit.members[index].key, message)
     if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
-        again = low_rank.correct_unit(unit, rows, quantized, result, statistics=statistics, sink=lambda *_: None)
+        again = correct_unit(unit, rows, quantized, result, statistics=statistics, sink=lambda *_: None)
         _check_low_rank(unit, [error.squared_error for error in again.errors], claims, findings)
     for member, error in zip(unit.members, result.errors, strict=True):
         claim, ratio = claims[member.key], 1.0

@@ -12,7 +12,7 @@ from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.errors import CheckpointError
 from ptqpipe.record import Record, object_of, text_of
 from ptqpipe.source import Source
-from ptqpipe.stages.common.outputs import Outputs, outputs_of
+from ptqpipe.stages.common import Outputs, outputs_of
 from ptqpipe.stages.verify.claims import check_reasons, conversion_parts, recipe_of
 from ptqpipe.stages.verify.findings import Findings
 

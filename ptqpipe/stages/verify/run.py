@@ -21,10 +21,8 @@ from ptqpipe.plan import Unit
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common.extra_tensors import BIAS_REASON as CORRECTED
-from ptqpipe.stages.common.machine import default_workers, one_thread_each
-from ptqpipe.stages.common.moments import describe_statistics
-from ptqpipe.stages.common.outputs import Outputs
+from ptqpipe.stages.common import BIAS_REASON as CORRECTED
+from ptqpipe.stages.common import Outputs, default_workers, describe_statistics, one_thread_each
 from ptqpipe.stages.verify import claims, config, groups, structure
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.repeat import check_input_scales, prove_unit, repeat_unit

@@ -20,7 +20,7 @@ from ptqpipe.containers import StoredWeight, is_kv_scale
 from ptqpipe.origins import Origins
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.source import Source
-from ptqpipe.stages.common.text import same_json
+from ptqpipe.stages.common import same_json
 from ptqpipe.stages.verify.findings import Findings
 
 READ_BYTES = 8 << 20

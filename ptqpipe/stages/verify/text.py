@@ -8,7 +8,7 @@ from typing import Any
 
 from ptqpipe.report.content import mean_known
 from ptqpipe.search.proof import Optimality
-from ptqpipe.stages.common.text import decibels, finite, name_pattern, role_of, size_text, table
+from ptqpipe.stages.common import decibels, finite, name_pattern, role_of, size_text, table
 from ptqpipe.stages.verify.findings import Finding
 
 SHOWN = 6  # findings of one kind that the text lists
