@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms import rtn
-from ptqpipe.algorithms.unit import Matrix, Task, check_decode, joined
+from ptqpipe.algorithms import Matrix, Task, check_decode, joined, rtn
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.formats import FORMATS, Format, get_format
 from ptqpipe.options import CodeOptions, RecipeOptions, check_names, recipe_fields, type_of

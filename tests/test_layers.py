@@ -15,10 +15,10 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
 
-NUMBERS = {"dtypes", "errors", "formats", "schemes", "packing", "qtensor"}
+NUMBERS = {"dtypes", "errors", "formats", "schemes", "qtensor"}
 STAGES = NUMBERS | {
     "_version", "patterns", "regular_file", "global_scale", "kernels", "search", "algorithms", "transforms",
-    "containers", "checkpoint", "recipe", "plan", "source", "origins", "record", "measured", "statistics", "rounding",
+    "containers", "checkpoint", "recipe", "plan", "source", "record", "measured", "statistics", "rounding",
     "calibration", "runtime", "evaluation", "report", "engine", "server", "collectives", "options", "inputs",
     "processes",
 }  # fmt: skip
@@ -35,8 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "processes":    {"errors"},
     "regular_file": set(),
     "schemes":      {"errors", "formats"},
-    "packing":      {"errors", "formats"},
-    "qtensor":      {"errors", "formats", "packing"},
+    "qtensor":      {"errors", "formats"},
     "global_scale": NUMBERS,
     "kernels":      NUMBERS,
     "search":       NUMBERS | {"kernels"},
@@ -48,7 +47,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipe":       NUMBERS | {"patterns", "regular_file", "options"},
     "plan":         NUMBERS | {"recipe", "checkpoint"},
     "source":       NUMBERS | {"checkpoint", "containers", "plan", "recipe"},
-    "origins":      {"errors", "schemes", "containers", "recipe", "plan", "source"},
     "record":       {"errors", "checkpoint", "containers"},
     "measured":     NUMBERS | {"global_scale", "search", "source"},
     "statistics":   {"errors", "checkpoint", "inputs"},

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.calibration.data import HELD_SHARE
-from ptqpipe.calibration.generate import check_windows, threads_for
-from ptqpipe.calibration.generate import generate as windows_of
+from ptqpipe.calibration.generate import check_windows, generate as windows_of, threads_for
 from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms.activation_scale import fp8_scale, nvfp4_scale, static_amax
+from ptqpipe.algorithms import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_scale, static_amax
 from ptqpipe.algorithms.columns import has_block_scales
-from ptqpipe.algorithms.metric import memory_bytes
-from ptqpipe.algorithms.rows import CHUNK_ELEMENTS
 from ptqpipe.checkpoint import OF_WEIGHTS
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.formats import FORMATS

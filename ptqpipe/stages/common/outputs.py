@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms.activation_scale import fp8_scale
-from ptqpipe.algorithms.unit import Sink, Weight
+from ptqpipe.algorithms import Sink, Weight, fp8_scale
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec
 from ptqpipe.containers import (
     HF_QUANT_CONFIG,

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms import lorc, quantizer
+from ptqpipe.algorithms import Sink, Task, UnitResult, Weight, WeightError, lorc, quantizer
 from ptqpipe.algorithms.recheck import Recheck
-from ptqpipe.algorithms.unit import Sink, Task, UnitResult, Weight, WeightError
 from ptqpipe.errors import NumericsError
 from ptqpipe.options import ALGORITHMS, LEARNED
 from ptqpipe.plan import Unit

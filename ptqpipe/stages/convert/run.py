@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.algorithms.unit import UnitResult, WeightError, check_decode, gathered_bytes
+from ptqpipe.algorithms import UnitResult, WeightError, check_decode, gathered_bytes
 from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.containers import WHOLE_ROLES, Part, Role, encode_part, part_offset
 from ptqpipe.dtypes import DTYPES

@@ -7,8 +7,7 @@ from typing import Any
 from ptqpipe.errors import one_line
 from ptqpipe.kernels import cpu
 from ptqpipe.plan import unmatched_patterns
-from ptqpipe.report.content import can_be_proven, mean_known
-from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
+from ptqpipe.report import can_be_proven, judged_by, mean_known, samples_text, tuned_blocks, tuned_from
 from ptqpipe.stages.common import (
     WORKER_BYTES,
     Done,

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.algorithms import rtn
-from ptqpipe.algorithms.unit import Sink, Task, UnitResult, Weight
+from ptqpipe.algorithms import Sink, Task, UnitResult, Weight, rtn
 from ptqpipe.containers import Container, Part
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import FormatError, RecipeError, UsageError

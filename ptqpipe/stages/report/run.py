@@ -17,15 +17,21 @@ from ptqpipe.containers import is_kv_scale
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.record import Record, claims_ownership, read_record
-from ptqpipe.report import check_kind, default_path, is_report, render
-from ptqpipe.report.content import (
+from ptqpipe.report import (
     KeptTensor,
     Report,
+    check_kind,
     decibels,
+    default_path,
+    is_report,
+    judged_by,
     mean_known,
     pooled_mse,
+    render,
+    samples_text,
+    tuned_blocks,
+    tuned_from,
 )
-from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.source import Source
 from ptqpipe.stages.common import default_workers, layer_of, name_of, one_thread_each, role_of
 from ptqpipe.stages.inspect import inspect

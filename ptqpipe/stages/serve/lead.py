@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from ptqpipe.collectives import NEVER, QuantAllReduce, Thresholds
-from ptqpipe.engine import invariance
-from ptqpipe.engine.engine import Engine, EngineOptions
+from ptqpipe.engine import Engine, EngineOptions, Service, invariance
 from ptqpipe.engine.overlap import Overlap, least_tokens
 from ptqpipe.engine.ranks import Leader, agree, follow
 from ptqpipe.engine.runner import CacheOptions, Runner, check_model
-from ptqpipe.engine.service import Service
 from ptqpipe.errors import PtqError
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.invariant import make_batch_invariant

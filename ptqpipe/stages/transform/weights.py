@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ptqpipe.algorithms.rows import quantize_rows
+from ptqpipe.algorithms import quantize_rows
 from ptqpipe.checkpoint import CheckpointReader
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.formats import Format

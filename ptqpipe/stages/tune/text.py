@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.checkpoint import Finished
-from ptqpipe.report.output_error import samples_text
+from ptqpipe.report import samples_text
 from ptqpipe.stages.common import table
 
 

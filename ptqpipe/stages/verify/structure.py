@@ -17,9 +17,8 @@ import torch
 
 from ptqpipe.checkpoint import OWN_FILES, CheckpointReader, NotFinite
 from ptqpipe.containers import StoredWeight, is_kv_scale
-from ptqpipe.origins import Origins
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
-from ptqpipe.source import Source
+from ptqpipe.source import Origins, Source
 from ptqpipe.stages.common import same_json
 from ptqpipe.stages.verify.findings import Findings
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.report.content import mean_known
+from ptqpipe.report import mean_known
 from ptqpipe.search.proof import Optimality
 from ptqpipe.stages.common import decibels, finite, name_pattern, role_of, size_text, table
 from ptqpipe.stages.verify.findings import Finding
