@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 
-from ptqpipe.algorithms import rtn
-from ptqpipe.algorithms.unit import Matrix, Task, check_decode, joined
+from ptqpipe.algorithms import Matrix, Task, check_decode, joined, rtn
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.formats import FORMATS, Format, get_format
 from ptqpipe.options import CodeOptions, RecipeOptions, check_names, recipe_fields, type_of
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.machine import Machine, default_workers
-from ptqpipe.stages.common.rewrite import Done
+from ptqpipe.stages.common import Done, Machine, default_workers
 from ptqpipe.stages.convert import run as stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import missing_config

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.formats import Format
+from ptqpipe.formats import Format, unpack
 from ptqpipe.global_scale import absmax_divisor, absmax_global
-from ptqpipe.packing import unpack
 from ptqpipe.qtensor import QTensor, check_finite, code_places, encode, magnitude_codes, scale_values, to_blocks
 from ptqpipe.search.proof import chosen_scale
 from ptqpipe.source import Source, SourceRows, row_runs

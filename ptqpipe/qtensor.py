@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import Codec, Format
-from ptqpipe.packing import pack, packed_columns, unpack
+from ptqpipe.formats import Codec, Format, pack, packed_columns, unpack
 
 _PRODUCT_ELEMENTS = 1 << 21  # in float64 at a time
 
@@ -71,7 +70,7 @@ class QTensor:
 
     fmt           the format
     shape         (N, K) of the weight
-    data          uint8 ``[N, K*bits/8]``: the codes, packed as ``packing.py`` says
+    data          uint8 ``[N, K*bits/8]``: the codes, packed as ``formats.py`` says
     scales        uint8 codes ``[N/bn, K/bk]`` of ``fmt.scale``; its dtype's numbers when that codec is not
                   enumerable (float32, bfloat16, float16)
     global_scale  float32 0-d, None when the format has none

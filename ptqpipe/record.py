@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.checkpoint.files import RECORD_FILE
-from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader
 from ptqpipe.containers import quantization_config
 from ptqpipe.errors import CheckpointError
 

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.digests import FileDigests
-from ptqpipe.checkpoint.fields import COUNT, read_versioned
-from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint import COUNT, CheckpointReader, FileDigests, read_versioned
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor

@@ -14,9 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ptqpipe.checkpoint.digests import FileDigests
-from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
-from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint import COUNT, NUMBER, CheckpointReader, FileDigests, read_versioned
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import InputStatistics, Moments
 

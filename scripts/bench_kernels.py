@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ptqpipe.algorithms.rows import chunks
+from ptqpipe.algorithms.unit import chunks
 from ptqpipe.formats import Format, get_format
 from ptqpipe.kernels import cpu, reference
 from ptqpipe.qtensor import QTensor, encode

@@ -26,8 +26,7 @@ import torch
 
 from ptqpipe.api import quantize
 from ptqpipe.formats import Format, get_format
-from ptqpipe.kernels import cuda_fp8, triton_linear
-from ptqpipe.kernels import triton as kernels
+from ptqpipe.kernels import cuda_fp8, triton as kernels, triton_linear
 from ptqpipe.qtensor import encode
 from ptqpipe.runtime import packed as runtime
 from ptqpipe.runtime.activations import InputQuantizer

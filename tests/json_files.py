@@ -36,9 +36,7 @@ from ptqpipe.rounding import Rounding
 from ptqpipe.runtime.loading import load_tokenizer, read_config, read_generation_config
 from ptqpipe.source import Source
 from ptqpipe.stages.evaluate.text import check_target
-from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.inspect import render as render_inspected
-from ptqpipe.stages.inspect import to_json as inspected_json
+from ptqpipe.stages.inspect import inspect, render as render_inspected, to_json as inspected_json
 from ptqpipe.stages.verify.config import check_config
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.statistics import Statistics

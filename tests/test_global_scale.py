@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ptqpipe.errors import NumericsError
 from ptqpipe.formats import CODECS, get_format

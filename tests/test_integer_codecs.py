@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.errors import FormatError
-from ptqpipe.formats import CODECS, FORMATS, Codec, Format, get_format, integers
+from ptqpipe.formats import CODECS, FORMATS, Codec, Format, get_format, integers, unpack
 from ptqpipe.kernels import cpu
-from ptqpipe.packing import unpack
 from ptqpipe.qtensor import (
     QTensor,
     code_places,

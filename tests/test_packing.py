@@ -4,11 +4,10 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ptqpipe.errors import FormatError
-from ptqpipe.packing import pack, packed_columns, unpack
+from ptqpipe.formats import pack, packed_columns, unpack
 
 
 def test_even_columns_go_to_the_low_nibble() -> None:

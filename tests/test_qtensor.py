@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import CODECS, Codec, Format, get_codec, get_format
-from ptqpipe.packing import pack
+from ptqpipe.formats import CODECS, Codec, Format, get_codec, get_format, pack
 from ptqpipe.qtensor import (
     QTensor,
     check_finite,

@@ -9,16 +9,50 @@ To add one: a file with ``quantize`` and a row in the table.
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+from ptqpipe.algorithms.activation_scale import fp8_scale, nvfp4_scale, static_amax
+from ptqpipe.algorithms.metric import memory_bytes, output_error
+from ptqpipe.algorithms.unit import (
+    CHUNK_ELEMENTS,
+    Matrix,
+    Sink,
+    Task,
+    UnitResult,
+    Weight,
+    WeightError,
+    check_decode,
+    gathered_bytes,
+    joined,
+    quantize_rows,
+    total_error,
+)
 from ptqpipe.options import Algorithm
 
-if TYPE_CHECKING:
-    from ptqpipe.algorithms.unit import Task, UnitResult
 
-
-def quantizer(algorithm: Algorithm) -> "Callable[[Task], UnitResult]":
+def quantizer(algorithm: Algorithm) -> Callable[[Task], UnitResult]:
     """The function ``quantize`` of a row's file: it quantizes the weights of a unit and sends their rows to the task's
     sink. Raises NumericsError for unusable weights or moments."""
     found: Callable[[Task], UnitResult] = import_module(algorithm.module).quantize
     return found
+
+
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "Matrix",
+    "Sink",
+    "Task",
+    "UnitResult",
+    "Weight",
+    "WeightError",
+    "check_decode",
+    "fp8_scale",
+    "gathered_bytes",
+    "joined",
+    "memory_bytes",
+    "nvfp4_scale",
+    "output_error",
+    "quantize_rows",
+    "quantizer",
+    "static_amax",
+    "total_error",
+]

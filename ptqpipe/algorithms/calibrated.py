@@ -19,7 +19,6 @@ import torch
 
 from ptqpipe.algorithms import block_objective
 from ptqpipe.algorithms.metric import Metric, expected_error, output_error
-from ptqpipe.algorithms.rows import chunks, encode_rows, measure, quantize_rows, search_scales, total_error
 from ptqpipe.algorithms.unit import (
     ROUNDING_MARGIN,
     Promise,
@@ -27,9 +26,15 @@ from ptqpipe.algorithms.unit import (
     UnitResult,
     Weight,
     WeightError,
+    chunks,
+    encode_rows,
     gather,
     joint,
     largest,
+    measure,
+    quantize_rows,
+    search_scales,
+    total_error,
 )
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Format

@@ -7,7 +7,7 @@ not know moments of a whole input, files or models.
 
 import torch
 
-from ptqpipe.algorithms.rows import kernel_for
+from ptqpipe.algorithms.unit import kernel_for
 from ptqpipe.formats import Codec, Format
 from ptqpipe.qtensor import QTensor, code_values, from_blocks, nearest_codes, scale_values, to_blocks
 

@@ -3,8 +3,7 @@
 Knows tensors and formats; must not know where the codes came from.
 """
 
-from ptqpipe.algorithms.rows import chunks, measure, total_error
-from ptqpipe.algorithms.unit import Promise, Task, UnitResult, WeightError, largest
+from ptqpipe.algorithms.unit import Promise, Task, UnitResult, WeightError, chunks, largest, measure, total_error
 from ptqpipe.errors import FormatError
 from ptqpipe.global_scale import absmax_global
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ptqpipe.algorithms.metric import check_moment, factored
-from ptqpipe.algorithms.rows import CHUNK_ELEMENTS, measure
-from ptqpipe.algorithms.unit import Weight
+from ptqpipe.algorithms.unit import CHUNK_ELEMENTS, Weight, measure
 from ptqpipe.formats import FORMATS
 from ptqpipe.qtensor import Factors, QTensor
 from ptqpipe.schemes import LowRank

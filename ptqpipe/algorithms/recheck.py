@@ -16,12 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ptqpipe.algorithms.rows import kernels_of
-from ptqpipe.algorithms.unit import Promise, Sink, Weight
+from ptqpipe.algorithms.unit import Promise, Sink, Weight, kernels_of
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import Codec, Format
+from ptqpipe.formats import Codec, Format, unpack
 from ptqpipe.kernels.importance import normalize_importance
-from ptqpipe.packing import unpack
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search.least import best_scales, nearest_codes
 

@@ -9,20 +9,26 @@ the sums of the statistics, and with them every byte and every reported number, 
 import torch
 
 from ptqpipe.algorithms import calibrated
-from ptqpipe.algorithms.rows import (
+from ptqpipe.algorithms.unit import (
+    ROUNDING_MARGIN,
+    Promise,
+    Task,
+    UnitResult,
+    WeightError,
     checked_amax,
     chunks,
     encode_rows,
+    gather,
+    joint,
+    largest,
     measure,
     quantize_rows,
     row_runs,
     search_scales,
     total_error,
 )
-from ptqpipe.algorithms.unit import ROUNDING_MARGIN, Promise, Task, UnitResult, WeightError, gather, joint, largest
-from ptqpipe.formats import Format
+from ptqpipe.formats import Format, packed_columns
 from ptqpipe.global_scale import absmax_global, pick, sample_rows
-from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.checkpoint.direct import bytes_of
-from ptqpipe.checkpoint.partial import output_errors
+from ptqpipe.checkpoint import bytes_of, output_errors
 from ptqpipe.errors import OutputError
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ptqpipe.calibration.rows import read_rows
-from ptqpipe.checkpoint.digests import file_sha256
+from ptqpipe.checkpoint import file_sha256
 from ptqpipe.errors import UsageError, first_line
 from ptqpipe.runtime.loading import load_tokenizer
 

@@ -15,7 +15,7 @@ import torch
 
 from ptqpipe.calibration.collect import Collector, Slot
 from ptqpipe.calibration.moments import Moments, stand_in
-from ptqpipe.checkpoint.tensor_file import write_tensors
+from ptqpipe.checkpoint import write_tensors
 
 LEAST_EXPERT_TOKENS = 16  # an expert with fewer has no statistics of its own
 

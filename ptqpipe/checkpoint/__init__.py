@@ -8,7 +8,7 @@ block_folder.py, tensor_file.py, digests.py  folders of statistics and learned c
 fields.py, single_file.py                    JSON files that are read, and one file that is replaced at once
 """
 
-from ptqpipe.checkpoint.block_folder import BlockFolder
+from ptqpipe.checkpoint.block_folder import BlockFolder, Finished
 from ptqpipe.checkpoint.digests import FileDigests, file_sha256
 from ptqpipe.checkpoint.direct import bytes_of, margin
 from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
@@ -37,6 +37,7 @@ __all__ = [
     "CheckpointReader",
     "CheckpointWriter",
     "FileDigests",
+    "Finished",
     "Memory",
     "Mode",
     "NotFinite",

@@ -26,7 +26,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.options import ALGORITHMS
 
 if TYPE_CHECKING:
-    from ptqpipe.stages.plan.measure import Measurement
+    from ptqpipe.stages.plan.cost import Measurement
     from ptqpipe.stages.plan.run import Budget
 
 _SMALL = re.compile(r"\d{1,2}(?:\.\d+)?|\d*\.\d+")  # bytes that no model fits in
@@ -76,8 +76,7 @@ def calibrate(given: Given) -> None:
     """
     import torch
 
-    from ptqpipe.stages.calibrate import run as stage
-    from ptqpipe.stages.calibrate import text
+    from ptqpipe.stages.calibrate import run as stage, text
 
     devices = devices_of(given.device)
     machine = given.machine(devices[0], waits=False)
@@ -190,8 +189,7 @@ def tune(given: Given) -> None:
     `ptqpipe convert MODEL --rounding OUT` then writes the learned ones. Samples that do not fit into --max-memory are
     kept on disk.
     """
-    from ptqpipe.stages.tune import run as stage
-    from ptqpipe.stages.tune import text
+    from ptqpipe.stages.tune import run as stage, text
 
     if given.share is not None and "gptq" not in given.method:
         raise UsageError("--share belongs to --method gptq and gptq+learned; add it, or leave --share out")
@@ -269,8 +267,7 @@ def plan(given: Given) -> None:
     --measure the sensitivity of a layer is the error of its weights. --measure keeps its numbers in OUT.measured.jsonl
     and continues from there.
     """
-    from ptqpipe.stages.plan import run as stage
-    from ptqpipe.stages.plan import text
+    from ptqpipe.stages.plan import run as stage, text
     from ptqpipe.stages.plan.units import DEFAULT_FORMATS
 
     if given.measure is None and (given.max_tokens is not None or given.window is not None):
@@ -294,7 +291,7 @@ def plan(given: Given) -> None:
 
 
 def _measurement(given: Given) -> "Measurement":
-    from ptqpipe.stages.plan.measure import DEFAULT_TOKENS, Measurement
+    from ptqpipe.stages.plan.cost import DEFAULT_TOKENS, Measurement
 
     def show(done: int, of: int) -> None:
         click.echo(f"\r{done} of {of} measured", nl=done == of, err=True)

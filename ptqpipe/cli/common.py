@@ -127,7 +127,7 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
 
     A line on stderr tells when ``--resume`` finds nothing, neither unfinished nor complete, and the run starts anew.
     """
-    from ptqpipe.stages.common.rewrite import is_unfinished
+    from ptqpipe.stages.common.rewriting import is_unfinished
 
     if mode == "resume" and not is_unfinished(out) and not out.exists() and ranks_of().rank == 0:
         click.echo(f"{out} has no unfinished run: starting from the beginning.", err=True)

@@ -32,8 +32,7 @@ def convert(given: Given) -> None:
 
     MODEL is a folder, or a name on the hub. Under torchrun the work is divided among the ranks; the bytes are the same.
     """
-    from ptqpipe.stages.convert import run as stage
-    from ptqpipe.stages.convert import text as tables
+    from ptqpipe.stages.convert import run as stage, text as tables
     from ptqpipe.stages.convert.prepare import best_with, prepare
 
     mode, machine = given.mode, given.machine(given.device)
@@ -86,9 +85,8 @@ def relayout(given: Given) -> None:
 
     The codes and scales of CKPT stay the same: nothing is quantized again.
     """
-    from ptqpipe.stages.common.identity import name_of
-    from ptqpipe.stages.relayout import run as stage
-    from ptqpipe.stages.relayout import text
+    from ptqpipe.stages.common.text import name_of
+    from ptqpipe.stages.relayout import run as stage, text
 
     container = given.container.lower().replace("_", "-")
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{container}")
@@ -117,7 +115,7 @@ def dequantize(given: Given) -> None:
     Every tool that loads the original model loads the result.
     """
     from ptqpipe.stages import dequantize as stage
-    from ptqpipe.stages.common.identity import name_of
+    from ptqpipe.stages.common.text import name_of
 
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{given.dtype}")
     with says_how_to_resume(out, given.mode):
@@ -166,8 +164,7 @@ def transform(given: Given) -> None:
     The result computes the same as MODEL and quantizes better. Statistics of MODEL do not fit it: calibrate the result
     again before `ptqpipe convert --stats`.
     """
-    from ptqpipe.stages.transform import run as stage
-    from ptqpipe.stages.transform import text
+    from ptqpipe.stages.transform import run as stage, text
     from ptqpipe.stages.transform.plan import TransformOptions
 
     with says_how_to_resume(given.out, given.mode):

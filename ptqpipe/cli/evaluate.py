@@ -76,8 +76,7 @@ def evaluate(given: Given) -> None:
     CKPT is a folder, or a name on the hub. Packed weights are decoded exactly, and the inputs of linear layers are
     quantized as the format says.
     """
-    from ptqpipe.stages.evaluate import run as stage
-    from ptqpipe.stages.evaluate import text as report
+    from ptqpipe.stages.evaluate import run as stage, text as report
 
     options = given.into(
         stage.Options,

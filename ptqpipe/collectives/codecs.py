@@ -1,7 +1,7 @@
 """The codecs of the quantized all-reduce, one row each, and the sizes of their messages.
 
 A message is a run of whole *units* (the last one filled up with zeros): first the codes of all of them, packed as
-``packing.py`` says, then a scale for every block, then, for NVFP4, an exponent for every 1024 elements. A unit is the
+``formats.py`` says, then a scale for every block, then, for NVFP4, an exponent for every 1024 elements. A unit is the
 smallest run that can be decoded alone: a block, or more where exponents or a rotation span several blocks.
 
     int8 int6 int4  symmetric integers -top..top in two's complement; bfloat16 scale amax/top
@@ -22,8 +22,7 @@ from typing import Literal
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.formats import get_codec
-from ptqpipe.packing import packed_columns
+from ptqpipe.formats import get_codec, packed_columns
 
 ScaleKind = Literal["bf16", "e8m0", "e4m3"]
 

@@ -18,8 +18,7 @@ from functools import cache
 import torch
 
 from ptqpipe.collectives.codecs import WireCodec
-from ptqpipe.formats import CODECS
-from ptqpipe.packing import pack, packed_columns, unpack
+from ptqpipe.formats import CODECS, pack, packed_columns, unpack
 from ptqpipe.qtensor import code_values, magnitude_codes
 
 _INFINITY = 0x7F800000

@@ -1,6 +1,6 @@
 """ptqpipe's own layout: any format, any block, stacks of experts, [in, out] weights. Read by ptqpipe alone.
 
-A weight ``X`` becomes ``X_packed`` (U8, rows packed as ``packing.py`` says), ``X_scale`` (the scale grid; E4M3 codes
+A weight ``X`` becomes ``X_packed`` (U8, rows packed as ``formats.py`` says), ``X_scale`` (the scale grid; E4M3 codes
 as F8_E4M3, other codes as U8, float scales as themselves) and, where the format has one, ``X_global_scale`` (F32, shape
 [1], multiplies). A stack of experts has a leading axis E in all of them. A weight that the float model holds as
 [in, out] is stored as [out, in] like any other and marked ``transposed``.

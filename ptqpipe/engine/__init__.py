@@ -13,3 +13,22 @@
 
 Must not know HTTP, files or formats: it is given a model and a tokenizer.
 """
+
+from ptqpipe.engine.engine import ContextTooLong, Engine, EngineOptions, Piece, Request
+from ptqpipe.engine.sequence import Finish, SamplingParams, TokenLogprob
+from ptqpipe.engine.service import Overloaded, Service, State, Unavailable
+
+__all__ = [
+    "ContextTooLong",
+    "Engine",
+    "EngineOptions",
+    "Finish",
+    "Overloaded",
+    "Piece",
+    "Request",
+    "SamplingParams",
+    "Service",
+    "State",
+    "TokenLogprob",
+    "Unavailable",
+]

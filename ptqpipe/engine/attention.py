@@ -4,7 +4,7 @@ The function is registered once by name in transformers' interface; which cache 
 each forward (`PagedAttention.during`). In every layer it stores the new keys and values in their pages and lets each
 sequence's queries see that sequence's pages alone, causally; so no mask over the whole cache exists. Grouped heads,
 sliding windows, sinks and soft caps are a model's arguments to it. An FP8 cache (scales on the attention modules, see
-``runtime/kv_cache.py``) holds E4M3 codes. Must not know sequences' owners, the scheduler or sampling.
+``runtime/simulate.py``) holds E4M3 codes. Must not know sequences' owners, the scheduler or sampling.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.kernels.cpu_attention import PagedQueries, PagedSpans, paged_attention, paged_prefill
 
 IMPLEMENTATION = "ptqpipe_paged"
-KV_SCALES = "ptqpipe_kv_scales"  # runtime/kv_cache.py puts it on attention modules
+KV_SCALES = "ptqpipe_kv_scales"  # runtime/simulate.py puts it on attention modules
 
 
 @dataclass(frozen=True, slots=True)

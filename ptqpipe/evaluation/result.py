@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint.files import read_json_object
+from ptqpipe.checkpoint import read_json_object
 from ptqpipe.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:

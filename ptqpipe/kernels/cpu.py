@@ -7,9 +7,7 @@ combinations without a kernel. Knows formats; must not know searches' names, fil
 
 from ptqpipe.kernels.cpu_columns import choose_block, descend, feed_forward
 from ptqpipe.kernels.cpu_decode import decode_error, dequantize
-from ptqpipe.kernels.cpu_library import available, force_isa, why_missing
-from ptqpipe.kernels.cpu_library import current_isa as isa
-from ptqpipe.kernels.cpu_library import known_isas as isas
+from ptqpipe.kernels.cpu_library import available, current_isa as isa, force_isa, known_isas as isas, why_missing
 from ptqpipe.kernels.cpu_search import amax, block_quantize, fp8_encode, score_total
 
 __all__ = [

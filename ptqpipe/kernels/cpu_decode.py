@@ -8,10 +8,9 @@ import ctypes
 import torch
 
 from ptqpipe.errors import FormatError
-from ptqpipe.formats import Codec, Format
+from ptqpipe.formats import Codec, Format, packed_columns
 from ptqpipe.kernels import cpu_library as lib
 from ptqpipe.kernels.cpu_tensors import DTYPES, check_global, checked_grid, readable
-from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import code_values
 
 

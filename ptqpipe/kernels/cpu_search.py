@@ -8,11 +8,10 @@ import ctypes
 
 import torch
 
-from ptqpipe.formats import Format
+from ptqpipe.formats import Format, packed_columns
 from ptqpipe.kernels import cpu_library as lib
 from ptqpipe.kernels.cpu_tensors import DTYPES, ELEMENTS, check_global, checked_grid, readable
 from ptqpipe.kernels.importance import column_weights
-from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import check_finite
 
 _MINIFLOAT3, _E8M0 = 0, 1

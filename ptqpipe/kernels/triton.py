@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ptqpipe.errors import FormatError, UsageError
-from ptqpipe.formats import Format
+from ptqpipe.formats import Format, packed_columns
 from ptqpipe.kernels.cpu_tensors import check_global
 from ptqpipe.kernels.importance import column_weights
 from ptqpipe.kernels.reference import sum_blocks
-from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import check_finite
 
 if TYPE_CHECKING:

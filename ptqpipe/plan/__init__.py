@@ -4,14 +4,19 @@ Every tensor ends either in exactly one *unit* (tensors quantized together, sinc
 the *kept* ones, with the reason. No weight is read. The plan must not know how a weight is stored on disk
 (containers) nor how its scales are found (search).
 
-    types.py       what a plan is made of
-    candidates.py  which tensors could be quantized: matrices, experts of stacks, Conv1D
-    groups.py      what has one fate: fused siblings, stacks
-    make.py        all of it, with the rules of a recipe
+    types.py   what a plan is made of
+    groups.py  what has one fate: fused siblings, stacks
+    make.py    which tensors could be quantized (matrices, experts of stacks, Conv1D), with the rules of a recipe
 """
 
-from ptqpipe.plan.candidates import INTERLEAVED_GATE_UP, conv1d_leaves
-from ptqpipe.plan.make import check_ignored, is_matrix, make_plan, unmatched_patterns
+from ptqpipe.plan.make import (
+    INTERLEAVED_GATE_UP,
+    check_ignored,
+    conv1d_leaves,
+    is_matrix,
+    make_plan,
+    unmatched_patterns,
+)
 from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Slice, Unit
 
 __all__ = [

@@ -6,7 +6,21 @@ Must not know checkpoints or tensors: ``stages/report/`` gathers. jinja2 is impo
 from pathlib import Path
 
 from ptqpipe.errors import UsageError
-from ptqpipe.report.content import Report
+from ptqpipe.report.content import (
+    Choice,
+    Codes,
+    Histogram,
+    KeptTensor,
+    Proof,
+    Report,
+    Weight,
+    WorstBlock,
+    can_be_proven,
+    decibels,
+    mean_known,
+    pooled_mse,
+)
+from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 
 FORMATS = ("html", "md")
 # What tells a report from other files, so that an earlier one may be replaced and nothing else: it says so itself.
@@ -44,3 +58,30 @@ def default_path(name: str, *, kind: str) -> Path:
 def is_report(head: bytes) -> bool:
     """Whether a file that begins with ``head`` is one that ptqpipe wrote."""
     return any(mark.encode() in head for mark in (HTML_MARK, MARKDOWN_MARK))
+
+
+__all__ = [
+    "FORMATS",
+    "HTML_MARK",
+    "MARKDOWN_MARK",
+    "Choice",
+    "Codes",
+    "Histogram",
+    "KeptTensor",
+    "Proof",
+    "Report",
+    "Weight",
+    "WorstBlock",
+    "can_be_proven",
+    "check_kind",
+    "decibels",
+    "default_path",
+    "is_report",
+    "judged_by",
+    "mean_known",
+    "pooled_mse",
+    "render",
+    "samples_text",
+    "tuned_blocks",
+    "tuned_from",
+]

@@ -15,13 +15,12 @@ import torch
 from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.activations import GROUP, InputQuantizer
-from ptqpipe.runtime.kv_cache import simulate_kv_cache
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.names import Home, Homes, with_expert_names
 from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.runtime.replace import PackedPlace, other_shape, packed_places
 from ptqpipe.runtime.shard import ShardPlan, axis_of, connect, is_transposed, make_plan, shrink
-from ptqpipe.runtime.simulate import input_quantizer, simulate_activations
+from ptqpipe.runtime.simulate import input_quantizer, simulate_activations, simulate_kv_cache
 from ptqpipe.runtime.state import LazyTensor, Region, lazy_state, parameter_names
 from ptqpipe.source import Source
 

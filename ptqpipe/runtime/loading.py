@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed import ProcessGroup
 
-from ptqpipe.checkpoint.files import refuse_pipes
+from ptqpipe.checkpoint import refuse_pipes
 from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import CheckpointError, PtqError, UsageError, first_line, one_line
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare

@@ -50,7 +50,7 @@ class PackedWeight:
 
     fmt     the format
     shape   (N, K)
-    data    uint8 ``[N, K*bits/8]``: the codes, packed as ``packing.py`` says
+    data    uint8 ``[N, K*bits/8]``: the codes, packed as ``formats.py`` says
     scales  of the blocks, as in a QTensor; None where the factors are all there is
     factor  float32 ``[1]`` or ``[N]``: what multiplies the rows of the inner part; None for 1
     divisor float32 0-d: the global scale where it divides, so that `dequantize` rounds as QTensor does; else None

@@ -10,8 +10,7 @@ from math import gcd, prod
 
 import torch
 
-from ptqpipe.checkpoint.direct import bytes_of
-from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint import CheckpointReader, bytes_of
 from ptqpipe.containers import Part, Role, StoredWeight, decode_low_rank, part_bytes
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import Format

@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
 
 from ptqpipe._version import __version__
-from ptqpipe.engine.service import Service, State
+from ptqpipe.engine import Service, State
 from ptqpipe.server.calls import Call, EventStream
 from ptqpipe.server.endpoints import Chat, Completion, check_chat, check_completion
 from ptqpipe.server.errors import ApiError, install

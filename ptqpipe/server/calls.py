@@ -14,9 +14,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
-from ptqpipe.engine.engine import Piece, Request
-from ptqpipe.engine.sequence import Finish
-from ptqpipe.engine.service import Service
+from ptqpipe.engine import Finish, Piece, Request, Service
 from ptqpipe.server.errors import ApiError, api_error
 from ptqpipe.server.metrics import Metrics
 

@@ -12,8 +12,7 @@ from uuid import uuid4
 
 from starlette.requests import Request as HttpRequest
 
-from ptqpipe.engine.engine import Piece, Request
-from ptqpipe.engine.sequence import TokenLogprob
+from ptqpipe.engine import Piece, Request, TokenLogprob
 from ptqpipe.server.calls import Call, EventStream, collected
 from ptqpipe.server.errors import ApiError
 from ptqpipe.server.logprobs import for_chat, for_completion

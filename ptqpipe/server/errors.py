@@ -8,8 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from ptqpipe.engine.engine import ContextTooLong
-from ptqpipe.engine.service import Overloaded, Unavailable
+from ptqpipe.engine import ContextTooLong, Overloaded, Unavailable
 from ptqpipe.errors import PtqError, UsageError, one_line
 
 _TYPES = {

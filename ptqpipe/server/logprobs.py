@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ptqpipe.engine.sequence import TokenLogprob
+from ptqpipe.engine import TokenLogprob
 
 _LEAST = -9999.0
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ptqpipe.engine.engine import ContextTooLong
+from ptqpipe.engine import ContextTooLong
 from ptqpipe.errors import one_line
 from ptqpipe.server.errors import ApiError
 from ptqpipe.server.logprobs import TokenNames

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-from ptqpipe.engine.service import Service, State
+from ptqpipe.engine import Service, State
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.server.connections import limited, limits
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 
-from ptqpipe.engine.sequence import SamplingParams
+from ptqpipe.engine import SamplingParams
 from ptqpipe.server.errors import ApiError
 
 MOST_CHOICES = 128

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.files import RECORD_FILE
+from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.errors import OutputExists, VerifyError
 from ptqpipe.evaluation import perplexity, score
 from ptqpipe.qtensor import QTensor
@@ -22,9 +22,7 @@ from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.machine import Machine, one_thread_each
-from ptqpipe.stages.common.rewrite import Done
-from ptqpipe.stages.common.text import decibels, table
+from ptqpipe.stages.common import Done, Machine, decibels, one_thread_each, table
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import by_role

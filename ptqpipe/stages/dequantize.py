@@ -20,9 +20,18 @@ from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import Job
-from ptqpipe.stages.common.machine import Share
-from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
+from ptqpipe.stages.common import (
+    CopyTensor,
+    Done,
+    Job,
+    Rewrite,
+    Run,
+    Share,
+    merged,
+    named_source,
+    parts_of_stage,
+    rewrite,
+)
 
 RUN_ELEMENTS = 1 << 20  # weights that are decoded at a time: their float32 and its temporaries take some 20 bytes each
 

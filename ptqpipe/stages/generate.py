@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.calibration.data import HELD_SHARE
-from ptqpipe.calibration.generate import check_windows, threads_for
-from ptqpipe.calibration.generate import generate as windows_of
-from ptqpipe.checkpoint.single_file import check_file, write_file
-from ptqpipe.checkpoint.source import resolve_source
+from ptqpipe.calibration.generate import check_windows, generate as windows_of, threads_for
+from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config
-from ptqpipe.stages.common.jobs import token_bar
-from ptqpipe.stages.common.machine import Machine, compute_threads, threads
+from ptqpipe.stages.common import Machine, compute_threads, threads, token_bar
 
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.files import RECORD_FILE
+from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, is_kv_scale, quantization_config
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import scale_faults, used_blocks
 from ptqpipe.quantities import disk_size, number, scientific
 from ptqpipe.source import Source
-from ptqpipe.stages.common.text import name_pattern, role_of, table
+from ptqpipe.stages.common import name_pattern, role_of, table
 
 LEAST_SHARE = 0.01  # of blocks at the least or the largest scale: more is worth a line
 GLOBAL_SPREAD = 1000.0  # largest over smallest global scale of a role

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly
-from ptqpipe.checkpoint.single_file import check_file
+from ptqpipe.checkpoint import TensorEntry, check_file, parse_file, pread_exactly
 from ptqpipe.collectives.simulator.codecs import get_rounding
 from ptqpipe.collectives.simulator.compare import TimeRow, break_even, compare, schemes_for
 from ptqpipe.collectives.simulator.error import MAX_RANKS, ErrorRow, errors_of, rounding_of
@@ -26,8 +25,7 @@ from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import memory_size, number
 from ptqpipe.report import simulation
-from ptqpipe.stages.common.machine import threads
-from ptqpipe.stages.common.text import table
+from ptqpipe.stages.common import table, threads
 
 DEFAULT_SCHEMES = ("ring-bf16", "two-shot-bf16", "one-shot", "two-shot", "hierarchical", "semi-loop", "ring")
 DEFAULT_TOPOLOGIES = (*TOPOLOGIES, "ethernet-1g", "ethernet-10g", "ethernet-100g", "ethernet-400g")

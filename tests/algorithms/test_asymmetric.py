@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms import gptq, metric, rows
+from ptqpipe.algorithms import gptq, metric, unit
 from ptqpipe.algorithms.asymmetric import target
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import FORMATS
@@ -59,7 +59,7 @@ def test_quantizing_the_target_brings_outputs_nearer_to_the_float_layer(name: st
     errors = []
     for matrix in (w, target(w, moment, cross)):
         g = matrix.abs().amax() / fmt.max_product if fmt.has_global else None
-        scales = rows.quantize_rows(matrix, fmt, search="exact", global_scale=g).scales
+        scales = unit.quantize_rows(matrix, fmt, search="exact", global_scale=g).scales
         q = gptq.codes_at(matrix, scales, fmt, metric=found, global_scale=g)
         errors.append(float((x @ w.t() - seen @ q.dequantize().t()).double().square().sum()))
     assert errors[1] < 0.9 * errors[0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms import columns, gptq, metric, quantizer, rows
+from ptqpipe.algorithms import columns, gptq, metric, quantizer, unit
 from ptqpipe.algorithms.refine import refine
 from ptqpipe.algorithms.unit import Task
 from ptqpipe.errors import FormatError, NumericsError
@@ -26,7 +26,7 @@ def global_of(w: torch.Tensor, fmt: Format) -> torch.Tensor | None:
 
 
 def exact_rtn(w: torch.Tensor, fmt: Format, h: torch.Tensor | None = None) -> QTensor:
-    return rows.quantize_rows(w, fmt, search="exact", global_scale=global_of(w, fmt), importance=h)
+    return unit.quantize_rows(w, fmt, search="exact", global_scale=global_of(w, fmt), importance=h)
 
 
 def output_error(q: QTensor, w: torch.Tensor, moment: torch.Tensor) -> float:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms import rows
+from ptqpipe.algorithms import unit
 from ptqpipe.errors import NumericsError
 from ptqpipe.formats import FORMATS, get_format
 from ptqpipe.kernels import cpu
@@ -28,7 +28,7 @@ def test_chunks_cover_every_row_once_on_block_edges() -> None:
         ("mxfp4", (1, 32)),
     ):
         fmt = FORMATS[name]
-        runs = rows.chunks(shape, fmt)
+        runs = unit.chunks(shape, fmt)
         assert [start for start, _ in runs] == [0, *[stop for _, stop in runs[:-1]]]
         assert runs[-1][1] == shape[0]
         assert all(start % fmt.block_extent(shape)[0] == 0 for start, _ in runs)
@@ -44,9 +44,9 @@ def test_kernels_and_reference_give_the_same_bits(name: str, search: str, monkey
     g = w.abs().amax().float() / fmt.max_product if fmt.has_global else None
 
     def everything() -> tuple[torch.Tensor, torch.Tensor, tuple[float, float], float, float]:
-        q = rows.quantize_rows(w, fmt, search=search, global_scale=g)
-        total = rows.total_error(w, fmt, search=search, global_scale=g)
-        return q.data, q.scales, rows.measure(q, w), total, rows.checked_amax(w, "w")
+        q = unit.quantize_rows(w, fmt, search=search, global_scale=g)
+        total = unit.total_error(w, fmt, search=search, global_scale=g)
+        return q.data, q.scales, unit.measure(q, w), total, unit.checked_amax(w, "w")
 
     fast = everything()
     monkeypatch.setattr(cpu, "available", lambda: False)
@@ -61,11 +61,11 @@ def test_non_finite_weights_are_named_with_their_place(bad: float) -> None:
     w = weights()
     w[17, 100] = bad
     with pytest.raises(NumericsError, match=r"'w' has [01] NaN and [01] inf, the first at \[17, 100\]"):
-        rows.checked_amax(w, "w")
+        unit.checked_amax(w, "w")
 
 
 def test_totals_agree_with_the_measured_error_to_float32_rounding() -> None:
     fmt, w = FORMATS["nvfp4"], weights()
     g = w.abs().amax().float() / 2688
-    q = rows.quantize_rows(w, fmt, search="exact", global_scale=g)
-    assert rows.total_error(w, fmt, search="exact", global_scale=g) == pytest.approx(rows.measure(q, w)[0], rel=1e-6)
+    q = unit.quantize_rows(w, fmt, search="exact", global_scale=g)
+    assert unit.total_error(w, fmt, search="exact", global_scale=g) == pytest.approx(unit.measure(q, w)[0], rel=1e-6)

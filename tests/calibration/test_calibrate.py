@@ -23,8 +23,7 @@ from ptqpipe.checkpoint.block_folder import Finished
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.cli.common import devices_of
 from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, UsageError
-from ptqpipe.stages.calibrate import run as calibrate_run
-from ptqpipe.stages.calibrate import run as stage
+from ptqpipe.stages.calibrate import run as calibrate_run, run as stage
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.statistics import BLOCK, Statistics

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptqpipe.algorithms.rows import quantize_rows
+from ptqpipe.algorithms.unit import quantize_rows
 from ptqpipe.calibration.assembly import assemble
 from ptqpipe.calibration.rounding import Settings, _Choice, learn
 from ptqpipe.formats import get_format

@@ -9,7 +9,7 @@ import torch
 from ptqpipe.engine import attention
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.runner import CacheOptions, Runner
-from ptqpipe.runtime import kv_cache, load_model
+from ptqpipe.runtime import load_model, simulate
 from tests.engine.models import ask, engine, generate, greedy_of, tokenizer
 from tests.runtime.models import quantized, save_source
 from tests.runtime.test_kv_cache import SCHEME, scales_named, with_scales
@@ -35,7 +35,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def test_the_engine_looks_for_scales_where_the_runtime_puts_them() -> None:
     """Neither may import the other; under another name the cache would silently be bfloat16."""
-    assert attention.KV_SCALES == kv_cache.KV_SCALES
+    assert attention.KV_SCALES == simulate.KV_SCALES
 
 
 @pytest.mark.parametrize("max_batch_tokens", [512, 7])

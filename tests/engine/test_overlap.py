@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ptqpipe.cli import main
 from ptqpipe.collectives import QuantAllReduce

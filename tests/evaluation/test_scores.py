@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM
 
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.evaluation import Scores, Window, divergence, perplexity, score, windows
-from ptqpipe.evaluation import scores as module
+from ptqpipe.evaluation import Scores, Window, divergence, perplexity, score, scores as module, windows
 
 
 def tiny(seed: int, vocabulary: int = 48) -> Any:

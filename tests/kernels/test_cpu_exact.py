@@ -6,8 +6,7 @@ which is held to it here), the expected bytes from ``qtensor.encode``.
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import get_format

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import CODECS, get_format
+from ptqpipe.formats import CODECS, get_format, packed_columns
 from ptqpipe.kernels import cpu, reference
-from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import QTensor, encode
 from tests.kernels.cpu_cases import BFLOAT16, FLOAT16, FLOAT32, generator
 

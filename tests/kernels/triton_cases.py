@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.formats import Format, get_format
+from ptqpipe.formats import Format, get_format, packed_columns
 from ptqpipe.kernels import triton as kernels
 from ptqpipe.kernels.reference import sum_blocks
-from ptqpipe.packing import packed_columns
 from ptqpipe.qtensor import QTensor, encode, squared_error
 from ptqpipe.search import absmax, brute_force
 from ptqpipe.search.objective import importance_blocks, magnitude_blocks, scores

@@ -11,8 +11,7 @@ import torch
 
 from ptqpipe.api import quantize
 from ptqpipe.formats import get_codec
-from ptqpipe.kernels import triton as kernels
-from ptqpipe.kernels import triton_linear
+from ptqpipe.kernels import triton as kernels, triton_linear
 from ptqpipe.runtime.packed import PackedWeight
 
 DEVICE = "cpu" if kernels.interpreting() else "cuda"

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from ptqpipe.errors import FormatError, NumericsError, UsageError
-from ptqpipe.formats import CODECS, Format, get_format
-from ptqpipe.packing import unpack
+from ptqpipe.formats import CODECS, Format, get_format, unpack
 from ptqpipe.qtensor import code_values, encode, scale_values, squared_error
 from ptqpipe.search import (
     absmax,

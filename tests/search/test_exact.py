@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import CODECS, Format, get_codec, get_format

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import CODECS, get_format

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from ptqpipe.formats import CODECS, Format, get_format
 from ptqpipe.search.brute_force import search as brute_force

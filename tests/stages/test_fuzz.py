@@ -31,10 +31,8 @@ from ptqpipe.stages.convert import text as tables
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.dequantize import dequantize
-from ptqpipe.stages.diff import diff
-from ptqpipe.stages.diff import render as render_diff
-from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.inspect import render as render_inspected
+from ptqpipe.stages.diff import diff, render as render_diff
+from ptqpipe.stages.inspect import inspect, render as render_inspected
 from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 from ptqpipe.stages.verify.text import render

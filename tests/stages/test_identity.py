@@ -14,7 +14,7 @@ from ptqpipe.checkpoint import source
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.stages import demo
-from ptqpipe.stages.common.identity import name_of
+from ptqpipe.stages.common.text import name_of
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.transform.plan import TransformOptions

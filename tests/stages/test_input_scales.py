@@ -10,7 +10,7 @@ import torch
 from ptqpipe.inputs import InputStatistics
 from ptqpipe.plan import Unit, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
-from ptqpipe.stages.common.input_scales import InputScales
+from ptqpipe.stages.common.moments import InputScales
 from ptqpipe.statistics import Statistics
 
 LAYERS, EXPERTS = 3, 8

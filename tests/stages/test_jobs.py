@@ -9,8 +9,8 @@ import pytest
 
 from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.errors import OutputError
-from ptqpipe.stages.common.jobs import Job, MemoryPool, run_jobs
-from ptqpipe.stages.common.rewrite import records_of
+from ptqpipe.stages.common.machine import Job, MemoryPool, run_jobs
+from ptqpipe.stages.common.rewriting import records_of
 
 SECONDS = 30  # far above what any thread takes
 SHORT = 0.05  # what a thread that must wait is watched for

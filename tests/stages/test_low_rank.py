@@ -198,10 +198,10 @@ def test_machines_and_interruptions_change_no_byte(model: Path, stats: Path, tmp
 def test_a_killed_run_resumes_to_the_same_bytes(
     model: Path, stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ptqpipe.stages.common import low_rank
+    from ptqpipe.stages.common import units
 
     run(model, tmp_path / "whole", stats=stats, recipe=RECIPE)
-    real, calls = low_rank.correct_unit, []
+    real, calls = units.correct_unit, []
 
     def stops(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -209,7 +209,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(low_rank, "correct_unit", stops)
+    monkeypatch.setattr(units, "correct_unit", stops)
     prepared = prepare(model, recipe_path=RECIPE, out=tmp_path / "cut", stats=stats)
     with pytest.raises(KeyboardInterrupt):
         convert(prepared, machine=Machine(workers=1))

@@ -15,7 +15,7 @@ from ptqpipe.runtime.loading import load_model
 from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.plan.measure import Measurement
+from ptqpipe.stages.plan.cost import Measurement
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
 from tests.tiny import llama, save
 

@@ -11,10 +11,9 @@ import ptqpipe
 from ptqpipe.algorithms import quantizer, recheck, rtn
 from ptqpipe.algorithms.unit import Matrix, Promise, Task
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import get_format
+from ptqpipe.formats import get_format, pack
 from ptqpipe.inputs import Moments
 from ptqpipe.options import ALGORITHMS, CodeOptions
-from ptqpipe.packing import pack
 from ptqpipe.qtensor import QTensor, encode
 from ptqpipe.schemes import SCHEMES
 from tests import tiny

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.checkpoint.writer import CheckpointWriter
 from ptqpipe.errors import AlreadyComplete, NumericsError, OutputError, PtqError, UsageError
-from ptqpipe.stages.common.rewrite import Done
+from ptqpipe.stages.common.rewriting import Done
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
 from tests import tiny

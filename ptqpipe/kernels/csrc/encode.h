@@ -1,4 +1,4 @@
-// Codes of a tile, packed: bit stream of each block as ptqpipe/packing.py defines it, little-endian.
+// Codes of a tile, packed: bit stream of each block as ptqpipe/formats.py defines it, little-endian.
 //
 // A 32-bit word per lane holds 8 codes of 4 bits, 4 of 8 bits, or 4 of 6 bits (24 bits used).
 

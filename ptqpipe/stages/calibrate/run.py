@@ -27,15 +27,21 @@ from ptqpipe.calibration.moments import Moments
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
-from ptqpipe.checkpoint.block_folder import BlockFolder, Finished
-from ptqpipe.checkpoint.source import check_disjoint, resolve_source
-from ptqpipe.checkpoint.writer import Mode
+from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
-from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.jobs import Job, progress_bar
-from ptqpipe.stages.common.machine import BASE_BYTES, Machine, Ranks, compute_threads, peak_bytes, threads
+from ptqpipe.stages.common import (
+    BASE_BYTES,
+    Job,
+    Machine,
+    Ranks,
+    compute_threads,
+    name_of,
+    peak_bytes,
+    progress_bar,
+    threads,
+)
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
 MOMENTS = ("diagonal", "block", "full")

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.checkpoint.block_folder import Finished
+from ptqpipe.checkpoint import Finished
 from ptqpipe.quantities import memory_size, number
-from ptqpipe.stages.common.text import name_pattern, role_of, table
+from ptqpipe.stages.common import name_pattern, role_of, table
 from ptqpipe.statistics import Statistics
 
 MOST_NAMES = 8  # of what no sample reached

@@ -1,27 +1,145 @@
-"""What convert reads from a statistics folder: the moments of a unit's inputs, checked against the plan beforehand.
+"""What stages read from statistics: the moments of a unit's inputs and the static scales of its activations.
 
-Moments are read when a unit is quantized and gone when it is done. Must not know how they are used.
+Statistics and learned codes are checked against the model and the plan beforehand (`check_model`, `open_statistics`).
+Moments are read when a unit is quantized and gone when it is done. A static scale is a constant or follows from the
+statistics, one for all layers that quantize one input together: readers fuse the gate and up projections of all experts
+of a layer, so these have one scale, which is found once. Must not know how moments are used or where scales are stored.
 """
 
+import re
+import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ptqpipe.algorithms import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_scale, static_amax
 from ptqpipe.algorithms.columns import has_block_scales
-from ptqpipe.algorithms.metric import memory_bytes
-from ptqpipe.algorithms.rows import CHUNK_ELEMENTS
+from ptqpipe.checkpoint import OF_WEIGHTS
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.formats import FORMATS
 from ptqpipe.inputs import Moments
-from ptqpipe.plan import Plan, Unit
+from ptqpipe.plan import Member, Plan, Unit
 from ptqpipe.recipe import Recipe
 from ptqpipe.rounding import Rounding
+from ptqpipe.schemes import Activation
 from ptqpipe.source import Source
-from ptqpipe.stages.common.extra_tensors import corrected_biases
-from ptqpipe.stages.common.identity import check_model
-from ptqpipe.stages.common.input_scales import LARGEST, module_of
+from ptqpipe.stages.common.outputs import corrected_biases
+from ptqpipe.stages.common.text import name_of
 from ptqpipe.statistics import KnownInputs, Statistics
+
+_SHOWN = 12  # hex digits of a fingerprint in a message
+
+
+def check_model(folder: Statistics | Rounding, source: Source) -> None:
+    """UsageError, with both fingerprints and the remedy, where ``folder`` is of another model than ``source``."""
+    theirs, ours = folder.model_fingerprint, source.reader.fingerprint()
+    if theirs == ours:
+        return
+    what, verb = ("statistics", "calibrate") if isinstance(folder, Statistics) else ("learned codes", "tune")
+    recorded, name = folder.content["model"].get("name"), name_of(source.reader.path)
+    model = f"the model {recorded}" if recorded else "another model"
+    if theirs[:OF_WEIGHTS] == ours[:OF_WEIGHTS]:
+        raise UsageError(
+            f"the {what} in {folder.path} belong to {model} with another config.json (fingerprint ..."
+            f"{theirs[-_SHOWN:]}, {name} has the same weights and ...{ours[-_SHOWN:]}); put that config.json back, or "
+            f"{verb} this model"
+        )
+    raise UsageError(
+        f"the {what} in {folder.path} belong to {model} (fingerprint {theirs[:_SHOWN]}), this is {name} "
+        f"(fingerprint {ours[:_SHOWN]}); name the folder with that model's files, or {verb} this one"
+    )
+
+
+# The largest input that a static scale of one represents.
+LARGEST = {
+    Activation.NVFP4_STATIC_GLOBAL: FORMATS["nvfp4"].max_product,
+    Activation.FP8_TENSOR_STATIC: FORMATS["fp8_tensor"].element.max,
+}
+
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
+
+
+class InputScales:
+    """The static scale of every unit's input. What experts share is read once and kept; may be asked by threads."""
+
+    def __init__(self, recipe: Recipe, statistics: Statistics | None) -> None:
+        """``statistics`` None: the constant of the recipe."""
+        self._recipe = recipe
+        self._statistics = statistics
+        self._experts: dict[tuple[str, str], list[str]] | None = None  # (experts, leaf) -> modules
+        self._shared: dict[tuple[float, str, tuple[str, ...]], float] = {}
+        self._lock = threading.Lock()
+
+    def of(self, unit: Unit) -> list[torch.Tensor | None]:
+        """The scale of every member's input, float32 0-d, which they share; None where the scheme has none."""
+        largest = LARGEST.get(unit.scheme.activation)
+        if largest is None:
+            return [None] * len(unit.members)
+        statistics = self._statistics
+        if statistics is None:
+            constant = torch.tensor(self._recipe.input_amax, dtype=torch.float32) / largest
+            return [constant] * len(unit.members)
+        amax = 0.0
+        alone = []
+        for module in map(module_of, unit.members):
+            match = _EXPERT.fullmatch(module)
+            leaves = () if match is None else self._fused_with(match[2])
+            if match is None or len(leaves) == 1:
+                alone.append(module)
+            else:
+                amax = max(amax, self._of_experts(statistics, match[1], leaves, largest))
+        amax = max(amax, self._amax(statistics, alone, largest))
+        nvfp4 = unit.scheme.activation is Activation.NVFP4_STATIC_GLOBAL
+        scale = (nvfp4_scale if nvfp4 else fp8_scale)(amax, headroom=self._recipe.headroom)
+        return [scale] * len(unit.members)
+
+    def _fused_with(self, leaf: str) -> tuple[str, ...]:
+        return next((group for group in self._recipe.fuse if leaf in group), (leaf,))
+
+    def _of_experts(self, statistics: Statistics, experts: str, leaves: tuple[str, ...], largest: float) -> float:
+        """The largest activation of these projections of all experts of a layer."""
+        key = (largest, experts, leaves)
+        with self._lock:
+            if key not in self._shared:
+                index = self._index(statistics)
+                modules = [module for leaf in leaves for module in index.get((experts, leaf), ())]
+                self._shared[key] = self._amax(statistics, modules, largest)
+            return self._shared[key]
+
+    def _index(self, statistics: Statistics) -> dict[tuple[str, str], list[str]]:
+        """(experts, leaf) -> the modules of that projection."""
+        if self._experts is None:
+            self._experts = defaultdict(list)
+            for module in statistics.modules:
+                match = _EXPERT.fullmatch(module)
+                if match is not None:
+                    self._experts[match[1], match[2]].append(module)
+        return self._experts
+
+    def _amax(self, statistics: Statistics, modules: list[str], largest: float) -> float:
+        """The largest activation that must not clip, over the inputs of these modules; 0 for none."""
+        first = {statistics.key(module): module for module in reversed(modules)}  # each input once
+        amax = 0.0
+        for module in first.values():
+            known = statistics.of(module)
+            found = static_amax(
+                known.amax,
+                known.second_moment,
+                known.quantiles,
+                policy=self._recipe.input_scale,
+                largest=largest,
+                name=module,
+            )
+            amax = max(amax, found)
+        return amax
+
+
+def module_of(member: Member) -> str:
+    """The name that statistics have for a weight: its module, with the expert of a stack."""
+    return member.module if member.stack is None else f"{member.module}[{member.source.expert}]"
 
 
 def open_statistics(

@@ -1,9 +1,10 @@
-"""Texts and tables of all commands: aligned columns, differences of JSON, names of weights with numbers as ``*``."""
+"""Words and tables of all commands: aligned columns, sizes, names of models, of weights with their numbers as ``*``."""
 
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ptqpipe.containers import short_json
@@ -12,6 +13,19 @@ from ptqpipe.report import content
 
 _VALUE = 48  # characters of a value of a JSON file
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def name_of(folder: Path) -> str:
+    """What a folder is called: the last part of its path as it was typed, a link by the link's own name.
+
+    A snapshot in the hub's cache is called as the repository; "." and ".." as the folders that they stand for.
+    """
+    if folder.name in ("", ".."):
+        folder = folder.resolve()
+    snapshots, repository = folder.parent, folder.parent.parent.name
+    if snapshots.name == "snapshots" and repository.startswith("models--"):
+        return repository.rpartition("--")[2]
+    return folder.name or "model"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:

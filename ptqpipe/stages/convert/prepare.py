@@ -21,14 +21,16 @@ from ptqpipe.rounding import ROUNDING_FILE, Rounding
 from ptqpipe.schemes import get_scheme
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
-from ptqpipe.stages.common.extra_tensors import check_cached
-from ptqpipe.stages.common.identity import check_model, name_of
-from ptqpipe.stages.common.input_scales import LARGEST, InputScales
-from ptqpipe.stages.common.moments import open_statistics
-from ptqpipe.stages.common.outputs import (
+from ptqpipe.stages.common import (
+    LARGEST,
+    InputScales,
     WriteCacheScales,
+    check_cached,
+    check_model,
     check_read_back,
     container_of,
+    name_of,
+    open_statistics,
     outputs_of,
 )
 from ptqpipe.stages.convert.run import Conversion

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.algorithms.unit import UnitResult, WeightError, check_decode, gathered_bytes
+from ptqpipe.algorithms import UnitResult, WeightError, check_decode, gathered_bytes
 from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.containers import WHOLE_ROLES, Part, Role, encode_part, part_offset
 from ptqpipe.dtypes import DTYPES
@@ -23,14 +23,29 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import option_size, option_size_above
 from ptqpipe.rounding import Rounding
 from ptqpipe.source import Scratch, Source, SourceRows
-from ptqpipe.stages.common import low_rank
-from ptqpipe.stages.common.extra_tensors import MeanErrors, write_scales
-from ptqpipe.stages.common.input_scales import InputScales
-from ptqpipe.stages.common.machine import Machine, Share
-from ptqpipe.stages.common.moments import describe_statistics, means_of, unit_extra_bytes
-from ptqpipe.stages.common.outputs import Outputs, QuantizeUnit, WriteCacheScales
-from ptqpipe.stages.common.quantize_unit import learned_codes, quantize_unit
-from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, rewrite
+from ptqpipe.stages.common import (
+    CopyTensor,
+    Done,
+    InputScales,
+    Machine,
+    MeanErrors,
+    Outputs,
+    QuantizeUnit,
+    Rewrite,
+    Run,
+    Share,
+    WriteCacheScales,
+    describe_statistics,
+    learned_codes,
+    low_rank_bytes,
+    means_of,
+    merged,
+    named_source,
+    quantize_unit,
+    rewrite,
+    unit_extra_bytes,
+    write_scales,
+)
 from ptqpipe.statistics import Statistics
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
@@ -85,7 +100,7 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
             if unit.scheme.fmt.one_scale:
                 size = max(_element_bytes(self.source, member) for member in unit.members)
                 codes += gathered_bytes([m.shape for m in unit.members], unit.scheme.fmt, element_bytes=size)
-        return max(codes, low_rank.extra_bytes(unit, self.statistics))
+        return max(codes, low_rank_bytes(unit, self.statistics))
 
     def do(
         self, job: QuantizeUnit | CopyTensor | WriteCacheScales, writer: CheckpointWriter, share: Share

@@ -8,11 +8,16 @@ from ptqpipe.errors import one_line
 from ptqpipe.kernels import cpu
 from ptqpipe.plan import unmatched_patterns
 from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above
-from ptqpipe.report.content import can_be_proven, mean_known
-from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
-from ptqpipe.stages.common.machine import WORKER_BYTES, Machine
-from ptqpipe.stages.common.rewrite import Done
-from ptqpipe.stages.common.text import decibels, name_pattern, role_of, table
+from ptqpipe.report import can_be_proven, judged_by, mean_known, samples_text, tuned_blocks, tuned_from
+from ptqpipe.stages.common import (
+    WORKER_BYTES,
+    Done,
+    Machine,
+    decibels,
+    name_pattern,
+    role_of,
+    table,
+)
 from ptqpipe.stages.convert.run import Conversion
 
 _WEIGHT_ERROR = (

@@ -12,9 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ptqpipe.checkpoint.files import RECORD_FILE
-from ptqpipe.checkpoint.reader import CheckpointReader
-from ptqpipe.checkpoint.source import resolve_source
+from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT, open_cache
 from ptqpipe.evaluation.harness import Metric, TaskRequest, check_tasks, run_tasks
@@ -32,8 +30,7 @@ from ptqpipe.runtime.loading import (
     positions_of,
     read_config,
 )
-from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.jobs import token_bar
+from ptqpipe.stages.common import name_of, token_bar
 
 
 @dataclass(frozen=True, slots=True)

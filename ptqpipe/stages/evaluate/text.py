@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.checkpoint.single_file import check_file, write_file
+from ptqpipe.checkpoint import check_file, write_file
 from ptqpipe.errors import OutputExists
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
-from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.text import table
+from ptqpipe.stages.common import name_of, table
 
 
 def default_out(ckpt: str) -> Path:

@@ -1,34 +1,47 @@
-"""What each scheme costs each group in accuracy, estimated from the weights: data-free, or with statistics.
+"""What each scheme costs each group in accuracy: estimated from the weights, or measured with the model.
 
-Every scheme is tried with the searches that convert runs. For a group g with weights m of roles r (each role's weights
-in one group, the experts of an MLP, count as their mean):
+*Estimated*: every scheme is tried with the searches that convert runs. For a group g with weights m of roles r (each
+role's weights in one group, the experts of an MLP, count as their mean):
 
     data-free    cost = sum_r mean_m ||W - What||^2 / E_r          E_r: mean ||W||^2 of the weights of that role
     statistics   cost = sum_r mean_m E||(W - What) x||^2 / E||W x||^2
 
 with the expectation from the full, block or diagonal second moment of the input, the richest that all weights have.
 Data-free compares weights of one role by their absolute error, since the layers of one role see inputs of one kind.
+
+*Measured*: the KL divergence to the float model with that group alone quantized. The model is loaded once, in float32;
+a group's weights are replaced by their decode, the text is scored, and the weights are put back. Each number goes to a
+JSON-lines file when it is known, so an interrupted run continues. Inputs of linear layers stay as they are: the
+weights' share of the cost is measured.
 """
 
+import json
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from ptqpipe.algorithms.metric import output_error
-from ptqpipe.algorithms.unit import gathered_bytes
+from ptqpipe.algorithms import gathered_bytes, output_error
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.evaluation.kept_logits import KeptLogits
+from ptqpipe.evaluation.scores import score
+from ptqpipe.evaluation.text import read_text
 from ptqpipe.inputs import InputStatistics
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import option_size, option_size_above
+from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.runtime.find_weight import find_place
+from ptqpipe.runtime.loading import default_length, load_model, load_tokenizer, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common.jobs import MemoryPool
-from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, one_thread_each
-from ptqpipe.stages.common.text import role_of
+from ptqpipe.stages.common import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, one_thread_each, role_of
 from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, Statistics
 
@@ -177,3 +190,120 @@ def _sum(errors: Sequence[_Error], *, relative: bool) -> dict[tuple[str, str], f
         scale = e.signal if relative else mean[e.role]
         parts[(e.group, e.scheme)][e.role].append(max(0.0, e.error) / scale if scale > 0 else 0.0)
     return {key: sum(sum(v) / len(v) for v in roles.values()) for key, roles in parts.items()}
+
+
+VERSION = 1
+DEFAULT_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What to measure on, and where the numbers are kept.
+
+    text     a .txt, .jsonl or .parquet file
+    record   the JSON-lines file: continued where it is of the same run
+    """
+
+    text: Path
+    record: Path
+    tokens: int = DEFAULT_TOKENS
+    window: int | None = None
+    on_measured: Callable[[int, int], None] | None = None  # (done, of)
+
+
+def measure(
+    source: Source, groups: Sequence[Group], measurement: Measurement
+) -> tuple[dict[tuple[str, str], float], str]:
+    """(the cost of every option but keep, what the costs are).
+
+    UsageError for a text or a record that does not belong here, CheckpointError for a model that cannot be run.
+    """
+    path = source.reader.path
+    if measurement.tokens < 2:
+        raise UsageError(f"--max-tokens {measurement.tokens}: expected 2 or more")
+    text = read_text(measurement.text, lambda: load_tokenizer(path), max_tokens=measurement.tokens)
+    window = measurement.window or min(default_length(read_config(path)), len(text.tokens))
+    header = {
+        "version": VERSION,
+        "model": source.reader.fingerprint(),
+        "tokens": text.sha256,
+        "window": window,
+        "measure": "mean KL, one group at a time",
+    }
+    known = _read_record(measurement.record, header)
+    todo = [(g, o.scheme) for g in groups for o in g.options if o.scheme and (g.id, o.name) not in known]
+    if todo:
+        model = load_model(path, activations="none")
+        reference = KeptLogits(model, text.tokens, window)
+        with open(measurement.record, "a", encoding="utf-8") as file:
+            if not known and file.tell() == 0:
+                _append(file, header)
+            for done, (group, scheme) in enumerate(todo):
+                with _quantized(model, source, group, scheme):
+                    found = score(model, text.tokens, window=window, reference=reference)
+                assert found.kl is not None
+                kl = float(found.kl.double().mean())
+                known[(group.id, scheme.name)] = max(kl, 0.0)
+                _append(file, {"group": group.id, "scheme": scheme.name, "kl": kl})
+                if measurement.on_measured is not None:
+                    measurement.on_measured(done + 1, len(todo))
+    costs = {(g.id, o.name): known[(g.id, o.name)] for g in groups for o in g.options if o.scheme is not None}
+    name = measurement.text.name
+    return costs, f"mean KL to the float model on {len(text.tokens)} tokens of {name}, one group at a time (measured)"
+
+
+def _append(file: Any, entry: Mapping[str, Any]) -> None:
+    file.write(json.dumps(entry) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _read_record(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """The measurements of an earlier run; a torn last line is cut off. UsageError where the file is of another run."""
+    if not path.exists():
+        return {}
+    try:
+        raw = read_regular(path, limit=MAX_JSON_BYTES)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; name another file") from None
+    whole = raw[: raw.rfind(b"\n") + 1]
+    try:
+        lines = [json.loads(line) for line in whole.splitlines()]
+        same = not lines or lines[0] == header
+        known = {(str(e["group"]), str(e["scheme"])): max(float(e["kl"]), 0.0) for e in lines[1:]}
+    except (ValueError, KeyError, TypeError):
+        same, known = False, {}
+    if not same:
+        raise UsageError(f"{path} holds measurements of another model, text or window; remove it, or name another file")
+    if whole != raw:
+        os.truncate(path, len(whole))
+    return known
+
+
+@contextmanager
+def _quantized(model: Any, source: Source, group: Group, scheme: Scheme) -> Iterator[None]:
+    """Meanwhile the group's weights in the model are those that the scheme decodes to."""
+    saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with torch.no_grad():
+        try:
+            for unit in group.units:
+                weights = [SourceRows(source, m.source, shape=m.shape, cache=True) for m in unit.members]
+                for member, weight, decoded in zip(unit.members, weights, _decoded(weights, unit, scheme), strict=True):
+                    original = weight.rows(0, member.shape[0]).float()
+                    place = find_place(model, member, original)
+                    saved.append((place, original))
+                    place.copy_(decoded)
+            yield
+        finally:
+            for place, original in saved:
+                place.copy_(original)
+
+
+def _decoded(weights: Sequence[SourceRows], unit: Unit, scheme: Scheme) -> list[torch.Tensor]:
+    found = [torch.empty(member.shape) for member in unit.members]
+
+    def take(member: int, row: int, q: QTensor) -> None:
+        found[member][row : row + q.shape[0]] = q.dequantize()
+
+    quantize_as(weights, unit, scheme, take)
+    return found

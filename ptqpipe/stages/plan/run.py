@@ -1,6 +1,6 @@
 """plan: which weights get which format under a budget. A recipe that converts directly, and its exact size.
 
-Sensitivities come from ``cost.py`` or ``measure.py``, the choice from ``algorithms/knapsack.py``; this file turns
+Sensitivities come from ``cost.py``, the choice from ``solve.py``; this file turns
 a budget into bytes, asks for the choice, and makes sure that the recipe does what the plan says, to the byte.
 """
 
@@ -17,10 +17,8 @@ from ptqpipe.errors import UsageError
 from ptqpipe.quantities import disk_size, option_size
 from ptqpipe.recipe import recipe_text
 from ptqpipe.source import Source
-from ptqpipe.stages.common.identity import check_model, name_of
-from ptqpipe.stages.common.machine import Machine
-from ptqpipe.stages.plan.cost import Costs, choose_moment, estimate
-from ptqpipe.stages.plan.measure import Measurement, measure
+from ptqpipe.stages.common import Machine, check_model, name_of
+from ptqpipe.stages.plan.cost import Costs, Measurement, choose_moment, estimate, measure
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
 from ptqpipe.statistics import Statistics
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ptqpipe.plan import Member
 from ptqpipe.quantities import disk_size, number, scientific
-from ptqpipe.stages.common.text import layer_of, role_of, table
+from ptqpipe.stages.common import layer_of, role_of, table
 from ptqpipe.stages.plan.run import MixedPlan
 from ptqpipe.stages.plan.units import KEEP
 

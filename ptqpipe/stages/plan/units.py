@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ptqpipe.algorithms import rtn
-from ptqpipe.algorithms.unit import Sink, Task, UnitResult, Weight
+from ptqpipe.algorithms import Sink, Task, UnitResult, Weight, rtn
 from ptqpipe.containers import Container, Part
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import FormatError, RecipeError, UsageError
@@ -22,7 +21,7 @@ from ptqpipe.plan import Member, Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
 from ptqpipe.schemes import Scheme, get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.outputs import container_of, outputs_of
+from ptqpipe.stages.common import container_of, outputs_of
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)

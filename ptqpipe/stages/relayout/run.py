@@ -6,7 +6,7 @@ Codes and block scales keep their bytes; what changes is names, shapes of the sa
 number; both are looked for in every scale that is inverted, and recorded. Shards keep their borders (the parts of one
 weight are brought together), so there and back again gives the same files, the record aside.
 
-Knows containers and files; must not know how scales were chosen. Bytes move in ``pieces.py``.
+Knows containers and files; must not know how scales were chosen. Bytes move in ``jobs.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,30 @@ from ptqpipe.formats import get_format
 from ptqpipe.plan import is_matrix
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, read_record
 from ptqpipe.source import Source
-from ptqpipe.stages.common.machine import Share
-from ptqpipe.stages.common.outputs import check_read_back
-from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
+from ptqpipe.stages.common import (
+    CopyTensor,
+    Done,
+    Rewrite,
+    Run,
+    Share,
+    check_read_back,
+    merged,
+    named_source,
+    parts_of_stage,
+    rewrite,
+)
 from ptqpipe.stages.relayout.jobs import (
+    Moved,
     MoveWeight,
+    Piece,
     dropped_parts,
     kept_job,
+    move,
     specs_of,
     targets_of,
     warnings_of,
     weight_jobs,
 )
-from ptqpipe.stages.relayout.pieces import Moved, Piece, move
 
 # What holds of each part of a stack's weight that is split: how its numbers were found, not what they cost.
 _OF_EVERY_PART = ("search", "proven", "algorithm", "weighting", "damping", "reverted", "held_out", "input_scale")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ptqpipe.quantities import disk_size, memory_size
-from ptqpipe.stages.common.rewrite import Done
+from ptqpipe.stages.common import Done
 
 
 def render(done: Done) -> str:

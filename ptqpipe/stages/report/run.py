@@ -12,26 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint.digests import file_sha256
-from ptqpipe.checkpoint.files import RECORD_FILE
-from ptqpipe.checkpoint.single_file import check_file, write_file
+from ptqpipe.checkpoint import RECORD_FILE, check_file, file_sha256, write_file
 from ptqpipe.containers import is_kv_scale
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.evaluation.result import read_result
 from ptqpipe.record import Record, claims_ownership, read_record
-from ptqpipe.report import check_kind, default_path, is_report, render
-from ptqpipe.report.content import (
+from ptqpipe.report import (
     KeptTensor,
     Report,
+    check_kind,
     decibels,
+    default_path,
+    is_report,
+    judged_by,
     mean_known,
     pooled_mse,
+    render,
+    samples_text,
+    tuned_blocks,
+    tuned_from,
 )
-from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
 from ptqpipe.source import Source
-from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.machine import default_workers, one_thread_each
-from ptqpipe.stages.common.text import layer_of, role_of
+from ptqpipe.stages.common import default_workers, layer_of, name_of, one_thread_each, role_of
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.report.scan import NAMES, SAMPLE, STORED, scan_weight
 from ptqpipe.stages.report.weights import (

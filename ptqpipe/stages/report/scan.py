@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ptqpipe.algorithms.rows import total_error
+from ptqpipe.algorithms import total_error
 from ptqpipe.formats import Codec, Format
 from ptqpipe.global_scale import SAMPLE_ALL, SAMPLE_FRACTION, SAMPLE_RUNS, absmax_global, canonical, sample_rows
 from ptqpipe.qtensor import Illegal, QTensor, check_finite, illegal_numbers, scale_values, to_blocks
-from ptqpipe.report.content import Choice, Codes, WorstBlock
+from ptqpipe.report import Choice, Codes, WorstBlock
 from ptqpipe.source import Source, SourceRows, row_runs
 
 ABSMAX = "abs-max"

@@ -14,11 +14,10 @@ import torch
 
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.errors import UsageError
-from ptqpipe.origins import Origins
 from ptqpipe.record import Record
-from ptqpipe.report.content import Choice, Histogram, Proof, Weight, WorstBlock
-from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common.text import layer_of, number_in, role_of
+from ptqpipe.report import Choice, Histogram, Proof, Weight, WorstBlock
+from ptqpipe.source import Origins, Source, SourceRows
+from ptqpipe.stages.common import layer_of, number_in, role_of
 from ptqpipe.stages.report.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.stages.verify.groups import fused_groups
 from ptqpipe.stages.verify.repeat import prove_weight

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from ptqpipe.collectives import NEVER, QuantAllReduce, Thresholds
-from ptqpipe.engine import invariance
-from ptqpipe.engine.engine import Engine, EngineOptions
+from ptqpipe.engine import Engine, EngineOptions, Service, invariance
 from ptqpipe.engine.overlap import Overlap, least_tokens
 from ptqpipe.engine.ranks import Leader, agree, follow
 from ptqpipe.engine.runner import CacheOptions, Runner, check_model
-from ptqpipe.engine.service import Service
 from ptqpipe.errors import PtqError
 from ptqpipe.quantities import memory_size
 from ptqpipe.runtime.compiled import use_kernels
@@ -26,7 +24,7 @@ from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.parallel import RunCollective
 from ptqpipe.server.app import ServerOptions, create_app
 from ptqpipe.server.run import run
-from ptqpipe.stages.common.identity import name_of
+from ptqpipe.stages.common import name_of
 from ptqpipe.stages.serve.checks import context_of, host_names
 from ptqpipe.stages.serve.ranks import OtherRanks, Place
 from ptqpipe.stages.serve.run import Log, ServeOptions

@@ -12,8 +12,7 @@ from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.jobs import Job
-from ptqpipe.stages.common.rewrite import CopyTensor
+from ptqpipe.stages.common import CopyTensor, Job
 from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling, joined
 
 EDGE_KINDS = ("norm", "value", "up")

@@ -20,9 +20,18 @@ from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.identity import check_model
-from ptqpipe.stages.common.machine import Share
-from ptqpipe.stages.common.rewrite import CopyTensor, Done, Rewrite, Run, merged, named_source, parts_of_stage, rewrite
+from ptqpipe.stages.common import (
+    CopyTensor,
+    Done,
+    Rewrite,
+    Run,
+    Share,
+    check_model,
+    merged,
+    named_source,
+    parts_of_stage,
+    rewrite,
+)
 from ptqpipe.stages.dequantize import with_dtype
 from ptqpipe.stages.transform import plan
 from ptqpipe.stages.transform.plan import TORCH_DTYPES, Component, TransformOptions

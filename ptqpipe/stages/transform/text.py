@@ -3,7 +3,7 @@
 from typing import Any
 
 from ptqpipe.quantities import disk_size, memory_size, scientific
-from ptqpipe.stages.common.rewrite import Done
+from ptqpipe.stages.common import Done
 
 FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
 

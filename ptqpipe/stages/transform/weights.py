@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ptqpipe.algorithms.rows import quantize_rows
+from ptqpipe.algorithms import quantize_rows
 from ptqpipe.checkpoint import CheckpointReader
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.formats import Format
@@ -18,7 +18,7 @@ from ptqpipe.global_scale import absmax_global
 from ptqpipe.inputs import InputStatistics
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
-from ptqpipe.stages.common.input_scales import LARGEST
+from ptqpipe.stages.common import LARGEST
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms import RUN, Consumer, Edge, Folding, Matrix, Op, Problem, Quantize, apply
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ptqpipe.algorithms import asymmetric, gptq
-from ptqpipe.algorithms.unit import Matrix, Task, joined
+from ptqpipe.algorithms import Matrix, Task, asymmetric, gptq, joined
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.paired import Paired, call_order, paired_moments, quantized_inputs
 from ptqpipe.calibration.runner import Block, Runner
@@ -27,7 +26,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
 from ptqpipe.source import SourceRows
-from ptqpipe.stages.common.quantize_unit import quantize_unit
+from ptqpipe.stages.common import quantize_unit
 from ptqpipe.stages.convert.run import Conversion
 
 

@@ -22,19 +22,14 @@ from ptqpipe.calibration.data import Samples, load_samples
 from ptqpipe.calibration.rounding import Learned, Settings, learn
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.checkpoint.block_folder import BlockFolder, Finished
-from ptqpipe.checkpoint.source import check_disjoint
-from ptqpipe.checkpoint.tensor_file import write_tensors
-from ptqpipe.checkpoint.writer import Mode
+from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, write_tensors
 from ptqpipe.errors import UsageError
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import default_length, read_config
-from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.jobs import Job, progress_bar
-from ptqpipe.stages.common.machine import Machine, compute_threads, peak_bytes, threads
+from ptqpipe.stages.common import Job, Machine, compute_threads, name_of, peak_bytes, progress_bar, threads
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.tune.block import BlockWork, follow

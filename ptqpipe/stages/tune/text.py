@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ptqpipe.checkpoint.block_folder import Finished
+from ptqpipe.checkpoint import Finished
 from ptqpipe.quantities import memory_size, number
-from ptqpipe.report.output_error import samples_text
-from ptqpipe.stages.common.text import table
+from ptqpipe.report import samples_text
+from ptqpipe.stages.common import table
 
 
 def to_json(done: Finished) -> dict[str, Any]:

@@ -14,10 +14,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.digests import file_sha256
-from ptqpipe.checkpoint.files import OWN_FILES, RECORD_FILE
-from ptqpipe.checkpoint.journal import run_id_of
-from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint import OWN_FILES, RECORD_FILE, CheckpointReader, file_sha256, run_id_of
 from ptqpipe.containers import Part, get_container, is_kv_scale, quantization_config
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
 from ptqpipe.plan import Plan, Unit, make_plan
@@ -25,8 +22,7 @@ from ptqpipe.recipe import Recipe
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
-from ptqpipe.stages.common.extra_tensors import CACHE_REASON, corrected_biases, with_reasons
-from ptqpipe.stages.common.rewrite import run_parts_of
+from ptqpipe.stages.common import CACHE_REASON, corrected_biases, run_parts_of, with_reasons
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.structure import chunks, compare_decoded
 

@@ -1,9 +1,12 @@
-"""Quantizes our own output once more from its record and its source, and proves block scales optimal by brute force.
+"""Our own output made once more from its record and its source, and block scales proven optimal by brute force.
 
-The searches and kernels that wrote the checkpoint run again, so repeating finds any change of the bytes but no error of
-the search itself; the torch reference (``weights.py``) and brute force (``search/proof.py``) find that.
+The record names the recipe, so the whole plan follows from it and the source's headers: every name, dtype, shape, place
+and config key of the checkpoint is compared with it. Then the searches and kernels that wrote the checkpoint run again,
+so repeating finds any change of the bytes but no error of the search itself; the torch reference (``weights.py``) and
+brute force (``search/proof.py``) find that.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,18 +14,16 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.files import RECORD_FILE
+from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.containers import Role
+from ptqpipe.errors import CheckpointError
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
-from ptqpipe.record import Claim, Record
+from ptqpipe.record import Claim, Record, object_of, text_of
 from ptqpipe.search.proof import Optimality, cost, prove
 from ptqpipe.source import Source, SourceRows, row_runs
-from ptqpipe.stages.common import low_rank
-from ptqpipe.stages.common.input_scales import LARGEST
-from ptqpipe.stages.common.outputs import Outputs
-from ptqpipe.stages.common.quantize_unit import quantize_unit
-from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers
+from ptqpipe.stages.common import LARGEST, Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
+from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.statistics import Statistics
 
@@ -56,7 +57,7 @@ def repeat_unit(
     cache = sum(member.elements for member in unit.members) * 2 <= cache_bytes
     rows = [SourceRows(source, m.source, shape=m.shape, cache=cache) for m in unit.members]
     differing: dict[tuple[int, int], str] = {}
-    quantized: low_rank.Runs = {}
+    quantized: QuantizedRows = {}
 
     def compare(member: int, row: int, q: QTensor) -> None:  # a second pass over a row replaces what the first found
         if unit.scheme.low_rank is not None:
@@ -72,7 +73,7 @@ def repeat_unit(
         message = f"from row {row}: re-quantizing with the recorded recipe gives {others}"
         findings.fault("repeat", unit.members[index].key, message)
     if unit.scheme.low_rank is not None and (statistics is not None or not with_statistics):
-        again = low_rank.correct_unit(unit, rows, quantized, result, statistics=statistics, sink=lambda *_: None)
+        again = correct_unit(unit, rows, quantized, result, statistics=statistics, sink=lambda *_: None)
         _check_low_rank(unit, [error.squared_error for error in again.errors], claims, findings)
     for member, error in zip(unit.members, result.errors, strict=True):
         claim, ratio = claims[member.key], 1.0
@@ -249,3 +250,68 @@ def judge_proof(name: str, proof: Optimality, claim: Claim | None, found: Findin
         bad = f"{proof.worse + proof.tied} of {proof.blocks} block scales"
         where = "" if proof.first is None else f", the first at {list(proof.first)} of the scale grid"
         found.fault("optimal", name, f"{bad} are not the proven optimum that {RECORD_FILE} claims{where}")
+
+
+def replan(record: Record, source: Source) -> Outputs:
+    """What must have been written. Raises a PtqError where the recorded recipe is none, or makes nothing of this
+    source."""
+    conversion = record.conversion
+    if conversion is None:
+        raise CheckpointError(f"{RECORD_FILE} has no recipe")
+    recipe, name = recipe_of(object_of(conversion, "recipe")), text_of(conversion, "container", RECORD_FILE)
+    return outputs_of(source, recipe, container_name=name)
+
+
+def check_plan(ckpt: Source, source: Source, record: Record, planned: Outputs, findings: Findings) -> None:
+    """Names, dtypes, shapes, places, config files and the run's identity follow from recipe and source."""
+    reader, layout = ckpt.reader, planned.layout
+    specs = {spec.name: spec for shard in layout.shards for spec in shard.tensors}
+    for name in sorted(specs.keys() - reader.entries.keys()):
+        findings.fault("plan", name, "should have been written by the recorded recipe, but is missing")
+    for name, entry in reader.entries.items():
+        spec = specs.get(name)
+        if spec is None:
+            findings.fault("plan", name, "would not have been written by the recorded recipe")
+        elif (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
+            wanted = f"{spec.dtype} {list(spec.shape)}"
+            findings.fault("plan", name, f"is {entry.dtype} {list(entry.shape)}, the recorded recipe writes {wanted}")
+        elif (entry.file.relative_to(reader.path).as_posix(), entry.offset) != (
+            layout.placements[name].file,
+            layout.placements[name].offset,
+        ):
+            findings.fault("plan", name, "lies at another place than the recorded recipe puts it")
+    check_reasons(record, planned.plan, findings, planned.recipe)
+    _check_config_files(ckpt, source, record, planned, findings)
+
+
+def _check_config_files(ckpt: Source, source: Source, record: Record, planned: Outputs, findings: Findings) -> None:
+    for name, wanted in planned.configs(source, version=record.raw.get("ptqpipe")).items():
+        found = ckpt.reader.read_json(name)
+        if found is None:
+            findings.fault("config", name, "is missing")
+        elif found != json.loads(json.dumps(wanted)):
+            findings.fault("config", name, f"differs from what was written in {_where(found, wanted)}")
+
+
+def _where(found: Any, wanted: Any, path: str = "") -> str:
+    """The path of the first difference of two JSON values, with what was found there."""
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        for key in [*wanted, *(k for k in found if k not in wanted)]:
+            if key not in found or key not in wanted:
+                return f"{path}{key} ({'missing' if key not in found else 'added'})"
+            if found[key] != wanted[key]:
+                return _where(found[key], wanted[key], f"{path}{key}.")
+    return f"{path.rstrip('.')} ({found!r:.60}, expected {wanted!r:.60})"
+
+
+def check_conversion(source: Source, record: Record, planned: Outputs, findings: Findings) -> None:
+    """The run that converted binds recipe and source to the layout that the recipe makes of it."""
+    conversion = record.conversion
+    assert conversion is not None  # it was planned again
+    raw = {**record.raw, "ptqpipe": conversion.get("ptqpipe", record.raw.get("ptqpipe"))}
+    parts = conversion_parts(raw, planned.recipe, layout=planned.layout.digest)
+    if conversion.get("run_id") != run_id_of(parts):
+        findings.fault("record", RECORD_FILE, "its run_id is not that of its recipe, layout, version and source")
+    claimed = record.raw.get("consumed")
+    if claimed != sorted(source.consumed):
+        findings.fault("record", "consumed", "does not list the parts of the source's own quantized weights")

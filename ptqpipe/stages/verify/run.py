@@ -14,21 +14,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.checkpoint.files import RECORD_FILE
+from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import StoredWeight, is_kv_scale
-from ptqpipe.origins import Origins
 from ptqpipe.plan import Unit
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.search.proof import Optimality
-from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common.extra_tensors import BIAS_REASON as CORRECTED
-from ptqpipe.stages.common.machine import default_workers, one_thread_each
-from ptqpipe.stages.common.moments import describe_statistics
-from ptqpipe.stages.common.outputs import Outputs
+from ptqpipe.source import Origins, Source, SourceRows
+from ptqpipe.stages.common import (
+    BIAS_REASON as CORRECTED,
+    Outputs,
+    default_workers,
+    describe_statistics,
+    one_thread_each,
+)
 from ptqpipe.stages.verify import claims, config, groups, structure
 from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.repeat import check_input_scales, prove_unit, repeat_unit
-from ptqpipe.stages.verify.replan import check_conversion, check_plan, replan
+from ptqpipe.stages.verify.repeat import (
+    check_conversion,
+    check_input_scales,
+    check_plan,
+    prove_unit,
+    repeat_unit,
+    replan,
+)
 from ptqpipe.stages.verify.text import VerifyReport, WeightReport
 from ptqpipe.stages.verify.weights import check_weight
 from ptqpipe.statistics import Statistics

@@ -15,14 +15,11 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint.files import OWN_FILES
-from ptqpipe.checkpoint.finite import NotFinite
-from ptqpipe.checkpoint.reader import CheckpointReader
+from ptqpipe.checkpoint import OWN_FILES, CheckpointReader, NotFinite
 from ptqpipe.containers import StoredWeight, is_kv_scale
-from ptqpipe.origins import Origins
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
-from ptqpipe.source import Source
-from ptqpipe.stages.common.text import same_json
+from ptqpipe.source import Origins, Source
+from ptqpipe.stages.common import same_json
 from ptqpipe.stages.verify.findings import Findings
 
 READ_BYTES = 8 << 20

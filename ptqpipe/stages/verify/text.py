@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.quantities import disk_size, number
-from ptqpipe.report.content import mean_known
+from ptqpipe.report import mean_known
 from ptqpipe.search.proof import Optimality
-from ptqpipe.stages.common.text import decibels, finite, name_pattern, role_of, table
+from ptqpipe.stages.common import decibels, finite, name_pattern, role_of, table
 from ptqpipe.stages.verify.findings import Finding
 
 SHOWN = 6  # findings of one kind that the text lists

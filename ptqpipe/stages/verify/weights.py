@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ptqpipe.checkpoint.files import RECORD_FILE
+from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.formats import get_format
 from ptqpipe.measured import Measured, measure_weight

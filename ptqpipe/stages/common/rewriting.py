@@ -31,9 +31,21 @@ from ptqpipe.checkpoint import (
 )
 from ptqpipe.errors import OutputError
 from ptqpipe.source import Source
-from ptqpipe.stages.common.identity import name_of
-from ptqpipe.stages.common.jobs import J, Job, MemoryPool, progress_bar, run_jobs
-from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine, Ranks, Share, one_thread_each, peak_bytes
+from ptqpipe.stages.common.machine import (
+    BASE_BYTES,
+    WORKER_BYTES,
+    J,
+    Job,
+    Machine,
+    MemoryPool,
+    Ranks,
+    Share,
+    one_thread_each,
+    peak_bytes,
+    progress_bar,
+    run_jobs,
+)
+from ptqpipe.stages.common.text import name_of
 
 
 @dataclass(frozen=True, slots=True)
