@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime":      {
         "dtypes", "errors", "formats", "schemes", "qtensor", "kernels", "containers", "checkpoint", "plan", "source",
     },
-    "evaluation":   {"_version", "errors", "regular_file", "checkpoint"},
+    "evaluation":   {"_version", "errors", "quantities", "regular_file", "checkpoint"},
     # The engine is given a model; a server is given an engine. Neither knows files, formats or each other's business.
     "engine":       {"errors", "kernels", "quantities"},
     "server":       {"_version", "errors", "engine"},
@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_version", "dtypes", "errors", "formats", "schemes", "qtensor", "patterns", "regular_file", "global_scale",
         "kernels", "search", "algorithms", "transforms", "containers", "checkpoint", "recipe", "plan", "source",
         "record", "measured", "statistics", "rounding", "calibration", "runtime", "evaluation", "report", "engine",
-        "server", "collectives", "options", "inputs", "processes",
+        "server", "collectives", "options", "inputs", "processes", "quantities",
     },
     "api":          {"errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages"},
     "cli":          {"_version", "errors", "stages", "options"},

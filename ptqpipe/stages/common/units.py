@@ -78,7 +78,7 @@ def _weighting(
     """(what the factors minimize, what decides whether they are kept: None for the same)."""
     if statistics is None:
         return lorc.Weighting(), None
-    found = statistics.of(module, full=statistics.has(module, "full_moment"), held=True)
+    found = statistics.of(module, full=statistics.has(module, "full_moment"), held_out=True)
     name = f"the input of '{module}'"
     weighting = lorc.Weighting.of(found.second_moment, found.full_moment, damping=damping, name=name)
     held_out = found.held_out
@@ -89,7 +89,7 @@ def _weighting(
 
 
 def low_rank_bytes(unit: Unit, statistics: Statistics | None) -> int:
-    """About how much memory the low-rank parts of a unit take beside its weights: its codes wait for them."""
+    """About how much memory the low-rank parts of a unit take in addition to its weights: its codes wait for them."""
     if unit.scheme.low_rank is None:
         return 0
     codes = sum(m.elements * unit.scheme.fmt.bits_per_weight(m.shape) / 8 for m in unit.members)
@@ -97,8 +97,8 @@ def low_rank_bytes(unit: Unit, statistics: Statistics | None) -> int:
     for member in unit.members:
         module = module_of(member)
         full = statistics is not None and statistics.has(module, "full_moment")
-        held = 8 * member.shape[1] ** 2 if full and statistics is not None and statistics.held_out(module) else 0
-        needs.append(lorc.memory_bytes(member.shape, full=full) + held)
+        held_out = 8 * member.shape[1] ** 2 if full and statistics is not None and statistics.held_out(module) else 0
+        needs.append(lorc.memory_bytes(member.shape, full=full) + held_out)
     return int(codes) + max(needs)
 
 
