@@ -186,14 +186,11 @@ def allreduce(given: Given) -> None:
         raise UsageError("--tensor and --weight belong to --partials; add it")
     if given.plot is not None:
         stage.check_plots(given.plot)
-    worlds = stage.worlds(given.ranks)
-    codecs = stage.codecs_of(given.codec, block=given.block, hadamard=given.hadamard)
     sources = stage.sources_of(given.data, elements=given.elements, seed=given.seed)
     if given.partials is not None:
         sources = (stage.read_partials(given.partials, tensor=given.tensor, weight=given.weight),)
-    schemes, machines = stage.schemes_of(given.scheme), stage.topologies_of(given.topology)
-    sizes = given.size or stage.DEFAULT_SIZES
-    request = stage.Request(worlds, codecs, sources, schemes, machines, given.node, sizes)
+    codecs = stage.codecs_of(given.codec, block=given.block, hadamard=given.hadamard)
+    request = stage.request_of(given.ranks, codecs, sources, given.scheme, given.topology, given.node, given.size)
     times, evens = ([], []) if given.only == "error" else stage.time_rows(request)
     errors: list[Any] = []
     if given.only != "time":
@@ -206,7 +203,7 @@ def allreduce(given: Given) -> None:
             click.echo(json.dumps(line))
     else:
         halves = [stage.error_text(errors)] if errors else []
-        halves += [stage.time_text(times, evens, machines)] if times else []
+        halves += [stage.time_text(times, evens, request.topologies)] if times else []
         click.echo("\n\n".join(halves))
     for path in [] if given.plot is None else stage.write_plots(given.plot, errors, times):
         click.echo(f"{path} written", err=True)

@@ -4,70 +4,40 @@ Numbers are those of ``ptqpipe.collectives``; this stage reads requests, and par
 """
 
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ptqpipe.checkpoint import TensorEntry, check_file, parse_file, pread_exactly
-from ptqpipe.collectives.simulator.codecs import get_rounding
-from ptqpipe.collectives.simulator.compare import TimeRow, break_even, compare, schemes_for
-from ptqpipe.collectives.simulator.error import MAX_RANKS, ErrorRow, errors_of, rounding_of
-from ptqpipe.collectives.simulator.inputs import Source, drawn, given, row_parallel
-from ptqpipe.collectives.simulator.schemes import Rounding, get_scheme
-from ptqpipe.collectives.simulator.time import PLAIN_BYTES
-from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Topology, get_topology
+from ptqpipe.collectives.simulator.compare import TimeRow
+from ptqpipe.collectives.simulator.error import ErrorRow
+from ptqpipe.collectives.simulator.inputs import Source, given, row_parallel
+from ptqpipe.collectives.simulator.request import (
+    BreakEven,
+    Request,
+    codecs_of,
+    error_rows as rows_of,
+    request_of,
+    sources_of,
+    time_rows,
+)
+from ptqpipe.collectives.simulator.topologies import Topology
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import memory_size, number
 from ptqpipe.report import simulation
 from ptqpipe.stages.common import table, threads
 
-DEFAULT_SCHEMES = ("ring-bf16", "two-shot-bf16", "one-shot", "two-shot", "hierarchical", "semi-loop", "ring")
-DEFAULT_TOPOLOGIES = (*TOPOLOGIES, "ethernet-1g", "ethernet-10g", "ethernet-100g", "ethernet-400g")
+__all__ = [
+    "as_dict", "check_plots", "codecs_of", "error_rows", "error_text", "read_partials", "request_of", "sources_of",
+    "time_rows", "time_text", "write_plots",
+]  # fmt: skip
+
 _OF_BOTH = " / of its median block"
 _COLUMNS = (1 << 20, 16 << 20, 64 << 20)  # bytes of the messages whose speed-up the table shows
-DEFAULT_SIZES = tuple((64 << 10) * 4**i for i in range(8))  # 64 KiB .. 1 GiB
-
-
-@dataclass(frozen=True, slots=True)
-class BreakEven:
-    """Where quantizing pays on one machine. ``nbytes`` is None where it never does."""
-
-    topology: str
-    ranks: int
-    bits: float
-    nbytes: int | None
-
-
-def worlds(text: str) -> tuple[int, ...]:
-    """Numbers of ranks: ``8``, ``2,3,8``, or ``8..512``, which doubles. UsageError for anything else."""
-    found: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:\.\.\s*(\d{1,6})\s*)?", part)
-        if match is None:
-            raise UsageError(f"ranks {text!r} are not a list; write 8, 2,4,8 or 8..512 (which doubles)")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if not 2 <= first <= last <= MAX_RANKS:
-            raise UsageError(f"ranks {part.strip()!r} are outside of 2..{MAX_RANKS} or run backwards; write 8..512")
-        while first <= last:
-            found.append(first)
-            first *= 2
-    return tuple(dict.fromkeys(found))
-
-
-def names(text: str, known: Callable[[str], object]) -> tuple[str, ...]:
-    """A comma-separated list, each of which ``known`` accepts."""
-    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not found:
-        raise UsageError(f"{text!r} names nothing; give at least one name")
-    for name in found:
-        known(name)
-    return found
 
 
 def read_partials(path: Path, *, tensor: str | None, weight: str | None) -> Source:
@@ -115,72 +85,10 @@ def _read(path: Path, entries: dict[str, TensorEntry], name: str) -> torch.Tenso
     return found.reshape(entry.shape)
 
 
-def sources_of(data: str, *, elements: int, seed: int) -> tuple[Source, ...]:
-    """Distributions by name. UsageError for unknown ones."""
-    return tuple(drawn(name, elements, seed=seed) for name in names(data, lambda n: drawn(n, elements, seed=seed)))
-
-
-def schemes_of(text: str | None) -> tuple[str, ...]:
-    """Schemes by name, the usual ones when None. UsageError for unknown ones."""
-    return DEFAULT_SCHEMES if text is None else names(text, get_scheme)
-
-
-def codecs_of(text: str, *, block: int, hadamard: int = 0) -> tuple[Rounding, ...]:
-    """Codecs by name. UsageError for unknown ones."""
-    known = names(text, lambda name: get_rounding(name, block, rotate=hadamard))
-    return tuple(get_rounding(name, block, rotate=hadamard) for name in known)
-
-
-def topologies_of(text: str | None) -> tuple[Topology, ...]:
-    """Machines by name; all of the table and four networks when None."""
-    chosen = DEFAULT_TOPOLOGIES if text is None else names(text, get_topology)
-    return tuple(get_topology(name) for name in chosen)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Every scheme with every codec over every source and world; every size on every machine and world.
-
-    node   ranks of a machine for the hierarchical schemes, which are left out of worlds that it does not divide
-    sizes  bytes of the bfloat16 messages that are timed, with the bits and blocks of the first codec
-    """
-
-    ranks: tuple[int, ...]
-    codecs: tuple[Rounding, ...]
-    sources: tuple[Source, ...]
-    schemes: tuple[str, ...]
-    topologies: tuple[Topology, ...]
-    node: int = 8
-    sizes: tuple[int, ...] = DEFAULT_SIZES
-
-    def __post_init__(self) -> None:
-        if min(self.sizes) < PLAIN_BYTES:
-            raise UsageError(f"a message of {min(self.sizes)} bytes is no bfloat16 number; give at least {PLAIN_BYTES}")
-        if not 2 <= self.node <= MAX_RANKS:
-            raise UsageError(f"a node of {self.node} ranks is outside of 2..{MAX_RANKS}; give what one machine holds")
-
-
 def error_rows(request: Request) -> Iterator[ErrorRow]:
-    """The rows of one source and world after another, as they are measured. In one thread: the tensors are small."""
+    """The rows of errors as they are measured, in one thread: the tensors are small."""
     with threads(1):
-        roundings = [(codec, rounding_of(codec)) for codec in request.codecs]
-        for source, ranks in product(request.sources, request.ranks):
-            yield from errors_of(source, request.schemes, roundings, ranks=ranks, node=request.node)
-
-
-def time_rows(request: Request) -> tuple[list[TimeRow], list[BreakEven]]:
-    """The best plain against the best quantized scheme, size by size, and from which size on quantizing pays.
-
-    UsageError where no machine joins as many ranks.
-    """
-    bits, block = request.codecs[0].bits, request.codecs[0].block
-    fitting = ("two-shot", "hierarchical")
-    places = [(t, k) for t in request.topologies for k in request.ranks if schemes_for(t, k, fitting)]
-    if not places:
-        known = ", ".join(f"{t.name} (2 to {t.max_ranks})" for t in request.topologies)
-        raise UsageError(f"no topology joins {', '.join(map(str, request.ranks))} ranks: {known}; choose other worlds")
-    rows = [compare(t, ranks=k, nbytes=nbytes, bits=bits, block=block) for t, k in places for nbytes in request.sizes]
-    return rows, [BreakEven(t.name, k, bits, break_even(t, ranks=k, bits=bits, block=block)) for t, k in places]
+        yield from rows_of(request)
 
 
 def as_dict(row: ErrorRow | TimeRow | BreakEven) -> dict[str, Any]:

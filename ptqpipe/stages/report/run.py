@@ -32,10 +32,10 @@ from ptqpipe.report import (
     tuned_blocks,
     tuned_from,
 )
+from ptqpipe.scan import NAMES, SAMPLE, STORED, scan_weight
 from ptqpipe.source import Source
 from ptqpipe.stages.common import default_workers, layer_of, name_of, one_thread_each, role_of
 from ptqpipe.stages.inspect import inspect
-from ptqpipe.stages.report.scan import NAMES, SAMPLE, STORED, scan_weight
 from ptqpipe.stages.report.weights import (
     describe_weight,
     find_items,

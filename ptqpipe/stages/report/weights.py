@@ -16,9 +16,9 @@ from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.record import Record
 from ptqpipe.report import Choice, Histogram, Proof, Weight, WorstBlock
+from ptqpipe.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.source import Origins, Source, SourceRows
 from ptqpipe.stages.common import layer_of, number_in, role_of
-from ptqpipe.stages.report.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.stages.verify.groups import fused_groups
 from ptqpipe.stages.verify.repeat import prove_weight
 
