@@ -21,7 +21,7 @@ from ptqpipe.checkpoint.writer import Mode
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A run that has finished: its folder, the content of the index file, and what it took."""
+    """A run that has finished: its folder or file, what an index of it says, and what it took."""
 
     out: Path
     content: Mapping[str, Any]

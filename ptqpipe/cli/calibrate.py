@@ -138,11 +138,11 @@ def generate(given: Given) -> None:
         machine=machine,
         log=None if given.quiet else lambda line: click.echo(line, err=True),
     )
+    samples, held_out, seqlen = (done.content[name] for name in ("samples", "held_out", "seqlen"))
     click.echo(
-        f"{done.out}: {done.samples} windows of {done.seqlen} tokens and {done.held_out} more to hold out, in "
-        f"{done.seconds:.1f} s"
+        f"{done.out}: {samples} windows of {seqlen} tokens and {held_out} more to hold out, in {done.seconds:.1f} s"
     )
-    windows = ["--samples", done.samples, "--seqlen", done.seqlen]
+    windows = ["--samples", samples, "--seqlen", seqlen]
     target = given.out.with_name(f"{given.out.stem}-stats")
     click.echo(next_line("calibrate", given.model, "--data", given.out, *windows, "-o", target))
 

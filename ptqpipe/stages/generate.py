@@ -3,28 +3,16 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ptqpipe.calibration.data import HELD_SHARE
 from ptqpipe.calibration.generate import check_windows, generate as windows_of, threads_for
-from ptqpipe.checkpoint import check_file, resolve_source, write_file
+from ptqpipe.checkpoint import Finished, check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config
-from ptqpipe.stages.common import Machine, compute_threads, threads, token_bar
+from ptqpipe.stages.common import Machine, compute_threads, peak_bytes, threads, token_bar
 
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """A file of windows, one {"input_ids": [...]} a line: ``samples`` to calibrate on and ``held_out`` more."""
-
-    out: Path
-    samples: int
-    held_out: int
-    seqlen: int
-    seconds: float
 
 
 def generate(
@@ -38,8 +26,8 @@ def generate(
     overwrite: bool = False,
     machine: Machine | None = None,
     log: Callable[[str], None] | None = None,
-) -> Generated:
-    """Writes ``out``. The whole model is loaded, in ``dtype``.
+) -> Finished:
+    """Writes ``out``, one {"input_ids": [...]} a line; the content says how many. The whole model is loaded.
 
     samples  what `calibrate` will be asked for: one window more for every eight is written, which it holds out
     seqlen   None: 2048, or the positions of the model where they are fewer
@@ -82,4 +70,5 @@ def generate(
                 on_tokens=bar.update,
             )
     write_file(out, "".join(json.dumps({"input_ids": row}) + "\n" for row in windows.tolist()))
-    return Generated(out, samples, held_out, seqlen, time.monotonic() - begun)
+    content = {"samples": samples, "held_out": held_out, "seqlen": seqlen}
+    return Finished(out, content, time.monotonic() - begun, peak_bytes())
