@@ -4,7 +4,8 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$root/scripts/setup.sh" dev
 cd "$root"
-# One thread for each process: two pools of two threads on two cores wait for each other.
+# One thread for each process: two pools of two threads on two cores wait for each other. Who is done takes over tests of
+# the other: some wait for processes for half a minute.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A hung test fails by name instead of holding the whole run; a thread ends what waits in C, too.
-exec "${PTQPIPE_VENV:-$root/.venv}/bin/python" -m pytest -n 2 --timeout 900 --timeout-method thread "$@"
+exec "${PTQPIPE_VENV:-$root/.venv}/bin/python" -m pytest -n 2 --dist worksteal --timeout 900 --timeout-method thread "$@"
