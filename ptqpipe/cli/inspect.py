@@ -20,9 +20,10 @@ from ptqpipe.errors import UsageError
 @click.option("--all", "all_blocks", is_flag=True, help="Let --optimal prove every block instead of a sample.")
 @JSON
 def verify(given: Given) -> None:
-    """Check every claim of a checkpoint; exit 1 on faults.
+    """Check a checkpoint's bytes and claims; exit 1 on faults.
 
-    Every number is recomputed from the bytes of CKPT, and with --source the weights are quantized again.
+    Hashes, sizes and config files are checked from the bytes of CKPT; errors need --source, with which the weights are
+    also quantized again. docs/verify.md lists the few claims that cannot be checked.
     """
     from ptqpipe.stages.verify import run as stage
     from ptqpipe.stages.verify.text import render, to_json
