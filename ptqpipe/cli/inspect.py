@@ -20,9 +20,9 @@ from ptqpipe.errors import UsageError
 @click.option("--all", "all_blocks", is_flag=True, help="Let --optimal prove every block instead of a sample.")
 @JSON
 def verify(given: Given) -> None:
-    """Check a checkpoint's bytes and claims; exit 1 if any fail.
+    """Check a checkpoint's bytes and claims.
 
-    Hashes, sizes and config files are checked from the bytes of CKPT; errors need --source, with which the weights are
+    The exit code is 1 if there is a fault. Hashes, sizes and config files are checked from the bytes of CKPT; errors need --source, with which the weights are
     also quantized again. docs/verify.md lists the few claims that cannot be checked.
     """
     from ptqpipe.stages.verify import run as stage

@@ -1,0 +1,38 @@
+"""The verdict on an eval file: its word follows the KL divergence, its numbers are those of the file."""
+
+import pytest
+
+from ptqpipe.evaluation.verdict import GOOD, NEAR_LOSSLESS, verdict
+
+
+def result(mean: float, *, interval: tuple[float, float] = (-0.1, 0.05)) -> dict[str, object]:
+    return {
+        "perplexity": [
+            {"data": "a.txt", "checkpoint": 9.997, "baseline": 10.0, "difference": -0.003, "interval": interval}
+        ],
+        "kl": [{"data": "a.txt", "mean": mean, "top1_agreement": 0.9601}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("mean", "level"),
+    [(0.0, "near-lossless"), (NEAR_LOSSLESS, "near-lossless"), (0.0101, "good"), (GOOD, "good"), (0.11, "damaged")],
+)
+def test_the_level_follows_the_mean_divergence(mean: float, level: str) -> None:
+    found = verdict(result(mean))
+    assert found is not None
+    assert found.level == level
+
+
+def test_the_words_are_the_numbers_of_the_file() -> None:
+    words = "KL 1.56e-3, same top token 96.0 %, perplexity -0.03 %"
+    assert str(verdict(result(1.56e-3))) == f"{words} (within noise): near-lossless"
+    assert str(verdict(result(1.56e-3, interval=(-0.1, -0.01)))) == f"{words}: near-lossless"
+
+
+def test_the_worst_text_decides_and_without_a_divergence_there_is_no_verdict() -> None:
+    two = result(1e-3)
+    two["kl"] = [*two["kl"], {"data": "b.txt", "mean": 0.5, "top1_agreement": None}]  # type: ignore[misc]
+    assert str(verdict(two)) == "KL 5.00e-1: damaged"
+    assert verdict({"kl": [], "perplexity": []}) is None
+    assert verdict({"kl": [{"data": "a", "mean": None}]}) is None
