@@ -22,8 +22,9 @@ from ptqpipe.errors import UsageError
 def verify(given: Given) -> None:
     """Check a checkpoint's bytes and claims.
 
-    The exit code is 1 if there is a fault. Hashes, sizes and config files are checked from the bytes of CKPT; errors need --source, with which the weights are
-    also quantized again. docs/verify.md lists the few claims that cannot be checked.
+    The exit code is 1 if there is a fault. Hashes, sizes and config files are checked from the bytes of CKPT; errors
+    need --source, with which the weights are also quantized again. docs/verify.md lists the few claims that cannot be
+    checked.
     """
     from ptqpipe.stages.verify import run as stage
     from ptqpipe.stages.verify.text import render, to_json
