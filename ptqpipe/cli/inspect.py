@@ -116,8 +116,12 @@ def report(given: Given) -> None:
 
 
 @command(example="ptqpipe formats")
+@JSON
 def formats(given: Given) -> None:
-    """List formats, containers and scale searches."""
+    """List formats, containers, searches and transforms.
+
+    Each format with its bits per weight, the hardware that multiplies in it, and the programs that load it.
+    """
     from ptqpipe.stages import formats as stage
 
-    click.echo(stage.render())
+    click.echo(json.dumps(stage.to_json()) if given.as_json else stage.render())
