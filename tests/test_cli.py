@@ -445,7 +445,7 @@ def test_the_demo_writes_into_no_folder_of_someone_else(here: Path) -> None:
 BAD_USAGE: list[tuple[tuple[str, ...], str]] = [
     (("convert", "model", "-o", "pickled"), "exists and is not empty"),
     (("convert", "model", "--format", "nope", "-o", "out"), "unknown format 'nope'"),
-    (("convert", "model", "--recipe", "nvfp4", "-o", "out"), "in the folder recipes/, or --format nvfp4"),
+    (("convert", "model", "--recipe", "nvfp4", "-o", "out"), "nvfp4 is a format: give --format nvfp4"),
     (("plan", "model", "--budget", "4.75", "-o", "out.yaml"), "write 4.75bits"),
     (("plan", "model", "--budget", "5bits", "-o", "file"), "not a recipe of ptqpipe plan"),
     (("report", "model", "-o", "q.pdf"), "ends in neither .html nor .md"),

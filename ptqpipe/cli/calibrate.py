@@ -13,6 +13,7 @@ from ptqpipe.cli.parameters import (
     OUT,
     PATH,
     QUIET,
+    RECIPE,
     STATS,
     Dtype,
     Size,
@@ -160,7 +161,7 @@ ptqpipe tune MODEL --data text.jsonl --stats stats --method gptq+learned --forma
 )
 @click.argument("model")
 @data_options("Windows of text to learn from.", "Seed that chooses the windows and their order.")
-@click.option("--recipe", "recipe_path", type=PATH, metavar="FILE", help="A YAML recipe, instead of --format.")
+@RECIPE
 @STATS
 @recipe_options("container")
 @click.option(

@@ -9,7 +9,19 @@ from pathlib import Path
 import click
 
 from ptqpipe.cli.common import Given, command, machine_of, next_line, ranks_of, says_how_to_resume
-from ptqpipe.cli.parameters import DEVICE, OUT, PATH, STATS, Dtype, Existing, Size, names, recipe_options, run_options
+from ptqpipe.cli.parameters import (
+    DEVICE,
+    OUT,
+    PATH,
+    RECIPE,
+    STATS,
+    Dtype,
+    Existing,
+    Size,
+    names,
+    recipe_options,
+    run_options,
+)
 
 
 @command(
@@ -20,7 +32,7 @@ ptqpipe convert MODEL --format nvfp4_w4a4 --stats stats -o OUT
 )
 @click.argument("model")
 @click.option("-o", "--out", type=PATH, help="Folder to write.  [default: <model>-<FORMAT>]")
-@click.option("--recipe", "recipe_path", type=PATH, metavar="FILE", help="A YAML recipe, instead of --format.")
+@RECIPE
 @STATS
 @click.option(
     "--rounding",

@@ -1,4 +1,4 @@
-"""Commands that look at checkpoints and change nothing: inspect, verify, diff, report, formats."""
+"""Commands that look at checkpoints and change nothing: inspect, verify, diff, report, recipes, formats."""
 
 import json
 import sys
@@ -113,6 +113,28 @@ def report(given: Given) -> None:
         all_rows=given.all_rows,
     )
     click.echo(f"{path}: {summary}")
+
+
+@command(
+    example="""
+ptqpipe recipes
+ptqpipe recipes nvfp4_gptq > mine.yaml
+"""
+)
+@click.argument("name", required=False)
+@JSON
+def recipes(given: Given) -> None:
+    """List the recipes that have a name, or print one.
+
+    `ptqpipe convert MODEL --recipe NAME` takes the name; docs/recipes.md tells how to write another.
+    """
+    from ptqpipe.stages import recipes as stage
+
+    if given.name is not None:
+        text = stage.text_of(given.name)
+        click.echo(json.dumps({"name": given.name, "text": text}) if given.as_json else text, nl=given.as_json)
+        return
+    click.echo(json.dumps(stage.to_json()) if given.as_json else stage.render())
 
 
 @command(example="ptqpipe formats")
