@@ -1,4 +1,4 @@
-"""Commands that look at checkpoints and change nothing: inspect, verify, diff, report, recipes, formats."""
+"""Commands that look at checkpoints and change nothing: inspect, verify, diff, report, recipes, doctor, formats."""
 
 import json
 import sys
@@ -135,6 +135,19 @@ def recipes(given: Given) -> None:
         click.echo(json.dumps({"name": given.name, "text": text}) if given.as_json else text, nl=given.as_json)
         return
     click.echo(json.dumps(stage.to_json()) if given.as_json else stage.render())
+
+
+@command(example="ptqpipe doctor")
+@JSON
+def doctor(given: Given) -> None:
+    """Tell what this machine has, and what it lacks.
+
+    Processor and kernels, torch, GPU, extras, memory, disk and hub. The exit code is 0 whatever is found.
+    """
+    from ptqpipe.stages import doctor as stage
+
+    checks = stage.examine()
+    click.echo(json.dumps(stage.to_json(checks)) if given.as_json else stage.render(checks))
 
 
 @command(example="ptqpipe formats")
