@@ -215,10 +215,9 @@ def transform(given: Given) -> None:
 def demo(given: Given) -> None:
     """Convert a small built-in model to three formats.
 
-    The checkpoints are verified, and a table shows what each format costs.
+    The checkpoints are verified, and a table shows what each format costs, a row as soon as it is measured.
     """
     from ptqpipe.stages import demo as stage
 
     machine = machine_of(None, "cpu", 2 << 30, progress=False)
-    rows, tokens = stage.run_demo(given.out, machine=machine)
-    click.echo(stage.demo_text(rows, tokens, given.out))
+    stage.run_demo(given.out, machine=machine, show=click.echo)
