@@ -12,7 +12,7 @@ know machines (workers, devices, memory).
 
 from ptqpipe.options import RecipeOptions
 from ptqpipe.recipe.file import build_recipe, load_recipe, named_recipes, parse_recipe
-from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule, matches
+from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Named, Recipe, Rule, failing_rows, matches
 from ptqpipe.recipe.structure import DEFAULT_FUSE, Keep, Row, rows_of
 from ptqpipe.recipe.write import exact_patterns, recipe_text
 
@@ -21,12 +21,14 @@ __all__ = [
     "DEFAULT_FUSE",
     "IGNORED",
     "Keep",
+    "Named",
     "Recipe",
     "RecipeOptions",
     "Row",
     "Rule",
     "build_recipe",
     "exact_patterns",
+    "failing_rows",
     "load_recipe",
     "matches",
     "named_recipes",
