@@ -2,7 +2,8 @@
 
 import inspect
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
-from ptqpipe.options import recipe_fields
+from ptqpipe.options import CheckpointOptions, CodeOptions, described, recipe_fields
 from ptqpipe.recipe import (
     DEFAULT_FUSE,
     Keep,
@@ -354,3 +355,42 @@ def test_a_short_file_that_describes_billions_is_refused_in_a_short_line(tmp_pat
     with pytest.raises(RecipeError, match="version is") as told:
         load_recipe(tmp_path / "r.yaml")
     assert len(str(told.value)) < 1000
+
+
+def documented(title: str) -> dict[str, str]:
+    """Key -> its row in the table below this heading of docs/recipes.md."""
+    text = (
+        (Path(__file__).parents[1] / "docs/recipes.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    )
+    return {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
+
+
+def test_the_page_on_recipes_has_every_key_of_the_parser_and_no_other() -> None:
+    with pytest.raises(RecipeError) as top:
+        parse_recipe({"version": 1, "none": 1})
+    with pytest.raises(RecipeError) as rule:
+        parse_recipe({"version": 1, "rules": [{"none": 1}]})
+    for told, title in ((top, "Keys of the file"), (rule, "Keys of a rule")):
+        known = str(told.value).partition("known are ")[2].split(", ")
+        assert sorted(documented(title)) == sorted(known)
+
+
+def test_the_page_on_recipes_has_choices_bounds_and_defaults_of_the_table() -> None:
+    for kind, title in ((CheckpointOptions, "Keys of the file"), (CodeOptions, "Keys of a rule")):
+        for one in fields(kind):
+            about, row = described(one), documented(title)[one.name]
+            assert about is not None
+            assert all(f"`{choice}`" in row for choice in about.choices), row
+            assert about.bounds is None or f"{about.bounds[0]:g} to {about.bounds[1]:g}" in row, row
+            default = row.rstrip("| ").rpartition("| ")[2]
+            plain = f"{one.default:g}" if isinstance(one.default, float) else str(one.default).lower()
+            assert one.default is None or default in (plain, "diagonal with gptq, else none"), row
+
+
+def test_the_examples_of_the_page_on_recipes_are_recipes(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs/recipes.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        (tmp_path / "r.yaml").write_text(block)
+        assert len(load_recipe(tmp_path / "r.yaml").rules) == 3
