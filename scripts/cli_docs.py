@@ -15,11 +15,12 @@ from ptqpipe.cli import main
 from ptqpipe.cli.help import COMMANDS, Command, in_groups
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
-HEAD = (
-    "# Command line\n\nEvery command with all its options, in the groups of `ptqpipe --help` and `ptqpipe COMMAND --help`. "
-    "`python scripts/cli_docs.py` writes this page from the commands.\nHow they work together, what Ctrl-C leaves and what "
-    "exit codes mean stands on the page on [commands](commands.md).\n"
-)
+HEAD = """# Command line
+
+Every command with all its options, in the groups of `ptqpipe --help` and `ptqpipe COMMAND --help`.
+`python scripts/cli_docs.py` writes this page from the commands. How they work together, what Ctrl-C leaves and what
+exit codes mean stands on the page on [commands](commands.md).
+"""
 
 
 def page() -> str:
