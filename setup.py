@@ -1,6 +1,7 @@
 """The CPU kernels, which pyproject.toml cannot describe: all .cpp files of csrc, compiled side by side if they changed.
 
-They export a plain C interface for ctypes and do not link to torch, so one build serves every torch version.
+They export a plain C interface for ctypes and link to neither Python nor torch, so one build serves every version of
+both: the library has no version in its name, and ``python -m build`` makes one wheel, py3-none-linux_x86_64.
 Without a compiler the install goes on without them (``optional``), and ptqpipe uses its pure-torch path.
 """
 
@@ -13,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("ptqpipe/kernels/csrc")
+LIBRARY = Path("ptqpipe/kernels/_cpu.so")
 OBJECTS = Path("build/kernels")  # one object for each state of a source, its headers, the flags and the compiler
 
 # No -march: the sources choose AVX-512, AVX2 or baseline at run time. No -ffast-math and no contraction to FMA:
@@ -31,9 +34,13 @@ def headers() -> list[Path]:
 class BuildKernels(build_ext):
     """Compiles the sources of an extension at the same time, and those alone that have changed."""
 
+    def get_ext_filename(self, fullname):
+        """The path of the library, the same for every Python."""
+        return f"{Path(*fullname.split('.'))}.so"
+
     def build_extension(self, ext):
         """As setuptools."""
-        compile_all = self.compiler.compile
+        compile_all, finished = self.compiler.compile, []
 
         def compile_one(source, output_dir, options):
             kept = OBJECTS / f"{Path(source).stem}-{self._state(source, options)}.o"
@@ -44,7 +51,11 @@ class BuildKernels(build_ext):
                 partial = kept.with_suffix(f".{os.getpid()}")
                 shutil.copy(made, partial)
                 partial.replace(kept)  # at once: another install may be looking
-                print(f"compiled {source} in {time.monotonic() - began:.0f} s", flush=True)
+                finished.append(source)
+                seconds = time.monotonic() - began
+                print(f"kernels {len(finished)}/{len(ext.sources)}: {Path(source).name} {seconds:.0f} s", flush=True)
+            else:
+                finished.append(source)
             return str(kept)
 
         def compile_side_by_side(sources, output_dir=None, **options):
@@ -62,6 +73,15 @@ class BuildKernels(build_ext):
         for path in (Path(source), *headers()):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()[:16]
+
+
+class Wheel(bdist_wheel):
+    """A wheel that every Python 3 installs: for this platform where it has the kernels, for any where it has not."""
+
+    def get_tag(self):
+        """As setuptools."""
+        library = Path(self.bdist_dir or "", LIBRARY)
+        return ("py3", "none", super().get_tag()[2] if library.is_file() else "any")
 
 
 def cpu_extensions() -> list[Extension]:
@@ -82,4 +102,4 @@ def cpu_extensions() -> list[Extension]:
     ]
 
 
-setup(ext_modules=cpu_extensions(), cmdclass={"build_ext": BuildKernels})
+setup(ext_modules=cpu_extensions(), cmdclass={"build_ext": BuildKernels, "bdist_wheel": Wheel})

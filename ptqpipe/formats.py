@@ -13,16 +13,20 @@ is not this layout.
 
 Sources: OCP Microscaling Formats (MX) v1.0, sections 5.2-5.4 (E2M1, E2M3, E3M2, E8M0), OCP 8-bit
 floating point v1.0 (E4M3, E5M2). UE5M3 and UE4M4 are research scale codecs without reserved codes.
+
+The tables need no torch, which takes seconds to import: ``ptqpipe formats`` prints them without it.
 """
 
 import math
 import re
 from dataclasses import dataclass
 from functools import cache
-
-import torch
+from typing import TYPE_CHECKING
 
 from ptqpipe.errors import FormatError, UnknownFormat
+
+if TYPE_CHECKING:
+    import torch
 
 WHOLE = 0  # a block extent of 0 means "the whole axis"
 
@@ -34,16 +38,26 @@ class Codec:
     Without a ``grid`` the code of a number is its magnitude's index in ``magnitudes`` (ascending, finite), with the
     sign in bit ``bits - 1`` when ``signed``. Other codes (two's complement, a zero point) list the number of every
     code in ``grid``; their ``magnitudes`` are those that every sign has. Codecs that are too large to enumerate
-    (float32, bfloat16, float16 scales) have ``magnitudes == ()`` and a ``dtype``: their "code" is the number itself,
-    stored in that dtype.
+    (float32, bfloat16, float16 scales) have ``magnitudes == ()`` and the ``float_type`` that torch has for them: their
+    "code" is the number itself, stored in that dtype.
     """
 
     name: str
     bits: int
     signed: bool
     magnitudes: tuple[float, ...]
-    dtype: torch.dtype | None = None
+    float_type: str = ""
     grid: tuple[float, ...] = ()
+
+    @property
+    def dtype(self) -> "torch.dtype | None":
+        """torch's dtype of a codec that is a float type; None for one that can be enumerated."""
+        if not self.float_type:
+            return None
+        import torch
+
+        found: torch.dtype = getattr(torch, self.float_type)
+        return found
 
     @property
     def symmetric(self) -> bool:
@@ -68,6 +82,8 @@ class Codec:
     def max(self) -> float:
         """The largest finite magnitude that every sign has."""
         if self.dtype is not None:
+            import torch
+
             return float(torch.finfo(self.dtype).max)
         return self.magnitudes[-1]
 
@@ -75,6 +91,8 @@ class Codec:
     def min_positive(self) -> float:
         """The smallest positive magnitude."""
         if self.dtype is not None:
+            import torch
+
             return float(torch.finfo(self.dtype).smallest_normal)
         return next(m for m in self.magnitudes if m > 0)
 
@@ -141,9 +159,9 @@ CODECS: dict[str, Codec] = {
         minifloat("ue5m3", 5, 3, signed=False),
         minifloat("ue4m4", 4, 4, signed=False),
         Codec("e8m0", 8, False, tuple(math.ldexp(1.0, code - 127) for code in range(255))),  # 255 is NaN
-        Codec("fp32", 32, False, (), torch.float32),
-        Codec("fp16", 16, False, (), torch.float16),
-        Codec("bf16", 16, False, (), torch.bfloat16),
+        Codec("fp32", 32, False, (), "float32"),
+        Codec("fp16", 16, False, (), "float16"),
+        Codec("bf16", 16, False, (), "bfloat16"),
     )
 }
 
@@ -285,8 +303,10 @@ def packed_columns(columns: int, bits: int) -> int:
     return columns * bits // 8
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def pack(codes: "torch.Tensor", bits: int) -> "torch.Tensor":
     """uint8 codes ``[..., K]`` -> uint8 bytes ``[..., K*bits/8]``."""
+    import torch
+
     columns = codes.shape[-1]
     packed_columns(columns, bits)
     if bits == 8:
@@ -301,8 +321,10 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return out.to(torch.uint8).flatten(-2)
 
 
-def unpack(data: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack(data: "torch.Tensor", bits: int) -> "torch.Tensor":
     """uint8 bytes ``[..., B]`` -> uint8 codes ``[..., B*8/bits]``; the inverse of :func:`pack`."""
+    import torch
+
     if bits == 8:
         return data
     if bits == 4:

@@ -1,4 +1,6 @@
-"""Sizes and numbers as text, in one notation everywhere: disk in GB, memory in GiB, 6.58e-3 for small numbers."""
+"""Sizes, numbers and tables as text, the same everywhere: disk in GB, memory in GiB, 6.58e-3 for small numbers."""
+
+from collections.abc import Iterable, Sequence
 
 _DISK_UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _MEMORY_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -60,3 +62,17 @@ def scientific(value: float, digits: int = 3) -> str:
     """``digits`` significant digits and an exponent without zeros or plus sign: 6.58e-3, 1.2e9; inf and nan as such."""
     mantissa, e, exponent = f"{value:.{digits - 1}e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if e else mantissa
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """Aligned columns; the first ``left`` columns are text, the others numbers."""
+    body = [list(header), *map(list, rows)]
+    widths = [max(len(row[i]) for row in body) for i in range(len(header))]
+    lines = []
+    for row in body:
+        cells = [
+            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

@@ -6,7 +6,7 @@
 # The environment is .venv in the repository, whatever environment is active: one that this script did not make is
 # changed only when its absolute path is given: PTQPIPE_VENV="$VIRTUAL_ENV". PYTHON names the interpreter to make it with.
 # A stamp in the environment holds a hash of everything that decides the install; while it is the same, this
-# script does nothing. dev includes hf. Prints nothing but pip's errors and one line before a real install.
+# script does nothing. dev includes hf. A real install prints a line for each step; the details go to a log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -62,9 +62,37 @@ for done_extra in "$extra" dev; do
     fi
 done
 
-echo "installing ptqpipe[$extra] into $venv (torch is large: the first time takes minutes)" >&2
+log=$venv/ptqpipe-install.log
+pip() { "$venv/bin/python" -m pip "$@" --disable-pip-version-check -v >>"$log" 2>&1; }
+
+# A line for each step, with its seconds: on a first run they take minutes.
+step() {
+    local name=$1 began=$SECONDS
+    shift
+    "$@" || fail "$name: failed; the last lines of $log say why"
+    printf '%-32s %4d s\n' "$name" $((SECONDS - began)) >&2
+}
+
+compile() { # while torch is fetched; without a compiler the package works without kernels
+    pip wheel . --no-deps --no-cache-dir --wheel-dir "$venv/ptqpipe-wheel" || true
+    rm -rf "$venv/ptqpipe-wheel"
+}
+
+show_kernels() { # those that setup.py says it has compiled, until it is killed
+    tail -n 0 -F "$log" 2>/dev/null | grep --line-buffered -o 'kernels [0-9]*/[0-9]*: .* s$' | sed -u 's/^/  /' >&2
+}
+
 rm -f "$stamp"
+: >"$log"
 torch=$(grep '^torch==' constraints.txt)
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch" -c constraints.txt -e ".[$extra]" ||
-    fail "the install failed; pip's lines above say why"
+echo "installing ptqpipe[$extra] into $venv; what pip says goes to $log" >&2
+set -m # each job a process group of its own, so that it ends whole
+show_kernels &
+shown=$!
+compile &
+compiling=$!
+trap 'kill -- -$shown 2>/dev/null || true; kill -- -$compiling 2>/dev/null || true' EXIT
+step "${torch/==/ }" pip install "$torch" -c constraints.txt
+step "kernels" wait "$compiling"
+step "ptqpipe[$extra] and its packages" pip install "$torch" -c constraints.txt -e ".[$extra]"
 echo "$extra $inputs" >"$stamp"

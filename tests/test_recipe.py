@@ -2,16 +2,18 @@
 
 import inspect
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
-from ptqpipe.options import recipe_fields
+from ptqpipe.options import CheckpointOptions, CodeOptions, described, recipe_fields
 from ptqpipe.recipe import (
     DEFAULT_FUSE,
     Keep,
@@ -21,33 +23,52 @@ from ptqpipe.recipe import (
     build_recipe,
     load_recipe,
     matches,
+    named_recipes,
     parse_recipe,
 )
 from ptqpipe.schemes import SCHEMES, get_scheme
-
-RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def rules(*pairs: tuple[str, str]) -> list[dict[str, str]]:
     return [{"match": match, "format": name} for match, name in pairs]
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_file_loads_and_names_its_schemes(path: Path) -> None:
-    recipe = load_recipe(path)
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A recipe file that says no more than --format nvfp4."""
+    path = tmp_path / "plain.yaml"
+    path.write_text("version: 1\nrules: [{match: '*', format: nvfp4}]\n")
+    return path
+
+
+@pytest.mark.parametrize("name", named_recipes())
+def test_every_named_recipe_says_more_than_a_format(name: str) -> None:
+    recipe = load_recipe(Path(name))
     assert recipe.description
-    if path.stem in SCHEMES:
-        assert [scheme.name for scheme in recipe.schemes()] == [path.stem]
-    elif path.stem.startswith("mixed"):
-        assert len(recipe.schemes()) == 2
-    elif path.stem.endswith("_tune"):  # its codes come by --rounding
-        assert not any(rule.calibrated for rule in recipe.rules)
-    else:
-        assert all(rule.calibrated for rule in recipe.rules)
+    assert len(recipe.schemes()) > 1 or any(rule.calibrated for rule in recipe.rules)
+    assert name not in SCHEMES
 
 
-def test_there_is_a_recipe_for_every_scheme_of_the_readers() -> None:
-    assert {path.stem for path in RECIPES.glob("*.yaml")} >= set(SCHEMES) - {"mxfp8a16", "mxfp6_e3m2"}
+def test_a_recipe_goes_by_its_name_in_any_spelling_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(Path("NVFP4-GPTQ")) == load_recipe(named_recipes()["nvfp4_gptq"])
+    (tmp_path / "nvfp4_gptq").write_text("version: 1\nrules: [{match: '*', format: fp8}]\n")
+    assert load_recipe(Path("nvfp4_gptq")).schemes() == (get_scheme("fp8"),)  # a file of that name comes first
+
+
+def test_recipes_lists_and_prints_those_with_a_name(tmp_path: Path) -> None:
+    def shown(*args: str) -> str:
+        return CliRunner().invoke(main, ["recipes", *args], catch_exceptions=False).output
+
+    listed = shown().splitlines()
+    assert max(map(len, listed)) <= 80
+    assert [line.split()[0] for line in listed if not line.startswith(" ")] == list(named_recipes())
+    assert [one["name"] for one in json.loads(shown("--json"))] == list(named_recipes())
+    (tmp_path / "copy.yaml").write_text(shown("mixed-nvfp4-fp8"))
+    assert load_recipe(tmp_path / "copy.yaml") == load_recipe(Path("mixed_nvfp4_fp8"))
+    assert "unknown recipe 'nvfp5'; known are fp8_gptq" in shown("nvfp5")
 
 
 def test_the_first_rule_that_matches_wins() -> None:
@@ -163,18 +184,20 @@ def test_files_that_are_not_yaml_are_one_line(tmp_path: Path, text: str) -> None
 
 
 def test_a_missing_recipe_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="does not exist"):
+    with pytest.raises(RecipeError, match=r"does not exist; give a YAML file, or one of fp8_gptq, "):
         load_recipe(tmp_path / "absent.yaml")
+    with pytest.raises(RecipeError, match=r"does not exist; did you mean nvfp4_gptq\?"):
+        load_recipe(Path("nvfp4_gtpq"))
 
 
-def test_format_and_recipe_together_contradict() -> None:
+def test_format_and_recipe_together_contradict(plain: Path) -> None:
     with pytest.raises(RecipeError, match="contradict each other"):
-        build_recipe(RecipeOptions(scheme="nvfp4"), path=RECIPES / "mxfp4.yaml")
+        build_recipe(RecipeOptions(scheme="nvfp4"), path=plain)
 
 
-def test_options_override_the_recipe_file() -> None:
+def test_options_override_the_recipe_file(plain: Path) -> None:
     options = RecipeOptions(container="modelopt", search="absmax", global_scale="absmax", shard_bytes=5)
-    recipe = build_recipe(options, path=RECIPES / "nvfp4.yaml")
+    recipe = build_recipe(options, path=plain)
     assert (recipe.container, recipe.shard_bytes) == ("modelopt", 5)
     assert (recipe.rules[0].search, recipe.rules[0].global_scale) == ("absmax", "absmax")
 
@@ -228,9 +251,9 @@ def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
     assert json.dumps(recipe.to_json()) == RECORDED
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_recipe_is_made_again_from_its_record(path: Path) -> None:
-    recipe = load_recipe(path)
+@pytest.mark.parametrize("name", named_recipes())
+def test_a_recipe_is_made_again_from_its_record(name: str) -> None:
+    recipe = load_recipe(Path(name))
     assert Recipe.from_json(recipe.to_json()) == replace(recipe, container=recipe.container_name)
 
 
@@ -260,19 +283,19 @@ def test_a_record_without_a_field_is_refused() -> None:
         Recipe.from_json(described)
 
 
-def test_every_option_sets_the_field_of_its_name() -> None:
+def test_every_option_sets_the_field_of_its_name(plain: Path) -> None:
     values: dict[str, Any] = {
         "container": "ptqpipe", "search": "absmax", "global_scale": "absmax", "input_amax": 5.0, "shard_bytes": 9,
         "algorithm": "gptq", "weighting": "block", "damping": 0.5, "refine": 1, "input_scale": "mse", "headroom": 2.0,
         "kv_cache": "fp8", "bias_correction": True, "low_rank": 4, "low_rank_dtype": "fp8",
     }  # fmt: skip
     assert values.keys() == recipe_fields().keys()
-    plain = Recipe((Rule("*", get_scheme("nvfp4")),))
+    bare = Recipe((Rule("*", get_scheme("nvfp4")),))
     for name, value in values.items():
-        recipe = build_recipe(RecipeOptions(**{name: value}), path=RECIPES / "nvfp4.yaml")
-        found = getattr(recipe.rules[0] if hasattr(plain.rules[0], name) else recipe, name)
+        recipe = build_recipe(RecipeOptions(**{name: value}), path=plain)
+        found = getattr(recipe.rules[0] if hasattr(bare.rules[0], name) else recipe, name)
         assert found == value
-        assert getattr(plain.rules[0] if hasattr(plain.rules[0], name) else plain, name) != value
+        assert getattr(bare.rules[0] if hasattr(bare.rules[0], name) else bare, name) != value
 
 
 def test_gptq_on_request_goes_with_the_diagonal_unless_told_otherwise() -> None:
@@ -332,3 +355,42 @@ def test_a_short_file_that_describes_billions_is_refused_in_a_short_line(tmp_pat
     with pytest.raises(RecipeError, match="version is") as told:
         load_recipe(tmp_path / "r.yaml")
     assert len(str(told.value)) < 1000
+
+
+def documented(title: str) -> dict[str, str]:
+    """Key -> its row in the table below this heading of docs/recipes.md."""
+    text = (
+        (Path(__file__).parents[1] / "docs/recipes.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    )
+    return {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
+
+
+def test_the_page_on_recipes_has_every_key_of_the_parser_and_no_other() -> None:
+    with pytest.raises(RecipeError) as top:
+        parse_recipe({"version": 1, "none": 1})
+    with pytest.raises(RecipeError) as rule:
+        parse_recipe({"version": 1, "rules": [{"none": 1}]})
+    for told, title in ((top, "Keys of the file"), (rule, "Keys of a rule")):
+        known = str(told.value).partition("known are ")[2].split(", ")
+        assert sorted(documented(title)) == sorted(known)
+
+
+def test_the_page_on_recipes_has_choices_bounds_and_defaults_of_the_table() -> None:
+    for kind, title in ((CheckpointOptions, "Keys of the file"), (CodeOptions, "Keys of a rule")):
+        for one in fields(kind):
+            about, row = described(one), documented(title)[one.name]
+            assert about is not None
+            assert all(f"`{choice}`" in row for choice in about.choices), row
+            assert about.bounds is None or f"{about.bounds[0]:g} to {about.bounds[1]:g}" in row, row
+            default = row.rstrip("| ").rpartition("| ")[2]
+            plain = f"{one.default:g}" if isinstance(one.default, float) else str(one.default).lower()
+            assert one.default is None or default in (plain, "diagonal with gptq, else none"), row
+
+
+def test_the_examples_of_the_page_on_recipes_are_recipes(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs/recipes.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        (tmp_path / "r.yaml").write_text(block)
+        assert len(load_recipe(tmp_path / "r.yaml").rules) == 3

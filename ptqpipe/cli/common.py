@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import click
 
 from ptqpipe._version import __version__
+from ptqpipe.cli.help import Command, Commands, examples
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, first_line, one_line
 from ptqpipe.options import RecipeOptions, recipe_fields
 
@@ -59,7 +60,7 @@ class Given(SimpleNamespace):
         return machine_of(self.workers, device, getattr(self, "max_memory", 8 << 30), progress=shown, waits=waits)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="ptqpipe")
 def main() -> None:
     """Quantize Hugging Face models to FP4 and FP8, in little memory, with block scales that are proven optimal."""
@@ -77,7 +78,7 @@ def command(
 ) -> Callable[[Callable[[Given], None]], click.Command]:
     """Declares a command, once. Its errors become one line on stderr and an exit code, and so does Ctrl-C.
 
-    example  a call, the last line of its help
+    example  a call, the last line of its help; or several, one a line
     leaves   what is left after Ctrl-C, in words; for commands that resume, where nothing is left to continue from
     """
 
@@ -89,7 +90,7 @@ def command(
 
         call.__doc__ = function.__doc__
         call.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
-        return group.command(name or function.__name__, epilog=f"Example: {example}")(call)
+        return group.command(name or function.__name__, cls=Command, epilog=examples(example))(call)
 
     return decorate
 

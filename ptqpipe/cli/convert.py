@@ -9,13 +9,30 @@ from pathlib import Path
 import click
 
 from ptqpipe.cli.common import Given, command, machine_of, next_line, ranks_of, says_how_to_resume
-from ptqpipe.cli.parameters import DEVICE, OUT, PATH, STATS, Dtype, Existing, Size, names, recipe_options, run_options
+from ptqpipe.cli.parameters import (
+    DEVICE,
+    OUT,
+    PATH,
+    RECIPE,
+    STATS,
+    Dtype,
+    Existing,
+    Size,
+    names,
+    recipe_options,
+    run_options,
+)
 
 
-@command(example="ptqpipe convert MODEL --format nvfp4 -o OUT")
+@command(
+    example="""
+ptqpipe convert MODEL --format nvfp4 -o OUT
+ptqpipe convert MODEL --format nvfp4_w4a4 --stats stats -o OUT
+"""
+)
 @click.argument("model")
 @click.option("-o", "--out", type=PATH, help="Folder to write.  [default: <model>-<FORMAT>]")
-@click.option("--recipe", "recipe_path", type=PATH, metavar="FILE", help="A YAML recipe, instead of --format.")
+@RECIPE
 @STATS
 @click.option(
     "--rounding",
@@ -198,10 +215,9 @@ def transform(given: Given) -> None:
 def demo(given: Given) -> None:
     """Convert a small built-in model to three formats.
 
-    The checkpoints are verified, and a table shows what each format costs.
+    The checkpoints are verified, and a table shows what each format costs, a row as soon as it is measured.
     """
     from ptqpipe.stages import demo as stage
 
     machine = machine_of(None, "cpu", 2 << 30, progress=False)
-    rows, tokens = stage.run_demo(given.out, machine=machine)
-    click.echo(stage.demo_text(rows, tokens, given.out))
+    stage.run_demo(given.out, machine=machine, show=click.echo)

@@ -1,4 +1,4 @@
-"""Commands that look at checkpoints and change nothing: inspect, verify, diff, report, formats."""
+"""Commands that look at checkpoints and change nothing: inspect, verify, diff, report, recipes, doctor, formats."""
 
 import json
 import sys
@@ -10,7 +10,12 @@ from ptqpipe.cli.parameters import JSON, PATH, Existing
 from ptqpipe.errors import UsageError
 
 
-@command(example="ptqpipe verify CKPT --source MODEL --optimal")
+@command(
+    example="""
+ptqpipe verify CKPT
+ptqpipe verify CKPT --source MODEL --optimal
+"""
+)
 @click.argument("ckpt", type=Existing("folder"))
 @click.option("--source", type=Existing("folder"), metavar="MODEL", help="The model that CKPT was made from.")
 @click.option("--stats", type=PATH, metavar="DIR", help="The statistics that CKPT was made with, if there were any.")
@@ -110,9 +115,48 @@ def report(given: Given) -> None:
     click.echo(f"{path}: {summary}")
 
 
+@command(
+    example="""
+ptqpipe recipes
+ptqpipe recipes nvfp4_gptq > mine.yaml
+"""
+)
+@click.argument("name", required=False)
+@JSON
+def recipes(given: Given) -> None:
+    """List the recipes that have a name, or print one.
+
+    `ptqpipe convert MODEL --recipe NAME` takes the name; docs/recipes.md tells how to write another.
+    """
+    from ptqpipe.stages import recipes as stage
+
+    if given.name is not None:
+        text = stage.text_of(given.name)
+        click.echo(json.dumps({"name": given.name, "text": text}) if given.as_json else text, nl=given.as_json)
+        return
+    click.echo(json.dumps(stage.to_json()) if given.as_json else stage.render())
+
+
+@command(example="ptqpipe doctor")
+@JSON
+def doctor(given: Given) -> None:
+    """Tell what this machine has, and what it lacks.
+
+    Processor and kernels, torch, GPU, extras, memory, disk and hub. The exit code is 0 whatever is found.
+    """
+    from ptqpipe.stages import doctor as stage
+
+    checks = stage.examine()
+    click.echo(json.dumps(stage.to_json(checks)) if given.as_json else stage.render(checks))
+
+
 @command(example="ptqpipe formats")
+@JSON
 def formats(given: Given) -> None:
-    """List formats, containers and scale searches."""
+    """List formats, containers, searches and transforms.
+
+    Each format with its bits per weight, the hardware that multiplies in it, and the programs that load it.
+    """
     from ptqpipe.stages import formats as stage
 
-    click.echo(stage.render())
+    click.echo(json.dumps(stage.to_json()) if given.as_json else stage.render())

@@ -161,6 +161,13 @@ def _from_table(one: Field[Any]) -> Callable[[F], F]:
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bar.")
 DEVICE = click.option("--device", default="cpu", show_default=True, help="Device that computes: cpu, cuda or cuda:N.")
+RECIPE = click.option(
+    "--recipe",
+    "recipe_path",
+    type=PATH,
+    metavar="NAME|FILE",
+    help="A recipe, instead of --format: one that `ptqpipe recipes` lists, or a YAML file.",
+)
 STATS = click.option("--stats", type=PATH, metavar="DIR", help="Folder of statistics that `ptqpipe calibrate` wrote.")
 
 

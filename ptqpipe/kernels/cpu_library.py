@@ -6,10 +6,11 @@ lock; products and attention run on torch's OpenMP threads as well.
 
 import ctypes
 from functools import cache
-from importlib.util import find_spec
+from pathlib import Path
 
 from ptqpipe.errors import FormatError
 
+LIBRARY = Path(__file__).with_name("_cpu.so")  # where setup.py puts it
 ABI = 13
 ISAS = ("avx512", "avx2", "baseline")  # best first
 OK, NOT_FINITE, UNSUPPORTED, NO_MEMORY = 0, 1, 2, 3  # what a call returns
@@ -92,11 +93,10 @@ def why_missing() -> str:
 @cache
 def _built() -> tuple[ctypes.CDLL | None, int]:
     """(the extension that was built, its version), whichever that is."""
-    spec = find_spec("ptqpipe.kernels._cpu")
-    if spec is None or spec.origin is None:
+    if not LIBRARY.is_file():
         return None, 0
     try:
-        found = ctypes.CDLL(spec.origin)
+        found = ctypes.CDLL(str(LIBRARY))
         return found, int(found.ptq_abi())
     except (OSError, AttributeError):  # built for another platform, or something else of that name
         return None, 0

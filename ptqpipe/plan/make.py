@@ -12,7 +12,7 @@ from typing import Any
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.plan.groups import fused_groups, keep_whole_groups, reject_split_stacks, siblings_outside
 from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Shapes, Slice, Unit
-from ptqpipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, matches
+from ptqpipe.recipe import BY_RECIPE, IGNORED, Named, Recipe, Rule, matches
 from ptqpipe.schemes import Abilities
 
 # Architectures whose fused gate_up_proj alternates gate and up rows instead of stacking them: a fact of the published
@@ -154,8 +154,9 @@ def make_plan(
     """
     candidates, reasons = find_candidates(tensors, config, abilities=abilities or Abilities())
     rules: dict[str, Rule] = {}
+    named = recipe.named(member.module for member in candidates.values())
     for key, member in candidates.items():
-        decided = _rule_or_reason(member, recipe)
+        decided = _rule_or_reason(member, recipe, named)
         if isinstance(decided, Rule):
             rules[key] = decided
         else:
@@ -178,9 +179,9 @@ def make_plan(
     return Plan(units, kept, tied, tuple(dict.fromkeys(modules)))
 
 
-def _rule_or_reason(member: Member, recipe: Recipe) -> Rule | str:
+def _rule_or_reason(member: Member, recipe: Recipe, named: Named) -> Rule | str:
     """The rule that quantizes a candidate, or why it is kept."""
-    rule, reason = recipe.rule_for(member.module)
+    rule, reason = recipe.rule_for(member.module, named)
     if rule is None or rule.scheme is None:
         return reason
     fmt = rule.scheme.fmt

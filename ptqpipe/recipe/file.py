@@ -1,4 +1,4 @@
-"""Recipes from YAML files and from the options of a call. Unknown keys are errors; recipes/ has examples.
+"""Recipes from YAML files and from the options of a call. Unknown keys are errors; recipes/ has those that have a name.
 
 A file says a field of `Rule` or `Recipe` by its name, with the field's type: a new field is readable without a word
 here. Only what a file writes otherwise has its own lines: the version, ``format``, the keep list and the fuse table.
@@ -9,6 +9,7 @@ Each option of a call that was given overrides the recipe (`build_recipe`).
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -20,6 +21,8 @@ from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule
 from ptqpipe.recipe.structure import DEFAULT_KEEP, Keep
 from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
 from ptqpipe.schemes import SCHEMES, get_scheme
+
+NAMED = Path(__file__).with_name("recipes")  # recipes that have a name
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
@@ -45,15 +48,28 @@ def _shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
+def named_recipes() -> dict[str, Path]:
+    """The recipes that come with ptqpipe, by name."""
+    return {path.stem: path for path in sorted(NAMED.glob("*.yaml"))}
+
+
 def load_recipe(path: Path) -> Recipe:
-    """Reads and validates a recipe file. RecipeError names the file and the key that is wrong."""
+    """Reads and validates a recipe: a file, or one that comes with ptqpipe by its name (``-`` and ``_`` alike).
+
+    RecipeError names the file and the key that is wrong, or the nearest name.
+    """
+    key = str(path).lower().replace("-", "_")
     try:
-        raw = yaml.load(read_regular_text(path, limit=MAX_RECIPE_BYTES), Loader=_Loader)
+        file = path if path.exists() else named_recipes().get(key, path)
+        raw = yaml.load(read_regular_text(file, limit=MAX_RECIPE_BYTES), Loader=_Loader)
     except FileNotFoundError:
-        known = f", or --format {path}" if str(path).lower().replace("-", "_") in SCHEMES else ""
-        raise RecipeError(
-            f"recipe {path} does not exist; give a YAML file, such as those in the folder recipes/{known}"
-        ) from None
+        if key in SCHEMES:
+            remedy = f"{path} is a format: give --format {path}"
+        elif near := get_close_matches(key, named_recipes(), n=1):
+            remedy = f"did you mean {near[0]}?"
+        else:
+            remedy = f"give a YAML file, or one of {', '.join(named_recipes())}"
+        raise RecipeError(f"recipe {path} does not exist; {remedy}") from None
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
     except RecipeError as error:  # of `_Loader`
@@ -61,7 +77,7 @@ def load_recipe(path: Path) -> Recipe:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where is not None else ""
-        raise RecipeError(f"recipe {path} is not YAML{line}; see recipes/ for examples") from None
+        raise RecipeError(f"recipe {path} is not YAML{line}; `ptqpipe recipes NAME` prints an example") from None
     try:
         return parse_recipe(raw)
     except PtqError as error:

@@ -8,20 +8,23 @@ conversion holds the recipe as JSON, from which `ptqpipe verify` makes it again.
 import fnmatch
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
 from ptqpipe.options import CheckpointOptions, CodeOptions, check_options
 from ptqpipe.patterns import expression
-from ptqpipe.recipe.structure import DEFAULT_FUSE, DEFAULT_KEEP, Keep, rows_of
+from ptqpipe.recipe.structure import DEFAULT_FUSE, DEFAULT_KEEP, Keep, Row, rows_of
 from ptqpipe.schemes import MIXED, LowRank, Scheme, get_scheme
 
 # The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
 IGNORED = "ignored on request"
 # The reason of a pattern in the recipe's own keep list.
 BY_RECIPE = "kept by the recipe"
+
+Named = frozenset[tuple[str, str]]
+"""Pairs of a rule's pattern and the pattern of a default keep rule that it wins over; see `Recipe.named`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,8 @@ class Recipe(CheckpointOptions):
     """Everything that decides the bytes of a converted checkpoint: the options of the whole, and rules for its parts.
 
     rules         the first that matches a module wins
-    keep          kept whatever the rules say, unless a rule names the module exactly; the reason ``IGNORED`` yields to
-                  no rule
+    keep          kept whatever the rules say, unless a rule names the module exactly, or matches nothing in the model
+                  but what such a pattern keeps (`named`); the reason ``IGNORED`` yields to no rule
     fuse          leaf names that share one scheme and one global scale below one parent
     description   text for people, which decides nothing
     """
@@ -93,8 +96,22 @@ class Recipe(CheckpointOptions):
         numbered = tuple(row.keep for row in rows_of(config) if row.counted_by and row.keep not in self.keep)
         return replace(self, keep=numbered + self.keep)
 
-    def rule_for(self, module: str) -> tuple[Rule | None, str]:
-        """(the rule that quantizes ``module``, "") or (None, why it is kept)."""
+    def named(self, modules: Iterable[str]) -> Named:
+        """(rule's pattern, keep's pattern) where the rule means what is kept by default: of the model's ``modules`` it
+        matches some, and none that this pattern does not keep. Such a rule wins, and other defaults still hold: of a
+        vision tower that a rule names, the embeddings stay."""
+        known = list(modules)
+        found = set()
+        for rule in self.rules:
+            meant = [] if rule.scheme is None else [module for module in known if matches(rule.match, module)]
+            for keep in self.keep if meant else ():
+                default = keep.reason not in (IGNORED, BY_RECIPE)
+                if default and all(matches(keep.pattern, module) for module in meant):
+                    found.add((rule.match, keep.pattern))
+        return frozenset(found)
+
+    def rule_for(self, module: str, named: Named = frozenset()) -> tuple[Rule | None, str]:
+        """(the rule that quantizes ``module``, "") or (None, why it is kept). ``named``: as `named` says of a model."""
         keeps = [keep for keep in self.keep if matches(keep.pattern, module)]
         if any(keep.reason == IGNORED for keep in keeps):
             return None, IGNORED
@@ -102,9 +119,11 @@ class Recipe(CheckpointOptions):
         for rule in self.rules:
             if not matches(rule.match, module):
                 continue
-            kept = kept or next((keep.reason for keep in keeps if _bits(rule) < keep.bits), "")
-            if not kept or rule.match == module:
+            unnamed = [keep for keep in keeps if (rule.match, keep.pattern) not in named]
+            against = [keep for keep in unnamed if not keep.bits or _bits(rule) < keep.bits]
+            if not against or rule.match == module:
                 return (rule, "") if rule.scheme is not None else (None, f"kept by the recipe ({rule.match})")
+            kept = kept or against[0].reason
         return None, kept or "no rule of the recipe matches"
 
     def schemes(self) -> tuple[Scheme, ...]:
@@ -185,6 +204,23 @@ def matches(pattern: str, module: str) -> bool:
         except ValueError as error:
             raise RecipeError(f"pattern {_shown(pattern)} cannot be matched with {_shown(module)}: {error}") from None
     return pattern == module or ("*" in pattern and fnmatch.fnmatchcase(module, pattern))
+
+
+def failing_rows(
+    config: Mapping[str, Any], quantized: Mapping[str, int], *, container: str
+) -> Iterator[tuple[Row, list[str]]]:
+    """The facts about this model that quantized modules run into, each with these modules, in their order.
+
+    quantized  module -> bits of its codes
+    container  the layout, one that other programs read
+    """
+    for row in rows_of(config):
+        if not row.fails or (row.containers and container not in row.containers):
+            continue
+        keep = row.keep
+        wrong = [name for name, bits in quantized.items() if matches(keep.pattern, name) and bits < (keep.bits or 99)]
+        if wrong:
+            yield row, wrong
 
 
 def _bits(rule: Rule) -> float:

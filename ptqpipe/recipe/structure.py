@@ -48,12 +48,19 @@ _UNQUANTIZED = (
     "others with an error of its shape"
 )
 
+_SOME = (
+    "whether readers take it quantized differs between families and readers; load the result in yours before it is "
+    "published"
+)
+
 ROWS: tuple[Row, ...] = (
     # An MTP layer that is numbered like a decoder layer: DeepSeek-V3 to V3.2, GLM-4.5 to GLM-5. SGLang builds it
     # unquantized beside ModelOpt's NVFP4 (models/deepseek_nextn.py); transformers drops it, so it cannot be calibrated.
     Row(
         Keep(r"re:(.*\.)?layers\.({layers})\.", "multi-token prediction layer"),
         counted_by="num_nextn_predict_layers",
+        fails="SGLang builds it unquantized beside NVFP4 and cannot load it; vLLM reads it",
+        containers=("modelopt",),
     ),
     # nn.Linear in vLLM's deepseek_mtp.py and glm4_moe_mtp.py, SGLang's deepseek_nextn.py and glm4_moe_nextn.py. Those
     # of families whose MTP layers are not numbered like decoder layers do take codes (Nemotron-H).
@@ -88,8 +95,18 @@ ROWS: tuple[Row, ...] = (
     ),
     # Their error is the most expensive (heads, embeddings, routers decide discretely), or readers do not look for
     # quantized weights there (towers, MTP heads).
-    Row(Keep(r"re:(.*\.)?(lm_head|output_head|embed_out)$", "language-model head")),
-    Row(Keep(r"re:.*(embed|\bwte\b|\bwpe\b|shared_head)", "embedding")),
+    Row(
+        Keep(r"re:(.*\.)?(lm_head|output_head|embed_out)$", "language-model head"),
+        fails=(
+            "vLLM builds the head of DeepSeek-V4, gpt-oss, Qwen3-Next and Step3 unquantized, SGLang that of gpt-oss "
+            "and MiniMax-M2, and neither loads it there; SGLang takes other heads in compressed-tensors only where a "
+            "target names them"
+        ),
+    ),
+    Row(
+        Keep(r"re:.*(embed|\bwte\b|\bwpe\b|shared_head)", "embedding"),
+        fails="readers look up the rows of an embedding as plain numbers and do not find them among the codes",
+    ),
     Row(Keep(r"re:.*norm\d*$", "norm")),
     Row(Keep(r"re:.*(\.|_)(gate|router|shared_expert_gate|e_score_correction)$", "router")),
     Row(Keep(r"re:.*router(\.|$)", "router")),
@@ -97,21 +114,24 @@ ROWS: tuple[Row, ...] = (
         Keep(
             r"re:(.*\.)?(visual|vision_tower|vision_model|vision_encoder|image_newline|vision_embed_tokens)(\.|$)",
             "vision tower",
-        )
+        ),
+        fails=_SOME,
     ),
     Row(
         Keep(
             r"re:(.*\.)?(audio_tower|audio_model|audio_encoder|speech_encoder|talker|token2wav|code2wav)(\.|$)",
             "audio tower",
-        )
+        ),
+        fails=_SOME,
     ),
     Row(
         Keep(
             r"re:(.*\.)?(multi_modal_projector|mm_projector|connector|aligner|merger|projector)(\.|$)",
             "multimodal projector",
-        )
+        ),
+        fails=_SOME,
     ),
-    Row(Keep(r"re:(.*\.)?mtp(\.|_|$)", "multi-token-prediction head")),
+    Row(Keep(r"re:(.*\.)?mtp(\.|_|$)", "multi-token-prediction head"), fails=_SOME),
     Row(Keep(r"re:.*conv1d$", "short convolution")),
 )
 

@@ -49,7 +49,7 @@ def _alternatives(expressions: Sequence[str]) -> str:
 
 
 def recipe_text(content: Mapping[str, Any]) -> str:
-    """A recipe as YAML, in the style of recipes/*.yaml. JSON's strings are YAML's double-quoted ones."""
+    """A recipe as YAML, in the style of the recipes that have a name. JSON's strings are YAML's double-quoted ones."""
     lines = [f"version: {content['version']}", f"description: {_quoted(content['description'])}", "rules:"]
     for rule in content["rules"]:
         more = [f"    {key}: {value}" for key, value in rule.items() if key != "match"]

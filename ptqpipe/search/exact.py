@@ -1,4 +1,4 @@
-"""The exact search: the argmin of ``objective.py`` over every scale of the format, equal to brute force bit for bit.
+"""The exact search: the least squared error over every scale of the format, equal to brute force bit for bit.
 
 Two proofs bound the scales that need a score (they are stated and proven for floating point in ``objective.py``):
 

@@ -5,7 +5,7 @@ The model is a real one, trained by scripts/make_tiny_model.py on the documentat
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import Done, Machine, decibels, one_thread_each, table
+from ptqpipe.stages.common import Done, Machine, decibels, one_thread_each
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.convert.text import by_role
@@ -48,10 +48,10 @@ class DemoRow:
 
 
 @one_thread_each()  # so small a model is slower on several
-def run_demo(out: Path, *, machine: Machine) -> tuple[list[DemoRow], int]:
+def run_demo(out: Path, *, machine: Machine, show: Callable[[str], None]) -> list[DemoRow]:
     """Converts the embedded model to each format below ``out``, verifies each, and measures it.
 
-    The float model's row first, then each format's; and on how many tokens perplexity was measured.
+    The float model's row first, then each format's; ``show`` gets the lines of the table, each when it is known.
 
     Raises UsageError without transformers, VerifyError if a conversion does not hold what it claims.
     """
@@ -66,19 +66,23 @@ def run_demo(out: Path, *, machine: Machine) -> tuple[list[DemoRow], int]:
         sentence = _sentence(model, tokenizer, prompt)
         return DemoRow(name, nbytes, sqnr, perplexity(scores).value, sentence, verified)
 
+    show(header_text(int(ids.shape[1])))
     rows = [measured("bf16", size, None, "the source")]
+    show(row_text(rows[0], rows[0]))
     for scheme in SCHEMES:
         done = _convert(scheme, out / scheme, machine)
         proof = get_scheme(scheme).fmt.scale.enumerable  # brute force over bfloat16 scales would take a minute
         report = verify(done.out, source=MODEL, optimal=proof)
         if report.faults:
             raise VerifyError(f"{done.out} does not verify: {report.faults[0].message}")
-        verified = f"verified, {len(report.weights) + report.kept} tensors" + (", scales proven again" if proof else "")
+        verified = "verified and proven" if proof else "verified"
         roles = by_role(done.record["weights"])
         noise = sum(r["relative_mse"] * r["elements"] for r in roles) / sum(r["elements"] for r in roles)
         load_decoded(model, done.out)
         rows.append(measured(scheme, done.written_bytes, decibels(noise), verified))
-    return rows, int(ids.shape[1])
+        show(row_text(rows[-1], rows[0]))
+    show(closing_text(rows, out))
+    return rows
 
 
 def _check_place(out: Path) -> None:
@@ -123,10 +127,29 @@ def _sentence(model: Any, tokenizer: Any, prompt: torch.Tensor) -> str:
     return text[: text.rfind(".") + 1] or text
 
 
-def demo_text(rows: Sequence[DemoRow], tokens: int, out: Path) -> str:
-    """The demo's table and sentences for a terminal."""
-    first = rows[0]
-    body = [
+# The columns of the table: heading, width, and whether it is text. A row is printed as soon as it is measured.
+_COLUMNS = (
+    ("weights", 8, True), ("size", 7, False), ("ratio", 5, False), ("SQNR dB", 7, False), ("perplexity", 10, False),
+    ("change", 8, False), ("state", 19, True),
+)  # fmt: skip
+
+
+def _line(cells: Sequence[str]) -> str:
+    padded = [
+        cell.ljust(width) if text else cell.rjust(width) for cell, (_, width, text) in zip(cells, _COLUMNS, strict=True)
+    ]
+    return "  ".join(padded).rstrip()
+
+
+def header_text(tokens: int) -> str:
+    """What stands above the rows: what they show, and the headings."""
+    what = f"Perplexity on {tokens} held-out tokens; head, embeddings, norms stay in bfloat16"
+    return "\n".join([what, "", _line([one[0] for one in _COLUMNS]), _line(["-" * one[1] for one in _COLUMNS])])
+
+
+def row_text(row: DemoRow, first: DemoRow) -> str:
+    """One row of the table. ``first``: the float model's."""
+    return _line(
         [
             row.name,
             disk_size(row.bytes),
@@ -136,14 +159,10 @@ def demo_text(rows: Sequence[DemoRow], tokens: int, out: Path) -> str:
             f"{100 * (row.perplexity / first.perplexity - 1):+.2f} %",
             row.verified,
         ]
-        for row in rows
-    ]
-    head = ["weights", "size", "ratio", "SQNR dB", "perplexity", "change", "state"]
-    lines = [
-        table(head, body),
-        f"perplexity on {tokens} held-out tokens; heads, embeddings and norms stay bf16",
-        "",
-    ]
-    lines += [f"{row.name:>9}: {row.sentence}" for row in rows]
-    lines += ["", f"The checkpoints are in {out}/; try: ptqpipe inspect {out}/{SCHEMES[0]}"]
-    return "\n".join(lines)
+    )
+
+
+def closing_text(rows: Sequence[DemoRow], out: Path) -> str:
+    """What stands below the rows: how each model continues the same words, and what to do next."""
+    lines = ["", f"How each continues {PROMPT!r}:", *(f"  {row.name}: {row.sentence}" for row in rows)]
+    return "\n".join([*lines, "", f"The checkpoints are in {out}/; try: ptqpipe inspect {out}/{SCHEMES[0]}"])

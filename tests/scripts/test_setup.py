@@ -4,6 +4,7 @@ The environment here is a fake: its ``python`` is a shell script that writes dow
 """
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -52,18 +53,34 @@ def setup(tree: Path, *arguments: str, **environment: str) -> subprocess.Complet
 
 
 def installs(tree: Path) -> list[str]:
-    """The pip commands that the fake Python was given, oldest first."""
+    """The pip commands that installed the package, as the fake Python was given them, oldest first."""
     lines = (tree / ".venv/bin/calls").read_text().splitlines()
-    return [line for line in lines if "pip install" in line]
+    return [line.partition(" --disable")[0] for line in lines if "pip install" in line and " -e " in line]
 
 
 def test_the_torch_pin_stands_in_the_command_that_installs_the_package(tree: Path) -> None:
-    assert setup(tree, "dev").returncode == 0
+    done = setup(tree, "dev")
+    assert done.returncode == 0, done.stderr
     (command,) = installs(tree)
     pin = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     assert f" {pin} " in command
     assert "-c constraints.txt" in command
     assert command.endswith("-e .[dev]")
+
+
+def test_an_install_says_each_step_with_its_seconds_and_names_its_log(tree: Path) -> None:
+    said = setup(tree, "hf").stderr.splitlines()
+    assert said[0].endswith(f"what pip says goes to {tree}/.venv/ptqpipe-install.log")
+    steps = [re.sub(r"\s+\d+ s$", "", line) for line in said[1:]]
+    assert [step.split()[0] for step in steps] == ["torch", "kernels", "ptqpipe[hf]"]
+    assert all(re.search(r" \d+ s$", line) for line in said[1:])
+
+
+def test_kernels_are_shown_as_they_are_compiled(tree: Path) -> None:
+    python = tree / ".venv/bin/python"
+    compiles = '[ "$3" = wheel ] && sleep 0.3 && echo "  kernels 3/8: search.cpp 12 s"\n[ "$4" = wheel ] || sleep 0.5\n'
+    python.write_text(FAKE_PYTHON.replace("exit 0", f"{compiles}exit 0"))
+    assert "\n  kernels 3/8: search.cpp 12 s\n" in setup(tree, "hf").stderr
 
 
 def test_a_second_run_installs_nothing(tree: Path) -> None:
@@ -103,10 +120,11 @@ def test_an_install_that_failed_is_tried_again(tree: Path) -> None:
     python.write_text(FAKE_PYTHON.replace("exit 0", '[ "$2" != pip ]'))
     failed = setup(tree, "hf")
     assert failed.returncode == 1
-    assert "the install failed" in failed.stderr
+    assert failed.stderr.splitlines()[-1].startswith("setup.sh: torch ")
+    assert "failed; the last lines of " in failed.stderr
     python.write_text(FAKE_PYTHON)
     assert setup(tree, "hf").returncode == 0
-    assert len(installs(tree)) == 2
+    assert len(installs(tree)) == 1  # the first one ended before it
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,21 @@
-"""Words and tables of all commands: aligned columns, sizes, names of models, of weights with their numbers as ``*``."""
+"""Words of all commands: names of models, names of weights with their numbers as ``*``, differences of JSON values."""
 
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ptqpipe.containers import short_json
 from ptqpipe.errors import one_line
+from ptqpipe.quantities import table
 from ptqpipe.report import content
+
+__all__ = [
+    "decibels", "finite", "json_differences", "layer_of", "name_of", "name_pattern", "number_in", "role_of",
+    "same_json", "table",
+]  # fmt: skip
 
 _VALUE = 48  # characters of a value of a JSON file
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
@@ -26,20 +32,6 @@ def name_of(folder: Path) -> str:
     if snapshots.name == "snapshots" and repository.startswith("models--"):
         return repository.rpartition("--")[2]
     return folder.name or "model"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """Aligned columns; the first ``left`` columns are text, the others numbers."""
-    body = [list(header), *map(list, rows)]
-    widths = [max(len(row[i]) for row in body) for i in range(len(header))]
-    lines = []
-    for row in body:
-        cells = [
-            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
 
 
 def same_json(a: Any, b: Any) -> bool:

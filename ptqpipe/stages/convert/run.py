@@ -21,6 +21,7 @@ from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import option_size, option_size_above
+from ptqpipe.recipe import failing_rows
 from ptqpipe.rounding import Rounding
 from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.stages.common import (
@@ -83,8 +84,14 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """As `Rewrite`, from the container."""
-        return tuple(self.outputs.container.warnings(self.outputs.targets, self.source.reader.config))
+        """As `Rewrite`: of the container, and of parts that only a rule which names them quantizes."""
+        config, targets = self.source.reader.config, self.outputs.targets
+        bits = {target.module: target.scheme.fmt.element.bits for target in targets}
+        found = list(self.outputs.container.warnings(targets, config))
+        if not self.outputs.container.ABILITIES.own_reader:
+            for row, modules in failing_rows(config, bits, container=self.outputs.container_name):
+                found.append(f"{modules[0]} ({len(modules)} of this kind): {row.fails}")
+        return tuple(found)
 
     def cache_bytes(self, job: QuantizeUnit | CopyTensor | WriteCacheScales) -> int:
         """As `Rewrite`: a unit's weights, which most searches read more than once."""

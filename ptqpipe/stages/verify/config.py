@@ -20,7 +20,7 @@ from ptqpipe.containers import (
 from ptqpipe.errors import CheckpointError, PtqError
 from ptqpipe.patterns import expression
 from ptqpipe.plan import conv1d_leaves, is_matrix
-from ptqpipe.recipe import matches, rows_of
+from ptqpipe.recipe import failing_rows
 from ptqpipe.source import Source
 from ptqpipe.stages.verify.findings import Findings
 
@@ -182,17 +182,11 @@ def _check_structure(ckpt: Source, config: Mapping[str, Any], findings: Findings
     """Weights that the readers of a family do not take quantized; the one reader of ptqpipe's own layout does."""
     if ckpt.container is None or ckpt.container.ABILITIES.own_reader:
         return
-    for row in rows_of(config):
-        if not row.fails or (row.containers and ckpt.container_name not in row.containers):
-            continue
-        wrong = [
-            stored
-            for stored in ckpt.stored.values()
-            if matches(row.keep.pattern, stored.weight.removesuffix(".weight"))
-            and (not row.keep.bits or stored.scheme.fmt.element.bits < row.keep.bits)
-        ]
-        if wrong:
-            more = f", like {len(wrong) - 1} more of its name" if len(wrong) > 1 else ""
-            (findings.fault if row.unread else findings.note)(
-                "readers", wrong[0].weight, f"is {wrong[0].scheme.name}{more}: {row.fails}; convert its source again"
-            )
+    stored = {one.weight.removesuffix(".weight"): one for one in ckpt.stored.values()}
+    bits = {module: one.scheme.fmt.element.bits for module, one in stored.items()}
+    for row, modules in failing_rows(config, bits, container=ckpt.container_name):
+        first = stored[modules[0]]
+        more = f", like {len(modules) - 1} more of its name" if len(modules) > 1 else ""
+        (findings.fault if row.unread else findings.note)(
+            "readers", first.weight, f"is {first.scheme.name}{more}: {row.fails}; convert its source again"
+        )
