@@ -9,6 +9,7 @@ import click
 
 from ptqpipe.cli.common import Given, command, devices_of, next_line, ranks_of, says_how_to_resume
 from ptqpipe.cli.parameters import (
+    COMPUTES,
     DEVICE,
     OUT,
     PATH,
@@ -67,12 +68,11 @@ _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
     show_default=True,
     help="Device that computes: cpu, cuda:N, cuda (all GPUs share the samples; under torchrun one GPU per rank), auto.",
 )
-@run_options("Threads that compute", default="physical cores", memory="8GiB")
+@run_options(computes=True, spills="samples")
 def calibrate(given: Given) -> None:
     """Collect statistics of a model's linear inputs.
 
-    MODEL, a folder or a name on the hub, runs on text one decoder layer at a time. Samples that do not fit into
-    --max-memory are kept on disk.
+    MODEL, a folder or a name on the hub, runs on text one decoder layer at a time.
     """
     import torch
 
@@ -115,7 +115,7 @@ def calibrate(given: Given) -> None:
     help="Float type that the model computes in; auto is the checkpoint's own.",
 )
 @click.option("-o", "--out", **OUT, help="File of token ids to write (.jsonl).")
-@click.option("--workers", type=int, metavar="N", help="Threads that compute.  [default: physical cores]")
+@COMPUTES
 @DEVICE
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @QUIET
@@ -181,13 +181,12 @@ def generate(given: Given) -> None:
 )
 @click.option("-o", "--out", **OUT, help="Folder of codes to write.")
 @DEVICE
-@run_options("Threads that compute", default="physical cores", memory="8GiB")
+@run_options(computes=True, spills="samples")
 def tune(given: Given) -> None:
     """Learn how a model's weights are rounded.
 
     MODEL is tuned one decoder layer at a time, from the codes that convert would write with these options.
-    `ptqpipe convert MODEL --rounding OUT` then writes the learned ones. Samples that do not fit into --max-memory are
-    kept on disk.
+    `ptqpipe convert MODEL --rounding OUT` then writes the learned ones.
     """
     from ptqpipe.stages.tune import run as stage, text
 
@@ -253,13 +252,13 @@ def _left_of_plan(given: Given) -> str:
 )
 @click.option("--max-tokens", type=int, metavar="N", help="Tokens of the --measure text to use.  [default: 4096]")
 @click.option(
-    "--window",
+    "--seqlen",
     type=int,
     metavar="N",
-    help="Tokens of context for --measure.  [default: the model's positions, at most 2048]",
+    help="Tokens in each window of the --measure text.  [default: the model's positions, at most 2048]",
 )
 @click.option("-o", "--out", **OUT, help="Recipe file to write.")
-@run_options("Most groups of weights that are quantized at the same time", restart=False)
+@run_options(restart=False)
 def plan(given: Given) -> None:
     """Choose a format for every layer under a budget.
 
@@ -270,8 +269,8 @@ def plan(given: Given) -> None:
     from ptqpipe.stages.plan import run as stage, text
     from ptqpipe.stages.plan.units import DEFAULT_FORMATS
 
-    if given.measure is None and (given.max_tokens is not None or given.window is not None):
-        raise UsageError("--max-tokens and --window belong to --measure; add it")
+    if given.measure is None and (given.max_tokens is not None or given.seqlen is not None):
+        raise UsageError("--max-tokens and --seqlen belong to --measure; add it")
     stage.check_recipe_target(given.out)
     found = stage.plan_mixed(
         given.model,
@@ -300,7 +299,7 @@ def _measurement(given: Given) -> "Measurement":
         text=given.measure,
         record=given.out.with_name(f"{given.out.name}.measured.jsonl"),
         tokens=DEFAULT_TOKENS if given.max_tokens is None else given.max_tokens,
-        window=given.window,
+        seqlen=given.seqlen,
         on_measured=show if not given.quiet and sys.stderr.isatty() else None,
     )
 

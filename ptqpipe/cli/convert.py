@@ -26,7 +26,7 @@ from ptqpipe.cli.parameters import DEVICE, OUT, PATH, STATS, Dtype, Existing, Si
 @recipe_options()
 @DEVICE
 @click.option("--dry-run", is_flag=True, help="Print what would be done and the exact size; read and write no weights.")
-@run_options("Most units of weights that are quantized at the same time")
+@run_options()
 def convert(given: Given) -> None:
     """Quantize a model to a packed FP4 or FP8 checkpoint.
 
@@ -79,7 +79,7 @@ def _stop_is_interrupt() -> Iterator[None]:
 @click.argument("ckpt", type=Existing("folder"))
 @click.option("--container", required=True, metavar="NAME", help="Layout to write; `ptqpipe formats` lists them.")
 @click.option("-o", "--out", type=PATH, help="Folder to write.  [default: <ckpt>-<container>]")
-@run_options("Most weights that are rewritten at the same time")
+@run_options()
 def relayout(given: Given) -> None:
     """Rewrite a checkpoint in another container.
 
@@ -108,7 +108,7 @@ def relayout(given: Given) -> None:
     help="Float type of the weights that are written.",
 )
 @click.option("-o", "--out", type=PATH, help="Folder to write.  [default: <ckpt>-<dtype>]")
-@run_options("Most weights that are decoded at the same time")
+@run_options()
 def dequantize(given: Given) -> None:
     """Write a quantized checkpoint as plain floats.
 
@@ -147,7 +147,7 @@ def dequantize(given: Given) -> None:
 )
 @click.option("--block", type=int, default=32, show_default=True, help="Size of the Hadamard blocks, 16 to 128.")
 @click.option("--untie", is_flag=True, help="Write an output head that shares the embedding as a tensor of its own.")
-@click.option("--format", default="nvfp4", show_default=True, help="Format for which awq and aqas search factors.")
+@click.option("--format", default="nvfp4", show_default=True, help="Number format for which awq and aqas search.")
 @click.option(
     "--dtype",
     type=Dtype("bf16", "fp16", "fp32", long=False),
@@ -157,7 +157,7 @@ def dequantize(given: Given) -> None:
     "--shard-size", "shard_bytes", type=Size(), help="Size of the largest weight file.  [default: chosen by the total]"
 )
 @click.option("-o", "--out", **OUT, help="Folder to write.")
-@run_options("Most groups of connected layers that are transformed at the same time")
+@run_options()
 def transform(given: Given) -> None:
     """Fold smoothing factors or rotations into a model.
 

@@ -85,8 +85,7 @@ def diff(given: Given) -> None:
 @click.option("--eval", "evaluation", type=Existing("file"), help="The file that `ptqpipe eval` wrote for CKPT.")
 @click.option("-o", "--out", "--output", "out", type=PATH, help="File to write.  [default: <ckpt>.report.html]")
 @click.option(
-    "--format",
-    "kind",
+    "--kind",
     type=click.Choice(["html", "md"]),
     help="Kind of file to write.  [default: by the ending of -o, else html]",
 )

@@ -164,26 +164,31 @@ DEVICE = click.option("--device", default="cpu", show_default=True, help="Device
 STATS = click.option("--stats", type=PATH, metavar="DIR", help="Folder of statistics that `ptqpipe calibrate` wrote.")
 
 
-def run_options(
-    workers: str,
-    *,
-    default: str = "processors, at most 16",
-    memory: str = "2GiB",
-    restart: bool = True,
-) -> Callable[[F], F]:
+def workers_option(default: str) -> Callable[[F], F]:
+    """``--workers``, which means the same in every command; ``default`` says how many there are."""
+    return click.option(
+        "--workers", type=int, metavar="N", help=f"CPU threads that work at the same time.  [default: {default}]"
+    )
+
+
+COMPUTES = workers_option("physical cores")  # of commands whose threads do not wait for disks
+
+
+def run_options(*, computes: bool = False, spills: str = "", restart: bool = True) -> Callable[[F], F]:
     """The options of machine and output: --workers, --max-memory, --resume, --overwrite, --json and --quiet.
 
-    workers  what ``--workers`` counts, as its help says it; ``default`` how many there are
-    memory   the default of ``--max-memory``
-    restart  whether the command has --resume and --overwrite
+    computes  whether the workers only compute, and do not wait for disks
+    spills    what goes to disk where ``--max-memory`` has no room for it; its default is larger then
+    restart   whether the command has --resume and --overwrite
     """
+    limit = f"Limit of resident memory{f'; {spills} beyond it are kept on disk' if spills else ''}."
     again = (
         click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start."),
         click.option("--overwrite", is_flag=True, help="Replace an existing output."),
     )
     return options(
-        click.option("--workers", type=int, metavar="N", help=f"{workers}.  [default: {default}]"),
-        click.option("--max-memory", type=Size(), default=memory, show_default=True, help="Limit of resident memory."),
+        COMPUTES if computes else workers_option("processors, at most 16"),
+        click.option("--max-memory", type=Size(), default="8GiB" if spills else "2GiB", show_default=True, help=limit),
         *(again if restart else ()),
         JSON,
         QUIET,

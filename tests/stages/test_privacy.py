@@ -44,7 +44,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("relayout", at / "tuned", "--container", "modelopt", "-o", at / "modelopt", "-q")
     run("relayout", at / "gptq", "--container", "ptqpipe", "-o", at / "own", "-q")
     run("dequantize", at / "modelopt", "-o", at / "plain", "-q")
-    score = ("--baseline", model, "--data", text, "--max-tokens", 256, "--window", 64)
+    score = ("--source", model, "--data", text, "--max-tokens", 256, "--seqlen", 64)
     run("eval", at / "gptq", *score, "--cache-dir", at / "cache", "-q", "-o", at / "gptq.eval.json")
     for kind in ("html", "md"):
         given = ("--source", model, "--eval", at / "gptq.eval.json")
