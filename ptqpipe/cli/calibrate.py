@@ -34,7 +34,12 @@ _SMALL = re.compile(r"\d{1,2}(?:\.\d+)?|\d*\.\d+")  # bytes that no model fits i
 _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
 
 
-@command(example="ptqpipe calibrate MODEL --data text.jsonl -o stats")
+@command(
+    example="""
+ptqpipe calibrate MODEL --data text.jsonl -o stats
+ptqpipe calibrate MODEL --data wikitext:wikitext-2-raw-v1:train --samples 256 -o stats
+"""
+)
 @click.argument("model")
 @data_options("Windows of text that the model runs on.", "Seed that chooses the windows.")
 @click.option(
@@ -147,7 +152,12 @@ def generate(given: Given) -> None:
     click.echo(next_line("calibrate", given.model, "--data", given.out, *windows, "-o", target))
 
 
-@command(example="ptqpipe tune MODEL --data text.jsonl -o codes")
+@command(
+    example="""
+ptqpipe tune MODEL --data text.jsonl -o codes
+ptqpipe tune MODEL --data text.jsonl --stats stats --method gptq+learned --format mxfp4 -o codes
+"""
+)
 @click.argument("model")
 @data_options("Windows of text to learn from.", "Seed that chooses the windows and their order.")
 @click.option("--recipe", "recipe_path", type=PATH, metavar="FILE", help="A YAML recipe, instead of --format.")
@@ -227,7 +237,13 @@ def _left_of_plan(given: Given) -> str:
     return f"what is measured is kept in {given.out}.measured.jsonl, and the same command continues from there"
 
 
-@command(example="ptqpipe plan MODEL --budget 5.5bits --stats stats -o mixed.yaml", leaves=_left_of_plan)
+@command(
+    example="""
+ptqpipe plan MODEL --budget 5.5bits --stats stats -o mixed.yaml
+ptqpipe plan MODEL --budget 9GB --measure text.txt --formats nvfp4,fp8_dynamic -o mixed.yaml
+""",
+    leaves=_left_of_plan,
+)
 @click.argument("model")
 @click.option(
     "--budget", required=True, metavar="4.75bits|9GB", help="Bits per weight, or the size of all weights on disk."

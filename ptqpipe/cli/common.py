@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import click
 
 from ptqpipe._version import __version__
+from ptqpipe.cli.help import Command, Commands, examples
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, first_line, one_line
 from ptqpipe.options import RecipeOptions, recipe_fields
 
@@ -60,32 +60,7 @@ class Given(SimpleNamespace):
         return machine_of(self.workers, device, getattr(self, "max_memory", 8 << 30), progress=shown, waits=waits)
 
 
-# Former spellings of options and what they are now. A command that has the present one still takes the former.
-FORMER = {
-    "--baseline": "--source",
-    "--window": "--seqlen",
-    "--threads": "--workers",
-    "--format": "--kind",
-    "--data": "--values",
-}
-
-
-class Command(click.Command):
-    """A command that also takes the former spellings of its options; help and completion show the present ones."""
-
-    def make_parser(self, ctx: click.Context) -> Any:
-        """Click's parser, with the former spellings that no option of the command has taken."""
-        parser = super().make_parser(ctx)
-        known = {flag: param for param in self.get_params(ctx) for flag in param.opts}
-        for former, present in FORMER.items():
-            if present in known and former not in known:
-                hidden = copy(known[present])
-                hidden.opts = [former]
-                hidden.add_to_parser(parser, ctx)
-        return parser
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="ptqpipe")
 def main() -> None:
     """Quantize Hugging Face models to FP4 and FP8, in little memory, with block scales that are proven optimal."""
@@ -103,7 +78,7 @@ def command(
 ) -> Callable[[Callable[[Given], None]], click.Command]:
     """Declares a command, once. Its errors become one line on stderr and an exit code, and so does Ctrl-C.
 
-    example  a call, the last line of its help
+    example  a call, the last line of its help; or several, one a line
     leaves   what is left after Ctrl-C, in words; for commands that resume, where nothing is left to continue from
     """
 
@@ -115,7 +90,7 @@ def command(
 
         call.__doc__ = function.__doc__
         call.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
-        return group.command(name or function.__name__, cls=Command, epilog=f"Example: {example}")(call)
+        return group.command(name or function.__name__, cls=Command, epilog=examples(example))(call)
 
     return decorate
 

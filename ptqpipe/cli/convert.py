@@ -12,7 +12,12 @@ from ptqpipe.cli.common import Given, command, machine_of, next_line, ranks_of, 
 from ptqpipe.cli.parameters import DEVICE, OUT, PATH, STATS, Dtype, Existing, Size, names, recipe_options, run_options
 
 
-@command(example="ptqpipe convert MODEL --format nvfp4 -o OUT")
+@command(
+    example="""
+ptqpipe convert MODEL --format nvfp4 -o OUT
+ptqpipe convert MODEL --format nvfp4_w4a4 --stats stats -o OUT
+"""
+)
 @click.argument("model")
 @click.option("-o", "--out", type=PATH, help="Folder to write.  [default: <model>-<FORMAT>]")
 @click.option("--recipe", "recipe_path", type=PATH, metavar="FILE", help="A YAML recipe, instead of --format.")

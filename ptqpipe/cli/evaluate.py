@@ -15,7 +15,10 @@ from ptqpipe.errors import UsageError
 
 @command(
     name="eval",
-    example="ptqpipe eval CKPT --source MODEL --data held-out.txt",
+    example="""
+ptqpipe eval CKPT --source MODEL --data held-out.txt
+ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
+""",
     leaves="nothing is written; a baseline's logits that are complete stay in the cache for the next run",
 )
 @click.argument("ckpt")

@@ -10,7 +10,12 @@ from ptqpipe.cli.parameters import JSON, PATH, Existing
 from ptqpipe.errors import UsageError
 
 
-@command(example="ptqpipe verify CKPT --source MODEL --optimal")
+@command(
+    example="""
+ptqpipe verify CKPT
+ptqpipe verify CKPT --source MODEL --optimal
+"""
+)
 @click.argument("ckpt", type=Existing("folder"))
 @click.option("--source", type=Existing("folder"), metavar="MODEL", help="The model that CKPT was made from.")
 @click.option("--stats", type=PATH, metavar="DIR", help="The statistics that CKPT was made with, if there were any.")

@@ -1,0 +1,108 @@
+"""Help in groups: which commands stand together in ``ptqpipe --help``, and which options in the help of one command.
+
+Both tables hold names alone. A command or an option that no group names comes last, under "More".
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from ptqpipe.cli.spelling import CommandBySpelling, CommandsBySpelling
+
+T = TypeVar("T")
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "Start": ("demo", "convert", "serve", "chat"),
+    "Better quality": ("generate", "calibrate", "tune", "plan", "transform"),
+    "Check": ("verify", "inspect", "diff", "eval", "report"),
+    "Rewrite and more": ("relayout", "dequantize", "formats", "recipes", "doctor", "simulate", "completion"),
+}
+
+# By the names of the parameters. Only commands with more options than fit a screen show them in groups.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "What to write": (
+        "scheme", "format", "recipe_path", "reader", "budget", "formats", "ignore", "container", "shard_bytes", "out",
+        "push",
+    ),
+    "Text": (
+        "data", "field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
+        "task_data", "include_path", "limit", "batch_size",
+    ),
+    "Quality": (
+        "quality", "stats", "rounding", "source", "apply", "search", "global_scale", "algorithm",
+        "weighting", "damping", "refine", "low_rank", "low_rank_dtype", "bias_correction", "moments", "method", "share",
+        "steps", "alpha", "powers_of_two", "edges", "block", "untie", "evaluation", "report",
+    ),
+    "Activations and key-value cache": ("activations", "input_amax", "input_scale", "headroom", "kv_cache"),
+    "Address": ("host", "port", "allowed_hosts", "api_key", "name", "access_log"),
+    "Limits": (
+        "max_model_len", "max_num_seqs", "max_batch_tokens", "max_queue", "max_body", "kv_cache_size", "drain_s",
+    ),
+    "What is added": ("values", "ranks", "partials", "tensor", "weight", "elements"),
+    "Messages and machines": ("codec", "hadamard", "node", "topology", "size"),
+    "Engine": (
+        "chat_template", "decoded", "no_prefix_caching", "batch_invariant", "tp", "allreduce", "overlap",
+    ),
+    "vLLM": ("engine", "vllm_python", "nnodes", "node_rank", "master_addr", "master_port"),
+    "Machine": ("device", "dtype", "workers", "max_memory", "cache_dir", "cache_size"),
+    "Run": ("dry_run", "only", "plot", "resume", "overwrite", "keep_stages", "as_json", "quiet", "help",
+        "_click_default_help",  # click 8.2 calls --help so
+    ),
+}  # fmt: skip
+LONG = 12  # options
+
+
+def in_groups(items: Mapping[str, T], groups: Mapping[str, Iterable[str]]) -> dict[str, list[T]]:
+    """The items below the headings of their groups, each group in the order of ``items``; "More" has what is left."""
+    heading = {name: title for title, names in groups.items() for name in names}
+    found: dict[str, list[T]] = {title: [] for title in (*groups, "More")}
+    for name, item in items.items():
+        found[heading.get(name, "More")].append(item)
+    return {title: members for title, members in found.items() if members}
+
+
+class Commands(CommandsBySpelling):
+    """A group whose help lists its commands by `COMMANDS`, a line each."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names in the order of the help."""
+        found = in_groups({name: name for name in self.commands}, COMMANDS)
+        order = [name for names in COMMANDS.values() for name in names]
+        return sorted((name for names in found.values() for name in names), key=[*order, *self.commands].index)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """A section for each group."""
+        shown = {name: self.commands[name] for name in self.list_commands(ctx) if not self.commands[name].hidden}
+        width = max(map(len, shown))
+        rows = {name: (name.ljust(width), one.get_short_help_str(limit=80)) for name, one in shown.items()}
+        for title, members in in_groups(rows, COMMANDS).items():
+            with formatter.section(title):
+                formatter.write_dl(members)
+
+
+class Command(CommandBySpelling):
+    """A command whose options stand in groups (`OPTIONS`) if there are many."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The sections of the help that list options."""
+        for title, options in self.sections(ctx).items():
+            with formatter.section(title):
+                formatter.write_dl([record for one in options if (record := one.get_help_record(ctx)) is not None])
+
+    def sections(self, ctx: click.Context) -> dict[str, list[click.Parameter]]:
+        """The options that help shows, below their headings: "Options" alone for a command with few."""
+        shown = {str(one.name): one for one in self.get_params(ctx) if _is_shown(one)}
+        return in_groups(shown, OPTIONS) if len(shown) > LONG else {"Options": list(shown.values())}
+
+
+def _is_shown(one: Any) -> bool:
+    return isinstance(one, click.Option) and not one.hidden
+
+
+def examples(lines: str) -> str:
+    """The end of a command's help: a call, or several, one a line."""
+    calls = lines.strip().splitlines()
+    if len(calls) == 1:
+        return f"Example: {calls[0]}"
+    return "\n".join(["\b", "Examples:", *(f"  {call.strip()}" for call in calls)])
