@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.errors import UsageError, first_line
+from ptqpipe.errors import UsageError, first_line, missing_package
 from ptqpipe.regular_file import MAX_TEXT_BYTES, kind_of, read_regular_text
 
 FIELDS = ("messages", "conversations", "text", "content", "prompt", "instruction", "question", "input_ids")
@@ -72,7 +72,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UsageError(f"{path} needs pyarrow; pip install pyarrow, or give a .jsonl file") from None
+        raise missing_package(str(path), "pyarrow", "pyarrow") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             number = 0
@@ -91,10 +91,8 @@ def _dataset_rows(name: str) -> Iterator[tuple[int, Any]]:
     try:
         import datasets
     except ImportError:
-        raise UsageError(
-            f"{name} does not exist as a file, and data sets by name need the datasets library; pip install datasets, "
-            "or give a .txt, .jsonl or .parquet file"
-        ) from None
+        what = f"{name} does not exist as a .txt, .jsonl or .parquet file, and a data set by name"
+        raise missing_package(what, "the datasets library", "datasets") from None
     repository, *parts = name.split(":")
     config = parts[0] if len(parts) == 2 else None
     split = parts[-1] if parts else "train"

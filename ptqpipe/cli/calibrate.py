@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ptqpipe.cli.common import Given, command, devices_of, next_line, ranks_of, says_how_to_resume
+from ptqpipe.cli import next_steps
+from ptqpipe.cli.common import Given, command, devices_of, ranks_of, says_how_to_resume
 from ptqpipe.cli.parameters import (
     COMPUTES,
     DEVICE,
@@ -103,7 +104,7 @@ def calibrate(given: Given) -> None:
         click.echo(json.dumps(text.to_json(done)))
         return
     click.echo(text.render(done))
-    click.echo(next_line("convert", given.model, "--stats", given.out))
+    next_steps.say_next(given, next_steps.calibrate)
 
 
 @command(example="ptqpipe generate MODEL --samples 128 --seqlen 512 -o own.jsonl")
@@ -148,8 +149,7 @@ def generate(given: Given) -> None:
         f"{done.out}: {samples} windows of {seqlen} tokens and {held_out} more to hold out, in {done.seconds:.1f} s"
     )
     windows = ["--samples", samples, "--seqlen", seqlen]
-    target = given.out.with_name(f"{given.out.stem}-stats")
-    click.echo(next_line("calibrate", given.model, "--data", given.out, *windows, "-o", target))
+    next_steps.say_next(given, next_steps.generate, windows)
 
 
 @command(
@@ -227,8 +227,7 @@ def tune(given: Given) -> None:
         click.echo(json.dumps(text.to_json(done)))
         return
     click.echo(text.render(done))
-    statistics = [] if given.stats is None else ["--stats", given.stats]
-    click.echo(next_line("convert", given.model, "--rounding", given.out, *statistics))
+    next_steps.say_next(given, next_steps.tune)
 
 
 def _left_of_plan(given: Given) -> str:
@@ -301,8 +300,7 @@ def plan(given: Given) -> None:
         click.echo(json.dumps(text.to_json(found)))
         return
     click.echo(f"{text.render(found)}\n{given.out} is the recipe")
-    statistics = [] if given.stats is None else ["--stats", given.stats]
-    click.echo(next_line("convert", given.model, "--recipe", given.out, *statistics))
+    next_steps.say_next(given, next_steps.plan)
 
 
 def _measurement(given: Given) -> "Measurement":

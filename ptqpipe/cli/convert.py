@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Given, command, machine_of, next_line, ranks_of, says_how_to_resume
-from ptqpipe.cli.parameters import DEVICE, OUT, PATH, STATS, Dtype, Existing, Size, names, recipe_options, run_options
+from ptqpipe.cli import next_steps
+from ptqpipe.cli.common import Given, command, machine_of, ranks_of, says_how_to_resume
+from ptqpipe.cli.parameters import DEVICE, MODEL, OUT, PATH, STATS, Dtype, Size, names, recipe_options, run_options
 
 
 @command(
@@ -37,6 +38,7 @@ def convert(given: Given) -> None:
 
     MODEL is a folder, or a name on the hub. Under torchrun the work is divided among the ranks; the bytes are the same.
     """
+    from ptqpipe.checkpoint import check_output
     from ptqpipe.stages.convert import run as stage, text as tables
     from ptqpipe.stages.convert.prepare import best_with, prepare
 
@@ -58,10 +60,12 @@ def convert(given: Given) -> None:
             _warn(no_config)
         with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
             if ranks.rank == 0 and not given.as_json:
+                check_output(prepared.out, mode=mode)  # before the header, which says what will be done
                 click.echo(tables.header_text(prepared, machine))
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
     if done is not None:
         click.echo(json.dumps(tables.converted_json(done)) if given.as_json else tables.converted_text(done))
+        next_steps.say_next(given, next_steps.convert, done.out, done.record["container"] != "ptqpipe")
 
 
 def _warn(line: str | None) -> None:
@@ -81,7 +85,7 @@ def _stop_is_interrupt() -> Iterator[None]:
 
 
 @command(example="ptqpipe relayout CKPT --container modelopt")
-@click.argument("ckpt", type=Existing("folder"))
+@click.argument("ckpt", type=MODEL)
 @click.option("--container", required=True, metavar="NAME", help="Layout to write; `ptqpipe formats` lists them.")
 @click.option("-o", "--out", type=PATH, help="Folder to write.  [default: <ckpt>-<container>]")
 @run_options()
@@ -101,10 +105,11 @@ def relayout(given: Given) -> None:
         )
     if done is not None:
         click.echo(json.dumps(text.to_json(done)) if given.as_json else text.render(done))
+        next_steps.say_next(given, next_steps.relayout, done.out, done.record["container"] != "ptqpipe")
 
 
 @command(example="ptqpipe dequantize CKPT --dtype bf16")
-@click.argument("ckpt", type=Existing("folder"))
+@click.argument("ckpt", type=MODEL)
 @click.option(
     "--dtype",
     type=Dtype("bf16", "fp16", "fp32", long=False),
@@ -129,6 +134,7 @@ def dequantize(given: Given) -> None:
         )
     if done is not None:
         click.echo(json.dumps(stage.to_json(done)) if given.as_json else stage.render(done))
+        next_steps.say_next(given, next_steps.dequantize, done.out)
 
 
 @command(example="ptqpipe transform MODEL --apply smoothquant --stats stats -o smooth")
@@ -188,7 +194,7 @@ def transform(given: Given) -> None:
         click.echo(json.dumps(text.to_json(done)))
         return
     click.echo(text.render(done))
-    click.echo(next_line("convert", given.out, "--format", given.format))
+    next_steps.say_next(given, next_steps.transform)
 
 
 @command(
@@ -210,3 +216,4 @@ def demo(given: Given) -> None:
     machine = machine_of(None, "cpu", 2 << 30, progress=False)
     rows, tokens = stage.run_demo(given.out, machine=machine)
     click.echo(stage.demo_text(rows, tokens, given.out))
+    next_steps.say_next(given, next_steps.demo, stage.SCHEMES[0])

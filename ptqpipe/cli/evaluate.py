@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ptqpipe.cli import next_steps
 from ptqpipe.cli.common import Given, command, main
 from ptqpipe.cli.parameters import JSON, PATH, QUIET, Dtype, Existing, Size, names
 from ptqpipe.errors import UsageError
@@ -98,6 +99,7 @@ def evaluate(given: Given) -> None:
         report.write(result, target)
     if not given.as_json:
         click.echo(f"written to {target}")
+        next_steps.say_next(given, next_steps.evaluate, target)
 
 
 def _user_cache() -> Path:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from ptqpipe.errors import one_line
+from ptqpipe.errors import PtqError, one_line
 from ptqpipe.options import described, recipe_fields, type_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -80,6 +80,48 @@ class Existing(click.ParamType[Path]):
         return path
 
 
+class Model(Existing):
+    """A model or a checkpoint that the call names: its folder, or its name on the hub, from where it is fetched.
+
+    A folder goes first; the stages judge what is in it.
+    """
+
+    def __init__(self) -> None:
+        """The kind is that of a folder."""
+        super().__init__("folder")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The folder, of a hub name that of its snapshot in the cache; click's error where there is none."""
+        from ptqpipe.checkpoint import resolve_source
+
+        try:
+            path = Path(value).expanduser()
+            return super().convert(path, param, ctx) if path.is_dir() else resolve_source(str(value))
+        except (PtqError, OSError, RuntimeError, ValueError) as error:
+            self.fail(one_line(str(error)), param, ctx)
+
+
+class Choice(click.Choice[str]):
+    """A choice whose error says where something is that stands elsewhere: --algorithm awq is a transform."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The choice; click's error for an unknown one, with the remedy."""
+        if value not in self.choices and (remedy := _ELSEWHERE.get(str(value).lower())):
+            self.fail(f"{value!r} is not one of {', '.join(map(repr, self.choices))}; {remedy}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_BEFORE = (
+    "it is a transform of the float model: ptqpipe transform MODEL --apply {} --stats STATS -o OUT, then convert OUT"
+)
+_ELSEWHERE = {
+    **{name: _BEFORE.format(name) for name in ("awq", "smoothquant", "aqas", "rotate", "smooth_swiglu")},
+    **{name: _BEFORE.format("rotate") for name in ("quarot", "spinquant", "hadamard")},
+    **dict.fromkeys(
+        ("learned", "autoround", "auto-round", "gptq+learned"),
+        "ptqpipe tune MODEL --data TEXT -o codes learns rounding, and convert --rounding codes writes it",
+    ),
+}
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -154,10 +196,11 @@ def _from_table(one: Field[Any]) -> Callable[[F], F]:
     plain = "" if one.default is None else f"{one.default:g}" if kind is float else str(one.default)
     default = about.shown or plain
     help_text = f"{about.help}  [default: {default}]" if default else about.help
-    value: Any = click.Choice(list(about.choices)) if about.choices else Size() if about.metavar == "SIZE" else kind
+    value: Any = Choice(list(about.choices)) if about.choices else Size() if about.metavar == "SIZE" else kind
     return click.option(flag, one.name, type=value, metavar=about.metavar or None, help=help_text)
 
 
+MODEL = Model()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bar.")
 DEVICE = click.option("--device", default="cpu", show_default=True, help="Device that computes: cpu, cuda or cuda:N.")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -188,6 +189,7 @@ def serve(given: Given) -> None:
     """
     if _handed_to_vllm(given):
         return
+    from ptqpipe.checkpoint import resolve_source
     from ptqpipe.stages.serve import run as stage
 
     serving = given.into(
@@ -200,6 +202,7 @@ def serve(given: Given) -> None:
         cache_bytes=given.kv_cache_size,
         prefix_caching=not given.no_prefix_caching,
     )
+    serving = replace(serving, ckpt=str(resolve_source(given.ckpt)))  # the rest of the call is right by now
     worker = [sys.executable, "-m", "ptqpipe", *sys.argv[1:]]
     place = _place(given.tp, given.rank_of, given.parent)
     stage.serve(serving, place, worker=worker, log=lambda line: click.echo(line, err=True))

@@ -145,5 +145,5 @@ def demo_text(rows: Sequence[DemoRow], tokens: int, out: Path) -> str:
         "",
     ]
     lines += [f"{row.name:>9}: {row.sentence}" for row in rows]
-    lines += ["", f"The checkpoints are in {out}/; try: ptqpipe inspect {out}/{SCHEMES[0]}"]
+    lines += ["", f"The checkpoints are in {out}/"]
     return "\n".join(lines)

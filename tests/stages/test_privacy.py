@@ -34,7 +34,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("calibrate", model, "--data", rows, "--data", text, *small, "-o", at / "stats", "-q")
     run("tune", model, "--data", text, *small, "--stats", at / "stats", "--method", "gptq", "-o", at / "codes", "-q")
     run("transform", model, "--apply", "smoothquant", "--stats", at / "stats", "-o", at / "smooth", "-q")
-    told = run("plan", model, "--budget", "5.5bits", "--stats", at / "stats", "-o", recipe, "-q")
+    told = run("plan", model, "--budget", "5.5bits", "--stats", at / "stats", "-o", recipe)
     assert f"ptqpipe convert {model} --recipe {recipe} --stats {at / 'stats'}" in told  # the terminal may say it
     formats = ("--formats", "mxfp4,fp8")
     run("plan", model, "--budget", "6bits", *formats, "--measure", text, "--max-tokens", 64, "-o", at / "m.yaml", "-q")
