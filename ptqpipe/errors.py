@@ -31,7 +31,7 @@ def first_line(error: BaseException) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known name that is most like a word; empty where none is like it."""
-    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.65)), "")
 
 
 def did_you_mean(word: str, known: Iterable[str], *, listed: bool = False) -> str:

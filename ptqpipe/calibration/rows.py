@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.checkpoint import nearest_path
 from ptqpipe.errors import UsageError, first_line, missing_package
 from ptqpipe.regular_file import MAX_TEXT_BYTES, kind_of, read_regular_text
 
@@ -31,7 +32,8 @@ def read_rows(name: str, *, field: str | None = None) -> Iterator[tuple[str, Any
             remedy = "name the files in it" if path.is_dir() else "write the text to a file first"
             raise UsageError(f"{name} is {kind}, expected a file with text; {remedy}")
         if path.suffix in (".txt", ".jsonl", ".parquet", ".raw", ".json") or not _HUB_NAME.fullmatch(name):
-            raise UsageError(f"{name} does not exist; give --data a .txt, .jsonl or .parquet file")
+            remedy = nearest_path(Path(name)) or "give --data a .txt, .jsonl or .parquet file"
+            raise UsageError(f"{name} does not exist; {remedy}")
         yield from _fields(_dataset_rows(name), name, "row", field)
     elif path.suffix == ".jsonl":
         yield from _fields(_json_rows(path), str(path), "line", field)

@@ -21,7 +21,7 @@ from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.partial import Paths, check_output, check_unfinished, output_errors
 from ptqpipe.checkpoint.reader import CheckpointReader, Memory
 from ptqpipe.checkpoint.single_file import check_file, write_file
-from ptqpipe.checkpoint.source import check_disjoint, resolve_source
+from ptqpipe.checkpoint.source import check_disjoint, nearest_path, resolve_source
 from ptqpipe.checkpoint.tensor_file import write_tensors
 from ptqpipe.checkpoint.writer import COPY_BYTES, CheckpointWriter, Mode, TensorWriter
 
@@ -54,6 +54,7 @@ __all__ = [
     "file_sha256",
     "json_bytes",
     "margin",
+    "nearest_path",
     "output_errors",
     "parse_file",
     "pread_exactly",

@@ -54,7 +54,12 @@ def is_hub_name(model: str) -> bool:
 
 
 def nearest_path(path: Path) -> str:
-    """ "did you mean 'bench-4m'?" for what lies beside a path that does not exist and is called nearly so; or empty."""
+    """The question whether a name beside it is meant, for a path that does not exist: did you mean 'bench-4m'?
+
+    Empty where nothing there is called nearly so.
+    """
+    if os.path.lexists(path):
+        return ""
     try:
         meant = nearest(path.name, sorted(os.listdir(path.parent)))
     except OSError:
@@ -86,6 +91,11 @@ def check_folder(path: Path) -> Path:
         raise CheckpointError(
             f"{shown(str(path))} has {shown(pickled[0])} but no .safetensors; load it with transformers and "
             "save_pretrained() it, which writes safetensors"
+        )
+    below = next((name for name in names if any((path / name).glob("*.safetensors"))), "")
+    if below:
+        raise CheckpointError(
+            f"{shown(str(path))} has no .safetensors files itself; did you mean {shown(str(path / below))}?"
         )
     if any(name.lower().endswith(".gguf") for name in names):
         raise CheckpointError(f"{shown(str(path))} holds {_GGUF}")

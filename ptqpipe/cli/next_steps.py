@@ -21,8 +21,13 @@ def say_next(given: Given, steps: Callable[..., Iterator[Call]], *facts: object)
         return
     head = "Next: "
     for call in steps(given, *facts):
-        click.echo(head + shlex.join(map(str, call)))
+        click.echo(head + shlex.join(map(_word, call)))
         head = " " * len(head)
+
+
+def _word(value: object) -> str:
+    """A word of a call; a path that begins with a dash would be taken for an option."""
+    return f"./{value}" if isinstance(value, Path) and str(value).startswith("-") else str(value)
 
 
 def convert(given: Given, out: Path, elsewhere: bool = True) -> Iterator[Call]:

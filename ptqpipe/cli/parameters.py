@@ -73,7 +73,11 @@ class Existing(click.ParamType[Path]):
         except (OSError, ValueError):  # a name too long, a zero byte
             there = folder = False
         if not there:
-            self.fail(one_line(f"{str(path)!r} does not exist, expected a {self.name}"), param, ctx)
+            from ptqpipe.checkpoint import nearest_path
+
+            meant = nearest_path(path)
+            remedy = f"; {meant}" if meant else ""
+            self.fail(one_line(f"{str(path)!r} does not exist, expected a {self.name}{remedy}"), param, ctx)
         if folder != (self.name == "folder"):
             found = "folder" if folder else "file"
             self.fail(one_line(f"{str(path)!r} is a {found}, expected a {self.name}"), param, ctx)

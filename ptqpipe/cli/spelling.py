@@ -1,6 +1,8 @@
 """What may be typed instead of the names that help shows: former spellings of options, and names from other tools."""
 
+import shlex
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,7 +16,7 @@ FORMER = {
     "--data": "--values",
 }
 
-ALIASES = {"quantize": "convert", "evaluate": "eval"}  # of commands
+ALIASES = {"quantize": "convert", "quantise": "convert", "evaluate": "eval"}  # of commands
 
 
 class CommandBySpelling(click.Command):
@@ -38,3 +40,12 @@ class CommandsBySpelling(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name, or of its alias."""
         return super().get_command(ctx, cmd_name) or self.commands.get(ALIASES.get(cmd_name, ""))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Click's, with a hint where a model stands in the place of the command."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and ("/" in name or Path(name).is_dir()):
+            ctx.fail(f"{name!r} is no command; to quantize that model: ptqpipe convert {shlex.quote(name)}")
+        return super().resolve_command(ctx, args)

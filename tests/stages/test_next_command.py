@@ -376,6 +376,13 @@ def test_the_commands_that_a_checkpoint_leads_to_are_real_calls(model: Path, tmp
     assert offered(differs.stdout)[0] == ["ptqpipe", "eval", str(model), "--source", str(out)]
 
 
+def test_an_output_that_begins_with_a_dash_is_named_so_that_no_option_is_meant(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert offered(ran("convert", model, "--out=-x"))[1] == ["ptqpipe", "serve", "./-x"]
+
+
 @pytest.mark.parametrize("flag", ["--json", "--quiet"])
 def test_no_next_command_where_a_script_reads_or_silence_was_asked_for(model: Path, flag: str, tmp_path: Path) -> None:
     assert "Next: " not in ran("convert", model, "-o", tmp_path / "out", flag)
