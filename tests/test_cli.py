@@ -484,7 +484,7 @@ def test_plots_that_cannot_be_drawn_are_found_before_anything_is_computed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("ptqpipe.stages.simulate.error_rows", lambda _: pytest.fail("computed"))
-    assert "plots need matplotlib" in refused("simulate", "allreduce", "--plot", "plots")
+    assert "--plot needs matplotlib" in refused("simulate", "allreduce", "--plot", "plots")
     assert not (here / "plots").exists()
 
 
