@@ -93,7 +93,7 @@ def warnings_of(work: Conversion) -> list[str]:
     """Warnings before the run: patterns without a match, and what readers get wrong."""
     plan = work.outputs.plan
     unused = [
-        f"{pattern!r} of the recipe matches no tensor, is it a typo? {pattern_hint(pattern, plan)}"
+        f"{pattern!r} of the recipe matches no tensor; {pattern_hint(pattern, plan) or 'is it a typo?'}"
         for pattern in unmatched_patterns(plan, work.outputs.recipe)
     ]
     return [*unused, *work.warnings]
