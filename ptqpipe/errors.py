@@ -5,6 +5,8 @@ it without a stack trace; anything that is not a PtqError is a bug and keeps its
 """
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 MAX_MESSAGE = 600  # characters; names and values from a damaged file can be millions
 
@@ -25,6 +27,23 @@ def first_line(error: BaseException) -> str:
     if len(lines) > 1 and lines[0].endswith(":"):
         return " ".join(lines[:2])
     return lines[0] if lines else type(error).__name__
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known name that is most like a word; empty where none is like it."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.65)), "")
+
+
+def did_you_mean(word: str, known: Iterable[str], *, listed: bool = False) -> str:
+    """The remedy for an unknown word: "did you mean nvfp4?", or "known are ..." where none is like it.
+
+    listed  both
+    """
+    known = list(known)
+    meant, names = nearest(word, known), f"known are {', '.join(known)}"
+    if not meant:
+        return names
+    return f"did you mean {meant}? {names}" if listed else f"did you mean {meant}?"
 
 
 class PtqError(Exception):
@@ -74,6 +93,12 @@ class NumericsError(PtqError):
     def __init__(self, message: str, *, weight: str = "") -> None:
         super().__init__(message)
         self.weight = weight
+
+
+def missing_package(what: str, package: str, install: str) -> UsageError:
+    """The error for a package that is not installed. ``what`` needs it; ``install`` is what pip is to install."""
+    quoted = f"'{install}'" if "[" in install else install
+    return UsageError(f"{what} needs {package}; install it with: pip install {quoted}")
 
 
 class RecipeError(PtqError):

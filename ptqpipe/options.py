@@ -8,10 +8,9 @@ here imports torch: ``ptqpipe --help`` reads this file.
 
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, NamedTuple, get_args
 
-from ptqpipe.errors import RecipeError, UsageError
+from ptqpipe.errors import RecipeError, UsageError, did_you_mean
 
 
 class Algorithm(NamedTuple):
@@ -240,6 +239,4 @@ def check_names(given: Collection[str], known: Collection[str], *, what: str = "
     """UsageError for the first name of ``given`` that is not ``known``, with the nearest that is."""
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
-            raise UsageError(f"{what} has no option {name!r}; {remedy}")
+            raise UsageError(f"{what} has no option {name!r}; {did_you_mean(name, sorted(known))}")

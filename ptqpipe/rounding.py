@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint import COUNT, CheckpointReader, FileDigests, read_versioned
+from ptqpipe.checkpoint import COUNT, CheckpointReader, FileDigests, nearest_path, read_versioned
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor
@@ -48,7 +48,8 @@ class Rounding:
         """UsageError for a folder that is no finished tuning; CheckpointError for a damaged one."""
         file = Path(path) / ROUNDING_FILE
         if not file.is_file():
-            raise UsageError(f"{path} holds no {ROUNDING_FILE}; make it with: ptqpipe tune MODEL -o {path}")
+            remedy = nearest_path(Path(path)) or f"make it with: ptqpipe tune MODEL --data TEXT -o {path}"
+            raise UsageError(f"{path} holds no {ROUNDING_FILE}; {remedy}")
         return cls.of_files(Path(path), read_versioned(file, _FIELDS, version=ROUNDING_VERSION, remedy="tune again"))
 
     @classmethod

@@ -5,11 +5,12 @@ calls NVFP4 (W4A4) is ``nvfp4_w4a4`` here. Every other name means what the same 
 research format (``e2m1/8/ue5m3``) is a weight-only scheme of its own.
 """
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from ptqpipe.errors import UnknownFormat
+from ptqpipe.errors import UnknownFormat, nearest
 from ptqpipe.formats import Format, get_format
 
 
@@ -115,7 +116,7 @@ def _rows() -> tuple[Scheme, ...]:
     fp8: dict[str, Any] = {"readers": READERS, "native": "Ada, Hopper, newer"}
     deepseek: dict[str, Any] = {"readers": ("vllm", "trtllm", "transformers"), "native": "Hopper, newer"}
     return (
-        Scheme("nvfp4", f("nvfp4"), a.NONE, "NVFP4A16", ("nvfp4a16", "w4a16_nvfp4"), readers=nv),
+        Scheme("nvfp4", f("nvfp4"), a.NONE, "NVFP4A16", ("nvfp4a16", "nvfp4_w4a16", "w4a16_nvfp4"), readers=nv),
         Scheme(
             "nvfp4_w4a4", f("nvfp4"), a.NVFP4_STATIC_GLOBAL, "NVFP4", ("w4a4_nvfp4", "nvfp4a4"), readers=nv,
             native="Blackwell",
@@ -199,5 +200,27 @@ def get_scheme(name: str) -> Scheme:
         return Scheme(fmt.name, fmt, Activation.NONE, fmt.name.upper().replace("/", "-"), container="ptqpipe")
     known = ", ".join(SCHEMES)
     raise UnknownFormat(
-        f"unknown format {name!r}; known are {known}, or element/block/scale[/global] such as e2m1/8/ue5m3"
+        f"unknown format {name!r}; {_nearest(key)}known are {known}, or element/block/scale[/global] such as "
+        "e2m1/8/ue5m3"
     )
+
+
+# Names of formats that users of other tools type (regular expressions, lower case), what they mean, the nearest here.
+_ELSEWHERE = (
+    (r"w4a4|fp4_w4a4|fp4a4", "", "nvfp4_w4a4"),
+    (r"fp4|nf4|bnb_4bit|e2m1", "", "nvfp4"),
+    (r"w4a8_?fp8|w4afp8|w4a8", "4-bit weights with 8-bit activations are", "nvfp4"),
+    (r"u?int4.*|w4a16.*|i?q[45]_.*|awq.*|gptq.*|4bit|w[23]a16.*|i?q[123]_.*", "integer formats are", "nvfp4"),
+    (r"u?int8.*|w8a8(_int8?)?|w8a16.*|q[68]_.*|8bit|smoothquant", "integer formats are", "fp8_dynamic"),
+    (r"w8a8_fp8|fp8_w8a8|fp8_e4m3|e4m3|f8_e4m3|fp8_per_token|fp8_ptpc", "", "fp8_dynamic"),
+    (r"fp6.*|w6a16", "", "mxfp6"),
+)
+
+
+def _nearest(key: str) -> str:
+    """The beginning of a remedy: what stands here for a format's name in other tools, or the name that is alike."""
+    for pattern, what, here in _ELSEWHERE:
+        if re.fullmatch(pattern, key):
+            return f"{what} not offered, the nearest is {here}; " if what else f"did you mean {here}? "
+    meant = nearest(key, [name for scheme in SCHEMES.values() for name in (scheme.name, *scheme.aliases)])
+    return f"did you mean {meant}? " if meant else ""

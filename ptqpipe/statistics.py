@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ptqpipe.checkpoint import COUNT, NUMBER, CheckpointReader, FileDigests, read_versioned
+from ptqpipe.checkpoint import COUNT, NUMBER, CheckpointReader, FileDigests, nearest_path, read_versioned
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import InputStatistics, Moments
 
@@ -61,9 +61,11 @@ class Statistics:
         """UsageError for a folder that is no finished calibration; CheckpointError for a damaged one."""
         file = Path(path) / STATS_FILE
         if not Path(path).is_dir():
-            raise UsageError(f"the statistics {path} are no folder that exists; give what `ptqpipe calibrate -o` wrote")
+            remedy = nearest_path(Path(path)) or "give what `ptqpipe calibrate -o` wrote"
+            raise UsageError(f"the statistics {path} are no folder that exists; {remedy}")
         if not file.is_file():
-            raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: ptqpipe calibrate MODEL -o {path}")
+            made = f"ptqpipe calibrate MODEL --data TEXT -o {path}"
+            raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: {made}")
         content = read_versioned(file, _FIELDS, version=STATS_VERSION, remedy="calibrate again")
         return cls(Path(path), CheckpointReader.open(Path(path)), content)
 

@@ -171,9 +171,9 @@ def command_of(system: str, arguments: argparse.Namespace, packed: Path, longest
     limits = ["--max-model-len", str(longest), "--max-num-seqs", seqs, "--served-model-name", "m", "--port", port]
     match system:
         case "ptqpipe":
-            return [*own, str(packed), *limits, "--threads", str(arguments.threads), *arguments.ptqpipe_flags]
+            return [*own, str(packed), *limits, "--workers", str(arguments.threads), *arguments.ptqpipe_flags]
         case "ptqpipe-bf16":
-            return [*own, str(arguments.model), *limits, "--threads", str(arguments.threads)]
+            return [*own, str(arguments.model), *limits, "--workers", str(arguments.threads)]
         case "vllm":
             flags = ["--", "--dtype", "bfloat16"]
             return [

@@ -38,7 +38,7 @@ def test_research_formats_and_names_of_formats_alone_are_taken_too() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(FormatError, match=r"unknown format 'nf4'; known are .*nvfp4"):
+    with pytest.raises(FormatError, match=r"unknown format 'nf4'; did you mean nvfp4\? known are .*mxfp4"):
         ptqpipe.quantize(weight(), "nf4")
 
 

@@ -206,3 +206,41 @@ def test_a_call_takes_every_option_of_the_table_by_its_flag() -> None:
     """What `Given.recipe` reads are the options that the command has."""
     names = {option.name for option in main.commands["convert"].params}
     assert recipe_fields().keys() <= names
+
+
+@pytest.mark.parametrize(
+    ("command", "former", "present"),
+    [
+        (("eval", "Q"), ("--baseline", "M", "--window", "64"), ("--source", "M", "--seqlen", "64")),
+        (("plan", "M", "--budget", "5bits", "-o", "r.yaml"), ("--window=64",), ("--seqlen", "64")),
+        (("serve", "Q"), ("--threads", "3"), ("--workers", "3")),
+        (("report", "."), ("--format", "md"), ("--kind", "md")),
+        (("simulate", "allreduce"), ("--data", "t3"), ("--values", "t3")),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_former_spelling_of_an_option_still_works_and_is_not_shown(
+    command: tuple[str, ...], former: tuple[str, ...], present: tuple[str, ...]
+) -> None:
+    found: click.Command = main
+    words = list(command)
+    while isinstance(found, click.Group):
+        found = found.commands[words.pop(0)]
+    with found.make_context("it", [*words, *former]) as old, found.make_context("it", [*words, *present]) as new:
+        assert old.params == new.params
+        shown = found.get_help(new)
+    listed = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", shown, re.MULTILINE))
+    assert listed >= {word for word in present if word.startswith("--")}
+    assert not listed & {word.partition("=")[0] for word in former}
+
+
+def test_one_thing_has_one_name_in_every_command() -> None:
+    """An option that several commands have is explained by the same first words."""
+    words: dict[str, set[str]] = {}
+    for _, command in commands():
+        for one in command.params:
+            for flag in {"--workers", "--max-memory", "--source", "--seqlen", "--format"} & {*one.opts}:
+                assert isinstance(one, click.Option)
+                words.setdefault(flag, set()).add(" ".join((one.help or "").replace(":", "").split()[:2]))
+    assert {flag: len(found) for flag, found in words.items()} == dict.fromkeys(words, 1), words
+    assert len(words) == 5

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.errors import PtqError, missing_package
 
 GAP = 1e-6  # relative: where the solver may stop
 TIME_LIMIT = 60.0  # seconds a program
@@ -36,7 +36,7 @@ def require_scipy() -> None:
     try:
         import scipy.optimize  # noqa: F401
     except ImportError:
-        raise UsageError("ptqpipe plan needs scipy; install it with: pip install 'ptqpipe[plan]'") from None
+        raise missing_package("ptqpipe plan", "scipy", "ptqpipe[plan]") from None
 
 
 def solve(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: int) -> Solution | None:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.errors import UsageError, first_line
+from ptqpipe.checkpoint import nearest_path
+from ptqpipe.errors import UsageError, first_line, missing_package
 from ptqpipe.regular_file import MAX_TEXT_BYTES, kind_of, read_regular_text
 
 FIELDS = ("messages", "conversations", "text", "content", "prompt", "instruction", "question", "input_ids")
@@ -31,7 +32,8 @@ def read_rows(name: str, *, field: str | None = None) -> Iterator[tuple[str, Any
             remedy = "name the files in it" if path.is_dir() else "write the text to a file first"
             raise UsageError(f"{name} is {kind}, expected a file with text; {remedy}")
         if path.suffix in (".txt", ".jsonl", ".parquet", ".raw", ".json") or not _HUB_NAME.fullmatch(name):
-            raise UsageError(f"{name} does not exist; give --data a .txt, .jsonl or .parquet file")
+            remedy = nearest_path(Path(name)) or "give --data a .txt, .jsonl or .parquet file"
+            raise UsageError(f"{name} does not exist; {remedy}")
         yield from _fields(_dataset_rows(name), name, "row", field)
     elif path.suffix == ".jsonl":
         yield from _fields(_json_rows(path), str(path), "line", field)
@@ -72,7 +74,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UsageError(f"{path} needs pyarrow; pip install pyarrow, or give a .jsonl file") from None
+        raise missing_package(str(path), "pyarrow", "pyarrow") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             number = 0
@@ -91,10 +93,8 @@ def _dataset_rows(name: str) -> Iterator[tuple[int, Any]]:
     try:
         import datasets
     except ImportError:
-        raise UsageError(
-            f"{name} does not exist as a file, and data sets by name need the datasets library; pip install datasets, "
-            "or give a .txt, .jsonl or .parquet file"
-        ) from None
+        what = f"{name} does not exist as a .txt, .jsonl or .parquet file, and a data set by name"
+        raise missing_package(what, "the datasets library", "datasets") from None
     repository, *parts = name.split(":")
     config = parts[0] if len(parts) == 2 else None
     split = parts[-1] if parts else "train"

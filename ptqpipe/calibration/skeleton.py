@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import CheckpointError, UsageError, first_line
+from ptqpipe.errors import CheckpointError, first_line, missing_package
 from ptqpipe.runtime.loading import causal_model_of, quiet, read_config
 from ptqpipe.runtime.state import LazyTensor, lazy_state
 from ptqpipe.source import Source
@@ -110,7 +110,7 @@ def _empty_model(config: Any, dtype: torch.dtype, source: Source) -> Any:
     try:
         from accelerate import init_empty_weights
     except ImportError:
-        raise UsageError("calibration needs accelerate; pip install 'ptqpipe[hf]'") from None
+        raise missing_package("calibration", "accelerate", "ptqpipe[hf]") from None
     model_class, config = causal_model_of(config, source.reader.path)
     with quiet(), init_empty_weights(include_buffers=False):
         model = model_class._from_config(config, dtype=dtype)

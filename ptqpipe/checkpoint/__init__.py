@@ -18,10 +18,10 @@ from ptqpipe.checkpoint.finite import NotFinite
 from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly
 from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.checkpoint.partial import Paths, check_unfinished, output_errors
+from ptqpipe.checkpoint.partial import Paths, check_output, check_unfinished, output_errors
 from ptqpipe.checkpoint.reader import CheckpointReader, Memory
 from ptqpipe.checkpoint.single_file import check_file, write_file
-from ptqpipe.checkpoint.source import check_disjoint, resolve_source
+from ptqpipe.checkpoint.source import check_disjoint, nearest_path, resolve_source
 from ptqpipe.checkpoint.tensor_file import write_tensors
 from ptqpipe.checkpoint.writer import COPY_BYTES, CheckpointWriter, Mode, TensorWriter
 
@@ -49,10 +49,12 @@ __all__ = [
     "bytes_of",
     "check_disjoint",
     "check_file",
+    "check_output",
     "check_unfinished",
     "file_sha256",
     "json_bytes",
     "margin",
+    "nearest_path",
     "output_errors",
     "parse_file",
     "pread_exactly",

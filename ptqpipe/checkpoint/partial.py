@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NoReturn
 
 from ptqpipe.checkpoint.files import RECORD_FILE
 from ptqpipe.checkpoint.header import shown
@@ -185,6 +185,25 @@ def check_unfinished(out: Path, run_id: str, *, index_file: str | None = None) -
         raise AlreadyComplete(f"{shown(str(paths.out))} is already complete, by this very run; nothing is left to do")
 
 
+def check_output(out: Path, *, mode: str) -> None:
+    """Raises the OutputError of `prepare` for what lies at ``out`` or beside it. Changes nothing and takes no lock, so
+    that a command can ask before it says what it will do.
+    """
+    paths = Paths.of(out)
+    if mode == "overwrite":
+        _refuse_replacing(paths, None)
+    if mode == "new":
+        _refuse_existing(paths)
+        if paths.growing.exists() and read_journals(paths.partial).identity is not None:
+            _refuse_unfinished(paths)
+
+
+def _refuse_unfinished(paths: Paths) -> NoReturn:
+    raise OutputExists(
+        f"{shown(str(paths.partial))} is left from an unfinished run; --resume continues it, --overwrite discards it"
+    )
+
+
 def prepare(
     paths: Paths, identity: RunIdentity, *, mode: str, index_file: str | None = None
 ) -> tuple[RankLock, RunIdentity | None]:
@@ -231,8 +250,7 @@ def _settle(
     if found.identity is None:
         _empty(paths.partial, keep=lock.name)
     elif mode == "new":
-        partial = shown(str(paths.partial))
-        raise OutputExists(f"{partial} is left from an unfinished run; --resume continues it, --overwrite discards it")
+        _refuse_unfinished(paths)
     else:
         check_same_run(found.identity, identity, partial=paths.partial)
     if not (mode == "overwrite" or (found.identity is not None and found.identity.replaces)):

@@ -22,6 +22,7 @@ from ptqpipe.checkpoint import direct
 from ptqpipe.checkpoint.files import OWN_FILES, FolderContent, read_json_object, refuse_foreign_links, scan_folder
 from ptqpipe.checkpoint.fingerprint import fingerprint_of
 from ptqpipe.checkpoint.header import FileHeader, TensorEntry, shown
+from ptqpipe.checkpoint.source import check_folder
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
 
@@ -73,6 +74,7 @@ class CheckpointReader:
             raise CheckpointError(f"{shown(str(path))} {kind}, expected a folder with safetensors files")
         reader = cls(path, scan_folder(path))
         if not reader.entries:
+            check_folder(path)  # which says what lies there instead
             raise CheckpointError(f"{shown(str(path))} holds no tensors in safetensors files; nothing to read")
         return reader
 

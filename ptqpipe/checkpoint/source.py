@@ -13,9 +13,10 @@ from typing import Final
 
 from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.partial import Paths
-from ptqpipe.errors import CheckpointError, UsageError, first_line
+from ptqpipe.errors import CheckpointError, UsageError, first_line, missing_package, nearest
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_GGUF: Final = "GGUF, which is not read; take the folder of the original model, with its .safetensors files"
 _LFS: Final = b"version https://git-lfs"
 #: Left at the hub: the same weights once more, in formats that are not read here.
 _IGNORED_ON_HUB: Final = [
@@ -41,13 +42,35 @@ def resolve_source(model: str, *, revision: str | None = None) -> Path:
         if revision is not None:
             raise UsageError(f"{shown(model)} is a local folder, which has no revision {shown(revision)}; leave it out")
         return check_folder(path)
-    if not _HUB_NAME.fullmatch(model) or model.startswith(("./", "../")) or ".." in model:
-        raise UsageError(f"{shown(model)} does not exist, and is not a hub name like 'owner/model'; check the path")
+    if not is_hub_name(model):
+        remedy = nearest_path(path) or "check the path"
+        raise UsageError(f"{shown(model)} does not exist, and is not a hub name like 'owner/model'; {remedy}")
     return check_folder(_download(model, revision))
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether the hub could have a model of this name; a local folder of the name goes first."""
+    return _HUB_NAME.fullmatch(model) is not None and ".." not in model
+
+
+def nearest_path(path: Path) -> str:
+    """The question whether a name beside it is meant, for a path that does not exist: did you mean 'bench-4m'?
+
+    Empty where nothing there is called nearly so.
+    """
+    if os.path.lexists(path):
+        return ""
+    try:
+        meant = nearest(path.name, sorted(os.listdir(path.parent)))
+    except OSError:
+        return ""
+    return f"did you mean {shown(str(path.parent / meant))}?" if meant else ""
 
 
 def check_folder(path: Path) -> Path:
     """The folder itself, once it has been checked to have safetensors files that are not Git LFS pointers."""
+    if path.suffix.lower() == ".gguf":
+        raise UsageError(f"{shown(str(path))} is {_GGUF}")
     if not path.is_dir():
         raise UsageError(f"{shown(str(path))} is a file, expected the folder that holds it; name the folder")
     try:
@@ -69,6 +92,13 @@ def check_folder(path: Path) -> Path:
             f"{shown(str(path))} has {shown(pickled[0])} but no .safetensors; load it with transformers and "
             "save_pretrained() it, which writes safetensors"
         )
+    below = next((name for name in names if any((path / name).glob("*.safetensors"))), "")
+    if below:
+        raise CheckpointError(
+            f"{shown(str(path))} has no .safetensors files itself; did you mean {shown(str(path / below))}?"
+        )
+    if any(name.lower().endswith(".gguf") for name in names):
+        raise CheckpointError(f"{shown(str(path))} holds {_GGUF}")
     found = f"{len(names)} other files" if names else "nothing"
     raise CheckpointError(
         f"{shown(str(path))} has {found}, expected .safetensors files; name the model's own folder, or "
@@ -98,19 +128,16 @@ def _download(model: str, revision: str | None) -> Path:
         import huggingface_hub
         from huggingface_hub import errors
     except ImportError:
-        raise UsageError(
-            f"{shown(model)} is not a local folder, and huggingface_hub is not installed to fetch it; "
-            "pip install 'ptqpipe[hf]', or name a folder"
-        ) from None
+        what = f"{shown(model)} is not a local folder, and fetching it from the hub"
+        raise missing_package(what, "huggingface_hub", "ptqpipe[hf]") from None
     try:
         return Path(huggingface_hub.snapshot_download(model, revision=revision, ignore_patterns=_IGNORED_ON_HUB))
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise UsageError(
             f"{shown(model)} is neither a local folder nor in the hub's cache, and the hub was not reached "
-            "(offline, or HF_HUB_OFFLINE is set); go online or name a folder"
+            f"(offline, or HF_HUB_OFFLINE is set); {nearest_path(Path(model)) or 'go online or name a folder'}"
         ) from None
     except (errors.HfHubHTTPError, OSError, ValueError) as error:  # HFValidationError is a ValueError
         reason = shown(first_line(error))[1:-1]
-        raise UsageError(
-            f"{shown(model)} cannot be fetched from the hub: {reason}; check the name and access"
-        ) from None
+        remedy = nearest_path(Path(model)) or "check the name and access"
+        raise UsageError(f"{shown(model)} cannot be fetched from the hub: {reason}; {remedy}") from None

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ptqpipe.cli.common import Given, command, devices_of, next_line, ranks_of, says_how_to_resume
+from ptqpipe.cli import next_steps
+from ptqpipe.cli.common import Given, command, devices_of, ranks_of, says_how_to_resume
 from ptqpipe.cli.parameters import (
+    COMPUTES,
     DEVICE,
     OUT,
     PATH,
@@ -73,12 +75,11 @@ ptqpipe calibrate MODEL --data wikitext:wikitext-2-raw-v1:train --samples 256 -o
     show_default=True,
     help="Device that computes: cpu, cuda:N, cuda (all GPUs share the samples; under torchrun one GPU per rank), auto.",
 )
-@run_options("Threads that compute", default="physical cores", memory="8GiB")
+@run_options(computes=True, spills="samples")
 def calibrate(given: Given) -> None:
     """Collect statistics of a model's linear inputs.
 
-    MODEL, a folder or a name on the hub, runs on text one decoder layer at a time. Samples that do not fit into
-    --max-memory are kept on disk.
+    MODEL, a folder or a name on the hub, runs on text one decoder layer at a time.
     """
     import torch
 
@@ -104,7 +105,7 @@ def calibrate(given: Given) -> None:
         click.echo(json.dumps(text.to_json(done)))
         return
     click.echo(text.render(done))
-    click.echo(next_line("convert", given.model, "--stats", given.out))
+    next_steps.say_next(given, next_steps.calibrate)
 
 
 @command(example="ptqpipe generate MODEL --samples 128 --seqlen 512 -o own.jsonl")
@@ -121,7 +122,7 @@ def calibrate(given: Given) -> None:
     help="Float type that the model computes in; auto is the checkpoint's own.",
 )
 @click.option("-o", "--out", **OUT, help="File of token ids to write (.jsonl).")
-@click.option("--workers", type=int, metavar="N", help="Threads that compute.  [default: physical cores]")
+@COMPUTES
 @DEVICE
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @QUIET
@@ -149,8 +150,7 @@ def generate(given: Given) -> None:
         f"{done.out}: {samples} windows of {seqlen} tokens and {held_out} more to hold out, in {done.seconds:.1f} s"
     )
     windows = ["--samples", samples, "--seqlen", seqlen]
-    target = given.out.with_name(f"{given.out.stem}-stats")
-    click.echo(next_line("calibrate", given.model, "--data", given.out, *windows, "-o", target))
+    next_steps.say_next(given, next_steps.generate, windows)
 
 
 @command(
@@ -192,13 +192,12 @@ ptqpipe tune MODEL --data text.jsonl --stats stats --method gptq+learned --forma
 )
 @click.option("-o", "--out", **OUT, help="Folder of codes to write.")
 @DEVICE
-@run_options("Threads that compute", default="physical cores", memory="8GiB")
+@run_options(computes=True, spills="samples")
 def tune(given: Given) -> None:
     """Learn how a model's weights are rounded.
 
     MODEL is tuned one decoder layer at a time, from the codes that convert would write with these options.
-    `ptqpipe convert MODEL --rounding OUT` then writes the learned ones. Samples that do not fit into --max-memory are
-    kept on disk.
+    `ptqpipe convert MODEL --rounding OUT` then writes the learned ones.
     """
     from ptqpipe.stages.tune import run as stage, text
 
@@ -229,8 +228,7 @@ def tune(given: Given) -> None:
         click.echo(json.dumps(text.to_json(done)))
         return
     click.echo(text.render(done))
-    statistics = [] if given.stats is None else ["--stats", given.stats]
-    click.echo(next_line("convert", given.model, "--rounding", given.out, *statistics))
+    next_steps.say_next(given, next_steps.tune)
 
 
 def _left_of_plan(given: Given) -> str:
@@ -270,13 +268,13 @@ ptqpipe plan MODEL --budget 9GB --measure text.txt --formats nvfp4,fp8_dynamic -
 )
 @click.option("--max-tokens", type=int, metavar="N", help="Tokens of the --measure text to use.  [default: 4096]")
 @click.option(
-    "--window",
+    "--seqlen",
     type=int,
     metavar="N",
-    help="Tokens of context for --measure.  [default: the model's positions, at most 2048]",
+    help="Tokens in each window of the --measure text.  [default: the model's positions, at most 2048]",
 )
 @click.option("-o", "--out", **OUT, help="Recipe file to write.")
-@run_options("Most groups of weights that are quantized at the same time", restart=False)
+@run_options(restart=False)
 def plan(given: Given) -> None:
     """Choose a format for every layer under a budget.
 
@@ -287,8 +285,8 @@ def plan(given: Given) -> None:
     from ptqpipe.stages.plan import run as stage, text
     from ptqpipe.stages.plan.units import DEFAULT_FORMATS
 
-    if given.measure is None and (given.max_tokens is not None or given.window is not None):
-        raise UsageError("--max-tokens and --window belong to --measure; add it")
+    if given.measure is None and (given.max_tokens is not None or given.seqlen is not None):
+        raise UsageError("--max-tokens and --seqlen belong to --measure; add it")
     stage.check_recipe_target(given.out)
     found = stage.plan_mixed(
         given.model,
@@ -303,8 +301,7 @@ def plan(given: Given) -> None:
         click.echo(json.dumps(text.to_json(found)))
         return
     click.echo(f"{text.render(found)}\n{given.out} is the recipe")
-    statistics = [] if given.stats is None else ["--stats", given.stats]
-    click.echo(next_line("convert", given.model, "--recipe", given.out, *statistics))
+    next_steps.say_next(given, next_steps.plan)
 
 
 def _measurement(given: Given) -> "Measurement":
@@ -317,7 +314,7 @@ def _measurement(given: Given) -> "Measurement":
         text=given.measure,
         record=given.out.with_name(f"{given.out.name}.measured.jsonl"),
         tokens=DEFAULT_TOKENS if given.max_tokens is None else given.max_tokens,
-        window=given.window,
+        seqlen=given.seqlen,
         on_measured=show if not given.quiet and sys.stderr.isatty() else None,
     )
 

@@ -147,11 +147,6 @@ def _resume_command() -> str:
     return shlex.join(["ptqpipe", *arguments, "--resume"])
 
 
-def next_line(*words: object) -> str:
-    """The last line of a command whose output another one takes: that call, to be pasted as it is."""
-    return f"next: {shlex.join(['ptqpipe', *map(str, words)])}"
-
-
 def machine_of(workers: int | None, device: str, max_memory: int, *, progress: bool, waits: bool = True) -> "Machine":
     """The machine options, checked.
 

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import click
 
-from ptqpipe.cli.common import Given, command, machine_of, next_line, ranks_of, says_how_to_resume
+from ptqpipe.cli import next_steps
+from ptqpipe.cli.common import Given, command, machine_of, ranks_of, says_how_to_resume
 from ptqpipe.cli.parameters import (
     DEVICE,
+    MODEL,
     OUT,
     PATH,
     RECIPE,
     STATS,
     Dtype,
-    Existing,
     Size,
     names,
     recipe_options,
@@ -43,12 +44,13 @@ ptqpipe convert MODEL --format nvfp4_w4a4 --stats stats -o OUT
 @recipe_options()
 @DEVICE
 @click.option("--dry-run", is_flag=True, help="Print what would be done and the exact size; read and write no weights.")
-@run_options("Most units of weights that are quantized at the same time")
+@run_options()
 def convert(given: Given) -> None:
     """Quantize a model to a packed FP4 or FP8 checkpoint.
 
     MODEL is a folder, or a name on the hub. Under torchrun the work is divided among the ranks; the bytes are the same.
     """
+    from ptqpipe.checkpoint import check_output
     from ptqpipe.stages.convert import run as stage, text as tables
     from ptqpipe.stages.convert.prepare import best_with, prepare
 
@@ -70,10 +72,12 @@ def convert(given: Given) -> None:
             _warn(no_config)
         with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
             if ranks.rank == 0 and not given.as_json:
+                check_output(prepared.out, mode=mode)  # before the header, which says what will be done
                 click.echo(tables.header_text(prepared, machine))
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
     if done is not None:
         click.echo(json.dumps(tables.converted_json(done)) if given.as_json else tables.converted_text(done))
+        next_steps.say_next(given, next_steps.convert, done.out, done.record["container"] != "ptqpipe")
 
 
 def _warn(line: str | None) -> None:
@@ -93,10 +97,10 @@ def _stop_is_interrupt() -> Iterator[None]:
 
 
 @command(example="ptqpipe relayout CKPT --container modelopt")
-@click.argument("ckpt", type=Existing("folder"))
+@click.argument("ckpt", type=MODEL)
 @click.option("--container", required=True, metavar="NAME", help="Layout to write; `ptqpipe formats` lists them.")
 @click.option("-o", "--out", type=PATH, help="Folder to write.  [default: <ckpt>-<container>]")
-@run_options("Most weights that are rewritten at the same time")
+@run_options()
 def relayout(given: Given) -> None:
     """Rewrite a checkpoint in another container.
 
@@ -113,10 +117,11 @@ def relayout(given: Given) -> None:
         )
     if done is not None:
         click.echo(json.dumps(text.to_json(done)) if given.as_json else text.render(done))
+        next_steps.say_next(given, next_steps.relayout, done.out, done.record["container"] != "ptqpipe")
 
 
 @command(example="ptqpipe dequantize CKPT --dtype bf16")
-@click.argument("ckpt", type=Existing("folder"))
+@click.argument("ckpt", type=MODEL)
 @click.option(
     "--dtype",
     type=Dtype("bf16", "fp16", "fp32", long=False),
@@ -125,7 +130,7 @@ def relayout(given: Given) -> None:
     help="Float type of the weights that are written.",
 )
 @click.option("-o", "--out", type=PATH, help="Folder to write.  [default: <ckpt>-<dtype>]")
-@run_options("Most weights that are decoded at the same time")
+@run_options()
 def dequantize(given: Given) -> None:
     """Write a quantized checkpoint as plain floats.
 
@@ -141,6 +146,7 @@ def dequantize(given: Given) -> None:
         )
     if done is not None:
         click.echo(json.dumps(stage.to_json(done)) if given.as_json else stage.render(done))
+        next_steps.say_next(given, next_steps.dequantize, done.out)
 
 
 @command(example="ptqpipe transform MODEL --apply smoothquant --stats stats -o smooth")
@@ -164,7 +170,7 @@ def dequantize(given: Given) -> None:
 )
 @click.option("--block", type=int, default=32, show_default=True, help="Size of the Hadamard blocks, 16 to 128.")
 @click.option("--untie", is_flag=True, help="Write an output head that shares the embedding as a tensor of its own.")
-@click.option("--format", default="nvfp4", show_default=True, help="Format for which awq and aqas search factors.")
+@click.option("--format", default="nvfp4", show_default=True, help="Number format for which awq and aqas search.")
 @click.option(
     "--dtype",
     type=Dtype("bf16", "fp16", "fp32", long=False),
@@ -174,7 +180,7 @@ def dequantize(given: Given) -> None:
     "--shard-size", "shard_bytes", type=Size(), help="Size of the largest weight file.  [default: chosen by the total]"
 )
 @click.option("-o", "--out", **OUT, help="Folder to write.")
-@run_options("Most groups of connected layers that are transformed at the same time")
+@run_options()
 def transform(given: Given) -> None:
     """Fold smoothing factors or rotations into a model.
 
@@ -200,7 +206,7 @@ def transform(given: Given) -> None:
         click.echo(json.dumps(text.to_json(done)))
         return
     click.echo(text.render(done))
-    click.echo(next_line("convert", given.out, "--format", given.format))
+    next_steps.say_next(given, next_steps.transform)
 
 
 @command(
@@ -221,3 +227,4 @@ def demo(given: Given) -> None:
 
     machine = machine_of(None, "cpu", 2 << 30, progress=False)
     stage.run_demo(given.out, machine=machine, show=click.echo)
+    next_steps.say_next(given, next_steps.demo, stage.SCHEMES[0])

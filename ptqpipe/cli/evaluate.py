@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ptqpipe.cli import next_steps
 from ptqpipe.cli.common import Given, command, main
 from ptqpipe.cli.parameters import JSON, PATH, QUIET, Dtype, Existing, Size, names
 from ptqpipe.errors import UsageError
@@ -16,13 +17,13 @@ from ptqpipe.errors import UsageError
 @command(
     name="eval",
     example="""
-ptqpipe eval CKPT --baseline MODEL --data held-out.txt
+ptqpipe eval CKPT --source MODEL --data held-out.txt
 ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
 """,
     leaves="nothing is written; a baseline's logits that are complete stay in the cache for the next run",
 )
 @click.argument("ckpt")
-@click.option("--baseline", metavar="MODEL", help="Model to compare with: the one that CKPT was made from.")
+@click.option("--source", metavar="MODEL", help="The model that CKPT was made from, to compare with.")
 @click.option(
     "--data",
     type=PATH,
@@ -31,7 +32,7 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
     help="Text to score: .txt, .jsonl or .parquet. Repeatable.",
 )
 @click.option(
-    "--window", type=int, metavar="N", help="Tokens of context.  [default: the model's positions, at most 2048]"
+    "--seqlen", type=int, metavar="N", help="Tokens in each window.  [default: the model's positions, at most 2048]"
 )
 @click.option(
     "--stride", type=int, metavar="N", help="Tokens from the start of a window to the next.  [default: the window]"
@@ -88,16 +89,17 @@ def evaluate(given: Given) -> None:
         cache_limit=given.cache_size,
     )
     target = given.out or report.default_out(given.ckpt)
-    compared = given.baseline is not None and bool(given.data)
+    compared = given.source is not None and bool(given.data)
     report.check_target(target, overwrite=given.overwrite, compared=compared, tasks=bool(options.tasks))
     shown = not given.quiet and sys.stderr.isatty()
-    result = stage.evaluate(given.ckpt, baseline=given.baseline, options=options, progress=shown)
+    result = stage.evaluate(given.ckpt, source=given.source, options=options, progress=shown)
     try:
         click.echo(json.dumps(result) if given.as_json else f"{report.render(result)}\n")
     finally:  # shown even if it cannot be written, written even if nobody reads on
         report.write(result, target)
     if not given.as_json:
         click.echo(f"written to {target}")
+        next_steps.say_next(given, next_steps.evaluate, target)
 
 
 def _user_cache() -> Path:
@@ -141,7 +143,7 @@ def simulate() -> None:
     "--scheme", metavar="A,B", help="Schemes of adding up whose errors are simulated.  [default: the usual ones]"
 )
 @click.option(
-    "--data",
+    "--values",
     default="gaussian",
     show_default=True,
     metavar="A,B",
@@ -189,7 +191,7 @@ def allreduce(given: Given) -> None:
         raise UsageError("--tensor and --weight belong to --partials; add it")
     if given.plot is not None:
         stage.check_plots(given.plot)
-    sources = stage.sources_of(given.data, elements=given.elements, seed=given.seed)
+    sources = stage.sources_of(given.values, elements=given.elements, seed=given.seed)
     if given.partials is not None:
         sources = (stage.read_partials(given.partials, tensor=given.tensor, weight=given.weight),)
     codecs = stage.codecs_of(given.codec, block=given.block, hadamard=given.hadamard)

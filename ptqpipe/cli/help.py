@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from ptqpipe.cli.spelling import CommandBySpelling, CommandsBySpelling
+
 T = TypeVar("T")
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -24,11 +26,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "push",
     ),
     "Text": (
-        "data", "field", "samples", "seqlen", "window", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
+        "data", "field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
         "task_data", "include_path", "limit", "batch_size",
     ),
     "Quality": (
-        "quality", "stats", "rounding", "source", "baseline", "apply", "search", "global_scale", "algorithm",
+        "quality", "stats", "rounding", "source", "apply", "search", "global_scale", "algorithm",
         "weighting", "damping", "refine", "low_rank", "low_rank_dtype", "bias_correction", "moments", "method", "share",
         "steps", "alpha", "powers_of_two", "edges", "block", "untie", "evaluation", "report",
     ),
@@ -37,10 +39,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "Limits": (
         "max_model_len", "max_num_seqs", "max_batch_tokens", "max_queue", "max_body", "kv_cache_size", "drain_s",
     ),
-    "What is added": ("ranks", "partials", "tensor", "weight", "elements"),
+    "What is added": ("values", "ranks", "partials", "tensor", "weight", "elements"),
     "Messages and machines": ("codec", "hadamard", "node", "topology", "size"),
     "Engine": (
-        "chat_template", "decoded", "no_prefix_caching", "batch_invariant", "tp", "allreduce", "overlap", "threads",
+        "chat_template", "decoded", "no_prefix_caching", "batch_invariant", "tp", "allreduce", "overlap",
     ),
     "vLLM": ("engine", "vllm_python", "nnodes", "node_rank", "master_addr", "master_port"),
     "Machine": ("device", "dtype", "workers", "max_memory", "cache_dir", "cache_size"),
@@ -60,7 +62,7 @@ def in_groups(items: Mapping[str, T], groups: Mapping[str, Iterable[str]]) -> di
     return {title: members for title, members in found.items() if members}
 
 
-class Commands(click.Group):
+class Commands(CommandsBySpelling):
     """A group whose help lists its commands by `COMMANDS`, a line each."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -79,7 +81,7 @@ class Commands(click.Group):
                 formatter.write_dl(members)
 
 
-class Command(click.Command):
+class Command(CommandBySpelling):
     """A command whose options stand in groups (`OPTIONS`) if there are many."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

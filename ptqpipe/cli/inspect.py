@@ -5,8 +5,9 @@ import sys
 
 import click
 
+from ptqpipe.cli import next_steps
 from ptqpipe.cli.common import Given, command
-from ptqpipe.cli.parameters import JSON, PATH, Existing
+from ptqpipe.cli.parameters import JSON, MODEL, PATH, Existing
 from ptqpipe.errors import UsageError
 
 
@@ -16,13 +17,14 @@ ptqpipe verify CKPT
 ptqpipe verify CKPT --source MODEL --optimal
 """
 )
-@click.argument("ckpt", type=Existing("folder"))
-@click.option("--source", type=Existing("folder"), metavar="MODEL", help="The model that CKPT was made from.")
+@click.argument("ckpt", type=MODEL)
+@click.option("--source", type=MODEL, metavar="MODEL", help="The model that CKPT was made from.")
 @click.option("--stats", type=PATH, metavar="DIR", help="The statistics that CKPT was made with, if there were any.")
 @click.option(
     "--optimal", is_flag=True, help="Prove block scales optimal once more by brute force, on a sample of blocks."
 )
 @click.option("--all", "all_blocks", is_flag=True, help="Let --optimal prove every block instead of a sample.")
+@click.option("--all-faults", is_flag=True, help="List every fault instead of the first few.")
 @JSON
 def verify(given: Given) -> None:
     """Check a checkpoint's bytes and claims.
@@ -45,12 +47,13 @@ def verify(given: Given) -> None:
         optimal=given.optimal,
         all_blocks=given.all_blocks,
     )
-    click.echo(json.dumps(to_json(report)) if given.as_json else render(report))
+    click.echo(json.dumps(to_json(report)) if given.as_json else render(report, all_faults=given.all_faults))
+    next_steps.say_next(given, next_steps.verify, report.ok)
     sys.exit(1 if report.faults else 0)
 
 
 @command(example="ptqpipe inspect CKPT")
-@click.argument("ckpt", type=Existing("folder"))
+@click.argument("ckpt", type=MODEL)
 @JSON
 def inspect(given: Given) -> None:
     """Show formats, sizes and suspicious scales.
@@ -61,11 +64,12 @@ def inspect(given: Given) -> None:
 
     report = stage.inspect(given.ckpt)
     click.echo(json.dumps(stage.to_json(report)) if given.as_json else stage.render(report))
+    next_steps.say_next(given, next_steps.inspect, bool(report.weights))
 
 
 @command(example="ptqpipe diff CKPT OTHER")
-@click.argument("a", type=Existing("folder"))
-@click.argument("b", type=Existing("folder"))
+@click.argument("a", type=MODEL)
+@click.argument("b", type=MODEL)
 @JSON
 def diff(given: Given) -> None:
     """Compare two checkpoints; exit 1 if they differ.
@@ -76,22 +80,22 @@ def diff(given: Given) -> None:
 
     report = stage.diff(given.a, given.b)
     click.echo(json.dumps(stage.to_json(report)) if given.as_json else stage.render(report))
+    next_steps.say_next(given, next_steps.diff, report.equal)
     sys.exit(0 if report.equal else 1)
 
 
 @command(example="ptqpipe report CKPT --source MODEL --eval CKPT.eval.json -o report.html")
-@click.argument("ckpt", type=Existing("folder"))
+@click.argument("ckpt", type=MODEL)
 @click.option(
     "--source",
-    type=Existing("folder"),
+    type=MODEL,
     metavar="MODEL",
     help="The model that CKPT was made from; with it the errors of all weights are recomputed.",
 )
 @click.option("--eval", "evaluation", type=Existing("file"), help="The file that `ptqpipe eval` wrote for CKPT.")
 @click.option("-o", "--out", "--output", "out", type=PATH, help="File to write.  [default: <ckpt>.report.html]")
 @click.option(
-    "--format",
-    "kind",
+    "--kind",
     type=click.Choice(["html", "md"]),
     help="Kind of file to write.  [default: by the ending of -o, else html]",
 )
@@ -112,7 +116,8 @@ def report(given: Given) -> None:
         kind=given.kind,
         all_rows=given.all_rows,
     )
-    click.echo(f"{path}: {summary}")
+    click.echo(f"{path} written: {summary}")
+    next_steps.say_next(given, next_steps.report, path)
 
 
 @command(

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from ptqpipe.errors import one_line
+from ptqpipe.errors import PtqError, one_line
 from ptqpipe.options import described, recipe_fields, type_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,13 +73,59 @@ class Existing(click.ParamType[Path]):
         except (OSError, ValueError):  # a name too long, a zero byte
             there = folder = False
         if not there:
-            self.fail(one_line(f"{str(path)!r} does not exist, expected a {self.name}"), param, ctx)
+            from ptqpipe.checkpoint import nearest_path
+
+            meant = nearest_path(path)
+            remedy = f"; {meant}" if meant else ""
+            self.fail(one_line(f"{str(path)!r} does not exist, expected a {self.name}{remedy}"), param, ctx)
         if folder != (self.name == "folder"):
             found = "folder" if folder else "file"
             self.fail(one_line(f"{str(path)!r} is a {found}, expected a {self.name}"), param, ctx)
         return path
 
 
+class Model(Existing):
+    """A model or a checkpoint that the call names: its folder, or its name on the hub, from where it is fetched.
+
+    A folder goes first; the stages judge what is in it.
+    """
+
+    def __init__(self) -> None:
+        """The kind is that of a folder."""
+        super().__init__("folder")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The folder, of a hub name that of its snapshot in the cache; click's error where there is none."""
+        from ptqpipe.checkpoint import resolve_source
+
+        try:
+            path = Path(value).expanduser()
+            return super().convert(path, param, ctx) if path.is_dir() else resolve_source(str(value))
+        except (PtqError, OSError, RuntimeError, ValueError) as error:
+            self.fail(one_line(str(error)), param, ctx)
+
+
+class Choice(click.Choice[str]):
+    """A choice whose error says where something is that stands elsewhere: --algorithm awq is a transform."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The choice; click's error for an unknown one, with the remedy."""
+        if value not in self.choices and (remedy := _ELSEWHERE.get(str(value).lower())):
+            self.fail(f"{value!r} is not one of {', '.join(map(repr, self.choices))}; {remedy}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_BEFORE = (
+    "it is a transform of the float model: ptqpipe transform MODEL --apply {} --stats STATS -o OUT, then convert OUT"
+)
+_ELSEWHERE = {
+    **{name: _BEFORE.format(name) for name in ("awq", "smoothquant", "aqas", "rotate", "smooth_swiglu")},
+    **{name: _BEFORE.format("rotate") for name in ("quarot", "spinquant", "hadamard")},
+    **dict.fromkeys(
+        ("learned", "autoround", "auto-round", "gptq+learned"),
+        "ptqpipe tune MODEL --data TEXT -o codes learns rounding, and convert --rounding codes writes it",
+    ),
+}
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -154,10 +200,11 @@ def _from_table(one: Field[Any]) -> Callable[[F], F]:
     plain = "" if one.default is None else f"{one.default:g}" if kind is float else str(one.default)
     default = about.shown or plain
     help_text = f"{about.help}  [default: {default}]" if default else about.help
-    value: Any = click.Choice(list(about.choices)) if about.choices else Size() if about.metavar == "SIZE" else kind
+    value: Any = Choice(list(about.choices)) if about.choices else Size() if about.metavar == "SIZE" else kind
     return click.option(flag, one.name, type=value, metavar=about.metavar or None, help=help_text)
 
 
+MODEL = Model()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bar.")
 DEVICE = click.option("--device", default="cpu", show_default=True, help="Device that computes: cpu, cuda or cuda:N.")
@@ -171,26 +218,31 @@ RECIPE = click.option(
 STATS = click.option("--stats", type=PATH, metavar="DIR", help="Folder of statistics that `ptqpipe calibrate` wrote.")
 
 
-def run_options(
-    workers: str,
-    *,
-    default: str = "processors, at most 16",
-    memory: str = "2GiB",
-    restart: bool = True,
-) -> Callable[[F], F]:
+def workers_option(default: str) -> Callable[[F], F]:
+    """``--workers``, which means the same in every command; ``default`` says how many there are."""
+    return click.option(
+        "--workers", type=int, metavar="N", help=f"CPU threads that work at the same time.  [default: {default}]"
+    )
+
+
+COMPUTES = workers_option("physical cores")  # of commands whose threads do not wait for disks
+
+
+def run_options(*, computes: bool = False, spills: str = "", restart: bool = True) -> Callable[[F], F]:
     """The options of machine and output: --workers, --max-memory, --resume, --overwrite, --json and --quiet.
 
-    workers  what ``--workers`` counts, as its help says it; ``default`` how many there are
-    memory   the default of ``--max-memory``
-    restart  whether the command has --resume and --overwrite
+    computes  whether the workers only compute, and do not wait for disks
+    spills    what goes to disk where ``--max-memory`` has no room for it; its default is larger then
+    restart   whether the command has --resume and --overwrite
     """
+    limit = f"Limit of resident memory{f'; {spills} beyond it are kept on disk' if spills else ''}."
     again = (
         click.option("--resume", is_flag=True, help="Continue an interrupted run; where there is none, start."),
         click.option("--overwrite", is_flag=True, help="Replace an existing output."),
     )
     return options(
-        click.option("--workers", type=int, metavar="N", help=f"{workers}.  [default: {default}]"),
-        click.option("--max-memory", type=Size(), default=memory, show_default=True, help="Limit of resident memory."),
+        COMPUTES if computes else workers_option("processors, at most 16"),
+        click.option("--max-memory", type=Size(), default="8GiB" if spills else "2GiB", show_default=True, help=limit),
         *(again if restart else ()),
         JSON,
         QUIET,

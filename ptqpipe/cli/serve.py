@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from ptqpipe.cli.common import Given, command
-from ptqpipe.cli.parameters import Dtype, Size, options
+from ptqpipe.cli.parameters import Dtype, Size, options, workers_option
 from ptqpipe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -163,12 +164,7 @@ VLLM_OPTIONS = options(
     help="Memory for keys and values on each rank.  [default: a quarter of the free memory]",
 )
 @click.option("--no-prefix-caching", is_flag=True, help="Compute common beginnings of prompts again for each request.")
-@click.option(
-    "--threads",
-    type=int,
-    metavar="N",
-    help="CPU threads per rank.  [default: physical cores less one, divided by the ranks]",
-)
+@workers_option("physical cores less one, divided by the ranks")
 @click.option("--max-body", type=Size(), default="4MiB", show_default=True, help="Largest body of a request.")
 @click.option(
     "--chat-template",
@@ -193,6 +189,7 @@ def serve(given: Given) -> None:
     """
     if _handed_to_vllm(given):
         return
+    from ptqpipe.checkpoint import resolve_source
     from ptqpipe.stages.serve import run as stage
 
     serving = given.into(
@@ -200,10 +197,12 @@ def serve(given: Given) -> None:
         packed=not given.decoded,
         invariant=given.batch_invariant,
         max_len=given.max_model_len,
+        threads=given.workers,
         max_seqs=given.max_num_seqs,
         cache_bytes=given.kv_cache_size,
         prefix_caching=not given.no_prefix_caching,
     )
+    serving = replace(serving, ckpt=str(resolve_source(given.ckpt)))  # the rest of the call is right by now
     worker = [sys.executable, "-m", "ptqpipe", *sys.argv[1:]]
     place = _place(given.tp, given.rank_of, given.parent)
     stage.serve(serving, place, worker=worker, log=lambda line: click.echo(line, err=True))

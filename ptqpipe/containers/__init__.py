@@ -41,7 +41,7 @@ from ptqpipe.containers._types import (
     StoredWeight,
     Target,
 )
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, UsageError, did_you_mean
 
 __all__ = [
     "DECODED_ROLES",
@@ -86,7 +86,7 @@ def get_container(name: str) -> Container:
     """The container called ``name`` (its file's name, ``-`` and ``_`` alike); UsageError with the known names."""
     key = name.lower().replace("-", "_")
     if key not in container_names():
-        raise UsageError(f"unknown container {name!r}; known are {', '.join(container_names())}")
+        raise UsageError(f"unknown container {name!r}; {did_you_mean(key, container_names(), listed=True)}")
     return cast(Container, import_module(f"{__name__}.{key}"))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ptqpipe.errors import UsageError, first_line
+from ptqpipe.errors import UsageError, first_line, missing_package
 from ptqpipe.regular_file import MAX_TEXT_BYTES, read_regular_text
 
 LOCAL_TASKS = Path(__file__).resolve().parent / "tasks"
@@ -182,7 +182,7 @@ def _manager(request: TaskRequest) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
-        raise UsageError("tasks need lm-eval; pip install 'ptqpipe[eval]'") from None
+        raise missing_package("--tasks", "lm-eval", "ptqpipe[eval]") from None
     if request.include_path is not None and not request.include_path.is_dir():
         raise UsageError(f"--include-path {request.include_path} is no folder; name one with task YAMLs")
     return _index(TaskManager, None if request.include_path is None else str(request.include_path))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import UsageError, first_line
+from ptqpipe.errors import UsageError, first_line, missing_package
 from ptqpipe.regular_file import MAX_TEXT_BYTES, read_regular_text
 
 
@@ -78,7 +78,7 @@ def _parquet_rows(file: Path) -> Iterable[Mapping[str, Any]]:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UsageError(f"{file} needs pyarrow; pip install 'ptqpipe[eval]', or give a .jsonl file") from None
+        raise missing_package(str(file), "pyarrow", "pyarrow") from None
     try:
         rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
     except (OSError, ValueError, pyarrow.ArrowException) as error:

@@ -15,6 +15,7 @@ from ptqpipe.plan.make import (
     conv1d_leaves,
     is_matrix,
     make_plan,
+    pattern_hint,
     unmatched_patterns,
 )
 from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Slice, Unit
@@ -31,5 +32,6 @@ __all__ = [
     "conv1d_leaves",
     "is_matrix",
     "make_plan",
+    "pattern_hint",
     "unmatched_patterns",
 ]

@@ -217,9 +217,14 @@ def check_ignored(plan: Plan, patterns: Iterable[str]) -> None:
     """UsageError for a pattern of --ignore that names no module of the model, with the nearest one that does."""
     for pattern in patterns:
         if not _matches_any(pattern, plan):
-            near = next((near for near in _near(pattern, plan) if _matches_any(near, plan)), None)
-            hint = f"names are like {plan.units[0].members[0].module!r}" if near is None else f"did you mean {near!r}?"
+            hint = pattern_hint(pattern, plan) or f"names are like {plan.units[0].members[0].module!r}"
             raise UsageError(f"--ignore {pattern!r} matches nothing in the model; {hint}")
+
+
+def pattern_hint(pattern: str, plan: Plan) -> str:
+    """The question what a pattern that matches nothing was meant to be: did you mean '*down_proj'? Or empty."""
+    near = next((near for near in _near(pattern, plan) if _matches_any(near, plan)), None)
+    return "" if near is None else f"did you mean {near!r}?"
 
 
 def _matches_any(pattern: str, plan: Plan) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from ptqpipe.errors import PtqError, RecipeError
+from ptqpipe.errors import PtqError, RecipeError, did_you_mean
 from ptqpipe.options import ALGORITHMS, RecipeOptions
 from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule
 from ptqpipe.recipe.structure import DEFAULT_KEEP, Keep
@@ -126,7 +126,8 @@ def _mapping(raw: Any, where: str, known: set[str]) -> Mapping[str, Any]:
         raise RecipeError(f"{where} must be a mapping of keys, got {type(raw).__name__}")
     unknown = [str(key) for key in raw if key not in known]
     if unknown:
-        raise RecipeError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        remedy = did_you_mean(unknown[0], sorted(known), listed=True)
+        raise RecipeError(f"{where} has the unknown key {unknown[0]!r}; {remedy}")
     return raw
 
 

@@ -5,7 +5,7 @@ Must not know checkpoints or tensors: ``stages/report/`` gathers. jinja2 is impo
 
 from pathlib import Path
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, missing_package
 from ptqpipe.report.content import (
     Choice,
     Codes,
@@ -35,7 +35,7 @@ def check_kind(kind: str) -> None:
     try:
         import jinja2  # noqa: F401
     except ImportError:
-        raise UsageError("ptqpipe report needs jinja2; install it with: pip install 'ptqpipe[report]'") from None
+        raise missing_package("ptqpipe report", "jinja2", "ptqpipe[report]") from None
 
 
 def render(report: Report, *, kind: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import missing_package
 
 _BINARY = ((1 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki"))
 _MARKERS = "osD^vPX*<>hp"
@@ -18,7 +18,7 @@ def check_plots() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UsageError("plots need matplotlib; install it with: pip install 'ptqpipe[report]'") from None
+        raise missing_package("--plot", "matplotlib", "ptqpipe[report]") from None
 
 
 def draw(

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from ptqpipe.checkpoint import refuse_pipes
 from ptqpipe.dtypes import FLOATS
-from ptqpipe.errors import CheckpointError, PtqError, UsageError, first_line, one_line
+from ptqpipe.errors import CheckpointError, PtqError, UsageError, first_line, missing_package, one_line
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
 from ptqpipe.runtime.parallel import AllReduce, RunCollective, TensorParallel
 from ptqpipe.source import Source
@@ -26,7 +26,7 @@ from ptqpipe.source import Source
 ActivationMode = Literal["simulated", "none"]
 _LONGEST = "max_position_embeddings"
 DEFAULT_LENGTH = 2048  # tokens of a window
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # one of them has the words
 DTYPES = {str(FLOATS[name][1]).removeprefix("torch."): FLOATS[name][1] for name in ("fp32", "bf16", "fp16")}
 
 
@@ -141,7 +141,7 @@ def read_config(path: Path) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise UsageError("running a model needs transformers; pip install 'ptqpipe[hf]'") from None
+        raise missing_package("running a model", "transformers", "ptqpipe[hf]") from None
     refuse_pipes(path)
     try:
         with quiet():  # what it says of a file that it does not understand becomes one error
@@ -192,7 +192,7 @@ def load_tokenizer(path: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise UsageError("a tokenizer needs transformers; pip install 'ptqpipe[hf]'") from None
+        raise missing_package("a tokenizer", "transformers", "ptqpipe[hf]") from None
     refuse_pipes(path)
     try:
         with quiet():

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 import torch
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, did_you_mean
 from ptqpipe.formats import Format
 
 _SHARED = {"objective", "least", "proof"}  # and files whose names begin with an underscore
@@ -41,5 +41,5 @@ def get_search(name: str) -> Search:
     """The search called ``name`` (its file's name, ``-`` and ``_`` alike); UsageError with the known names."""
     key = name.lower().replace("-", "_")
     if key not in search_names():
-        raise UsageError(f"unknown search {name!r}; known are {', '.join(search_names())}")
+        raise UsageError(f"unknown search {name!r}; {did_you_mean(name, search_names(), listed=True)}")
     return cast(Search, import_module(f"{__name__}.{key}"))

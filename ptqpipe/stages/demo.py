@@ -163,6 +163,6 @@ def row_text(row: DemoRow, first: DemoRow) -> str:
 
 
 def closing_text(rows: Sequence[DemoRow], out: Path) -> str:
-    """What stands below the rows: how each model continues the same words, and what to do next."""
+    """What stands below the rows: how each model continues the same words, and where the checkpoints are."""
     lines = ["", f"How each continues {PROMPT!r}:", *(f"  {row.name}: {row.sentence}" for row in rows)]
-    return "\n".join([*lines, "", f"The checkpoints are in {out}/; try: ptqpipe inspect {out}/{SCHEMES[0]}"])
+    return "\n".join([*lines, "", f"The checkpoints are in {out}/"])

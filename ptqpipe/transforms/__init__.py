@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 import torch
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, did_you_mean
 from ptqpipe.transforms.find_structure import find_structure
 from ptqpipe.transforms.folding import BLOCKS, RUN, Folding, Op, apply, is_exact, move_factors
 from ptqpipe.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
@@ -98,8 +98,8 @@ def transform_names(asked: str) -> tuple[str, ...]:
         names = _SHORT.get(key, (key,))
         for name in names:
             if name not in SCALINGS + ROTATIONS:
-                known = ", ".join((*SCALINGS, *ROTATIONS))
-                raise UsageError(f"unknown transform {name!r}; known are {known}, and rotate for both rotations")
+                remedy = did_you_mean(name, [*SCALINGS, *ROTATIONS], listed=True)
+                raise UsageError(f"unknown transform {name!r}; {remedy}, and rotate for both rotations")
             if name in found:
                 raise UsageError(f"{name} is asked for twice; name each transform once")
             found.append(name)

@@ -279,7 +279,7 @@ def test_each_fault_of_a_folder_is_one_clear_line(fault: str, tmp_path: Path) ->
 
 
 def test_faults_without_an_index(tmp_path: Path) -> None:
-    assert "holds no tensors" in refused(tmp_path)
+    assert "has nothing, expected .safetensors files" in refused(tmp_path)
     raw_file(tmp_path / "model.safetensors", {})
     assert "holds no tensors" in refused(tmp_path)
     u8_file(tmp_path / "model.safetensors", "a")

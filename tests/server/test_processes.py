@@ -280,7 +280,7 @@ def test_torchruns_ranks_are_joined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["/nowhere"], "not a folder"),
+        (["/nowhere"], "does not exist"),
         ([str(DEMO), "--max-model-len", "100000"], "this model can 256"),
         ([str(DEMO), "--max-num-seqs", "0"], "--max-num-seqs is 0"),
         ([str(DEMO), "--tp", "0"], "--tp is 0"),

@@ -174,7 +174,7 @@ def test_what_the_gate_did_is_printed_and_reported(model: Path, tmp_path: Path) 
     done = CliRunner().invoke(main, ["convert", str(model), "-o", str(out), "--stats", str(folder), "-q"])
     assert "of plain rounding to nearest on held-out samples, mean of 14 weights; 0 of them keep plain" in done.output
     page = tmp_path / "report.md"
-    told = CliRunner().invoke(main, ["report", str(out), "--format", "md", "-o", str(page)])
+    told = CliRunner().invoke(main, ["report", str(out), "--kind", "md", "-o", str(page)])
     assert told.exit_code == 0, told.output
     assert "of that of plain rounding on held-out samples, mean over 14 calibrated weights" in page.read_text()
 

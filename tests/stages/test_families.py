@@ -246,7 +246,7 @@ def test_the_text_model_of_an_image_text_model_is_evaluated_and_refused_by_serve
     make: Make, tmp_path: Path, kind: str
 ) -> None:
     data = families.write_windows(tmp_path / "data.jsonl")
-    result = evaluate(str(make(kind)), options=Options(data=(data,), window=16))
+    result = evaluate(str(make(kind)), options=Options(data=(data,), seqlen=16))
     assert 1 < result["perplexity"][0]["checkpoint"] < 1000
     layers = {"qwen3_5": "linear_attention", "llama4": "chunked_attention"}[kind]
     with pytest.raises(UsageError, match=f"has {layers} layers"):
@@ -320,7 +320,7 @@ def test_a_model_without_a_number_of_positions_has_no_limit(make: Make, tmp_path
     done = calibrate(model, [str(data)], tmp_path / "stats", options=options)
     assert done is not None
     assert done.content["data"]["seqlen"] == 2048
-    result = evaluate(str(model), options=Options(data=(data,), max_tokens=3000, window=3000))
+    result = evaluate(str(model), options=Options(data=(data,), max_tokens=3000, seqlen=3000))
     assert result["perplexity"][0]["window"] == 3000
 
 

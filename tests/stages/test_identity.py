@@ -74,7 +74,7 @@ def test_outputs_and_records_have_the_name_that_was_typed(tmp_path: Path, monkey
     run("relayout", "packed", "--container", "modelopt", "-q")
     run("dequantize", "packed", "-q")
     run("report", "packed")
-    run("eval", "packed", "--data", "bench/heldout.txt", "--max-tokens", "64", "--window", "32", "-q")
+    run("eval", "packed", "--data", "bench/heldout.txt", "--max-tokens", "64", "--seqlen", "32", "-q")
     made = {"bench-NVFP4A16", "packed-modelopt", "packed-bf16", "packed.eval.json"}
     assert made <= {path.name for path in tmp_path.iterdir()}
     assert any(path.name.startswith("packed") and path.suffix == ".html" for path in tmp_path.iterdir())

@@ -304,7 +304,7 @@ def test_the_command_writes_a_recipe_that_converts(model: Path, tmp_path: Path) 
         (["--budget", "5bits", "--formats", "nvfp4,e2m1/8/ue5m3"], "different containers"),
         (["--budget", "99bits"], "out of range"),
         (["--budget", "5bits", "--stats", "nowhere"], "ptqpipe calibrate"),
-        (["--budget", "5bits", "--window", "8"], "belong to --measure"),
+        (["--budget", "5bits", "--seqlen", "8"], "belong to --measure"),
         (["--budget", "5bits", "--measure", "nowhere.txt"], "does not exist"),
     ],
 )

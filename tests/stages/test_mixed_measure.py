@@ -39,7 +39,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(model: Path, text: Path, record: Path, bits: float = 6.0) -> tuple[MixedPlan, list[int]]:
     """The plan, and how many measurements each run made."""
     calls: list[int] = []
-    measurement = Measurement(text, record, window=32, on_measured=lambda done, of: calls.append(done))
+    measurement = Measurement(text, record, seqlen=32, on_measured=lambda done, of: calls.append(done))
     return plan_mixed(model, Budget(bits=bits), formats=FORMATS, measurement=measurement), calls
 
 

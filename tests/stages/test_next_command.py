@@ -20,7 +20,7 @@ from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from ptqpipe.rounding import Rounding
 from tests.calibration.models import make_model, make_windows, write_windows
 
-FEW = ("--samples", "8", "--seqlen", "16", "-q")
+FEW = ("--samples", "8", "--seqlen", "16")
 ATTENTION = "re:.*self_attn.*"
 
 
@@ -80,10 +80,23 @@ def refused(*words: object, code: int = 2) -> str:
 
 
 def pasted(output: str, *more: object) -> str:
-    """What the command in the last line prints, with ``more`` at its end."""
-    program, *words = shlex.split(output.splitlines()[-1].removeprefix("next: "))
+    """What the first command that the last lines offer prints, with ``more`` at its end."""
+    program, *words = offered(output)[0]
     assert program == "ptqpipe"
     return ran(*words, *more)
+
+
+def offered(output: str) -> list[list[str]]:
+    """The commands in the last lines of an output, each split as a shell would; they parse."""
+    _, head, tail = output.rpartition("Next: ")
+    assert head, output
+    calls = [shlex.split(line) for line in tail.splitlines()]
+    for program, *words in calls:
+        if program == "ptqpipe":
+            main.commands[words[0]].make_context(words[0], list(words[1:])).close()
+        else:
+            assert program in ("vllm", "xdg-open", "open", "less")
+    return calls
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -172,7 +185,8 @@ def test_static_input_scales_of_tuned_codes_are_those_of_their_statistics(
 ) -> None:
     printed = ran("tune", model, "--data", text, "--format", "nvfp4_w4a4", *FEW, "--steps", "1", "--stats", stats,
                   "-o", tmp_path / "codes")  # fmt: skip
-    assert printed.splitlines()[-1] == f"next: ptqpipe convert '{model}' --rounding {tmp_path}/codes --stats '{stats}'"
+    last = printed.splitlines()[-1]
+    assert last == f"Next: ptqpipe convert '{model}' --rounding {tmp_path}/codes --stats '{stats}'"
     pasted(printed, "-o", tmp_path / "out")
     assert record(tmp_path / "out")["statistics"]["digest"] == json.loads((stats / "stats.json").read_text())["digest"]
     assert "give the --stats that tune had" in refused(
@@ -321,15 +335,70 @@ def test_the_commands_that_generate_transform_and_plan_print_do_their_work(
     model: Path, stats: Path, tmp_path: Path
 ) -> None:
     written = tmp_path / "own text.jsonl"
-    printed = ran("generate", model, "--samples", "8", "--seqlen", "16", "-o", written, "-q")
+    printed = ran("generate", model, "--samples", "8", "--seqlen", "16", "-o", written)
     again = pasted(printed)
     assert (tmp_path / "own text-stats" / "stats.json").is_file()
     pasted(again, "-o", tmp_path / "own")
     assert record(tmp_path / "own")["statistics"]["data"]["samples"] == 8
     printed = ran("transform", model, "--apply", "smoothquant", "--stats", stats, "--format", "nvfp4_w4a4",
-                  "-o", tmp_path / "a model", "-q")  # fmt: skip
+                  "-o", tmp_path / "a model")  # fmt: skip
     pasted(printed, "-o", tmp_path / "smooth")
     assert {entry["scheme"] for entry in record(tmp_path / "smooth")["weights"].values()} == {"nvfp4_w4a4"}
-    printed = ran("plan", model, "--budget", "6bits", "--stats", stats, "-o", tmp_path / "a recipe.yaml", "-q")
+    printed = ran("plan", model, "--budget", "6bits", "--stats", stats, "-o", tmp_path / "a recipe.yaml")
     pasted(printed, "-o", tmp_path / "mixed")
     assert {entry["algorithm"] for entry in record(tmp_path / "mixed")["weights"].values()} == {"gptq"}
+
+
+def test_the_commands_that_a_checkpoint_leads_to_are_real_calls(model: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "an output", tmp_path / "the other"
+    told = ran("convert", model, "-o", out)
+    assert re.search(
+        rf"^Done: {re.escape(str(out))} \S+ [kMG]B \(0\.\d\dx\), [\d.]+ s, peak \S+ [MG]iB$", told, re.MULTILINE
+    )
+    assert [words[:3] for words in offered(told)] == [
+        ["ptqpipe", "eval", str(out)],
+        ["ptqpipe", "serve", str(out)],
+        ["vllm", "serve", str(out)],
+    ]
+    assert offered(told)[0][3:] == ["--source", str(model)]
+    assert "equal" in pasted(ran("relayout", out, "--container", "modelopt", "-o", other))
+    own = offered(ran("relayout", out, "--container", "ptqpipe", "-o", tmp_path / "own"))
+    assert "vllm" not in {program for program, *_ in own}
+    assert offered(ran("verify", out, "--source", model))[0] == ["ptqpipe", "eval", str(out), "--source", str(model)]
+    assert "sound" in pasted(ran("inspect", out))
+    assert offered(ran("inspect", model))[0] == ["ptqpipe", "convert", str(model)]
+    page = offered(ran("report", out, "-o", tmp_path / "a page.html"))[0][1]
+    assert Path(page).is_file()
+    plain = ran("dequantize", out, "-o", tmp_path / "plain", "--dtype", "fp32")
+    assert offered(plain)[0] == ["ptqpipe", "diff", str(out), str(tmp_path / "plain")]
+    differs = call("diff", out, model)
+    assert differs.exit_code == 1
+    assert offered(differs.stdout)[0] == ["ptqpipe", "eval", str(model), "--source", str(out)]
+
+
+def test_an_output_that_begins_with_a_dash_is_named_so_that_no_option_is_meant(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert offered(ran("convert", model, "--out=-x"))[1] == ["ptqpipe", "serve", "./-x"]
+
+
+@pytest.mark.parametrize("flag", ["--json", "--quiet"])
+def test_no_next_command_where_a_script_reads_or_silence_was_asked_for(model: Path, flag: str, tmp_path: Path) -> None:
+    assert "Next: " not in ran("convert", model, "-o", tmp_path / "out", flag)
+
+
+@pytest.mark.parametrize(("left", "words"), [("complete", "exists and is not empty"), ("unfinished", "unfinished run")])
+def test_an_output_that_is_in_the_way_is_found_before_anything_is_announced(
+    model: Path, left: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    if left == "complete":
+        ran("convert", model, "-o", out)
+    else:
+        with monkeypatch.context() as stopped:
+            stopped.setattr("ptqpipe.stages.convert.run.Conversion.do", lambda *_: (_ for _ in ()).throw(MemoryError))
+            assert call("convert", model, "-o", out).exit_code == 1
+    done = call("convert", model, "-o", out)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert words in done.stderr

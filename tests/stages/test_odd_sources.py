@@ -309,9 +309,9 @@ def test_patterns_of_a_recipe_that_match_nothing_are_told(tmp_path: Path) -> Non
         "keep: ['*o_proj', 're:.*experts']\n"
     )
     with prepare(model, recipe_path=recipe, out=tmp_path / "out") as prepared:
-        assert [line for line in tables.warnings_of(prepared) if "typo" in line] == [
+        assert [line for line in tables.warnings_of(prepared) if "matches no tensor" in line] == [
             "'re:.*experts' of the recipe matches no tensor; is it a typo?",
-            "'*.q_porj' of the recipe matches no tensor; is it a typo?",
+            "'*.q_porj' of the recipe matches no tensor; did you mean '*.q_proj'?",
         ]
 
 

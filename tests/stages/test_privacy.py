@@ -34,7 +34,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("calibrate", model, "--data", rows, "--data", text, *small, "-o", at / "stats", "-q")
     run("tune", model, "--data", text, *small, "--stats", at / "stats", "--method", "gptq", "-o", at / "codes", "-q")
     run("transform", model, "--apply", "smoothquant", "--stats", at / "stats", "-o", at / "smooth", "-q")
-    told = run("plan", model, "--budget", "5.5bits", "--stats", at / "stats", "-o", recipe, "-q")
+    told = run("plan", model, "--budget", "5.5bits", "--stats", at / "stats", "-o", recipe)
     assert f"ptqpipe convert {model} --recipe {recipe} --stats {at / 'stats'}" in told  # the terminal may say it
     formats = ("--formats", "mxfp4,fp8")
     run("plan", model, "--budget", "6bits", *formats, "--measure", text, "--max-tokens", 64, "-o", at / "m.yaml", "-q")
@@ -44,7 +44,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("relayout", at / "tuned", "--container", "modelopt", "-o", at / "modelopt", "-q")
     run("relayout", at / "gptq", "--container", "ptqpipe", "-o", at / "own", "-q")
     run("dequantize", at / "modelopt", "-o", at / "plain", "-q")
-    score = ("--baseline", model, "--data", text, "--max-tokens", 256, "--window", 64)
+    score = ("--source", model, "--data", text, "--max-tokens", 256, "--seqlen", 64)
     run("eval", at / "gptq", *score, "--cache-dir", at / "cache", "-q", "-o", at / "gptq.eval.json")
     for kind in ("html", "md"):
         given = ("--source", model, "--eval", at / "gptq.eval.json")

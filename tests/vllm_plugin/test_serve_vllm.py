@@ -226,7 +226,7 @@ def test_another_node_ends_when_node_0_is_gone(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["ckpt", "--engine", "vllm", "--threads", "3"], r"--engine vllm has no --threads"),
+        (["ckpt", "--engine", "vllm", "--threads", "3"], r"--engine vllm has no --workers"),
         (["ckpt", "--nnodes", "2"], r"--nnodes: for --engine vllm alone"),
         (["ckpt", "more"], r"unexpected argument 'more'"),
     ],

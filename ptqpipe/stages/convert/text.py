@@ -6,7 +6,7 @@ from typing import Any
 
 from ptqpipe.errors import one_line
 from ptqpipe.kernels import cpu
-from ptqpipe.plan import unmatched_patterns
+from ptqpipe.plan import pattern_hint, unmatched_patterns
 from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above
 from ptqpipe.report import can_be_proven, judged_by, mean_known, samples_text, tuned_blocks, tuned_from
 from ptqpipe.stages.common import (
@@ -91,8 +91,12 @@ def _how(work: Conversion, machine: Machine) -> list[str]:
 
 def warnings_of(work: Conversion) -> list[str]:
     """Warnings before the run: patterns without a match, and what readers get wrong."""
-    unused = unmatched_patterns(work.outputs.plan, work.outputs.recipe)
-    return [*(f"{pattern!r} of the recipe matches no tensor; is it a typo?" for pattern in unused), *work.warnings]
+    plan = work.outputs.plan
+    unused = [
+        f"{pattern!r} of the recipe matches no tensor; {pattern_hint(pattern, plan) or 'is it a typo?'}"
+        for pattern in unmatched_patterns(plan, work.outputs.recipe)
+    ]
+    return [*unused, *work.warnings]
 
 
 def missing_config(work: Conversion) -> str | None:
@@ -228,7 +232,6 @@ def converted_json(done: Done) -> dict[str, Any]:
 
 def converted_text(done: Done) -> str:
     """The closing table, and by what it is to be judged."""
-    speed = done.source_bytes / max(done.seconds, 1e-9)
     return "\n".join(
         [
             *(judged := _judgement(done.record)),
@@ -239,10 +242,8 @@ def converted_text(done: Done) -> str:
                 f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
                 for name, found in _not_finite(done.record["kept"]).items()
             ),
-            f"{done.out}: {disk_size(done.source_bytes)} -> {disk_size(done.written_bytes)} "
-            f"({done.written_bytes / done.source_bytes:.3f}x) in {done.seconds:.1f} s ({disk_size(speed)}/s), "
-            f"peak memory {memory_size(done.peak_rss_bytes)}; {len(done.record['kept'])} tensors kept; "
-            f"every tensor's record is in {done.out}/ptqpipe.json",
+            f"Done: {done.out} {disk_size(done.written_bytes)} ({done.written_bytes / done.source_bytes:.2f}x), "
+            f"{done.seconds:.1f} s, peak {memory_size(done.peak_rss_bytes)}",
         ]
     )
 

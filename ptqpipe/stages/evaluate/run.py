@@ -37,8 +37,8 @@ from ptqpipe.stages.common import name_of, token_bar
 class Options:
     """What to measure and how.
 
-    data         text files, scored in windows of ``window`` tokens (None: what the model has positions for, at most
-                 2048) that begin every ``stride`` (None: ``window``)
+    data         text files, scored in windows of ``seqlen`` tokens (None: what the model has positions for, at most
+                 2048) that begin every ``stride`` (None: ``seqlen``)
     max_tokens   of each file
     tasks        lm-eval's or local ones; with `task_data`, `include_path`, `limit` and `batch_size` as ``TaskRequest``
     dtype        what both models compute in, on ``device``
@@ -47,7 +47,7 @@ class Options:
     """
 
     data: tuple[Path, ...] = ()
-    window: int | None = None
+    seqlen: int | None = None
     stride: int | None = None
     max_tokens: int | None = None
     tasks: tuple[str, ...] = ()
@@ -85,10 +85,13 @@ class _Job:
 
 
 def evaluate(
-    ckpt: str, *, baseline: str | None = None, options: Options | None = None, progress: bool = False
+    ckpt: str, *, source: str | None = None, options: Options | None = None, progress: bool = False
 ) -> dict[str, Any]:
-    """The content of the eval JSON. UsageError for what cannot be measured, before any weight is read."""
-    job = _prepare(ckpt, baseline, options or Options(), progress)
+    """The content of the eval JSON; ``source``, the model to compare with, is its baseline.
+
+    UsageError for what cannot be measured, before any weight is read.
+    """
+    job = _prepare(ckpt, source, options or Options(), progress)
     references: Sequence[Any] = [None] * len(job.texts)
     theirs: list[Metric] = []
     if job.baseline is not None:
@@ -125,7 +128,7 @@ def _tasks(job: _Job, model: Callable[[], Any]) -> list[Metric]:
     return run_tasks(model(), job.tokenizer(), job.options.request, progress=job.progress)
 
 
-def _prepare(ckpt: str, baseline: str | None, options: Options, progress: bool) -> _Job:
+def _prepare(ckpt: str, source: str | None, options: Options, progress: bool) -> _Job:
     if not options.data and not options.tasks:
         raise UsageError("nothing to measure; give --data FILE, --tasks NAMES, or both")
     for name in ("max_tokens", "limit", "batch_size"):
@@ -133,7 +136,7 @@ def _prepare(ckpt: str, baseline: str | None, options: Options, progress: bool) 
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
     path = resolve_source(ckpt)
-    other = None if baseline is None else resolve_source(baseline)
+    other = None if source is None else resolve_source(source)
     config = read_config(path)
     dtype_of(options.dtype, config)
     check_device(options.device)
@@ -166,12 +169,12 @@ def _check_tokens(text: Text, vocabulary: int) -> None:
 
 def _protocol(config: Any, options: Options) -> tuple[int, int]:
     positions = positions_of(config)
-    window = default_length(config) if options.window is None else options.window
+    window = default_length(config) if options.seqlen is None else options.seqlen
     stride = window if options.stride is None else options.stride
     if positions is not None and window > positions:
-        raise UsageError(f"--window {window} is more than the model's {positions} positions; choose a smaller one")
+        raise UsageError(f"--seqlen {window} is more than the model's {positions} positions; choose a smaller one")
     if window < 2 or not 1 <= stride <= window:
-        raise UsageError(f"--window {window} --stride {stride}: expected a window of 2 or more and 1 <= stride <= it")
+        raise UsageError(f"--seqlen {window} --stride {stride}: expected a window of 2 or more and 1 <= stride <= it")
     return window, stride
 
 

@@ -207,7 +207,7 @@ class Measurement:
     text: Path
     record: Path
     tokens: int = DEFAULT_TOKENS
-    window: int | None = None
+    seqlen: int | None = None
     on_measured: Callable[[int, int], None] | None = None  # (done, of)
 
 
@@ -222,7 +222,7 @@ def measure(
     if measurement.tokens < 2:
         raise UsageError(f"--max-tokens {measurement.tokens}: expected 2 or more")
     text = read_text(measurement.text, lambda: load_tokenizer(path), max_tokens=measurement.tokens)
-    window = measurement.window or min(default_length(read_config(path)), len(text.tokens))
+    window = measurement.seqlen or min(default_length(read_config(path)), len(text.tokens))
     header = {
         "version": VERSION,
         "model": source.reader.fingerprint(),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ptqpipe.errors import UsageError, one_line
+from ptqpipe.errors import UsageError, missing_package, one_line
 from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def require_packages(packages: tuple[str, ...] = PACKAGES) -> None:
 
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise UsageError(f"serving needs {', '.join(missing)}; pip install 'ptqpipe[serve]'")
+        raise missing_package("ptqpipe serve", ", ".join(missing), "ptqpipe[serve]")
 
 
 def check_place(ckpt: str, device: str, place: "Place") -> None:

@@ -66,7 +66,7 @@ class ServeOptions:
             ("--max-num-seqs", self.max_seqs, 1),
             ("--max-batch-tokens", self.max_batch_tokens, 16),
             ("--max-queue", self.max_queue, 0),
-            ("--threads", 1 if self.threads is None else self.threads, 1),
+            ("--workers", 1 if self.threads is None else self.threads, 1),
             ("--max-model-len", 2 if self.max_len is None else self.max_len, 2),
             ("--kv-cache-size", 1 if self.cache_bytes is None else self.cache_bytes, 1),
             ("--max-body", self.max_body, 1),

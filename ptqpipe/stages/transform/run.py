@@ -206,7 +206,9 @@ def _open_statistics(stats: Path | None, source: Source, names: Sequence[str], o
     if needing is None:
         return None
     if stats is None:
-        raise UsageError(f"{needing} needs --stats; make them with: ptqpipe calibrate {source.reader.path} -o STATS")
+        raise UsageError(
+            f"{needing} needs --stats; make them with: ptqpipe calibrate {source.reader.path} --data TEXT -o STATS"
+        )
     statistics = opened.enter_context(Statistics.open(Path(stats)))
     check_model(statistics, source)
     return statistics

@@ -87,14 +87,14 @@ def verify(
     opened = _open(ckpt, "checkpoint", findings)
     original = _open(source, "source", findings) if source is not None else None
     known = Statistics.open(statistics) if statistics is not None else None
-    container, weights, kept = "unknown", [], []
+    container, weights, kept, foreign = "unknown", [], [], False
     try:
         if opened is not None and (source is None or original is not None):
             blocks = None if all_blocks else sample_blocks
             run = _Run(opened, original, findings, optimal or all_blocks, blocks, statistics=known)
             with one_thread_each():
                 _verify(run, workers if workers is not None else default_workers())
-            container, weights = opened.container_name, run.weights
+            container, weights, foreign = opened.container_name, run.weights, _is_foreign(run)
             kept = [opened.reader.entries[name].nbytes for name in opened.plain]
     finally:
         for reader in (opened, original, known):
@@ -111,7 +111,16 @@ def verify(
         len(kept),
         sum(kept),
         time.monotonic() - begun,
+        foreign,
     )
+
+
+def _is_foreign(run: _Run) -> bool:
+    """Whether the record names another model than the source as the one that the checkpoint was made from."""
+    made_from = None if run.record is None else run.record.raw.get("source")
+    if run.source is None or not isinstance(made_from, Mapping):
+        return False
+    return made_from.get("fingerprint") != run.source.reader.fingerprint()
 
 
 def _open(path: Path | None, what: str, findings: Findings) -> Source | None:

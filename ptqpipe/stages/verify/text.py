@@ -1,11 +1,12 @@
 """The report of a verification: what was found, weight by weight, as text for a terminal and as JSON."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.quantities import disk_size, number
 from ptqpipe.report import mean_known
 from ptqpipe.search.proof import Optimality
@@ -13,6 +14,7 @@ from ptqpipe.stages.common import decibels, finite, name_pattern, role_of, table
 from ptqpipe.stages.verify.findings import Finding
 
 SHOWN = 6  # findings of one kind that the text lists
+MOST_FAULTS = 10  # that the text lists unless all are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class VerifyReport:
     """The result of a verification. ``ok`` when there is no fault; notes do not count.
 
     own         whether the checkpoint says that ptqpipe wrote it
+    foreign     whether its record says that it was made from another model than ``source``
     kept        tensors that are not quantized, ``kept_bytes`` of them
     """
 
@@ -54,6 +57,7 @@ class VerifyReport:
     kept: int
     kept_bytes: int
     seconds: float
+    foreign: bool = False
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -71,15 +75,36 @@ class VerifyReport:
         return not self.faults
 
 
-def render(report: VerifyReport) -> str:
-    """The report as text: what was checked, errors by role, then faults and notes, similar ones together."""
-    lines = [_headline(report), ""]
-    if report.weights:
-        lines += [_weights_table(report.weights), ""]
-    for title, found in (("faults", report.faults), ("notes", report.notes)):
-        if found:
-            lines += [f"{title}:", *_grouped(found), ""]
+def render(report: VerifyReport, *, all_faults: bool = False) -> str:
+    """The report as text: what was checked, errors by role, then faults and notes, similar ones together.
+
+    all_faults  lists each fault; otherwise at most `MOST_FAULTS` lines of them
+    """
+    if report.foreign and report.faults:
+        lines = [_not_the_source(report), ""]
+    else:
+        lines = [_headline(report), "", *([_weights_table(report.weights), ""] if report.weights else [])]
+    if report.faults:
+        lines += ["faults:", *_faults(report.faults, all_faults=all_faults), ""]
+    if report.notes:
+        lines += ["notes:", *_grouped(report.notes), ""]
     return "\n".join([*lines, _verdict(report)])
+
+
+def _not_the_source(report: VerifyReport) -> str:
+    return (
+        f"{report.source} is not the model that {report.ckpt} was made from: the fingerprint in {RECORD_FILE} is "
+        "another model's; give that model as --source"
+    )
+
+
+def _faults(faults: Sequence[Finding], *, all_faults: bool) -> list[str]:
+    if all_faults:
+        return [_line(fault) for fault in faults]
+    lines = _grouped(faults)
+    if len(lines) <= MOST_FAULTS:
+        return lines
+    return [*lines[:MOST_FAULTS], f"  ... {len(faults)} faults in all; --all-faults lists each of them"]
 
 
 def _headline(report: VerifyReport) -> str:
@@ -155,12 +180,16 @@ def _grouped(findings: Iterable[Finding]) -> list[str]:
         groups[(finding.check, name_pattern(finding.where))].append(finding)
     lines = []
     for members in groups.values():
-        lines += [f"  [{f.check}] {f.where}: {f.message}" for f in members[:SHOWN]]
+        lines += [_line(finding) for finding in members[:SHOWN]]
         if len(members) > SHOWN:
             lines.append(
                 f"  [{members[0].check}] ... and {len(members) - SHOWN} more of {name_pattern(members[0].where)}"
             )
     return lines
+
+
+def _line(finding: Finding) -> str:
+    return f"  [{finding.check}] {finding.where}: {finding.message}"
 
 
 def _verdict(report: VerifyReport) -> str:
@@ -174,6 +203,7 @@ def to_json(report: VerifyReport) -> dict[str, Any]:
     return {
         "checkpoint": str(report.ckpt),
         "source": None if report.source is None else str(report.source),
+        "source_is_another_model": report.foreign,
         "container": report.container,
         "own": report.own,
         "ok": report.ok,

@@ -54,9 +54,11 @@ def test_the_table_has_every_scheme_world_and_machine() -> None:
 
 
 def test_outliers_show_the_median_block_beside_all() -> None:
-    (row,) = rows("--ranks", "2", "--elements", "4096", "--data", "outliers", "--scheme", "two-shot", "--only", "error")
+    (row,) = rows(
+        "--ranks", "2", "--elements", "4096", "--values", "outliers", "--scheme", "two-shot", "--only", "error"
+    )
     text = run(
-        "--ranks", "2", "--elements", "4096", "--data", "outliers", "--scheme", "two-shot", "--only", "error"
+        "--ranks", "2", "--elements", "4096", "--values", "outliers", "--scheme", "two-shot", "--only", "error"
     ).stdout
     assert "median block, outliers" in text
     assert f"{row['rel_l2']:.4f}/{row['rel_l2_block']:.4f}" in text
@@ -134,7 +136,7 @@ def test_plots_are_written_as_png(tmp_path: Path) -> None:
         (("--block", "0"), "block"),
         (("--block", "100000000"), "block"),
         (("--scheme", "tree"), "known are"),
-        (("--data", "cauchy"), "known are"),
+        (("--values", "cauchy"), "known are"),
         (("--elements", "0"), "at least 1"),
         (("--seed", "-1"), "negative"),
         (("--node", "0"), "node"),

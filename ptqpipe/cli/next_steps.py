@@ -1,0 +1,120 @@
+"""What to do after each command: its last lines, calls of real paths that can be pasted into a shell.
+
+One function for each command, called as it is. Nothing is printed with --json or --quiet.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from ptqpipe.cli.common import Given
+
+Call = Sequence[object]
+
+
+def say_next(given: Given, steps: Callable[..., Iterator[Call]], *facts: object) -> None:
+    """Prints the calls that ``steps`` gives for the call ``given``, one a line, the likeliest first."""
+    if getattr(given, "as_json", False) or getattr(given, "quiet", False):
+        return
+    head = "Next: "
+    for call in steps(given, *facts):
+        click.echo(head + shlex.join(map(_word, call)))
+        head = " " * len(head)
+
+
+def _word(value: object) -> str:
+    """A word of a call; a path that begins with a dash would be taken for an option."""
+    return f"./{value}" if isinstance(value, Path) and str(value).startswith("-") else str(value)
+
+
+def convert(given: Given, out: Path, elsewhere: bool = True) -> Iterator[Call]:
+    """Measure it, and serve it. ``elsewhere``: whether vLLM reads the layout."""
+    yield "ptqpipe", "eval", out, "--source", given.model
+    yield "ptqpipe", "serve", out
+    if elsewhere:
+        yield "vllm", "serve", out
+
+
+def relayout(given: Given, out: Path, elsewhere: bool) -> Iterator[Call]:
+    """Make sure that nothing was lost, and serve it."""
+    yield "ptqpipe", "diff", given.ckpt, out
+    yield "ptqpipe", "serve", out
+    if elsewhere:
+        yield "vllm", "serve", out
+
+
+def dequantize(given: Given, out: Path) -> Iterator[Call]:
+    """It is a plain model again."""
+    yield "ptqpipe", "diff", given.ckpt, out
+    yield "vllm", "serve", out
+
+
+def generate(given: Given, windows: Call) -> Iterator[Call]:
+    """Run the model on its text."""
+    stats = given.out.with_name(f"{given.out.stem}-stats")
+    yield "ptqpipe", "calibrate", given.model, "--data", given.out, *windows, "-o", stats
+
+
+def _statistics(given: Given) -> Call:
+    return () if given.stats is None else ("--stats", given.stats)
+
+
+def calibrate(given: Given) -> Iterator[Call]:
+    """Quantize with the statistics."""
+    yield "ptqpipe", "convert", given.model, "--stats", given.out
+
+
+def tune(given: Given) -> Iterator[Call]:
+    """Write the codes; they bring their format along."""
+    yield "ptqpipe", "convert", given.model, "--rounding", given.out, *_statistics(given)
+
+
+def plan(given: Given) -> Iterator[Call]:
+    """Quantize by the recipe."""
+    yield "ptqpipe", "convert", given.model, "--recipe", given.out, *_statistics(given)
+
+
+def transform(given: Given) -> Iterator[Call]:
+    """Quantize what was transformed."""
+    yield "ptqpipe", "convert", given.out, "--format", given.format
+
+
+def verify(given: Given, sound: bool) -> Iterator[Call]:
+    """Measure and serve a sound checkpoint; what to do about a fault, the fault itself says."""
+    if not sound:
+        return
+    if given.source is not None:
+        yield "ptqpipe", "eval", given.ckpt, "--source", given.source
+    yield "ptqpipe", "serve", given.ckpt
+
+
+def inspect(given: Given, quantized: bool) -> Iterator[Call]:
+    """Check a quantized checkpoint, quantize a plain one."""
+    yield "ptqpipe", "verify" if quantized else "convert", given.ckpt
+
+
+def diff(given: Given, equal: bool) -> Iterator[Call]:
+    """How much a difference is; nothing for none."""
+    if not equal:
+        yield "ptqpipe", "eval", given.b, "--source", given.a
+
+
+def evaluate(given: Given, target: Path) -> Iterator[Call]:
+    """A page of it all."""
+    source = () if given.source is None else ("--source", given.source)
+    yield "ptqpipe", "report", given.ckpt, *source, "--eval", target
+
+
+def report(given: Given, path: Path) -> Iterator[Call]:
+    """Look at it."""
+    opener = "open" if sys.platform == "darwin" else "xdg-open"
+    yield opener if path.suffix == ".html" else "less", path
+
+
+def demo(given: Given, first: str) -> Iterator[Call]:
+    """Look into a checkpoint, and chat with it."""
+    yield "ptqpipe", "inspect", given.out / first
+    yield "ptqpipe", "serve", given.out / first

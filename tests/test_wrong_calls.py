@@ -1,0 +1,203 @@
+"""Claims about calls that go wrong: each ends with its exit code and one line that says what to do instead.
+
+A table of calls, run in this process in a folder with a model and what is not one. `tests/test_cli.py` has those of a
+wrong output and of options that contradict each other.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ptqpipe.cli import main
+from tests import tiny
+
+COMMIT = "0" * 40
+
+
+def run(*call: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in call])
+
+
+def refused(*call: str, code: int) -> str:
+    """The one line of a call that is refused, click's two lines on usage aside."""
+    done = run(*call)
+    assert isinstance(done.exception, SystemExit), done.exception
+    lines = [line for line in done.stderr.splitlines() if line and not line.startswith(("Usage:", "Try "))]
+    assert (done.exit_code, len(lines), done.stdout) == (code, 1, ""), done.output
+    assert lines[0].startswith("Error")
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, what was made of it and of another one, and folders that are no model. No call may change any of it."""
+    at = tmp_path_factory.mktemp("calls")
+    for seed, name in enumerate(("model", "other")):
+        config = {**tiny.LLAMA_CONFIG, "num_hidden_layers": 1}
+        tiny.save(at / name, tiny.llama(seed=seed, layers=1), config=config)
+    assert run("convert", at / "model", "-o", at / "model-NVFP4A16", "-q").exit_code == 0
+    (at / "m.gguf").write_bytes(b"GGUF")
+    (at / "gguf").mkdir()
+    (at / "gguf" / "m.gguf").write_bytes(b"GGUF")
+    (at / "text.txt").write_text("some text")
+    shutil.copytree(at / "model", at / "images")
+    images = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": tiny.LLAMA_CONFIG,
+    }
+    (at / "images" / "config.json").write_text(json.dumps(images))
+    (at / "recipe.yaml").write_text("version: 1\nrules:\n- {match: '*', format: nvfp4, algoritm: gptq}\n")
+    return at
+
+
+CONVERT = ("convert", "model", "-o", "out")
+LIKE = "integer formats are not offered, the nearest is"
+CALLS: list[tuple[tuple[str, ...], int, str]] = [
+    ((*CONVERT, "--format", "nvfp5"), 2, "unknown format 'nvfp5'; did you mean nvfp4? known are nvfp4, nvfp4_w4a4"),
+    ((*CONVERT, "--format", "int4"), 2, f"{LIKE} nvfp4; known are"),
+    ((*CONVERT, "--format", "Q4_K_M"), 2, f"{LIKE} nvfp4; "),
+    ((*CONVERT, "--format", "w4a16"), 2, f"{LIKE} nvfp4; "),
+    ((*CONVERT, "--format", "W8A8"), 2, f"{LIKE} fp8_dynamic; "),
+    ((*CONVERT, "--format", "w4a4"), 2, "did you mean nvfp4_w4a4?"),
+    ((*CONVERT, "--format", "fp4"), 2, "did you mean nvfp4?"),
+    ((*CONVERT, "--format", "gibberish"), 2, "unknown format 'gibberish'; known are nvfp4"),
+    ((*CONVERT, "--container", "compressed"), 2, "did you mean compressed_tensors? known are"),
+    ((*CONVERT, "--search", "exakt"), 2, "did you mean exact?"),
+    ((*CONVERT, "--algorithm", "awq"), 2, "ptqpipe transform MODEL --apply awq"),
+    ((*CONVERT, "--algorithm", "learned"), 2, "ptqpipe tune MODEL --data TEXT -o codes"),
+    ((*CONVERT, "--algorithm", "gtpq"), 2, "'rtn', 'gptq'"),
+    ((*CONVERT, "--fromat", "nvfp4"), 2, "--format"),
+    ((*CONVERT, "--ignore", "down_proj"), 2, "did you mean '*down_proj'?"),
+    ((*CONVERT, "--recipe", "recipe.yaml"), 2, "unknown key 'algoritm'; did you mean algorithm?"),
+    ((*CONVERT, "--max-memory", "350MiB"), 2, "--max-memory 350MiB is too small"),
+    (("convert", "modle", "-o", "out"), 2, "did you mean 'model'?"),
+    (("convert", "./modle", "-o", "out"), 2, "does not exist, and is not a hub name like 'owner/model'; did you mean"),
+    (("convert", "m.gguf", "-o", "out"), 2, "is GGUF, which is not read; take the folder of the original model"),
+    (("convert", "gguf", "-o", "out"), 1, "holds GGUF, which is not read; take the folder of the original model"),
+    (("convert", "model-NVFP4A16", "-o", "out"), 2, "converting it again would only add error: use `ptqpipe relayout`"),
+    (("convrt", "model"), 2, "convert"),
+    (("model",), 2, "to quantize that model: ptqpipe convert model"),
+    (("convert", ".", "-o", "/dev/null/out"), 1, "has no .safetensors files itself; did you mean 'images'?"),
+    ((*CONVERT, "--stats", "modle"), 2, "did you mean 'model'?"),
+    ((*CONVERT, "--rounding", "codes"), 2, "make it with: ptqpipe tune MODEL --data TEXT -o codes"),
+    (("calibrate", "model", "--data", "txet.txt", "-o", "out"), 2, "did you mean 'text.txt'?"),
+    (("transform", "model", "--apply", "awk", "-o", "out"), 2, "did you mean awq? known are"),
+    (("transform", "model", "--apply", "awq", "-o", "out"), 2, "ptqpipe calibrate model --data TEXT -o STATS"),
+    (("report", "model", "--eval", "recipe.yml"), 2, "expected a file; did you mean 'recipe.yaml'?"),
+    (("verify", "model-NVFP4A61"), 2, "did you mean 'model-NVFP4A16'?"),
+    (("verify", "m.gguf"), 2, "is GGUF, which is not read"),
+    (("verify", "owner/absent"), 2, "neither a local folder nor in the hub's cache"),
+    (("inspect", "./model-NVFP4A61"), 2, "did you mean"),
+    (("diff", "model", "modle"), 2, "did you mean 'model'?"),
+    (("serve", "modle"), 2, "did you mean 'model'?"),
+    (("serve", "gguf"), 1, "GGUF"),
+    (("serve", "model", "--engine", "vllm"), 2, "pip install --no-deps /"),
+    (("serve", "images"), 1, "'llava' model of images and text, and ptqpipe cannot run one yet"),
+    (("eval", "images", "--data", "text.txt"), 1, "'llava' model of images and text, and ptqpipe cannot run one yet"),
+    (("calibrate", "images", "--data", "text.txt", "-o", "out"), 1, "'llava' model of images and text, and"),
+    (("tune", "images", "--data", "text.txt", "-o", "out"), 1, "convert it without statistics"),
+    (("generate", "images", "-o", "out.jsonl"), 1, "'llava' model of images and text, and"),
+    (("calibrate", "model", "--data", "text.txt", "-o", "out"), 1, "it has none of tokenizer.json"),
+    (("serve", "model"), 1, "it has none of tokenizer.json"),
+    (("plan", "model", "--budget", "4.75", "-o", "out.yaml"), 2, "write 4.75bits"),
+]
+
+
+@pytest.mark.parametrize(("call", "code", "words"), CALLS, ids=[" ".join(call) for call, _, _ in CALLS])
+def test_a_wrong_call_is_one_line_that_says_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: tuple[str, ...], code: int, words: str
+) -> None:
+    monkeypatch.chdir(folder)
+    before = {path.name for path in folder.iterdir()}
+    assert words in refused(*call, code=code)
+    assert {path.name for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("package", "call", "words"),
+    [
+        ("scipy", ("plan", "model", "--budget", "5bits", "-o", "out.yaml"), "ptqpipe plan needs scipy"),
+        ("jinja2", ("report", "model-NVFP4A16"), "ptqpipe report needs jinja2"),
+        ("matplotlib", ("simulate", "allreduce", "--plot", "plots"), "--plot needs matplotlib"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_line_that_installs_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, call: tuple[str, ...], words: str
+) -> None:
+    for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.chdir(folder)
+    assert f"{words}; install it with: pip install 'ptqpipe[" in refused(*call, code=2)
+
+
+def test_a_source_that_is_another_model_is_said_first_and_few_faults_follow(folder: Path) -> None:
+    done = run("verify", folder / "model-NVFP4A16", "--source", folder / "other")
+    lines = done.stdout.splitlines()
+    assert done.exit_code == 1
+    assert lines[0].startswith(f"{folder / 'other'} is not the model that {folder / 'model-NVFP4A16'} was made from")
+    faults = [line for line in lines if line.startswith("  [")]
+    assert 1 <= len(faults) <= 10
+    every = run("verify", folder / "model-NVFP4A16", "--source", folder / "other", "--all-faults").stdout.splitlines()
+    found = json.loads(run("verify", folder / "model-NVFP4A16", "--source", folder / "other", "--json").stdout)
+    listed = every[every.index("faults:") + 1 :]
+    assert listed.index("") == len(found["faults"])
+    assert found["source_is_another_model"]
+    good = run("verify", folder / "model-NVFP4A16", "--source", folder / "model")
+    assert (good.exit_code, good.stdout.splitlines()[0].split()[0]) == (0, str(folder / "model-NVFP4A16"))
+
+
+def test_a_source_that_is_no_model_is_the_only_fault(folder: Path) -> None:
+    done = run("verify", folder / "model-NVFP4A16", "--source", folder / "gguf")
+    assert done.exit_code == 1
+    assert "GGUF, which is not read" in done.stdout
+    assert "1 fault," in done.stdout.splitlines()[-1]
+
+
+@pytest.fixture
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub, offline, that holds owner/model and owner/quantized; the working folder is empty."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name, path in (("model", "model"), ("quantized", "model-NVFP4A16")):
+        repository = tmp_path / "cache" / f"models--owner--{name}"
+        shutil.copytree(folder / path, repository / "snapshots" / COMMIT)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(COMMIT)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+def test_a_hub_name_stands_wherever_a_model_or_a_checkpoint_is_named(hub: Path) -> None:
+    for call in (
+        ("verify", "owner/quantized", "--source", "owner/model"),
+        ("inspect", "owner/quantized"),
+        ("diff", "owner/quantized", "owner/quantized"),
+        ("report", "owner/quantized", "--source", "owner/model"),
+        ("relayout", "owner/quantized", "--container", "modelopt", "-q"),
+        ("dequantize", "owner/quantized", "-q"),
+        ("convert", "owner/model", "--format", "mxfp4", "-q"),
+    ):
+        assert run(*call).exit_code == 0, call
+    written = {"quantized.report.html", "quantized-modelopt", "quantized-bf16", "model-MXFP4"}
+    assert {path.name for path in hub.iterdir()} == written
+
+
+def test_serve_and_eval_take_a_hub_name(hub: Path) -> None:
+    """They get as far as the tokenizer, which this model has none of; the folder of the snapshot is named."""
+    for call in (
+        ("serve", "owner/quantized"),
+        ("eval", "owner/quantized", "--source", "owner/model", "--data", __file__),
+    ):
+        assert "it has none of tokenizer.json" in refused(*call, code=1)
+
+
+def test_quantize_is_convert(folder: Path, tmp_path: Path) -> None:
+    assert run("quantize", folder / "model", "-o", tmp_path / "out", "-q").exit_code == 0
+    assert (tmp_path / "out" / "ptqpipe.json").read_bytes() == (folder / "model-NVFP4A16" / "ptqpipe.json").read_bytes()
+    assert "quantize " not in run("--help").stdout.partition("dequantize")[0]
