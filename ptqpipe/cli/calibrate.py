@@ -156,15 +156,17 @@ def generate(given: Given) -> None:
 @click.option(
     "--algorithm",
     type=click.Choice(list(ALGORITHMS)),
-    help="Algorithm that chooses, with --stats, the codes that tuning starts from.  [default: rtn]",
+    help="Algorithm that chooses, with --stats that have full moments, the codes that tuning starts from.  "
+    "[default: gptq]",
 )
 @click.option(
     "--method",
-    type=click.Choice(["learned", "gptq", "gptq+learned"]),
-    default="learned",
+    type=click.Choice(["gptq", "layerwise", "gptq+learned", "learned"]),
+    default="gptq",
     show_default=True,
-    help="How codes are found: by gradient descent (learned), by error feedback layer by layer, each compensating for "
-    "the error that earlier layers introduced (gptq), or by both.",
+    help="How codes are found: by GPTQ in the order of the model, each layer compensating for the error that earlier "
+    "layers introduced (gptq), by GPTQ of each layer by itself, in half the time (layerwise), by gradient descent "
+    "(learned), or by both (gptq+learned).",
 )
 @click.option(
     "--share",

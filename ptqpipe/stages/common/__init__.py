@@ -27,6 +27,7 @@ from ptqpipe.stages.common.moments import (
     check_model,
     describe_statistics,
     means_of,
+    module_of,
     open_statistics,
     unit_extra_bytes,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "low_rank_bytes",
     "means_of",
     "merged",
+    "module_of",
     "name_of",
     "name_pattern",
     "named_source",

@@ -81,12 +81,14 @@ def prepare(
     out: Path | None = None,
     stats: Path | None = None,
     rounding: Path | None = None,
+    collected: bool = False,
 ) -> Conversion:
     """Everything that can be decided from headers. Raises before any weight is read; writes nothing.
 
-    stats     a folder of `ptqpipe calibrate`
-    rounding  one of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for unless
-              a recipe file is given; what contradicts it is a UsageError
+    stats      a folder of `ptqpipe calibrate`
+    rounding   one of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for
+               unless a recipe file is given; what contradicts it is a UsageError
+    collected  for `ptqpipe tune`, which finds the moments that choosing codes reads as it goes
     """
     options = options or RecipeOptions()
     with ExitStack() as opened:
@@ -108,7 +110,9 @@ def prepare(
         )
         if learned is not None:
             _check_rounding(learned, source, outputs.plan)
-        statistics = open_statistics(stats, source, outputs.plan, recipe=outputs.recipe, learned=learned)
+        statistics = open_statistics(
+            stats, source, outputs.plan, recipe=outputs.recipe, learned=learned, collected=collected
+        )
         if statistics is not None:
             opened.enter_context(statistics)
         if learned is not None:
