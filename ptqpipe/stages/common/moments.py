@@ -167,7 +167,7 @@ def open_statistics(
                 f"algorithm {needy.algorithm} with weighting {needy.weighting} needs statistics; make them with "
                 "`ptqpipe calibrate` and give --stats FOLDER"
             )
-        if recipe.bias_correction:
+        if recipe.bias_correction and not collected:
             raise UsageError("bias_correction needs statistics; make them with `ptqpipe calibrate` and give --stats")
         return None
     statistics = Statistics.open(path)

@@ -22,6 +22,7 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
+from ptqpipe.calibration.collect import largest_sums
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
 from ptqpipe.calibration.rounding import Learned, Settings, learn
 from ptqpipe.calibration.runner import Block, Runner
@@ -33,7 +34,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import default_length, read_config
-from ptqpipe.stages.common import Job, Machine, compute_threads, name_of, peak_bytes, progress_bar, threads
+from ptqpipe.stages.common import BASE_BYTES, Job, Machine, compute_threads, name_of, peak_bytes, progress_bar, threads
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.tune.block import BlockWork, follow, observe
@@ -128,7 +129,7 @@ def tune(
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
         with folder, threads(machine.workers):
             _run(prepared, samples, folder, options, machine, collects=collects)
-            content = _content(prepared, samples, options, folder)
+            content = _content(prepared, samples, options, folder, collects=collects)
             folder.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
 
@@ -149,14 +150,24 @@ def _run(
 ) -> None:
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
     spill, device = folder.paths.partial, machine.device
-    runner = Runner.open(skeleton, samples.windows, held_out=samples.held_out, device=device, spill=spill)
+    layerwise = options.method == "layerwise"
+    sums = largest_sums(skeleton, block=False, full=True, held_out=len(samples.held_out) > 0) if collects else 0
+    runner = Runner.open(
+        skeleton,
+        samples.windows,
+        held_out=samples.held_out,
+        device=device,
+        memory_bytes=machine.memory_bytes - BASE_BYTES - sums,
+        spill=spill,
+        streams=1 if layerwise else 3,
+    )
     steps = {name: Job(name, i, skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
     with (
         runner,
         contextlib.ExitStack() as opened,
         progress_bar(list(steps.values()), shown=machine.progress) as advance,
     ):
-        streams = None if options.method == "layerwise" else _Streams.like(runner, spill, opened)
+        streams = None if layerwise else _Streams.like(runner, spill, opened)
         for block in runner.blocks():
             found = block.name in folder.done
             if streams is None:
@@ -300,8 +311,10 @@ def _read_codes(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dic
         return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
 
 
-def _content(prepared: Conversion, samples: Samples, options: TuneOptions, folder: BlockFolder) -> dict[str, Any]:
-    """rounding.json."""
+def _content(
+    prepared: Conversion, samples: Samples, options: TuneOptions, folder: BlockFolder, *, collects: bool
+) -> dict[str, Any]:
+    """rounding.json. ``start``: the algorithm of the codes that were started from, where it is not the recipe's."""
     blocks = folder.done
     source = prepared.source
     return {
@@ -322,6 +335,7 @@ def _content(prepared: Conversion, samples: Samples, options: TuneOptions, folde
         },
         "method": options.method,
         "share": options.share,
+        **({"start": "gptq"} if collects else {}),
         "settings": asdict(options.settings),
         "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in blocks.items()},
         "weights": {key: entry for block in blocks.values() for key, entry in block["weights"].items()},
