@@ -34,7 +34,7 @@ from ptqpipe.checkpoint import (
 )
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, UsageError, VerifyError
 from ptqpipe.evaluation.result import is_result
-from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
 from ptqpipe.quantities import disk_size
 from ptqpipe.recipe import build_recipe
 from ptqpipe.report import is_report
@@ -346,6 +346,7 @@ def prepare_run(
 ) -> Pipeline:
     """Decides a run from the call and from headers. Raises what `pipeline` raises before any work; writes nothing."""
     recipe = recipe or RecipeOptions()
+    check_options(work)
     call.check_call(work, recipe, recipe_path)
     texts = call.texts_of(work.data)
     if work.reader is not None and work.budget is None:
