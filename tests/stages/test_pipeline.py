@@ -1,7 +1,6 @@
 """convert --data and its kin: the stages of one run give what the commands one by one give, wherever it is stopped."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,11 +15,14 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.cli import main
-from ptqpipe.errors import AlreadyComplete, UsageError
+from ptqpipe.containers import READERS, get_container
+from ptqpipe.errors import AlreadyComplete, OutputError
 from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.common import Machine
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.pipeline import run as stage
+from ptqpipe.stages.pipeline.table import markdown
 from ptqpipe.stages.tune import run as tune_stage
 from tests.calibration.models import make_model, make_windows, write_windows
 
@@ -122,7 +124,8 @@ def test_a_mixture_of_experts_gets_gptq_for_its_experts(text: Path, tmp_path: Pa
     found, plain = (ptqpipe.load_tensors(tmp_path / name) for name in ("out", "plain"))
     experts = [name for name in plain if "experts" in name and hasattr(plain[name], "codes")]
     assert experts
-    assert all(not torch.equal(found[name].codes, plain[name].codes) for name in experts)
+    moved = [name for name in experts if not torch.equal(found[name].codes, plain[name].codes)]
+    assert len(moved) > len(experts) / 2  # the held-out window may give some back to plain rounding
 
 
 def stops(real: Callable[..., Any], *, at: int, how: type[BaseException] = KeyboardInterrupt) -> Callable[..., Any]:
@@ -144,7 +147,7 @@ STAGES = [
     (stage, "calibrate", 2),
     (tune_stage, "follow", 2),
     (Conversion, "do", 5),
-    (Conversion, "configs", 2),
+    (Conversion, "record", 1),
     (stage, "verify", 1),
     (stage.evaluation, "evaluate", 1),
     (stage, "make_report", 1),
@@ -174,9 +177,169 @@ def test_a_run_that_was_stopped_in_any_stage_ends_with_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     work = work_of(text, eval=(str(text),), report=True)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(where, name, stops(getattr(where, name), at=at))
-        made(model, tmp_path / "out", work, "nvfp4_w4a4")
+        with pytest.raises(KeyboardInterrupt):
+            made(model, tmp_path / "out", work, "nvfp4_w4a4")
     made(model, tmp_path / "out", work, "nvfp4_w4a4", mode="resume")
     assert files_of(tmp_path / "out") == whole
     assert {path.name for path in tmp_path.iterdir()} == {"out", "out.eval.json", "out.report.html"}
+
+
+KILLED = """
+import os, signal, sys
+from ptqpipe.cli import main
+from ptqpipe.stages.convert.consume import Consumed
+
+real = Consumed._remove
+
+
+def remove(self, file):
+    real(self, file)
+    print(*sorted(os.listdir(self._codes.path)), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+Consumed._remove = remove
+main(sys.argv[1:])
+"""
+
+
+def test_codes_that_are_written_are_gone_and_a_killed_run_goes_on_without_them(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    """The first decoder layer's codes go while the other one's are written; kill -9 comes at that moment."""
+    words = ["convert", model, *few(text), "-o", tmp_path / "out"]
+    done = subprocess.run([sys.executable, "-c", KILLED, *map(str, words)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "model.layers.0.safetensors" not in done.stdout
+    assert "model.layers.1.safetensors" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {".out.partial", ".out.stages"}
+    refused = CliRunner().invoke(main, [*map(str, words)])
+    assert refused.exit_code == 2
+    assert "--resume continues it" in refused.output
+    ran(*words, "--resume")
+    made(model, tmp_path / "whole", work_of(text))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert "already complete" in ran(*words, "--resume")
+    with pytest.raises(AlreadyComplete):
+        made(model, tmp_path / "out", work_of(text), mode="resume")
+
+
+def test_the_call_that_continues_is_told_and_another_one_is_refused(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["convert", model, *few(text), "-o", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", ["ptqpipe", *map(str, words)])
+    with monkeypatch.context() as patch:
+        patch.setattr(tune_stage, "follow", stops(tune_stage.follow, at=2))
+        stopped = CliRunner().invoke(main, [*map(str, words)])
+    assert stopped.exit_code == 130
+    assert f"continue with: ptqpipe convert {model}" in stopped.output
+    other = CliRunner().invoke(main, [*map(str, words), "--quality", "good", "--resume"])
+    assert other.exit_code == 2
+    assert "was begun with another value of --quality" in other.output
+    ran(*words, "--quality", "good", "--overwrite")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_a_run_that_fails_before_any_work_leaves_nothing(model: Path, text: Path, tmp_path: Path) -> None:
+    short = CliRunner().invoke(main, ["convert", str(model), "--data", str(text), "-o", str(tmp_path / "out")])
+    assert short.exit_code == 2
+    assert "the data give 216 tokens, 3 windows of 64, expected 128" in short.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_budget_is_kept_and_its_layers_are_tuned(model: Path, text: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    words = ("--budget", "6.5bits", "--for", "vllm", "--keep-stages", kept)
+    ran("convert", model, *few(text), *words, "-o", tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())
+    bits = [(entry["bits_per_weight"], entry["shape"][0] * entry["shape"][1]) for entry in record["weights"].values()]
+    assert sum(b * n for b, n in bits) / sum(n for _, n in bits) <= 6.5
+    assert len({entry["format"] for entry in record["weights"].values()}) > 1
+    assert {entry["algorithm"] for entry in record["weights"].values()} == {"learned"}
+    assert {path.name for path in kept.iterdir()} == {"statistics", "recipe.yaml", "codes"}
+    assert not {"mxfp4a16", "mxfp8a16"} & {entry["scheme"] for entry in record["weights"].values()}
+
+
+def test_the_model_writes_its_own_text(model: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    words = ("--data", "self", "--samples", 8, "--seqlen", LENGTH, "--quality", "good", "--workers", 1)
+    printed = ran("convert", model, *words, "--keep-stages", kept, "-o", tmp_path / "out")
+    assert "1 generate: the model writes its own text" in printed
+    assert len((kept / "text.jsonl").read_text().splitlines()) == 9
+    again = ("--data", kept / "text.jsonl", *words[2:])
+    ran("convert", model, *again, "-o", tmp_path / "two")
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
+
+
+def test_a_folder_stands_for_the_texts_in_it_and_python_takes_the_same_options(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(text.read_bytes())
+    (folder / "notes.md").write_text("no text to calibrate on")
+    options = {"samples": 8, "seqlen": LENGTH, "quality": "good", "workers": 1}
+    done = ptqpipe.convert(model, data=folder, out=tmp_path / "out", **options)
+    two = ptqpipe.convert(model, data=[text], out=tmp_path / "two", **options)
+    assert isinstance(done, stage.Made)
+    assert weights_of(done.out) == weights_of(two.out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--quality best", "--quality best says how much is computed with a text; add --data"),
+        ("--formats nvfp4,fp8", "add --budget, or give one --format"),
+        ("--budget 5bits --format nvfp4", "--budget chooses the formats, and --format does; give one of them"),
+        ("--budget 5", "--budget 5 is a number without a unit; write 5bits"),
+        ("--budget 1bits", "--budget 1bits is too small; the smallest possible is"),
+        ("--data none.txt", "none.txt does not exist"),
+        ("--data EMPTY", "is a folder without .txt, .jsonl, .parquet files"),
+        ("--data self --data TEXT", "--data self is the model's own text; give it alone"),
+        ("--data TEXT --damping 0.1", "--damping is decided by --quality"),
+        ("--data TEXT --stats s", "--stats is for a conversion alone"),
+        ("--eval none.txt", "--eval none.txt is no file that exists"),
+        ("--for vllm --format mxfp4a16", "vllm does not run mxfp4a16; it runs nvfp4, nvfp4_w4a4, mxfp4,"),
+        ("--for sglang --format mxfp8 --data TEXT", "sglang does not run mxfp8"),
+        ("--for trtllm --format nvfp4_w4a4 --container compressed_tensors", "contradicts --for trtllm"),
+        ("--for sglang --budget 5bits --formats nvfp4,mxfp4", "sglang does not run mxfp4"),
+    ],
+)
+def test_wrong_calls_get_one_line_before_any_work(
+    words: str, message: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    given = [str({"TEXT": text, "EMPTY": tmp_path / "empty"}.get(word, word)) for word in words.split()]
+    done = CliRunner().invoke(main, ["convert", str(model), *given, "-o", str(tmp_path / "out")])
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"empty"}
+
+
+def test_a_disk_that_is_too_small_is_found_before_any_work(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 100_000})
+    monkeypatch.setattr(stage.shutil, "disk_usage", lambda place: usage)
+    with pytest.raises(OutputError, match="has 100 kB free, the output and what is made on the way need"):
+        made(model, tmp_path / "out", work_of(text), "nvfp4_w4a4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_chooses_the_container(model: Path, tmp_path: Path) -> None:
+    ran("convert", model, "--format", "nvfp4_w4a4", "--for", "trtllm", "-o", tmp_path / "a")
+    ran("convert", model, "--format", "nvfp4_w4a4", "--container", "modelopt", "-o", tmp_path / "b")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+
+
+def test_every_reader_runs_formats_that_its_containers_can_store() -> None:
+    for reader, rows in READERS.items():
+        for scheme, containers in rows.items():
+            assert all(get_container(name).supports(get_scheme(scheme)) is None for name in containers), reader
+
+
+def test_the_docs_have_the_table_of_qualities() -> None:
+    assert markdown() in (Path(ptqpipe.__file__).parents[1] / "docs" / "calibration.md").read_text()
