@@ -4,14 +4,23 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 
 from ptqpipe.algorithms import Matrix, Task, check_decode, joined, rtn
+from ptqpipe.checkpoint import Mode
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.formats import FORMATS, Format, get_format
-from ptqpipe.options import CodeOptions, RecipeOptions, check_names, recipe_fields, type_of
+from ptqpipe.options import (
+    CodeOptions,
+    PipelineOptions,
+    RecipeOptions,
+    check_names,
+    pipeline_fields,
+    recipe_fields,
+    type_of,
+)
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
@@ -19,6 +28,8 @@ from ptqpipe.stages.common import Done, Machine, default_workers
 from ptqpipe.stages.convert import run as stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import missing_config
+from ptqpipe.stages.pipeline.call import check_alone, for_reader
+from ptqpipe.stages.pipeline.run import Made, pipeline
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -38,35 +49,56 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     **options: Any,
-) -> Done:
+) -> Done | Made:
     """Converts a checkpoint; the arguments mean what the options of ``ptqpipe convert`` mean.
 
-    options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``workers``, ``device``,
-             ``max_memory_bytes`` and ``progress``, which decide no byte; ``help`` lists them
+    options  every option of ``ptqpipe.options`` by its name (``damping=0.02``, ``data="text.txt"``, ``reader="vllm"``);
+             ``workers``, ``device``, ``max_memory_bytes`` and ``progress``, which decide no byte; ``help`` lists them
 
-    Returns where the checkpoint lies and its record (the content of ptqpipe.json). Raises a kind of PtqError;
-    AlreadyComplete where ``resume`` finds nothing left to do, UsageError with the nearest name for an unknown option.
+    Returns where the checkpoint lies (``out``) and its record (the content of ptqpipe.json); with ``data``, ``budget``,
+    ``eval`` or ``report`` also what was measured. Raises a kind of PtqError; AlreadyComplete where ``resume`` finds
+    nothing left to do, UsageError with the nearest name for an unknown option.
     """
     if resume and overwrite:
         raise UsageError("resume and overwrite contradict each other; give one of them")
     check_names(options, [*inspect.signature(convert).parameters])
     machine = _machine(**{name: options.pop(name, default) for name, default in _MACHINE.items()})
+    work = _work({name: options.pop(name) for name in pipeline_fields() if name in options})
     given = RecipeOptions(format, tuple(ignore), **options)
+    mode: Mode = "resume" if resume else "overwrite" if overwrite else "new"
     where = {
         name: None if path is None else Path(path)
         for name, path in {"recipe_path": recipe, "stats": stats, "rounding": rounding}.items()
     }
+    target = None if out is None else Path(out)
+    if work.asked:
+        check_alone(stats=stats, rounding=rounding)
+        return pipeline(
+            model, recipe=given, recipe_path=where["recipe_path"], out=target, work=work, mode=mode, machine=machine
+        )
+    if work.reader is not None:
+        given = for_reader(work.reader, given, where["recipe_path"])
     best = best_with(given, **where)
-    with prepare(model, options=best, out=None if out is None else Path(out), **where) as prepared:
+    with prepare(model, options=best, out=target, **where) as prepared:
         no_config = missing_config(prepared)
         if no_config is not None:
             warnings.warn(no_config, stacklevel=2)
-        done = stage.convert(
-            prepared, mode="resume" if resume else "overwrite" if overwrite else "new", machine=machine
-        )
+        done = stage.convert(prepared, mode=mode, machine=machine)
     if done is None:
         raise AssertionError("rank 0 always has a result")
     return done
+
+
+def _work(given: Mapping[str, Any]) -> PipelineOptions:
+    """The options of a run of several stages. Of those that may be several values, one may be given alone."""
+    several = {one.name for one in pipeline_fields().values() if get_origin(type_of(one)) is tuple or one.default == ()}
+    paths = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    made = {
+        name: (value,) if isinstance(value, str) else tuple(map(str, value))
+        for name, value in paths.items()
+        if name in several and value is not None
+    }
+    return PipelineOptions(**{name: value for name, value in (paths | made).items() if value is not None})
 
 
 def _machine(*, workers: int | None, device: str, max_memory_bytes: int, progress: bool) -> Machine:
@@ -80,7 +112,8 @@ def _machine(*, workers: int | None, device: str, max_memory_bytes: int, progres
 
 def _keywords() -> dict[str, Any]:
     """The options that `convert` takes besides its own parameters, with their types."""
-    return {name: type_of(one) for name, one in recipe_fields().items()} | dict.fromkeys(_MACHINE, Any)
+    table = recipe_fields() | pipeline_fields()
+    return {name: type_of(one) for name, one in table.items()} | dict.fromkeys(_MACHINE, Any)
 
 
 def _signature() -> inspect.Signature:

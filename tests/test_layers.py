@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server", "collectives", "options", "inputs", "processes", "quantities", "scan",
     },
     "api":          {"errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages"},
-    "cli":          {"_version", "checkpoint", "errors", "stages", "options"},
+    "cli":          {"_version", "checkpoint", "errors", "quantities", "stages", "options"},
     "__main__":     {"cli"},
     # The face of the package: names that load on first use (see the test of torch below).
     "__init__":     {"_version", "errors", "qtensor", "api", "runtime"},
@@ -81,6 +81,7 @@ COMMANDS: dict[str, set[str]] = {
     "demo": {"convert", "verify"},
     "diff": {"verify"},
     "report": {"inspect", "verify"},
+    "pipeline": {"calibrate", "convert", "evaluate", "generate", "plan", "report", "transform", "tune", "verify"},
     "transform": {"dequantize"},
     "tune": {"convert"},
 }

@@ -1,7 +1,6 @@
 """Commands that prepare a conversion: calibrate, generate, tune, plan."""
 
 import json
-import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,9 +17,9 @@ from ptqpipe.cli.parameters import (
     RECIPE,
     STATS,
     Dtype,
-    Size,
     data_options,
     names,
+    pipeline_options,
     recipe_options,
     run_options,
     window_options,
@@ -30,10 +29,6 @@ from ptqpipe.options import ALGORITHMS
 
 if TYPE_CHECKING:
     from ptqpipe.stages.plan.cost import Measurement
-    from ptqpipe.stages.plan.run import Budget
-
-_SMALL = re.compile(r"\d{1,2}(?:\.\d+)?|\d*\.\d+")  # bytes that no model fits in
-_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
 
 
 @command(
@@ -167,15 +162,17 @@ ptqpipe tune MODEL --data text.jsonl --stats stats --method gptq+learned --forma
 @click.option(
     "--algorithm",
     type=click.Choice(list(ALGORITHMS)),
-    help="Algorithm that chooses, with --stats, the codes that tuning starts from.  [default: rtn]",
+    help="Algorithm that chooses, with --stats that have full moments, the codes that tuning starts from.  "
+    "[default: gptq]",
 )
 @click.option(
     "--method",
-    type=click.Choice(["learned", "gptq", "gptq+learned"]),
-    default="learned",
+    type=click.Choice(["gptq", "layerwise", "gptq+learned", "learned"]),
+    default="gptq",
     show_default=True,
-    help="How codes are found: by gradient descent (learned), by error feedback layer by layer, each compensating for "
-    "the error that earlier layers introduced (gptq), or by both.",
+    help="How codes are found: by GPTQ in the order of the model, each layer compensating for the error that earlier "
+    "layers introduced (gptq), by GPTQ of each layer by itself, in half the time (layerwise), by gradient descent "
+    "(learned), or by both (gptq+learned).",
 )
 @click.option(
     "--share",
@@ -254,6 +251,7 @@ ptqpipe plan MODEL --budget 9GB --measure text.txt --formats nvfp4,fp8_dynamic -
     metavar="A,B,...",
     help="Formats to choose from, with commas.  [default: nvfp4,mxfp4a16,mxfp8a16,fp8_dynamic,keep]",
 )
+@pipeline_options("reader")
 @click.option(
     "--stats",
     type=PATH,
@@ -282,19 +280,21 @@ def plan(given: Given) -> None:
     --measure the sensitivity of a layer is the error of its weights. --measure keeps its numbers in OUT.measured.jsonl
     and continues from there.
     """
+    from ptqpipe.stages.pipeline import call
     from ptqpipe.stages.plan import run as stage, text
-    from ptqpipe.stages.plan.units import DEFAULT_FORMATS
 
     if given.measure is None and (given.max_tokens is not None or given.seqlen is not None):
         raise UsageError("--max-tokens and --seqlen belong to --measure; add it")
     stage.check_recipe_target(given.out)
+    formats = call.formats_for(given.pipeline)
     found = stage.plan_mixed(
         given.model,
-        _budget(given.budget),
-        formats=DEFAULT_FORMATS if given.formats is None else given.formats,
+        stage.Budget.parse(given.budget),
+        formats=formats,
         stats=given.stats,
         measurement=None if given.measure is None else _measurement(given),
         machine=given.machine(),
+        container=None if given.reader is None else call.container_of_all(given.reader, formats),
     )
     stage.write_recipe(found, given.out)
     if given.as_json:
@@ -317,19 +317,3 @@ def _measurement(given: Given) -> "Measurement":
         seqlen=given.seqlen,
         on_measured=show if not given.quiet and sys.stderr.isatty() else None,
     )
-
-
-def _budget(text: str) -> "Budget":
-    """Bits or bytes. UsageError for anything else."""
-    from ptqpipe.stages.plan.run import Budget
-
-    match = _BITS.fullmatch(text.strip())
-    if match is not None:
-        return Budget(bits=float(match[1]))
-    if _SMALL.fullmatch(text.strip()) is not None:
-        number = text.strip()
-        raise UsageError(f"--budget {number} is a number without a unit; write {number}bits, or a size such as 9GB")
-    try:
-        return Budget(nbytes=Size().convert(text, None, None))
-    except click.UsageError:
-        raise UsageError(f"--budget {text!r} is neither bits nor bytes; write 4.75bits, 9GB or 800MiB") from None

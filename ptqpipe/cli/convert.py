@@ -20,9 +20,12 @@ from ptqpipe.cli.parameters import (
     Dtype,
     Size,
     names,
+    pipeline_options,
     recipe_options,
     run_options,
 )
+from ptqpipe.errors import UsageError
+from ptqpipe.options import PipelineOptions
 
 
 @command(
@@ -42,21 +45,29 @@ ptqpipe convert MODEL --format nvfp4_w4a4 --stats stats -o OUT
     help="Folder of codes that `ptqpipe tune` learned. They bring their format, container and ignored modules along.",
 )
 @recipe_options()
+@pipeline_options()
 @DEVICE
 @click.option("--dry-run", is_flag=True, help="Print what would be done and the exact size; read and write no weights.")
 @run_options()
 def convert(given: Given) -> None:
     """Quantize a model to a packed FP4 or FP8 checkpoint.
 
-    MODEL is a folder, or a name on the hub. Under torchrun the work is divided among the ranks; the bytes are the same.
+    MODEL is a folder, or a name on the hub. With --data, --budget, --eval or --report all stages that the call needs
+    run one after another. Without them, under torchrun, the work is divided among the ranks; the bytes are the same.
     """
+    work = given.pipeline
+    if work.asked:
+        _pipeline(given, work)
+        return
     from ptqpipe.checkpoint import check_output
     from ptqpipe.stages.convert import run as stage, text as tables
     from ptqpipe.stages.convert.prepare import best_with, prepare
+    from ptqpipe.stages.pipeline.call import for_reader
 
     mode, machine = given.mode, given.machine(given.device)
     where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}
-    prepared = prepare(given.model, options=best_with(given.recipe, **where), out=given.out, **where)
+    recipe = given.recipe if work.reader is None else for_reader(work.reader, given.recipe, given.recipe_path)
+    prepared = prepare(given.model, options=best_with(recipe, **where), out=given.out, **where)
     with prepared:
         no_config = tables.missing_config(prepared)
         if given.dry_run:
@@ -78,6 +89,22 @@ def convert(given: Given) -> None:
     if done is not None:
         click.echo(json.dumps(tables.converted_json(done)) if given.as_json else tables.converted_text(done))
         next_steps.say_next(given, next_steps.convert, done.out, done.record["container"] != "ptqpipe")
+
+
+def _pipeline(given: Given, work: PipelineOptions) -> None:
+    """All stages that the call needs, in one run."""
+    from ptqpipe.stages.pipeline import call, run as stage, text
+
+    call.check_alone(stats=given.stats, rounding=given.rounding, dry_run=given.dry_run)
+    if ranks_of().world > 1:
+        raise UsageError("a run of several stages is one process; start it without torchrun")
+    mode, machine = given.mode, given.machine(given.device)
+    prepared = stage.prepare_run(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
+    with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
+        say = (lambda line: None) if given.as_json else click.echo
+        made = stage.run(prepared, say=say)
+    click.echo(json.dumps(text.to_json(made)) if given.as_json else text.render(made))
+    next_steps.say_next(given, next_steps.convert, made.out, made.record["container"] != "ptqpipe")
 
 
 def _warn(line: str | None) -> None:

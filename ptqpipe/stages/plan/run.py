@@ -5,6 +5,7 @@ a budget into bytes, asks for the choice, and makes sure that the recipe does wh
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,16 +15,26 @@ from typing import Any
 from ptqpipe.algorithms.knapsack import Solution, require_scipy, solve
 from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import UsageError
-from ptqpipe.quantities import disk_size, option_size
+from ptqpipe.quantities import bytes_of, disk_size, option_size
 from ptqpipe.recipe import recipe_text
 from ptqpipe.source import Source
 from ptqpipe.stages.common import Machine, check_model, name_of
 from ptqpipe.stages.plan.cost import Costs, Measurement, choose_moment, estimate, measure
-from ptqpipe.stages.plan.units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
+from ptqpipe.stages.plan.units import (
+    DEFAULT_FORMATS,
+    Group,
+    find_groups,
+    forecast,
+    recipe_content,
+    schemes_of,
+    warnings_of,
+)
 from ptqpipe.statistics import Statistics
 
 POINTS = 9  # of the Pareto curve
 _MARK = "# Converts to "
+_SMALL = re.compile(r"\d{1,2}(?:\.\d+)?|\d*\.\d+")  # bytes that no model fits in
+_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
 _ATTEMPTS = 64
 _SLACK = 64  # upper bound of the error of estimated headers: 64 bytes, and 4 bytes per group
 
@@ -34,6 +45,20 @@ class Budget:
 
     bits: float | None = None
     nbytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Budget":
+        """A budget as it is typed: 4.75bits, 9GB. UsageError for anything else."""
+        match, nbytes = _BITS.fullmatch(text.strip()), bytes_of(text)
+        if match is not None:
+            return cls(bits=float(match[1]))
+        if _SMALL.fullmatch(text.strip()) is not None:
+            raise UsageError(
+                f"--budget {text.strip()} is a number without a unit; write {text.strip()}bits, or a size such as 9GB"
+            )
+        if nbytes is None:
+            raise UsageError(f"--budget {text!r} is neither bits nor bytes; write 4.75bits, 9GB or 800MiB")
+        return cls(nbytes=nbytes)
 
     def __post_init__(self) -> None:
         if (self.bits is None) == (self.nbytes is None):
@@ -51,6 +76,7 @@ class MixedPlan:
     solution    the choice; one of ``curve``, the choices at other budgets, the smallest first
     file_bytes  of weights and index that the recipe converts to, exactly
     stats       the statistics that converting needs, None for none
+    warnings    what readers get wrong about the checkpoint that the recipe converts to
     """
 
     source: str
@@ -63,6 +89,7 @@ class MixedPlan:
     file_bytes: int
     content: Mapping[str, Any]
     stats: Path | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -89,12 +116,14 @@ def plan_mixed(
     stats: Path | None = None,
     measurement: Measurement | None = None,
     machine: Machine | None = None,
+    container: str | None = None,
 ) -> MixedPlan:
     """Chooses a scheme for every group of fused weights.
 
     formats      the candidates, keep among them or not
     stats        statistics of the inputs: costs are weighted output errors
     measurement  what to measure instead: KL of the model with one group quantized at a time
+    container    what the recipe says of it; None: nothing, the usual one
 
     Raises UsageError for a budget that is too small (with the smallest possible), for statistics of another model, and
     where scipy is missing; what the searches raise for damaged weights.
@@ -121,7 +150,15 @@ def plan_mixed(
         else:
             how = "squared error relative to the mean energy of the role (data-free)"
             costs = estimate(source, groups, stats=None, machine=machine or Machine())
-        return replace(_decide(source, groups, costs, how, limits, options), stats=stats)
+        return replace(_decide(source, groups, costs, how, limits, options, container), stats=stats)
+
+
+def check_budget(model: Path, budget: Budget, formats: Sequence[str]) -> None:
+    """UsageError for a budget that is too small, and where scipy is missing. Reads headers only."""
+    require_scipy()
+    with Source.open(model) as source:
+        source.check_requantizable()
+        _Limits.of(source, find_groups(source, schemes_of(formats)), budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +205,13 @@ def _in_recipe(nbytes: float) -> str:
 
 
 def _decide(
-    source: Source, groups: list[Group], costs: Costs, how: str, limits: _Limits, options: Mapping[str, str]
+    source: Source,
+    groups: list[Group],
+    costs: Costs,
+    how: str,
+    limits: _Limits,
+    options: Mapping[str, str],
+    container: str | None,
 ) -> MixedPlan:
     """The cheapest choice within the limits; the recipe asks for what ``options`` say.
 
@@ -183,11 +226,13 @@ def _decide(
         chosen = _names(groups, solution)
         description = f"Mixed precision for {limits.description}; {how}"
         content = recipe_content(groups, chosen, description=description, options=options)
+        content |= {} if container is None else {"container": container}
         size = forecast(source, content, groups, chosen)
         if limits.file_budget is None or size <= limits.file_budget:
             curve = _curve(rows, limits.sizes, solution)
             name = name_of(source.reader.path)
-            return MixedPlan(name, tuple(groups), chosen, costs, how, solution, curve, size, content)
+            warnings = warnings_of(source, content)
+            return MixedPlan(name, tuple(groups), chosen, costs, how, solution, curve, size, content, warnings=warnings)
         limit = solution.nbytes - (1 if attempt < _ATTEMPTS // 2 else max(1, size - limits.file_budget))
     raise UsageError("no choice of formats was found within this budget; give a few kilobytes more")
 
