@@ -8,7 +8,6 @@ research format (``e2m1/8/ue5m3``) is a weight-only scheme of its own.
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from ptqpipe.errors import UnknownFormat, nearest
 from ptqpipe.formats import Format, get_format
@@ -52,14 +51,12 @@ class LowRank:
 
 
 LOW_RANK_DTYPES = ("bf16", "fp8")
-READERS = ("vllm", "sglang", "trtllm", "transformers")  # what docs/formats.md says of each container
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """One row of the table. ``suffix`` names the output folder; ``aliases`` are further names, lower case.
 
-    readers  programs that load linear layers of this scheme from its default container without help, beside ptqpipe
     native   hardware that multiplies in these numbers; empty: the weights are decoded to 16 bits first, anywhere
     """
 
@@ -70,7 +67,6 @@ class Scheme:
     aliases: tuple[str, ...] = ()
     container: str = "compressed_tensors"  # the default one
     low_rank: LowRank | None = None  # what is added to the decoded weight; no row has one
-    readers: tuple[str, ...] = ()
     native: str = ""
 
     @property
@@ -112,25 +108,23 @@ _ACTIVATION_WORDS = {
 
 def _rows() -> tuple[Scheme, ...]:
     f, a = get_format, Activation
-    hf, mx, nv = ("transformers",), ("vllm", "transformers"), ("vllm", "sglang", "transformers")
-    fp8: dict[str, Any] = {"readers": READERS, "native": "Ada, Hopper, newer"}
-    deepseek: dict[str, Any] = {"readers": ("vllm", "trtllm", "transformers"), "native": "Hopper, newer"}
+    fp8, mx = "Ada, Hopper, newer", "Blackwell, MI350"
     return (
-        Scheme("nvfp4", f("nvfp4"), a.NONE, "NVFP4A16", ("nvfp4a16", "nvfp4_w4a16", "w4a16_nvfp4"), readers=nv),
+        Scheme("nvfp4", f("nvfp4"), a.NONE, "NVFP4A16", ("nvfp4a16", "nvfp4_w4a16", "w4a16_nvfp4")),
         Scheme(
-            "nvfp4_w4a4", f("nvfp4"), a.NVFP4_STATIC_GLOBAL, "NVFP4", ("w4a4_nvfp4", "nvfp4a4"), readers=nv,
+            "nvfp4_w4a4", f("nvfp4"), a.NVFP4_STATIC_GLOBAL, "NVFP4", ("w4a4_nvfp4", "nvfp4a4"),
             native="Blackwell",
         ),
-        Scheme("mxfp4", f("mxfp4"), a.MXFP4, "MXFP4", readers=mx, native="Blackwell, MI350"),
-        Scheme("mxfp4a16", f("mxfp4"), a.NONE, "MXFP4A16", readers=mx),
-        Scheme("mxfp6", f("mxfp6_e2m3"), a.NONE, "MXFP6A16", ("mxfp6a16", "mxfp6_e2m3"), readers=hf),
+        Scheme("mxfp4", f("mxfp4"), a.MXFP4, "MXFP4", native=mx),
+        Scheme("mxfp4a16", f("mxfp4"), a.NONE, "MXFP4A16"),
+        Scheme("mxfp6", f("mxfp6_e2m3"), a.NONE, "MXFP6A16", ("mxfp6a16", "mxfp6_e2m3")),
         Scheme("mxfp6_e3m2", f("mxfp6_e3m2"), a.NONE, "MXFP6-E3M2", container="ptqpipe"),
-        Scheme("mxfp8", f("mxfp8"), a.MXFP8, "MXFP8", readers=mx, native="Blackwell, MI350"),
-        Scheme("mxfp8a16", f("mxfp8"), a.NONE, "MXFP8A16", readers=mx),
-        Scheme("fp8_dynamic", f("fp8_channel"), a.FP8_TOKEN, "FP8-Dynamic", ("fp8", "fp8_channel"), **fp8),
-        Scheme("fp8_tensor", f("fp8_tensor"), a.FP8_TOKEN, "FP8-Tensor", ("fp8_per_tensor",), **fp8),
-        Scheme("fp8_static", f("fp8_tensor"), a.FP8_TENSOR_STATIC, "FP8", ("fp8_tensor_static",), **fp8),
-        Scheme("fp8_block", f("fp8_block"), a.FP8_GROUP, "FP8-Block", container="deepseek_fp8", **deepseek),
+        Scheme("mxfp8", f("mxfp8"), a.MXFP8, "MXFP8", native=mx),
+        Scheme("mxfp8a16", f("mxfp8"), a.NONE, "MXFP8A16"),
+        Scheme("fp8_dynamic", f("fp8_channel"), a.FP8_TOKEN, "FP8-Dynamic", ("fp8", "fp8_channel"), native=fp8),
+        Scheme("fp8_tensor", f("fp8_tensor"), a.FP8_TOKEN, "FP8-Tensor", ("fp8_per_tensor",), native=fp8),
+        Scheme("fp8_static", f("fp8_tensor"), a.FP8_TENSOR_STATIC, "FP8", ("fp8_tensor_static",), native=fp8),
+        Scheme("fp8_block", f("fp8_block"), a.FP8_GROUP, "FP8-Block", container="deepseek_fp8", native="Hopper, newer"),
     )  # fmt: skip
 
 

@@ -29,7 +29,6 @@ from ptqpipe.containers._config import (
     without_quantization,
 )
 from ptqpipe.containers._kv import announces_kv_cache, is_kv_scale, kv_scale, kv_scale_place
-from ptqpipe.containers._readers import READERS, container_for, formats_of
 from ptqpipe.containers._types import (
     DECODED_ROLES,
     ConfigFiles,
@@ -47,7 +46,6 @@ from ptqpipe.errors import CheckpointError, UsageError, did_you_mean
 __all__ = [
     "DECODED_ROLES",
     "HF_QUANT_CONFIG",
-    "READERS",
     "WHOLE_ROLES",
     "ConfigFiles",
     "ConfigRequest",
@@ -59,14 +57,12 @@ __all__ = [
     "StoredWeight",
     "Target",
     "announces_kv_cache",
-    "container_for",
     "container_names",
     "decode",
     "decode_input_global",
     "decode_low_rank",
     "detect_container",
     "encode_part",
-    "formats_of",
     "get_container",
     "is_kv_scale",
     "kv_scale",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.quantities import table
+from ptqpipe.readers import READERS
 from ptqpipe.schemes import SCHEMES, Activation, Scheme
 
 SHAPE = (4096, 4096)  # of the weight whose bits are told
@@ -27,9 +28,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 _COLUMNS = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TRT", "transformers": "HF"}
 _LEGEND = (
     "A name may be written in any case. element/block/scale[/global], such as e2m1/8/ue5m3, is a format, too. Bits are "
-    "those of a weight of 4096 x 4096, scales included. The last columns say which programs load the format from its "
-    "default container (HF: transformers, TRT: TensorRT-LLM); ptqpipe itself reads all of them. Another container may "
-    "suit other readers: docs/formats.md has the whole table."
+    "those of a weight of 4096 x 4096, scales included. The last columns say which programs run the format, from the "
+    "container that `convert --for` chooses (HF: transformers, TRT: TensorRT-LLM); ptqpipe itself reads all of them. "
+    "docs/formats.md has the whole table."
 )
 
 _ACTIVATIONS = {
@@ -60,7 +61,7 @@ def _described(scheme: Scheme) -> dict[str, Any]:
         "bits_per_weight": round(scheme.bits_per_weight(SHAPE), 3),
         "activations": _ACTIVATIONS[scheme.activation],
         "native": scheme.native,
-        "readers": list(scheme.readers),
+        "readers": [name for name in READERS if scheme.name in READERS[name]],
         "container": scheme.container,
         "description": scheme.describe(),
     }

@@ -8,7 +8,8 @@ from click.testing import CliRunner
 
 from ptqpipe.cli import main
 from ptqpipe.containers import container_names, get_container
-from ptqpipe.schemes import READERS, SCHEMES
+from ptqpipe.readers import READERS
+from ptqpipe.schemes import SCHEMES
 from ptqpipe.search import search_names
 from ptqpipe.stages import formats
 from ptqpipe.transforms import ROTATIONS, SCALINGS

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.cli import main
-from ptqpipe.containers import READERS, get_container
+from ptqpipe.containers import get_container
 from ptqpipe.errors import AlreadyComplete, OutputError
 from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.readers import READERS
 from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.common import Machine
 from ptqpipe.stages.convert.run import Conversion

@@ -6,9 +6,9 @@ Knows options and names of files; must not know what stages do.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ptqpipe.containers import container_for, formats_of
 from ptqpipe.errors import UsageError
 from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.readers import container_for, formats_of
 from ptqpipe.recipe import Recipe, build_recipe
 from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, KEEP
