@@ -197,6 +197,11 @@ def test_serve_and_eval_take_a_hub_name(hub: Path) -> None:
         assert "it has none of tokenizer.json" in refused(*call, code=1)
 
 
+def test_completion_of_a_line_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptqpipe.checkpoint.resolve_source", lambda *_: pytest.fail("fetched"))
+    main.commands["verify"].make_context("verify", ["owner/quantized"], resilient_parsing=True).close()
+
+
 def test_quantize_is_convert(folder: Path, tmp_path: Path) -> None:
     assert run("quantize", folder / "model", "-o", tmp_path / "out", "-q").exit_code == 0
     assert (tmp_path / "out" / "ptqpipe.json").read_bytes() == (folder / "model-NVFP4A16" / "ptqpipe.json").read_bytes()

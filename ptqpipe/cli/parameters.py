@@ -83,6 +83,8 @@ class Model(Existing):
         """The folder, of a hub name that of its snapshot in the cache; click's error where there is none."""
         from ptqpipe.checkpoint import resolve_source
 
+        if ctx is not None and ctx.resilient_parsing:  # a shell completes the line: nothing is fetched for that
+            return Path(value)
         try:
             path = Path(value).expanduser()
             return super().convert(path, param, ctx) if path.is_dir() else resolve_source(str(value))
