@@ -89,7 +89,7 @@ def _pipeline(given: Given, work: PipelineOptions) -> None:
     if ranks_of().world > 1:
         raise UsageError("a run of several stages is one process; start it without torchrun")
     mode, machine = given.mode, given.machine(given.device)
-    prepared = stage.prepare_run(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
+    prepared = stage.prepare(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
     with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
         say = (lambda line: None) if given.as_json else click.echo
         made = stage.run(prepared, say=say)

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from ptqpipe.api import load_tensors
+from ptqpipe.calibration import runner
+from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
@@ -21,6 +24,7 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import Rounding
 from ptqpipe.runtime import load_model
 from ptqpipe.stages import demo
+from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import prepare
@@ -263,3 +267,40 @@ def test_a_model_that_only_our_container_can_hold_is_tuned(tmp_path: Path) -> No
         assert done.exit_code == 0, done.output
     algorithms = {entry["algorithm"] for entry in json.loads((out / "ptqpipe.json").read_text())["weights"].values()}
     assert algorithms == {"learned"}
+
+
+@pytest.mark.parametrize("method", ["gptq", "layerwise"])
+def test_moments_that_tune_collects_are_those_of_calibrate(method: str, tmp_path: Path) -> None:
+    """No window is held out in either; a mixture of experts has moments by expert, and stand-ins for idle ones."""
+    model, windows = make_model(tmp_path / "moe", "qwen3_moe"), make_windows(samples=4)
+    tokens = write_windows(tmp_path / "tokens.jsonl", windows)
+    seen = {"samples": 4, "seqlen": windows.shape[1]}
+    calibrate(model, [str(tokens)], tmp_path / "stats", options=CalibrateOptions(**seen), machine=ONE)
+    options, recipe = tune.TuneOptions(**seen, method=method), RecipeOptions("fp8")
+    for name, stats in (("own", None), ("given", tmp_path / "stats")):
+        tune.tune(model, [str(tokens)], tmp_path / name, recipe=recipe, stats=stats, options=options, machine=ONE)
+    for file in (tmp_path / "own").glob("*.safetensors"):
+        own, given = load_file(file), load_file(tmp_path / "given" / file.name)
+        assert own.keys() == given.keys()
+        assert all(torch.equal(t.view(torch.uint8), given[name].view(torch.uint8)) for name, t in own.items())
+
+
+def test_hidden_states_that_do_not_fit_in_memory_wait_on_disk(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    class Noted(OnDisk):
+        def __init__(self, folder: Path) -> None:
+            made.append(folder)
+            super().__init__(folder)
+
+    monkeypatch.setattr(tune, "OnDisk", Noted)
+    monkeypatch.setattr(runner, "OnDisk", Noted)
+    roomy = tune.tune(DEMO, [str(text)], tmp_path / "roomy", options=of_method("gptq"), machine=ONE)
+    assert not made
+    least = Machine(workers=1, memory_bytes=548 << 20)
+    monkeypatch.setattr(tune, "BASE_BYTES", least.memory_bytes)
+    small = tune.tune(DEMO, [str(text)], tmp_path / "small", options=of_method("gptq"), machine=least)
+    assert len(made) == 3  # of the float model, of its blocks' outputs, of what enters the tuned ones
+    assert small.content["digest"] == roomy.content["digest"]
