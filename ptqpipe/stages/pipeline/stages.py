@@ -194,7 +194,8 @@ class Pipeline:
     def _convert(self) -> None:
         codes = self.folder / "codes" if self.way is not None and self.way.method else None
         stats = self.stats if codes is None or _static(self) else None
-        where = {"recipe_path": self.recipe_file if codes is None else None, "stats": stats, "rounding": codes}
+        path = self.recipe_file if codes is None else None
+        where: dict[str, Any] = {"recipe_path": path, "stats": stats, "rounding": codes}
         options = RecipeOptions() if codes is not None else best_with(self.recipe, **where)
         more = self._entry()
         with prepare(self.floats, options=options, out=self.out, **where) as prepared:
