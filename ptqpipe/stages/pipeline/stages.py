@@ -14,6 +14,7 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import (
     Mode,
     Paths,
+    file_sha256,
     run_id_of,
     write_file,
 )
@@ -50,9 +51,10 @@ class Step:
 class Pipeline:
     """A run that is decided. Has written nothing yet.
 
-    path     of the model; ``floats`` the model that is quantized, another one behind a transform
-    folder   where the stages' outputs lie; ``begun`` the hidden folder that says that a run is unfinished
-    texts    files of --data, empty where the model writes its own
+    path      of the model; ``floats`` the model that is quantized, another one behind a transform
+    folder    where the stages' outputs lie; ``begun`` the hidden folder that says that a run is unfinished
+    texts     files of --data, empty where the model writes its own
+    identity  what decides the bytes, by its name in a message
     """
 
     path: Path
@@ -69,11 +71,12 @@ class Pipeline:
     machine: Machine
     floats: Path = field(init=False)
     begun: Path = field(init=False)
+    identity: Mapping[str, str] = field(init=False)
     evaluation: Mapping[str, Any] | None = None
     report: Path | None = None
 
     def __post_init__(self) -> None:
-        self.floats, self.begun = self.path, Paths.of(self.out).stages
+        self.floats, self.begun, self.identity = self.path, Paths.of(self.out).stages, self._identity()
 
     @property
     def folder(self) -> Path:
@@ -85,19 +88,21 @@ class Pipeline:
         """The machine for stages that compute and wait for no disk."""
         return replace(self.machine, workers=min(self.machine.workers, compute_threads()))
 
-    @property
-    def identity(self) -> dict[str, str]:
-        """What decides the bytes, by its name in a message."""
-        given = {name: getattr(self.work, name) for name in ("data", "quality", "budget", "formats", "reader")}
+    def _identity(self) -> dict[str, str]:
+        """What decides the bytes, by its name in a message; no folder's name is in it."""
+        work, recipe = self.work, build_recipe(self.recipe, path=self.recipe_path)
         with Source.open(self.path) as source:
             fingerprint = source.reader.fingerprint()
-        return {
-            "the model": fingerprint,
-            "the recipe": json.dumps([self.recipe.scheme, self.recipe.ignore, str(self.recipe_path), *_pairs(self)]),
-            **{f"--{name}": json.dumps(value) for name, value in given.items()},
-            "--samples, --seqlen or --seed": json.dumps([self.work.samples, self.work.seqlen, self.work.seed]),
-            "the version of ptqpipe": __version__,
+        given = {
+            "--data": [_content(name) for name in self.texts] or work.data,
+            "--quality": work.quality,
+            "--budget": work.budget,
+            "--formats": work.formats,
+            "--for": work.reader,
+            "--samples, --seqlen or --seed": [work.samples, work.seqlen, work.seed],
         }
+        named = {"the model": fingerprint, "the recipe": recipe.digest, "the version of ptqpipe": __version__}
+        return named | {name: json.dumps(value) for name, value in given.items()}
 
     def steps(self) -> list[Step]:
         """The stages in their order."""
@@ -113,7 +118,7 @@ class Pipeline:
         add(known, "calibrate", "statistics of the inputs of every layer, a few kB each", self._calibrate)
         add(way and way.transform, "transform", f"{way and way.transform}, into a float copy", self._transform)
         add(work.budget, "plan", f"a format for every layer at {work.budget}", self._plan)
-        add(way and way.method, "tune", words_of(way or Way()), self._tune)
+        add(way and way.method, "tune", words_of(Way(method=way.method if way else "")), self._tune)
         add(True, "convert", f"into {self.out}", self._convert)
         add(True, "verify", "hashes and claims of the result", self._verify)
         add(work.eval, "eval", f"KL divergence to the model on {', '.join(work.eval)}", self._eval)
@@ -238,8 +243,10 @@ class Pipeline:
         self.report, _ = make_report(self.out, source=self.floats, evaluation=measured, out=self.beside("report.html"))
 
 
-def _pairs(run: Pipeline) -> list[Any]:
-    return sorted((name, str(value)) for name, value in run.recipe.given.items())
+def _content(name: str) -> str:
+    """What identifies a text: the hash of a file, the name of a data set."""
+    path = Path(name).expanduser()
+    return file_sha256(path) if path.is_file() else name
 
 
 def _static(run: Pipeline) -> bool:
