@@ -4,12 +4,11 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, Literal, get_origin
 
 import torch
 
 from ptqpipe.algorithms import Matrix, Task, check_decode, joined, rtn
-from ptqpipe.checkpoint import Mode
 from ptqpipe.errors import FormatError, UsageError
 from ptqpipe.formats import FORMATS, Format, get_format
 from ptqpipe.options import (
@@ -65,8 +64,8 @@ def convert(
     machine = _machine(**{name: options.pop(name, default) for name, default in _MACHINE.items()})
     work = _work({name: options.pop(name) for name in pipeline_fields() if name in options})
     given = RecipeOptions(format, tuple(ignore), **options)
-    mode: Mode = "resume" if resume else "overwrite" if overwrite else "new"
-    where = {
+    mode: Literal["new", "resume", "overwrite"] = "resume" if resume else "overwrite" if overwrite else "new"
+    where: dict[str, Any] = {
         name: None if path is None else Path(path)
         for name, path in {"recipe_path": recipe, "stats": stats, "rounding": rounding}.items()
     }
@@ -92,7 +91,7 @@ def convert(
 def _work(given: Mapping[str, Any]) -> PipelineOptions:
     """The options of a run of several stages. Of those that may be several values, one may be given alone."""
     several = {one.name for one in pipeline_fields().values() if get_origin(type_of(one)) is tuple or one.default == ()}
-    paths = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    paths: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     made = {
         name: (value,) if isinstance(value, str) else tuple(map(str, value))
         for name, value in paths.items()

@@ -50,7 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "statistics":   {"errors", "checkpoint", "inputs"},
     "rounding":     {"errors", "formats", "qtensor", "checkpoint"},
     "calibration":  {
-        "errors", "formats", "qtensor", "regular_file", "checkpoint", "plan", "source", "statistics", "runtime",
+        "errors", "formats", "inputs", "qtensor", "regular_file", "checkpoint", "plan", "source", "statistics",
+        "runtime",
     },
     "runtime":      {
         "dtypes", "errors", "formats", "schemes", "qtensor", "kernels", "containers", "checkpoint", "plan", "source",

@@ -94,12 +94,13 @@ def convert(given: Given) -> None:
 def _pipeline(given: Given, work: PipelineOptions) -> None:
     """All stages that the call needs, in one run."""
     from ptqpipe.stages.pipeline import call, run as stage, text
+    from ptqpipe.stages.pipeline.prepare import prepare
 
     call.check_alone(stats=given.stats, rounding=given.rounding, dry_run=given.dry_run)
     if ranks_of().world > 1:
         raise UsageError("a run of several stages is one process; start it without torchrun")
     mode, machine = given.mode, given.machine(given.device)
-    prepared = stage.prepare_run(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
+    prepared = prepare(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
     with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
         say = (lambda line: None) if given.as_json else click.echo
         made = stage.run(prepared, say=say)

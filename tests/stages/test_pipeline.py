@@ -22,7 +22,7 @@ from ptqpipe.readers import READERS
 from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.common import Machine
 from ptqpipe.stages.convert.run import Conversion
-from ptqpipe.stages.pipeline import run as stage
+from ptqpipe.stages.pipeline import run as stage, stages
 from ptqpipe.stages.pipeline.table import markdown
 from ptqpipe.stages.tune import run as tune_stage
 from tests.calibration.models import make_model, make_windows, write_windows
@@ -143,15 +143,15 @@ def stops(real: Callable[..., Any], *, at: int, how: type[BaseException] = Keybo
 
 
 STAGES = [
-    (stage, "calibrate", 1),
-    (stage, "transform", 1),
-    (stage, "calibrate", 2),
+    (stages, "calibrate", 1),
+    (stages, "transform", 1),
+    (stages, "calibrate", 2),
     (tune_stage, "follow", 2),
     (Conversion, "do", 5),
     (Conversion, "record", 1),
-    (stage, "verify", 1),
-    (stage.evaluation, "evaluate", 1),
-    (stage, "make_report", 1),
+    (stages, "verify", 1),
+    (stages.evaluation, "evaluate", 1),
+    (stages, "make_report", 1),
 ]
 
 
