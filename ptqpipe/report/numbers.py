@@ -1,6 +1,6 @@
 """Numbers as people read them: shares, decibels, counts. Text only."""
 
-from ptqpipe.quantities import scientific, three_digits
+from ptqpipe.quantities import number, scientific, three_digits
 
 
 def count(value: float) -> str:
@@ -52,7 +52,7 @@ def signed(value: float | None, digits: int = 4) -> str:
 
 
 def nats(value: float | None) -> str:
-    """A divergence: three digits that count."""
+    """A divergence: three digits that count, in the notation of all small numbers."""
     if value is None:
         return "–"
-    return scientific(value) if 0 < abs(value) < 1e-3 else f"{value:.4f}"
+    return f"{value:#.3g}".rstrip(".") if value == 0 or 0.01 <= abs(value) < 1000 else number(value, 3)
