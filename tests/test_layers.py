@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 COMMANDS: dict[str, set[str]] = {
     "demo": {"convert", "verify"},
     "diff": {"verify"},
-    "report": {"inspect", "verify"},
+    "report": {"evaluate", "inspect", "verify"},
     "transform": {"dequantize"},
     "tune": {"convert"},
 }
@@ -91,9 +91,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "accelerate": ("calibration",),
     "lm_eval": ("evaluation",),
     "click": ("cli",),
-    "huggingface_hub": ("checkpoint.source",),
+    "huggingface_hub": ("checkpoint.source", "stages.push"),
     "triton": ("kernels",),
-    "yaml": ("recipe.file", "evaluation.harness"),
+    "yaml": ("recipe.file", "evaluation.harness", "stages.common.card"),
     "jinja2": ("report", "calibration.data"),
     "matplotlib": ("report",),
     "fastapi": ("server",),

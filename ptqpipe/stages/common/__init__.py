@@ -5,6 +5,7 @@ units.py, moments.py        a unit quantized by its rule, with what statistics k
 machine.py, text.py         workers, memory, ranks and progress; words and tables
 """
 
+from ptqpipe.stages.common.card import CARD, ORIGINAL, card_sha256, hub_name, is_ours, write_quality
 from ptqpipe.stages.common.machine import (
     BASE_BYTES,
     WORKER_BYTES,
@@ -65,6 +66,7 @@ from ptqpipe.stages.common.text import (
     name_pattern,
     number_in,
     role_of,
+    run_facts,
     same_json,
     table,
 )
@@ -74,7 +76,9 @@ __all__ = [
     "BASE_BYTES",
     "BIAS_REASON",
     "CACHE_REASON",
+    "CARD",
     "LARGEST",
+    "ORIGINAL",
     "WORKER_BYTES",
     "CopyTensor",
     "Done",
@@ -91,6 +95,7 @@ __all__ = [
     "Run",
     "Share",
     "WriteCacheScales",
+    "card_sha256",
     "check_cached",
     "check_model",
     "check_read_back",
@@ -102,6 +107,8 @@ __all__ = [
     "default_workers",
     "describe_statistics",
     "finite",
+    "hub_name",
+    "is_ours",
     "json_differences",
     "layer_of",
     "learned_codes",
@@ -121,6 +128,7 @@ __all__ = [
     "quantize_unit",
     "rewrite",
     "role_of",
+    "run_facts",
     "run_parts_of",
     "same_json",
     "table",
@@ -128,5 +136,6 @@ __all__ = [
     "token_bar",
     "unit_extra_bytes",
     "with_reasons",
+    "write_quality",
     "write_scales",
 ]
