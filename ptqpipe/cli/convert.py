@@ -24,6 +24,7 @@ from ptqpipe.cli.parameters import DEVICE, OUT, PATH, STATS, Dtype, Existing, Si
     help="Folder of codes that `ptqpipe tune` learned. They bring their format, container and ignored modules along.",
 )
 @recipe_options()
+@click.option("--push", metavar="OWNER/NAME", help="Repository on the hub to which the result is uploaded.")
 @DEVICE
 @click.option("--dry-run", is_flag=True, help="Print what would be done and the exact size; read and write no weights.")
 @run_options("Most units of weights that are quantized at the same time")
@@ -34,8 +35,11 @@ def convert(given: Given) -> None:
     """
     from ptqpipe.stages.convert import run as stage, text as tables
     from ptqpipe.stages.convert.prepare import best_with, prepare
+    from ptqpipe.stages.push import check_push, push
 
     mode, machine = given.mode, given.machine(given.device)
+    if given.push is not None:
+        check_push(given.push)
     where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}
     prepared = prepare(given.model, options=best_with(given.recipe, **where), out=given.out, **where)
     with prepared:
@@ -57,6 +61,8 @@ def convert(given: Given) -> None:
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
     if done is not None:
         click.echo(json.dumps(tables.converted_json(done)) if given.as_json else tables.converted_text(done))
+        if given.push is not None:
+            click.echo(f"uploaded to {push(done.out, given.push)}", err=given.as_json)
 
 
 def _warn(line: str | None) -> None:
