@@ -6,7 +6,7 @@ per worker. Rendering is ``ptqpipe.report``.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,14 @@ from ptqpipe.report import (
     tuned_blocks,
     tuned_from,
 )
-from ptqpipe.scan import NAMES, SAMPLE, STORED, scan_weight
+from ptqpipe.scan import NAMES, SAMPLE, STORED, Scan, scan_weight
 from ptqpipe.source import Source
 from ptqpipe.stages.common import default_workers, layer_of, name_of, one_thread_each, role_of, run_facts
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.report.find import claims_own, find_evaluation, find_source
 from ptqpipe.stages.report.provenance import provenance, rules
 from ptqpipe.stages.report.weights import (
+    Item,
     describe_weight,
     find_items,
     histograms,
@@ -119,14 +120,6 @@ def _gather(
         weights = with_choices(opened, items, scans, weights, threads=threads, all_rows=all_rows)
         choice_names = tuple(n for n in NAMES if any(c.name == n for w in weights for c in w.choices))
     overview = inspect(ckpt)
-    illegal = [item.name for item, scan in zip(items, scans, strict=True) if scan.illegal]
-    notes = list(overview.suspicious)
-    if illegal:
-        notes.append(
-            f"{len(illegal)} weights have numbers that no quantizer may write, the first {illegal[0]}; ptqpipe verify "
-            "lists them"
-        )
-    notes += lost
     raw: Mapping[str, Any] = {} if record is None else record.raw
     judged, blocks = judged_by(raw.get("weights", {})), tuned_blocks(raw)
     before = 2 * overview.params
@@ -154,11 +147,18 @@ def _gather(
         blocks=blocks,
         blocks_from=tuned_from(raw),
         blocks_judged=samples_text([block.held_out for block in blocks]),
-        notes=tuple(notes),
+        notes=(*overview.suspicious, *_illegal(items, scans), *lost),
         rules=rules(record),
         provenance=provenance(opened, original, record, overview.producer),
         files=overview.files,
     )
+
+
+def _illegal(items: Sequence[Item], scans: Sequence[Scan]) -> list[str]:
+    """A note on weights that no reader decodes, if there are any."""
+    names = [item.name for item, scan in zip(items, scans, strict=True) if scan.illegal]
+    found = f"{len(names)} weights have numbers that no quantizer may write, the first {names[0]}" if names else ""
+    return [f"{found}; ptqpipe verify lists them"] if names else []
 
 
 def _kept(opened: Source, record: Record | None) -> tuple[KeptTensor, ...]:
