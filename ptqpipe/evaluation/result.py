@@ -125,8 +125,15 @@ def _file_name(value: Any) -> str:
     return Path(str(value)).name
 
 
+def _real(value: Any) -> float:
+    found = float(value)
+    if not math.isfinite(found):
+        raise ValueError(f"{found} where a number was expected")
+    return found
+
+
 def _interval(value: Any) -> tuple[float, float]:
-    return float(value[0]), float(value[1])
+    return _real(value[0]), _real(value[1])
 
 
 def _percentiles(value: Any) -> dict[str, float]:
@@ -135,7 +142,7 @@ def _percentiles(value: Any) -> dict[str, float]:
 
 def _histogram(value: Any) -> dict[str, Any]:
     counts = [int(count) for count in value["counts"]]
-    first, per_decade = float(value["first"]), int(value["per_decade"])
+    first, per_decade = _real(value["first"]), int(value["per_decade"])
     if not (first > 0 and 0 < per_decade <= 100 and 2 < len(counts) <= 1000 and min(counts) >= 0):
         raise ValueError("histogram")
     return {"first": first, "per_decade": per_decade, "counts": counts}
@@ -145,14 +152,21 @@ def _rows_of(kinds: Mapping[str, Callable[[Any], Any]], most: int) -> Callable[[
     return lambda rows: [{key: kind(row[key]) for key, kind in kinds.items()} for row in (rows or ())[:most]]
 
 
-_POSITIONS = {"first": int, "last": int, "tokens": int, "mean": float, "standard_error": _maybe(float)}
-_WORST = dict.fromkeys(("kl", "checkpoint", "baseline"), float) | {"context": int}
-_WORST |= dict.fromkeys(("before", "token", "checkpoint_top", "baseline_top"), str)
+_POSITIONS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("first", "last", "tokens"), int),
+    "mean": _real,
+    "standard_error": _maybe(_real),
+}
+_WORST: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("kl", "checkpoint", "baseline"), _real),
+    "context": int,
+    **dict.fromkeys(("before", "token", "checkpoint_top", "baseline_top"), str),
+}
 
 # What a reader shows of each kind of rows, and its types: what a row must have, then what it may leave out.
 _MUST: dict[str, dict[str, Callable[[Any], Any]]] = {
     "perplexity": {"data": _file_name, "tokens": int, "checkpoint": float},
-    "kl": {"data": _file_name, "tokens": int, "mean": float},
+    "kl": {"data": _file_name, "tokens": int, "mean": _real},
     "tasks": {"task": str, "metric": str, "checkpoint": float},
     "samples": {"data": _file_name, "prompt": str, "baseline": str, "checkpoint": str},
 }

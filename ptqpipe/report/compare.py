@@ -49,14 +49,14 @@ def render_comparison(reports: Sequence[Report], *, kind: str, notes: Sequence[s
     rows = rows_of(reports)
     if kind == "md":
         return _markdown(rows, notes)
-    measured = [row for row in rows if row.kl is not None]
+    measured = [row for row in rows if row.kl is not None and row.kl["mean"] > 0]
     return page(
         "compare.html.jinja",
         mark=HTML_MARK,
         described="",
         rows=rows,
         notes=notes,
-        measured=len(measured),
+        measured=sum(row.kl is not None for row in rows),
         size_chart=_size_chart(measured) if len(measured) > 1 else None,
         layers=_by_layer(rows),
         calibrated=_calibrated(rows),
@@ -128,9 +128,9 @@ def _markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
     for row in rows:
         r, kl = row.report, row.kl
         interval = kl["interval"] if kl is not None else None
-        span = f"{numbers.nats(interval[0])} to {numbers.nats(interval[1])}" if interval else "–"
+        span = f"{numbers.sci(interval[0])} to {numbers.sci(interval[1])}" if interval else "–"
         cells = [escaped(r.name), r.verdict[0] if r.verdict else "not measured", row.formats]
-        cells += [disk_size(r.after_bytes), numbers.plain(r.bits_per_weight), numbers.nats(kl["mean"] if kl else None)]
+        cells += [disk_size(r.after_bytes), numbers.plain(r.bits_per_weight), numbers.sci(kl["mean"] if kl else None)]
         body.append([*cells, span, numbers.plain(row.perplexity), numbers.ratio(r.versus_rtn)])
     head = ["checkpoint", "verdict", "formats", "size", "bits", "KL", "95 % interval", "perplexity", "output error"]
     lines = [MARKDOWN_MARK, "## Checkpoints compared", table(head, body, text_columns=3)]

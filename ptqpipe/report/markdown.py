@@ -96,7 +96,7 @@ def _quality(report: Report) -> str:
         cells = [numbers.plain(p["checkpoint"]), numbers.plain(p["baseline"]), numbers.signed(p["difference"])]
         lines.append([f"perplexity, {escaped(p['data'])}", *cells])
     for d in evaluation["kl"]:
-        lines.append([f"mean KL, {escaped(d['data'])} (nats)", numbers.nats(d["mean"]), "0", "–"])
+        lines.append([f"mean KL, {escaped(d['data'])} (nats)", numbers.sci(d["mean"]), "0", "–"])
     for t in evaluation["tasks"]:
         recovery = "–" if t["recovery"] is None else f"{t['recovery']:.2f} %"
         name = f"{escaped(t['task'])} ({escaped(t['metric'])})"

@@ -32,7 +32,7 @@ def _upright(axis: Axis, width: float) -> list[Markup]:
     """The grid of an upright axis of divergences, with its numbers."""
     parts = []
     for tick in axis.ticks:
-        label = numbers.nats(tick) if tick else "0"
+        label = numbers.sci(tick) if tick else "0"
         y = axis.at(tick)
         parts += [line(_LEFT, y, width - _RIGHT, y, "grid"), text(_LEFT - 8, y + 4, label, anchor="end")]
     return parts
@@ -72,7 +72,7 @@ def kl_histogram(row: Mapping[str, Any], *, wide: bool) -> Markup:
     parts += _decades(edge(first), edge(last + 1), at, base, every=1 if wide else 2)
     parts += _levels(row, at, base, wide=wide)
     parts.append(text(width - _RIGHT, height - 6, "KL of a token, nats", kind="unit", anchor="end"))
-    label = f"tokens by their KL divergence, median {numbers.nats(row['percentiles'].get('50'))}"
+    label = f"tokens by their KL divergence, median {numbers.sci(row['percentiles'].get('50'))}"
     return canvas(width, height, label, parts, kind=_kind(wide))
 
 
@@ -107,7 +107,7 @@ def _levels(row: Mapping[str, Any], at: Any, base: float, *, wide: bool) -> list
         label = text(
             x + (5 if anchor == "start" else -5),
             _TOP + 6 + 15 * number,
-            f"{name} {numbers.nats(value)}",
+            f"{name} {numbers.sci(value)}",
             kind="level-label",
             anchor=anchor,
         )
@@ -129,7 +129,7 @@ def kl_by_position(rows: Sequence[Mapping[str, Any]], *, wide: bool) -> Markup:
     for i, (row, (x, y)) in enumerate(zip(rows, spots, strict=True)):
         error = row["standard_error"]
         name = str(row["first"]) if row["first"] == row["last"] else f"{row['first']}–{row['last']}"
-        tip = f"{name} tokens of context: {numbers.nats(row['mean'])}, {row['tokens']:,} tokens"
+        tip = f"{name} tokens of context: {numbers.sci(row['mean'])}, {row['tokens']:,} tokens"
         if error is not None:
             low, high = max(0.0, row["mean"] - 2 * error), row["mean"] + 2 * error
             parts.append(line(x, axis.at(low), x, axis.at(high), "range s1"))
@@ -184,7 +184,7 @@ def size_chart(spots: Sequence[Spot], *, wide: bool) -> Markup:
 
 def _spot(spot: Spot, x: float, up: Axis, *, wide: bool) -> list[Markup]:
     y = up.at(math.log10(spot.kl)) if spot.kl > 0 else up.start
-    tip = f"{spot.name}: {numbers.nats(spot.kl)} nats, {disk_size(spot.nbytes)}"
+    tip = f"{spot.name}: {numbers.sci(spot.kl)} nats, {disk_size(spot.nbytes)}"
     parts = []
     if spot.interval is not None and spot.interval[0] > 0:
         ends = [up.at(math.log10(end)) for end in spot.interval]

@@ -1,6 +1,6 @@
 """What a report says of the model's quality: the card at its top, plots of the divergence, texts before and after."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -36,8 +36,8 @@ def _measured(report: Report, row: Mapping[str, Any]) -> list[Fact]:
     assert report.evaluation is not None
     to = f"nats per token of {row['data']}, to {report.evaluation['baseline'] or 'the original'}"
     interval = row["interval"]
-    span = f"95 % interval {numbers.nats(interval[0])} to {numbers.nats(interval[1])}; " if interval else ""
-    found = [Fact("KL divergence", numbers.nats(row["mean"]), span + to)]
+    span = f"95 % interval {numbers.sci(interval[0])} to {numbers.sci(interval[1])}; " if interval else ""
+    found = [Fact("KL divergence", numbers.sci(row["mean"]), span + to)]
     if row["top1_agreement"] is not None:
         share = 100 * row["top1_agreement"]
         found.append(Fact("Same top token", f"{share:.1f} %", f"of {row['tokens']:,} tokens"))
@@ -88,17 +88,15 @@ def _verified(report: Report) -> list[Fact]:
 def drawn_texts(report: Report) -> list[tuple[Mapping[str, Any], Drawn | None, Drawn | None]]:
     """Of each text that was scored: its row, the plot over tokens and the one over positions, where they are known."""
     rows = report.evaluation["kl"] if report.evaluation is not None else []
-    found = []
-    for row in rows:
-        over, places = row.get("histogram"), row.get("positions")
-        tokens = both(lambda wide, row=row: plots.kl_histogram(row, wide=wide)) if over else None  # type: ignore[misc]
-        by_place = (
-            both(lambda wide, places=places: plots.kl_by_position(places, wide=wide))  # type: ignore[misc]
-            if places and len(places) > 1
-            else None
-        )
-        found.append((row, tokens, by_place))
-    return found
+    return [(row, _over_tokens(row), _over_positions(row.get("positions") or ())) for row in rows]
+
+
+def _over_tokens(row: Mapping[str, Any]) -> Drawn | None:
+    return both(lambda wide: plots.kl_histogram(row, wide=wide)) if row.get("histogram") else None
+
+
+def _over_positions(rows: Sequence[Mapping[str, Any]]) -> Drawn | None:
+    return both(lambda wide: plots.kl_by_position(rows, wide=wide)) if len(rows) > 1 else None
 
 
 def sample_texts(report: Report) -> list[tuple[str, str, str, str]]:

@@ -639,6 +639,16 @@ def test_on_a_narrow_page_sections_fold_and_what_is_cut_can_be_scrolled_and_says
         ({"checkpoint": {"name": "x", "run_id": "f" * 64}}, UsageError, "measured run ffff"),
         ({"kl": [{"data": "a"}]}, CheckpointError, "damaged"),
         ({"kl": 3}, CheckpointError, "damaged"),
+        (
+            {"kl": [EVAL["kl"][0] | {"histogram": {"first": 0, "per_decade": 4, "counts": [1, 2, 3]}}]},
+            CheckpointError,
+            "damaged",
+        ),
+        (
+            {"kl": [EVAL["kl"][0] | {"positions": [{"first": 1, "last": 1, "tokens": 1, "mean": "inf"}]}]},
+            CheckpointError,
+            "damaged",
+        ),
     ],
 )
 def test_an_eval_file_of_something_else_is_refused(
