@@ -15,10 +15,11 @@ from ptqpipe.report.roles import place, shown
 
 
 class Row(NamedTuple):
-    """One checkpoint: its report and the row of the text with its largest divergence, None where nobody measured it."""
+    """One checkpoint: its report, its mark and colour, and the row of the text with its largest divergence, None where
+    nobody measured it."""
 
     report: Report
-    index: int
+    mark: int
     kl: Mapping[str, Any] | None
 
     @property
@@ -67,7 +68,7 @@ def render_comparison(reports: Sequence[Report], *, kind: str, notes: Sequence[s
 
 def _size_chart(rows: Sequence[Row]) -> Drawn:
     spots = [
-        plots.Spot(shown(row.report.name), row.index, row.report.after_bytes, row.kl["mean"], row.kl["interval"])
+        plots.Spot(shown(row.report.name), row.mark, row.report.after_bytes, row.kl["mean"], row.kl["interval"])
         for row in rows
         if row.kl is not None
     ]
@@ -99,7 +100,7 @@ def _by_layer(rows: Sequence[Row]) -> Drawn | None:
         known = [(layer, value) for layer, found in sorted(layers.items()) if (value := of(found)) is not None]
         name = shown(row.report.name)
         points = tuple((layer, value, f"layer {layer}  {name}: {value:.3f}") for layer, value in known)
-        series += [charts.Series(name, row.index, points)] if points else []
+        series += [charts.Series(name, row.mark, points)] if points else []
     if len({x for line in series for x, _, _ in line.points}) < 2:
         return None
     unit, least = ("output error, plain rounding = 1", 0.1) if calibrated else ("SQNR, dB", LEAST_DB)

@@ -45,6 +45,7 @@ def kl_histogram(row: Mapping[str, Any], *, wide: bool) -> Markup:
     """
     found = row["histogram"]
     counts, total = found["counts"], sum(found["counts"]) or 1
+    least, per_decade = float(found["first"]), int(found["per_decade"])
     used = [place for place, count in enumerate(counts) if count] or [0, 1]
     first, last = max(0, used[0] - 1), min(len(counts) - 1, used[-1] + 1)
     width, height = _size(wide)
@@ -52,10 +53,10 @@ def kl_histogram(row: Mapping[str, Any], *, wide: bool) -> Markup:
 
     def edge(place: int) -> float:
         """Where a bin begins, nats."""
-        return float(found["first"] * 10 ** ((place - 1) / found["per_decade"]))
+        return float(least * 10 ** ((place - 1) / per_decade))
 
     def at(kl: float) -> float:
-        exact = math.log10(max(kl, edge(first)) / found["first"]) * found["per_decade"] + 1
+        exact = math.log10(max(kl, edge(first)) / least) * per_decade + 1
         return _LEFT + (min(exact, last + 1) - first) * pitch
 
     base = height - _BOTTOM
