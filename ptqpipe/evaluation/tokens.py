@@ -39,7 +39,7 @@ def kl_by_position(scores: Scores, count: int) -> list[dict[str, Any]]:
     _, context = _places(scores, count)
     octaves = context.double().log2().floor().long()
     rows = []
-    for octave in octaves.unique().tolist():
+    for octave in sorted(set(octaves.tolist())):
         kl = scores.kl[octaves == octave].double()
         error = float(kl.std() / math.sqrt(len(kl))) if len(kl) > 1 else None
         last = min(2 ** (octave + 1) - 1, int(context.max()))
