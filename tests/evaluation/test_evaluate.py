@@ -99,6 +99,7 @@ def test_the_file_shows_where_the_divergence_lies_and_what_both_models_write(
     assert all(row["prompt"].removeprefix("<s>").strip("\ufffd") in text for row in found["samples"])
     assert found["samples"] != [row | {"checkpoint": row["baseline"]} for row in found["samples"]]
     assert {"date", "machine", "command"} <= found["made"].keys()
+    assert f"| `{TEXT.name}` | {kl['tokens']:,} |" in (checkpoints["nvfp4"] / "README.md").read_text()
     read = read_result(tmp_path / "a.json", run_id=None)
     assert read["kl"][0]["worst"] == kl["worst"]
     assert [row["checkpoint"] for row in read["samples"]] == [row["checkpoint"] for row in found["samples"]]

@@ -5,7 +5,7 @@ units.py, moments.py        a unit quantized by its rule, with what statistics k
 machine.py, text.py         workers, memory, ranks and progress; words and tables
 """
 
-from ptqpipe.stages.common.card import CARD, ORIGINAL, card_sha256, hub_name, is_ours, write_quality
+from ptqpipe.stages.common.card import CARD, ORIGINAL, card_sha256, is_ours, write_quality
 from ptqpipe.stages.common.machine import (
     BASE_BYTES,
     WORKER_BYTES,
@@ -107,7 +107,6 @@ __all__ = [
     "default_workers",
     "describe_statistics",
     "finite",
-    "hub_name",
     "is_ours",
     "json_differences",
     "layer_of",
