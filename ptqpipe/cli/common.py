@@ -147,6 +147,11 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
+def this_call() -> str:
+    """The command line of this call."""
+    return shlex.join(["ptqpipe", *sys.argv[1:]])
+
+
 def _resume_command() -> str:
     """This call again, as one that continues."""
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--overwrite", "--resume")]

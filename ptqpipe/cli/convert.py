@@ -46,6 +46,7 @@ ptqpipe convert MODEL --format nvfp4_w4a4 --stats stats -o OUT
 )
 @recipe_options()
 @pipeline_options()
+@click.option("--push", metavar="OWNER/NAME", help="Repository on the hub to which the result is uploaded.")
 @DEVICE
 @click.option("--dry-run", is_flag=True, help="Print what would be done and the exact size; read and write no weights.")
 @run_options()
@@ -55,6 +56,10 @@ def convert(given: Given) -> None:
     MODEL is a folder, or a name on the hub. With --data, --budget, --eval or --report all stages that the call needs
     run one after another. Without them, under torchrun, the work is divided among the ranks; the bytes are the same.
     """
+    if given.push is not None:
+        from ptqpipe.stages.push import check_push
+
+        check_push(given.push)
     work = given.pipeline
     if work.asked:
         _pipeline(given, work)
@@ -88,7 +93,16 @@ def convert(given: Given) -> None:
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
     if done is not None:
         click.echo(json.dumps(tables.converted_json(done)) if given.as_json else tables.converted_text(done))
+        _upload(given, done.out)
         next_steps.say_next(given, next_steps.convert, done.out, done.record["container"] != "ptqpipe")
+
+
+def _upload(given: Given, out: Path) -> None:
+    """To the hub, where the call asks for it."""
+    from ptqpipe.stages.push import push
+
+    if given.push is not None:
+        click.echo(f"uploaded to {push(out, given.push)}", err=given.as_json)
 
 
 def _pipeline(given: Given, work: PipelineOptions) -> None:
@@ -105,6 +119,7 @@ def _pipeline(given: Given, work: PipelineOptions) -> None:
         say = (lambda line: None) if given.as_json else click.echo
         made = stage.run(prepared, say=say)
     click.echo(json.dumps(text.to_json(made)) if given.as_json else text.render(made))
+    _upload(given, made.out)
     next_steps.say_next(given, next_steps.convert, made.out, made.record["container"] != "ptqpipe")
 
 

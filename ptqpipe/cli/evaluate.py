@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from ptqpipe.cli import next_steps
-from ptqpipe.cli.common import Given, command, main
+from ptqpipe.cli.common import Given, command, main, this_call
 from ptqpipe.cli.parameters import JSON, PATH, QUIET, Dtype, Existing, Size, names
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import PtqError, UsageError
 
 
 @command(
@@ -70,6 +70,14 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
 @click.option(
     "--cache-size", type=Size(), default="16GiB", show_default=True, help="Limit of --cache-dir; 0 keeps nothing."
 )
+@click.option(
+    "--samples",
+    type=click.IntRange(0, 100),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Beginnings of --data that both models continue, 32 tokens each, shown by `ptqpipe report`.",
+)
 @click.option("-o", "--out", type=PATH, help="JSON file to write.  [default: <ckpt>.eval.json]")
 @click.option("--overwrite", is_flag=True, help="Replace an eval file that holds more than this call measures.")
 @JSON
@@ -87,6 +95,7 @@ def evaluate(given: Given) -> None:
         tasks=tuple(dict.fromkeys(given.tasks)),
         cache_dir=None if given.cache_size == 0 else given.cache_dir or _user_cache(),
         cache_limit=given.cache_size,
+        command=this_call(),
     )
     target = given.out or report.default_out(given.ckpt)
     compared = given.source is not None and bool(given.data)
@@ -97,9 +106,20 @@ def evaluate(given: Given) -> None:
         click.echo(json.dumps(result) if given.as_json else f"{report.render(result)}\n")
     finally:  # shown even if it cannot be written, written even if nobody reads on
         report.write(result, target)
+        _into_card(Path(given.ckpt), result)
     if not given.as_json:
         click.echo(f"written to {target}")
         next_steps.say_next(given, next_steps.evaluate, target)
+
+
+def _into_card(ckpt: Path, result: dict[str, Any]) -> None:
+    """Puts what was measured into the model card, where it has a place for it; a card that cannot be written stays."""
+    from ptqpipe.stages.common.card import write_quality
+
+    try:
+        write_quality(ckpt, result)
+    except PtqError as error:
+        click.echo(f"warning: the model card stays as it is: {error}", err=True)
 
 
 def _user_cache() -> Path:

@@ -6,7 +6,7 @@ import sys
 import click
 
 from ptqpipe.cli import next_steps
-from ptqpipe.cli.common import Given, command
+from ptqpipe.cli.common import Given, command, this_call
 from ptqpipe.cli.parameters import JSON, MODEL, PATH, Existing
 from ptqpipe.errors import UsageError
 
@@ -84,15 +84,21 @@ def diff(given: Given) -> None:
     sys.exit(0 if report.equal else 1)
 
 
-@command(example="ptqpipe report CKPT --source MODEL --eval CKPT.eval.json -o report.html")
-@click.argument("ckpt", type=MODEL)
+@command(example="ptqpipe report CKPT")
+@click.argument("ckpts", type=MODEL, nargs=-1, required=True, metavar="CKPT...")
 @click.option(
     "--source",
     type=MODEL,
     metavar="MODEL",
-    help="The model that CKPT was made from; with it the errors of all weights are recomputed.",
+    help="The model that CKPT was made from; errors are recomputed with it.  [default: found beside CKPT or in the "
+    "hub's cache]",
 )
-@click.option("--eval", "evaluation", type=Existing("file"), help="The file that `ptqpipe eval` wrote for CKPT.")
+@click.option(
+    "--eval",
+    "evaluation",
+    type=Existing("file"),
+    help="The file that `ptqpipe eval` wrote for CKPT.  [default: <ckpt>.eval.json beside it]",
+)
 @click.option("-o", "--out", "--output", "out", type=PATH, help="File to write.  [default: <ckpt>.report.html]")
 @click.option(
     "--kind",
@@ -103,20 +109,31 @@ def diff(given: Given) -> None:
 def report(given: Given) -> None:
     """Write an HTML or markdown report on a checkpoint.
 
-    It shows size, quality, errors, scales and what became of every tensor of CKPT, in one file that needs no network.
-    An earlier report is replaced, no other file.
+    It shows quality, size, errors, scales and what became of every tensor of CKPT, in one file that needs no network.
+    Several checkpoints of one model are compared: quality against size, layer by layer. An earlier report is replaced,
+    no other file.
     """
+    if len(given.ckpts) > 1:
+        from ptqpipe.stages.report.compare import compare
+
+        if given.source is not None or given.evaluation is not None or given.all_rows:
+            raise UsageError("--source, --eval and --all are for a report on one checkpoint; leave them out")
+        path, lines = compare(given.ckpts, out=given.out, kind=given.kind)
+        click.echo(lines)
+        next_steps.say_next(given, next_steps.report, path)
+        return
     from ptqpipe.stages.report.run import make_report
 
-    path, summary = make_report(
-        given.ckpt,
+    path, lines = make_report(
+        given.ckpts[0],
         source=given.source,
         evaluation=given.evaluation,
         out=given.out,
         kind=given.kind,
         all_rows=given.all_rows,
+        command=this_call(),
     )
-    click.echo(f"{path} written: {summary}")
+    click.echo(lines)
     next_steps.say_next(given, next_steps.report, path)
 
 

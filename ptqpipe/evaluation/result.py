@@ -4,11 +4,13 @@ Rows are plain mappings, as they stand in the file:
 
 perplexity  data, sha256 (of the tokens), tokens, window, stride; checkpoint and baseline (the perplexities), nll and
             nll_baseline (nats per token), difference, interval (95 %: of the difference, or of the value alone)
-kl          data and the fields of ``measures.Divergence``
+kl          data and the fields of ``measures.Divergence``; histogram, positions and worst (``tokens.py``)
 tasks       task, metric, higher_is_better, samples; checkpoint, stderr, baseline, baseline_stderr; recovery (percent of
             the baseline's value), difference, interval (95 % of the difference)
+samples     data, prompt; baseline and checkpoint, the text that each continues it with
 
-A number that is not finite is null. A report and a terminal show the same rows.
+``made`` says when, on which machine and by which command. A number that is not finite is null. A report and a terminal
+show the same rows.
 """
 
 import json
@@ -40,6 +42,8 @@ def result_json(
     perplexity: Sequence[Row],
     kl: Sequence[Row],
     tasks: Sequence[Row],
+    samples: Sequence[Row] = (),
+    made: Row | None = None,
 ) -> dict[str, Any]:
     """The content of an eval file. ``checkpoint``: its name and run_id; ``baseline``: its name."""
     content = {
@@ -51,6 +55,8 @@ def result_json(
         "perplexity": perplexity,
         "kl": kl,
         "tasks": tasks,
+        "samples": samples,
+        "made": made or {},
     }
     return {key: _finite(value) for key, value in content.items()}
 
@@ -80,9 +86,9 @@ def perplexity_row(text: "Text", found: "Perplexity", *, window: int, stride: in
     }
 
 
-def kl_row(text: "Text", found: "Divergence") -> dict[str, Any]:
-    """The row of a text."""
-    return {"data": text.name, **asdict(found)}
+def kl_row(text: "Text", found: "Divergence", **tokens: Any) -> dict[str, Any]:
+    """The row of a text. ``tokens``: where the divergence lies, by the names of the module's list."""
+    return {"data": text.name, **asdict(found), **tokens}
 
 
 def task_row(metric: "Metric", baseline: "Metric | None") -> dict[str, Any]:
@@ -119,29 +125,65 @@ def _file_name(value: Any) -> str:
     return Path(str(value)).name
 
 
+def _real(value: Any) -> float:
+    found = float(value)
+    if not math.isfinite(found):
+        raise ValueError(f"{found} where a number was expected")
+    return found
+
+
 def _interval(value: Any) -> tuple[float, float]:
-    return float(value[0]), float(value[1])
+    return _real(value[0]), _real(value[1])
 
 
 def _percentiles(value: Any) -> dict[str, float]:
     return {str(percent): float(number) for percent, number in (value or {}).items()}
 
 
+def _histogram(value: Any) -> dict[str, Any]:
+    counts = [int(count) for count in value["counts"]]
+    first, per_decade = _real(value["first"]), int(value["per_decade"])
+    if not (first > 0 and 0 < per_decade <= 100 and 2 < len(counts) <= 1000 and min(counts) >= 0):
+        raise ValueError("histogram")
+    return {"first": first, "per_decade": per_decade, "counts": counts}
+
+
+def _rows_of(kinds: Mapping[str, Callable[[Any], Any]], most: int) -> Callable[[Any], list[Row]]:
+    return lambda rows: [{key: kind(row[key]) for key, kind in kinds.items()} for row in (rows or ())[:most]]
+
+
+_POSITIONS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("first", "last", "tokens"), int),
+    "mean": _real,
+    "standard_error": _maybe(_real),
+}
+_WORST: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("kl", "checkpoint", "baseline"), _real),
+    "context": int,
+    **dict.fromkeys(("before", "token", "checkpoint_top", "baseline_top"), str),
+}
+
 # What a reader shows of each kind of rows, and its types: what a row must have, then what it may leave out.
 _MUST: dict[str, dict[str, Callable[[Any], Any]]] = {
     "perplexity": {"data": _file_name, "tokens": int, "checkpoint": float},
-    "kl": {"data": _file_name, "tokens": int, "mean": float},
+    "kl": {"data": _file_name, "tokens": int, "mean": _real},
     "tasks": {"task": str, "metric": str, "checkpoint": float},
+    "samples": {"data": _file_name, "prompt": str, "baseline": str, "checkpoint": str},
 }
 _MAY: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "perplexity": {"window": _maybe(int)} | dict.fromkeys(("baseline", "difference"), _maybe(float)),
-    "kl": {"percentiles": _percentiles} | dict.fromkeys(("max", "top1_agreement"), _maybe(float)),
+    "perplexity": {"window": _maybe(int), "sha256": _maybe(str)}
+    | dict.fromkeys(("baseline", "difference"), _maybe(float)),
+    "kl": {"percentiles": _percentiles, "histogram": _maybe(_histogram)}
+    | {"positions": _rows_of(_POSITIONS, 64), "worst": _rows_of(_WORST, 100)}
+    | dict.fromkeys(("max", "top1_agreement"), _maybe(float)),
     "tasks": {"samples": _maybe(int)} | dict.fromkeys(("stderr", "baseline", "recovery"), _maybe(float)),
+    "samples": {},
 }
 
 
 def read_result(path: Path, *, run_id: str | None) -> dict[str, Any]:
-    """An eval file: ``baseline`` (its name, "" without one), ``settings`` as text, the rows with types checked.
+    """An eval file: ``baseline`` (its name, "" without one), ``settings`` as text, ``made`` as (what, text), the rows
+    with types checked.
 
     UsageError where it measured another checkpoint than run ``run_id``; CheckpointError for another version and for
     damage.
@@ -163,7 +205,9 @@ def read_result(path: Path, *, run_id: str | None) -> dict[str, Any]:
         rows = {kind: [_checked(row, kind) for row in content.get(kind) or ()] for kind in _MUST}
         given = {key: value for key, value in settings.items() if value is not None}
         words = (f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items())
-        return {"baseline": str(baseline["name"]) if baseline else "", "settings": ", ".join(words), **rows}
+        made = tuple((str(what), str(value)) for what, value in (content.get("made") or {}).items() if value)
+        names = {"baseline": str(baseline["name"]) if baseline else "", "settings": ", ".join(words), "made": made}
+        return {**names, **rows}
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"eval file {path} is damaged ({type(error).__name__}: {error})") from None
 

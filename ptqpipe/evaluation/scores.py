@@ -51,6 +51,7 @@ class Scores:
     nll_reference   float32 [T] or None: the same of the reference
     kl              float32 [T] or None: KL(reference || model) of the distributions that predict the token, nats
     agree           bool [T] or None: whether the two most likely tokens are one
+    top, top_reference  int64 [T] or None: the most likely token of each model
     """
 
     window: int
@@ -60,6 +61,8 @@ class Scores:
     nll_reference: torch.Tensor | None = None
     kl: torch.Tensor | None = None
     agree: torch.Tensor | None = None
+    top: torch.Tensor | None = None
+    top_reference: torch.Tensor | None = None
 
 
 def windows(count: int, window: int, *, stride: int | None = None) -> list[Window]:
@@ -199,6 +202,7 @@ def _measure(logits: torch.Tensor, reference: torch.Tensor | None, targets: torc
             other = reference[start : start + step].float().log_softmax(-1)
             row.append(-other.gather(1, wanted)[:, 0])
             row.append((other.exp() * (other - logp)).sum(-1))
-            row.append(other.argmax(-1) == logp.argmax(-1))
+            top, top_reference = logp.argmax(-1), other.argmax(-1)
+            row += [top == top_reference, top, top_reference]
         parts.append(row)
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))

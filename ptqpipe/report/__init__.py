@@ -3,6 +3,7 @@
 Must not know checkpoints or tensors: ``stages/report/`` gathers. jinja2 is imported when a report is rendered.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ptqpipe.errors import UsageError, missing_package
@@ -50,6 +51,14 @@ def render(report: Report, *, kind: str) -> str:
     return render_markdown(report)
 
 
+def render_comparison(reports: Sequence[Report], *, kind: str, notes: Sequence[str] = ()) -> str:
+    """Several checkpoints of one model beside each other; ``notes``: what keeps their numbers from being compared."""
+    check_kind(kind)
+    from ptqpipe.report import compare
+
+    return compare.render_comparison(reports, kind=kind, notes=notes)
+
+
 def default_path(name: str, *, kind: str) -> Path:
     """``<checkpoint>.report.html`` in the working directory."""
     return Path(f"{name}.report.{kind}")
@@ -81,6 +90,7 @@ __all__ = [
     "mean_known",
     "pooled_mse",
     "render",
+    "render_comparison",
     "samples_text",
     "tuned_blocks",
     "tuned_from",

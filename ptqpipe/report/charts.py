@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from ptqpipe.report import numbers
 from ptqpipe.report.content import Histogram, WorstBlock
-from ptqpipe.report.svg import Axis, canvas, colour, join, line, marker, node, spread, text
+from ptqpipe.report.svg import COLOURS, Axis, canvas, colour, join, line, marker, node, spread, text
 
 WIDE, NARROW = 960, 360
 Position = Callable[[int], float]
@@ -22,7 +22,8 @@ _MANY = 48  # points of a line beyond which it has no markers
 class Series:
     """One line: (x, y, the text of the tooltip), and the range that each point stands for, if it stands for several.
 
-    over  drawn as dashes and rings, so that a line beneath it is still seen
+    over   drawn as dashes and rings, so that a line beneath it is still seen
+    rings  where the marks are rings
     """
 
     name: str
@@ -30,6 +31,7 @@ class Series:
     points: tuple[tuple[int, float, str], ...]
     ranges: tuple[tuple[int, float, float], ...] = ()
     over: bool = False
+    rings: frozenset[int] = frozenset()
 
 
 def line_chart(series: Sequence[Series], *, wide: bool, label: str, unit: str, least_span: float) -> Markup:
@@ -63,12 +65,13 @@ def _series(s: Series, at: Position, y_axis: Axis) -> Markup:
         below = [f"{at(x):.1f},{y_axis.at(lo):.1f}" for x, lo, _ in reversed(s.ranges)]
         parts.append(node("polygon", {"points": " ".join(above + below), "class": f"band {shade}"}))
     points = " ".join(f"{at(x):.1f},{y_axis.at(y):.1f}" for x, y, _ in s.points)
-    dashed = " dashed" if s.index >= 8 or s.over else ""
+    dashed = " dashed" if s.over else ""
     parts.append(node("polyline", {"points": points, "class": f"line {shade}{dashed}"}))
     radius = 3.6 if len(s.points) <= _MANY else 2.2
-    kind = f"ring {shade}" if s.over else shade
     radius *= 1.8 if s.over else 1
-    parts += [marker(s.index, at(x), y_axis.at(y), kind=kind, tip=tip, radius=radius) for x, y, tip in s.points]
+    for x, y, tip in s.points:
+        kind = f"ring {shade}" if s.over or x in s.rings else shade
+        parts.append(marker(s.index, at(x), y_axis.at(y), kind=kind, tip=tip, radius=radius))
     return node("g", {"class": "series", "data-series": s.name}, join(parts))
 
 
@@ -77,7 +80,7 @@ def _end_labels(series: Sequence[Series], x: float, y_axis: Axis, at: Position, 
     gap = min(16.0, (bottom - top) / max(1, len(series)))
     parts = []
     for s, y, placed in zip(series, ends, spread(ends, gap=gap, low=top, high=bottom), strict=True):
-        start = max(at(s.points[-1][0]), x - 24)  # a line may end before the last layer
+        start = at(s.points[-1][0])  # a line may end before the last layer
         leader = f"M{start + 6:.1f},{y:.1f}L{x + 2:.1f},{y:.1f}L{x + 14:.1f},{placed:.1f}"
         inside = [node("path", {"d": leader, "class": f"leader {colour(s.index)}"})]
         inside.append(text(x + 18, placed + 4, _short(s.name, 17), kind=f"end {colour(s.index)}"))
@@ -138,8 +141,9 @@ def dot_chart(rows: Sequence[Dots], *, wide: bool, label: str, unit: str) -> Mar
         xs = [axis.at(v) for _, v, _ in dots]
         parts = [name, line(min(xs), y, max(xs), y, "link")]
         for (index, _, tip), x in zip(dots, xs, strict=True):
-            kind = f"ring {colour(index)}" if index == 0 else colour(index)
-            parts.append(marker(index, x, y, kind=kind, tip=tip, radius=7 if index == 0 else 5))
+            ring = index == COLOURS - 1  # what is stored
+            kind = f"ring {colour(index)}" if ring else colour(index)
+            parts.append(marker(index, x, y, kind=kind, tip=tip, radius=7 if ring else 5))
         return join([*parts, text(axis.stop + 12, y + 4, numbers.ratio(dots[-1][1]), kind="value")])
 
     values = [1.0, *(v for _, dots in rows for _, v, _ in dots)]

@@ -192,6 +192,8 @@ class Report:
     choice_names   the ways of choosing scales that were compared, abs-max first
     choice_sample  which rows they were compared on; "" for the record's numbers
     evaluation     an eval file as ``evaluation/result.py`` reads it
+    verdict        (word, the numbers behind it, by which thresholds) of what eval measured; None where it did not
+    faults         what `ptqpipe verify` finds wrong with the bytes; None where it was not run
     judged         the samples that output errors are of, in words; "" where nothing was calibrated
     blocks         decoder layers with learned codes; in words: ``blocks_from`` is what tune started from,
                    ``blocks_judged`` the samples that their errors are of
@@ -219,6 +221,8 @@ class Report:
     choice_names: tuple[str, ...] = ()
     choice_sample: str = ""
     evaluation: Mapping[str, Any] | None = None
+    verdict: tuple[str, str, str] | None = None
+    faults: int | None = None
     judged: str = ""
     blocks: tuple[TunedBlock, ...] = ()
     blocks_from: str = ""

@@ -11,7 +11,7 @@ from ptqpipe.report.roles import RoleRow, how, mean_choices, row_label, shown
 
 LEAST_DB = 1.0  # how long the axis of decibels is at least
 WORST_ROWS = 10
-CHOICE_COLOUR = {"abs-max": 7, "OCP floor": 4, "four over six": 1, "exact": 5, "as stored": 0}
+CHOICE_COLOUR = {"abs-max": 12, "OCP floor": 13, "four over six": 14, "exact": 15, "as stored": 16}
 
 Drawn = tuple[Markup, Markup]
 """A chart for wide and for narrow pages; the page shows the one that fits."""
@@ -22,40 +22,40 @@ def both(draw: Callable[[bool], Markup]) -> Drawn:
     return draw(True), draw(False)
 
 
-def error_lines(rows: Sequence[RoleRow]) -> list[tuple[str, Drawn]]:
-    """(format, chart): SQNR by layer, a line a role. None of a format whose names have no layers or errors are unknown.
+def error_lines(rows: Sequence[RoleRow]) -> Drawn | None:
+    """SQNR by layer, a line a role through all its formats, on one axis; the marks of further formats are rings.
 
-    A chart a format: formats lie decibels apart, and layers of one differ by tenths.
+    None where fewer than two layers are known.
     """
-    found = []
-    for fmt in dict.fromkeys(row.format for row in rows):
-        series = [line for line in (_error_line(row) for row in rows if row.format == fmt) if line is not None]
-        if len({x for s in series for x, _, _ in s.points}) < 2:
-            continue
-        label = f"signal to quantization noise ratio of {fmt} weights by layer, one line a role"
-        found.append((fmt, _line_chart(series, label)))
-    return found
-
-
-def _line_chart(series: Sequence[charts.Series], label: str) -> Drawn:
+    formats = list(dict.fromkeys(row.format for row in rows))
+    roles = list(dict.fromkeys(row.role for row in rows))
+    found = [_error_line([row for row in rows if row.role == role], formats[0]) for role in roles]
+    series = [line for line in found if line is not None]
+    if len({x for s in series for x, _, _ in s.points}) < 2:
+        return None
+    label = "signal to quantization noise ratio of the weights by layer, one line a role"
     return both(lambda wide: charts.line_chart(series, wide=wide, label=label, unit="SQNR, dB", least_span=LEAST_DB))
 
 
-def _error_line(row: RoleRow) -> charts.Series | None:
+def _error_line(rows: Sequence[RoleRow], first: str) -> charts.Series | None:
+    """The line of one role. ``first``: the format whose marks are filled."""
     layers: dict[int, list[Weight]] = defaultdict(list)
-    for weight in row.weights:
+    for weight in (weight for row in rows for weight in row.weights):
         if weight.layer is not None and weight.sqnr_db is not None:
             layers[weight.layer].append(weight)
-    points, ranges = [], []
+    points, ranges, rings = [], [], set()
     for layer, members in sorted(layers.items()):
         pooled = decibels(pooled_mse(members))
         if pooled is None:
             continue
         values = [w.sqnr_db for w in members if w.sqnr_db is not None]
+        formats = ", ".join(dict.fromkeys(w.format for w in members))
         of = f" ({len(members)} weights, {min(values):.2f} to {max(values):.2f})" if len(members) > 1 else ""
-        points.append((layer, pooled, f"layer {layer}  {row.role}  {row.format}: {pooled:.2f} dB{of}"))
+        points.append((layer, pooled, f"layer {layer}  {rows[0].role}  {formats}: {pooled:.2f} dB{of}"))
         ranges.append((layer, min(values), max(values)))
-    return charts.Series(row.role, row.index, tuple(points), tuple(ranges)) if points else None
+        rings |= {layer} if formats != first else set()
+    made = charts.Series(rows[0].role, rows[0].index, tuple(points), tuple(ranges), rings=frozenset(rings))
+    return made if points else None
 
 
 def error_strips(rows: Sequence[RoleRow]) -> Drawn | None:
@@ -85,7 +85,7 @@ def choice_dots(report: Report, rows: Sequence[RoleRow]) -> Drawn | None:
     dots: list[charts.Dots] = []
     for row in rows:
         values = [
-            (CHOICE_COLOUR.get(c.name, 2), c.versus_absmax, f"{row.role}  {c.name}: {c.versus_absmax:.4f} of abs-max")
+            (CHOICE_COLOUR.get(c.name, 13), c.versus_absmax, f"{row.role}  {c.name}: {c.versus_absmax:.4f} of abs-max")
             for c in row.choices
         ]
         if values:
@@ -111,7 +111,7 @@ def choice_lines(report: Report) -> Drawn | None:
             tip = f"layer {layer}  {choice.name}: {choice.versus_absmax:.4f} of abs-max"
             points[choice.name].append((layer, choice.versus_absmax, tip))
     series = [
-        charts.Series(name, CHOICE_COLOUR.get(name, 2), tuple(values), over=name == "as stored")
+        charts.Series(name, CHOICE_COLOUR.get(name, 13), tuple(values), over=name == "as stored")
         for name, values in points.items()
     ]
     label = "squared error of each choice of scales relative to that of abs-max, by layer"

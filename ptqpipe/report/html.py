@@ -13,7 +13,7 @@ from pathlib import Path
 import jinja2
 
 from ptqpipe.quantities import disk_size, three_digits
-from ptqpipe.report import HTML_MARK, charts, errors, numbers, roles, sections
+from ptqpipe.report import HTML_MARK, charts, errors, numbers, quality, roles, sections
 from ptqpipe.report.content import Report, decibels, mean_known, pooled_mse
 from ptqpipe.report.svg import colour, marker
 
@@ -45,63 +45,77 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.globals.update(
-        n=numbers, block_chart=charts.block_chart, disk_size=disk_size, three_digits=three_digits
+        n=numbers,
+        block_chart=charts.block_chart,
+        disk_size=disk_size,
+        three_digits=three_digits,
+        family=roles.family,
+        marker=lambda index, ring: marker(
+            index, 0, 0, kind=f"ring {colour(index)}" if ring else colour(index), radius=5
+        ),
     )
     environment.filters["shown"] = roles.shown
     environment.filters["breakable"] = roles.breakable
     return environment
 
 
+def page(template: str, **content: object) -> str:
+    """A page of a template, with the style and the scripts of all pages."""
+    script, early = (_text(name) for name in ("page.js", "theme.js"))
+    drawn = _environment().get_template(template)
+    return str(
+        drawn.render(style=_text("style.css"), script=script, early=early, policy=_policy(script, early), **content)
+    )
+
+
+def _text(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
 def render_html(report: Report) -> str:
-    """The page."""
-    style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
-    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
-    early = (TEMPLATES / "theme.js").read_text(encoding="utf-8")
+    """The page of one checkpoint."""
     rows = roles.by_role(report)
     gains = [row for row in rows if row.gains]
     by_data = bool(gains or report.blocks) or any(weight.algorithm == "learned" for weight in report.weights)
     drawing, legend, outside = sections.precision_map(report)
-    template = _environment().get_template("report.html.jinja")
-    return str(
-        template.render(
-            r=report,
-            mark=HTML_MARK,
-            style=style,
-            script=script,
-            early=early,
-            policy=_policy(script, early),
-            rows=rows,
-            quality=sections.tiles_of_quality(report),
-            recovery_words=sections.recovery_words(report),
-            proof_words=proof_words(report),
-            error_lines=errors.error_lines(rows),
-            error_strips=errors.error_strips(rows),
-            worst=errors.worst_weights(report),
-            by_data=by_data,
-            calibrated=errors.calibrated(rows),
-            calibrated_count=sum(len(row.gains) for row in gains),
-            gains=gains,
-            reverted=sum(row.reverted for row in gains),
-            tuned=errors.tuned(report),
-            tuned_ratio=mean_known(block.ratio for block in report.blocks),
-            choice_dots=errors.choice_dots(report, rows),
-            choice_lines=errors.choice_lines(report),
-            choice_colour=errors.CHOICE_COLOUR,
-            panels=sections.scale_panels(report),
-            map_drawing=drawing,
-            map_legend=legend,
-            map_outside=outside,
-            data=_json(sections.table_data(report)),
-            columns=COLUMNS if gains else [column for column in COLUMNS if column[0] != OUTPUT_ERROR],
-            overall_mse=pooled_mse(report.weights),
-            overall_db=decibels(pooled_mse(report.weights)),
-            label=lambda row: roles.row_label(row, rows),
-            marker=lambda index, ring: marker(
-                index, 0, 0, kind=f"ring {colour(index)}" if ring else colour(index), radius=5
-            ),
-            family=roles.family,
-            saved_by_global_scale=errors.saved_by_global_scale,
-        )
+    return page(
+        "report.html.jinja",
+        r=report,
+        mark=HTML_MARK,
+        described=f"{report.verdict[1]}: {report.verdict[0]}" if report.verdict else "",
+        rows=rows,
+        card=quality.facts(report),
+        texts=quality.drawn_texts(report),
+        samples=quality.sample_texts(report),
+        recovery=sections.recovery(report),
+        recovery_words=sections.recovery_words(report),
+        proof_words=proof_words(report),
+        error_lines=errors.error_lines(rows),
+        error_strips=errors.error_strips(rows),
+        worst=errors.worst_weights(report),
+        by_data=by_data,
+        calibrated=errors.calibrated(rows),
+        calibrated_count=sum(len(row.gains) for row in gains),
+        gains=gains,
+        reverted=sum(row.reverted for row in gains),
+        tuned=errors.tuned(report),
+        tuned_ratio=mean_known(block.ratio for block in report.blocks),
+        choice_dots=errors.choice_dots(report, rows),
+        choice_lines=errors.choice_lines(report),
+        choice_colour=errors.CHOICE_COLOUR,
+        panels=sections.scale_panels(report),
+        map_drawing=drawing,
+        map_legend=legend,
+        map_outside=outside,
+        same_format=sections.same_everywhere(report),
+        how_all=sections.how_all(report),
+        formats_drawn=list(dict.fromkeys(row.format for row in rows)),
+        data=_json(sections.table_data(report)),
+        columns=COLUMNS if gains else [column for column in COLUMNS if column[0] != OUTPUT_ERROR],
+        overall_mse=pooled_mse(report.weights),
+        overall_db=decibels(pooled_mse(report.weights)),
+        label=lambda row: roles.row_label(row, rows),
+        saved_by_global_scale=errors.saved_by_global_scale,
     )
 
 

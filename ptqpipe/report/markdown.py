@@ -49,7 +49,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: i
 def _summary(report: Report) -> str:
     before = disk_size(report.before_bytes) + ("" if report.before_measured else " in bfloat16")
     part = 100 * report.after_bytes / report.before_bytes if report.before_bytes else 100.0
-    lines = [f"- {escaped(line)}" for line in report.headline]
+    lines = [f"- **{report.verdict[0]}**: {escaped(report.verdict[1])}"] if report.verdict is not None else []
+    lines += [f"- {escaped(line)}" for line in report.headline]
     lines.append(f"- {disk_size(report.after_bytes)} of tensors, from {before} ({part:.1f} %)")
     lines.append(
         f"- {report.bits_per_weight:.3f} bits per quantized weight ({len(report.weights)} weights, "
@@ -68,7 +69,7 @@ def _summary(report: Report) -> str:
             f"of {report.blocks_from} on {report.blocks_judged}, mean over {len(report.blocks)}"
         )
     error = decibels(pooled_mse(report.weights))
-    if error is not None:
+    if error is not None and report.versus_rtn is None and not report.blocks:
         how = "recomputed from the source" if report.errors_from == "source" else "as recorded at conversion"
         lines.append(f"- weight error {error:.2f} dB (relative MSE {numbers.sci(pooled_mse(report.weights))}), {how}")
     if report.proof.claimed is None or report.provable:
@@ -95,7 +96,7 @@ def _quality(report: Report) -> str:
         cells = [numbers.plain(p["checkpoint"]), numbers.plain(p["baseline"]), numbers.signed(p["difference"])]
         lines.append([f"perplexity, {escaped(p['data'])}", *cells])
     for d in evaluation["kl"]:
-        lines.append([f"mean KL, {escaped(d['data'])} (nats)", numbers.nats(d["mean"]), "0", "–"])
+        lines.append([f"mean KL, {escaped(d['data'])} (nats)", numbers.sci(d["mean"]), "0", "–"])
     for t in evaluation["tasks"]:
         recovery = "–" if t["recovery"] is None else f"{t['recovery']:.2f} %"
         name = f"{escaped(t['task'])} ({escaped(t['metric'])})"

@@ -1,6 +1,6 @@
 """Numbers as people read them: shares, decibels, counts. Text only."""
 
-from ptqpipe.quantities import scientific, three_digits
+from ptqpipe.quantities import number, three_digits
 
 
 def count(value: float) -> str:
@@ -32,8 +32,10 @@ def db(value: float | None) -> str:
 
 
 def sci(value: float | None) -> str:
-    """Relative errors and scales: 6.58e-3."""
-    return "–" if value is None else scientific(value)
+    """Relative errors, scales and divergences: three digits that count, 6.58e-3, 0.0154, 12.0."""
+    if value is None:
+        return "–"
+    return f"{value:#.3g}".rstrip(".") if value == 0 or 0.01 <= abs(value) < 1000 else number(value, 3)
 
 
 def ratio(value: float | None) -> str:
@@ -49,10 +51,3 @@ def plain(value: float | None, digits: int = 3) -> str:
 def signed(value: float | None, digits: int = 4) -> str:
     """With its sign."""
     return "–" if value is None else f"{value:+.{digits}f}"
-
-
-def nats(value: float | None) -> str:
-    """A divergence: three digits that count."""
-    if value is None:
-        return "–"
-    return scientific(value) if 0 < abs(value) < 1e-3 else f"{value:.4f}"

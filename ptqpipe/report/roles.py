@@ -9,7 +9,12 @@ from markupsafe import Markup, escape
 
 from ptqpipe.errors import one_line
 from ptqpipe.report.content import Choice, Codes, Report, Weight, decibels, pooled_mse
+from ptqpipe.report.svg import ROLES
 
+_WALK = (
+    *("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate", "router"),
+    *("gate_up_proj", "gate_proj", "w1", "up_proj", "w3", "down_proj", "w2"),
+)
 _FAMILIES = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8")
 
 
@@ -38,9 +43,18 @@ def how(weight: Weight) -> str:
     return ", ".join(word for word in words if word)
 
 
+def place(role: str) -> tuple[int, str]:
+    """The order of a decoder layer's walk; unknown roles last, by name."""
+    leaf = role.rpartition(".")[2]
+    return (_WALK.index(leaf) if leaf in _WALK else len(_WALK), role)
+
+
 @dataclass(frozen=True, slots=True)
 class RoleRow:
-    """The weights of one role and format together. ``choices`` are means over the weights."""
+    """The weights of one role and format together. ``choices`` are means over the weights.
+
+    index  of the role: its colour and its mark, the same in every drawing
+    """
 
     role: str
     format: str
@@ -77,12 +91,13 @@ def by_role(report: Report) -> list[RoleRow]:
     for weight in report.weights:
         groups[(shown(weight.role), weight.format)].append(weight)
     ranked = sorted(groups.items(), key=lambda item: -(pooled_mse(item[1]) or 0.0))
+    indices = {role: index % ROLES for index, role in enumerate(sorted({role for role, _ in groups}, key=place))}
     rows = []
-    for index, ((role, fmt), members) in enumerate(ranked):
+    for (role, fmt), members in ranked:
         known = [w for w in members if w.relative_mse is not None]
         worst = max(known, key=lambda w: w.relative_mse or 0.0) if known else None
         pooled = decibels(pooled_mse(members))
-        rows.append(RoleRow(role, fmt, index, tuple(members), pooled, worst, mean_choices(report, members)))
+        rows.append(RoleRow(role, fmt, indices[role], tuple(members), pooled, worst, mean_choices(report, members)))
     return rows
 
 

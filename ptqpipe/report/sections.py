@@ -8,31 +8,14 @@ from typing import Any
 from markupsafe import Markup
 
 from ptqpipe.report import charts, numbers
-from ptqpipe.report.content import Histogram, KeptTensor, Report, Weight, decibels, pooled_mse
+from ptqpipe.report.content import Histogram, KeptTensor, Report, Weight, decibels, mean_known, pooled_mse
 from ptqpipe.report.errors import Drawn, both
-from ptqpipe.report.roles import family, how, shown
-
-_WALK = (
-    *("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate", "router"),
-    *("gate_up_proj", "gate_proj", "w1", "up_proj", "w3", "down_proj", "w2"),
-)
+from ptqpipe.report.roles import family, how, place, shown
 
 
-def tiles_of_quality(report: Report) -> Mapping[str, float | None]:
-    """The headline numbers of an evaluation: the first of each kind, mean recovery of the tasks."""
-    found: dict[str, float | None] = {}
-    evaluation = report.evaluation
-    if evaluation is None:
-        return found
-    if evaluation["kl"]:
-        found["kl"], found["top1"] = evaluation["kl"][0]["mean"], evaluation["kl"][0]["top1_agreement"]
-    if evaluation["perplexity"]:
-        first = evaluation["perplexity"][0]
-        found["ppl"], found["ppl_base"] = first["checkpoint"], first["baseline"]
-    recoveries = [t["recovery"] for t in evaluation["tasks"] if t["recovery"] is not None]
-    if recoveries:
-        found["recovery"] = sum(recoveries) / len(recoveries)
-    return found
+def recovery(report: Report) -> float | None:
+    """The mean recovery of the tasks, percent of the baseline."""
+    return mean_known(task["recovery"] for task in (report.evaluation or {}).get("tasks", ()))
 
 
 def recovery_words(report: Report) -> str:
@@ -107,7 +90,7 @@ def precision_map(report: Report) -> tuple[Markup | None, list[tuple[str, str]],
             outside[("kept", shown(kept.name), f"{kept.dtype}, {kept.reason or 'kept'}")] += 1
         else:
             squares[(shown(kept.role), kept.layer)].append(kept)
-    roles = sorted(dict.fromkeys(role for role, _ in squares), key=_place)
+    roles = sorted(dict.fromkeys(role for role, _ in squares), key=place)
     layers = sorted({layer for _, layer in squares})
     cells = [
         _cell(layers.index(layer), roles.index(role), role, layer, found) for (role, layer), found in squares.items()
@@ -123,12 +106,6 @@ def precision_map(report: Report) -> tuple[Markup | None, list[tuple[str, str]],
     if kept_matrices:
         legend.append(("kept", f"kept  {len(kept_matrices)} matrices"))
     return drawing, legend, list(outside)[:40]
-
-
-def _place(role: str) -> int:
-    """The order of a decoder layer's walk; unknown roles last, in the order of the files."""
-    leaf = role.rpartition(".")[2]
-    return _WALK.index(leaf) if leaf in _WALK else len(_WALK)
 
 
 def _cell(column: int, row: int, role: str, layer: int, found: Sequence[Weight | KeptTensor]) -> charts.Cell:
@@ -148,9 +125,27 @@ def _cell(column: int, row: int, role: str, layer: int, found: Sequence[Weight |
     return charts.Cell(column, row, kind, tip + (f", {len(found)} weights" if len(found) > 1 else ""), f"{int(size)}")
 
 
+def same_everywhere(report: Report) -> str:
+    """The format, where all layers have the same roles in one format and a map would show nothing; else ""."""
+    formats = {weight.format for weight in report.weights}
+    inside: dict[str, set[int | None]] = defaultdict(set)
+    for weight in report.weights:
+        inside[weight.role].add(weight.layer)
+    kept = any(k.layer is not None and len(k.shape) >= 2 and not k.name.endswith("bias") for k in report.kept)
+    layers = set(map(frozenset, inside.values()))
+    return next(iter(formats)) if len(formats) == 1 and len(layers) == 1 and not kept else ""
+
+
+def how_all(report: Report) -> str:
+    """How the codes of all weights were chosen, where that is the same for all and known."""
+    ways = {how(weight) for weight in report.weights}
+    return ways.pop() if len(ways) == 1 else ""
+
+
 def table_data(report: Report) -> dict[str, object]:
     """Every tensor for the searchable table: columns of indices into lists of words, and numbers."""
     words: dict[str, int] = {}
+    common = how_all(report)
 
     def word(value: str) -> int:
         return words.setdefault(shown(value), len(words))
@@ -167,7 +162,7 @@ def table_data(report: Report) -> dict[str, object]:
                 _round(w.sqnr_db, 2),
                 _round(w.choices[-1].versus_absmax if w.choices else None, 3),
                 round(100 * w.codes.largest / max(1, w.codes.elements), 2),
-                word(how(w)),
+                word("" if common else how(w)),
                 _round(w.versus_rtn, 3),
             ]
         )

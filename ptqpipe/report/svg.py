@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-COLOURS = 8
+ROLES = 12  # colours of roles; those after them are of other things, such as searches
+COLOURS = 17
 
 
 def node(tag: str, attributes: Mapping[str, object], content: str = "") -> Markup:

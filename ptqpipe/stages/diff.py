@@ -20,7 +20,7 @@ from ptqpipe.dtypes import DTYPES
 from ptqpipe.plan import Member, Slice
 from ptqpipe.quantities import number
 from ptqpipe.source import Origins, Source, SourceRows, row_runs
-from ptqpipe.stages.common import decibels, finite, json_differences, name_pattern, role_of, table
+from ptqpipe.stages.common import CARD, decibels, finite, is_ours, json_differences, name_pattern, role_of, table
 from ptqpipe.stages.verify.structure import chunks
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32
@@ -301,6 +301,8 @@ def _presence(value: Any) -> str:
 def _file_diffs(left: Source, right: Source) -> list[ValueDiff]:
     """Differences of the other files: all but weights, configs and the record."""
     a, b = ({path.relative_to(s.reader.path).as_posix(): path for path in s.reader.extra_files} for s in (left, right))
+    if all(is_ours(files.get(CARD, Path())) for files in (a, b)):  # they tell of the difference, and are none
+        del a[CARD], b[CARD]
     found = []
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:

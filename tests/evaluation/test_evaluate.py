@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 import ptqpipe
 from ptqpipe.cli import main
+from ptqpipe.evaluation.result import read_result
 from ptqpipe.stages.evaluate import run as stage
 
 MODEL = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
@@ -81,6 +82,27 @@ def test_the_file_says_everything(checkpoints: dict[str, Path], tmp_path: Path, 
     assert kl["interval"][0] < kl["mean"] < kl["interval"][1]
     assert 0 < kl["percentiles"]["50"] < kl["percentiles"]["99.9"] <= kl["max"]
     assert 0.5 < kl["top1_agreement"] < 1
+
+
+def test_the_file_shows_where_the_divergence_lies_and_what_both_models_write(
+    checkpoints: dict[str, Path], tmp_path: Path, cache: Path
+) -> None:
+    (kl,) = (found := against_float(checkpoints["nvfp4"], tmp_path / "a.json", cache, "--samples", 2))["kl"]
+    assert sum(kl["histogram"]["counts"]) == kl["tokens"]
+    assert sum(row["tokens"] for row in kl["positions"]) == kl["tokens"]
+    assert sum(row["tokens"] * row["mean"] for row in kl["positions"]) == pytest.approx(kl["tokens"] * kl["mean"])
+    assert len(kl["worst"]) == 10
+    assert kl["worst"][0]["kl"] == pytest.approx(kl["max"])
+    text = TEXT.read_text().replace("\n", "\\n")
+    assert all(row["before"].strip("\ufffd") in text for row in kl["worst"])
+    assert len(found["samples"]) == 2
+    assert all(row["prompt"].removeprefix("<s>").strip("\ufffd") in text for row in found["samples"])
+    assert found["samples"] != [row | {"checkpoint": row["baseline"]} for row in found["samples"]]
+    assert {"date", "machine", "command"} <= found["made"].keys()
+    assert f"| `{TEXT.name}` | {kl['tokens']:,} |" in (checkpoints["nvfp4"] / "README.md").read_text()
+    read = read_result(tmp_path / "a.json", run_id=None)
+    assert read["kl"][0]["worst"] == kl["worst"]
+    assert [row["checkpoint"] for row in read["samples"]] == [row["checkpoint"] for row in found["samples"]]
 
 
 def test_coarser_formats_diverge_more(checkpoints: dict[str, Path], tmp_path: Path, cache: Path) -> None:

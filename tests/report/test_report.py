@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ptqpipe.formats import get_format
 from ptqpipe.global_scale import absmax_global, sample_rows
 from ptqpipe.qtensor import encode
 from ptqpipe.recipe import RecipeOptions
+from ptqpipe.report import errors, roles
 from ptqpipe.report.content import Report, Weight
 from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
@@ -25,6 +27,7 @@ from ptqpipe.search import get_search
 from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
+from ptqpipe.stages.report.compare import compare
 from ptqpipe.stages.report.run import gather, make_report
 from tests.tiny import LLAMA_CONFIG, Tensors, fused_moe, llama, save
 
@@ -212,16 +215,16 @@ def test_what_calibration_did_is_shown_and_its_scales_are_not_held_to_the_unweig
     (folder / "ptqpipe.json").write_text(json.dumps(record))
     report = gather(folder, source=pair[0])
     assert report.proof.weights == 1  # the reverted one
-    assert any("keep plain rounding" in note for note in report.notes)
     page, text = "".join(Page(render_html(report)).text), render_markdown(report)
     assert "What calibration gained" in page
+    assert f"1 of {len(report.weights)} weights keep plain rounding" in page
     assert "d" * 64 in page
     assert "| 0.500 |" in text
     assert "What calibration gained" not in "".join(Page(render_html(gather(pair[1]))).text)
 
 
 def test_calibrated_models_are_judged_by_their_output_error(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """First tile and first section; no tile counts proofs where none has a meaning; plain reports stay as they are."""
+    """Card, first tile and first section; nothing counts proofs or weight error where they have no meaning."""
     folder = tmp_path / "calibrated"
     shutil.copytree(pair[1], folder)
     record = json.loads((folder / "ptqpipe.json").read_text())
@@ -233,8 +236,8 @@ def test_calibrated_models_are_judged_by_their_output_error(pair: tuple[Path, Pa
     assert report.notes == gather(pair[1], source=pair[0]).notes  # that nothing keeps plain rounding is no warning
     page = Page(render_html(report))
     heads, text = titles(render_html(report)), "".join(page.text)
-    assert heads[0] == "Output error"
-    assert heads.index("Weight error") > heads.index("Bits per weight")
+    assert heads[:3] == ["Quality not measured", "Output error", "Bits per weight"]
+    assert "Weight error" not in heads
     assert "Scales proven optimal" not in heads
     bought = heads.index("What calibration gained")
     assert bought < heads.index("Weight error by layer and role") < heads.index("What each choice gained")
@@ -242,13 +245,14 @@ def test_calibrated_models_are_judged_by_their_output_error(pair: tuple[Path, Pa
     assert "on held-out samples" in text
     assert "because they give up weight error for output error" in text
     told = render_markdown(report)
-    assert told.index("output error 0.250") < told.index("weight error")
+    assert "output error 0.250" in told
+    assert "weight error" not in told
     assert "proven" not in told
     plain = titles(render_html(gather(pair[1], source=pair[0])))
-    assert plain[:4] == ["Size", "Bits per weight", "Weight error", "Scales proven optimal"]
+    assert plain[:4] == ["Quality not measured", "Bits per weight", "Weight error", "Scales proven optimal"]
     assert not {"Output error", "What calibration gained"} & set(plain)
     _, summary = make_report(folder, source=pair[0], out=tmp_path / "x.html")
-    assert "output error 0.250 of plain rounding's on held-out samples, " in summary
+    assert "output error 0.250 of plain rounding's on held-out samples\n" in summary
     for entry in record["weights"].values():
         entry["held_out"] = False
     (folder / "ptqpipe.json").write_text(json.dumps(record))
@@ -272,7 +276,7 @@ def test_blocks_of_learned_codes_are_judged_by_what_tune_measured(pair: tuple[Pa
     report = gather(folder, source=pair[0])
     assert [(block.name, block.ratio) for block in report.blocks] == [("model.layers.0", 0.25), ("model.layers.1", 1.0)]
     heads, text = titles(render_html(report)), "".join(Page(render_html(report)).text)
-    assert heads[0] == "Output error of layers"
+    assert heads[1] == "Output error of layers"
     assert "Scales proven optimal" not in heads
     assert "0.625" in text
     assert "of that of plain rounding" in text
@@ -444,11 +448,138 @@ def test_an_eval_file_is_shown(pair: tuple[Path, Path], tmp_path: Path) -> None:
     file.write_text(json.dumps(EVAL))
     report = gather(pair[1], evaluation=file)
     page = "".join(Page(render_html(report)).text)
-    for shown in ("0.0175", "12.500", "12.250", "97.6", "92.5\xa0%", "<b>base</b>", "+0.2500"):
+    for shown in ("0.0175", "12.500", "12.250", "97.6", "92.5 %", "<b>base</b>", "+0.2500"):
         assert shown in page
     assert "/some/folder" not in page  # a report goes to others
     assert "97.62 %" in render_markdown(report)
     assert "one task metric, 100 samples" in page
+
+
+def measured(folder: Path, mean: float, **kl: Any) -> None:
+    """An eval file beside a checkpoint, of that checkpoint's run."""
+    run_id = json.loads((folder / "ptqpipe.json").read_text())["run_id"]
+    row = EVAL["kl"][0] | {"mean": mean, "interval": [0.9 * mean, 1.1 * mean]} | kl
+    content = EVAL | {"checkpoint": {"name": folder.name, "run_id": run_id}, "kl": [row]}
+    (folder.parent / f"{folder.name}.eval.json").write_text(json.dumps(content))
+
+
+WHERE: dict[str, Any] = {
+    "histogram": {"first": 1e-8, "per_decade": 4, "counts": [3, *(41 * [0]), 7]},
+    "positions": [
+        {"first": 1, "last": 1, "tokens": 4, "mean": 0.25, "standard_error": 0.125},
+        {"first": 2, "last": 3, "tokens": 8, "mean": 0.0625, "standard_error": None},
+    ],
+    "worst": [
+        {"kl": 1.25, "context": 3, "before": "the <b>cat</b> sat", "token": " onx", "checkpoint": 0.5, "baseline": 0.25,
+         "checkpoint_top": "xA", "baseline_top": "xB"}
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mean", "word"), [(0.002, "near-lossless"), (0.05, "good"), (0.4, "damaged")])
+def test_the_verdict_comes_first_in_colour_and_word(
+    pair: tuple[Path, Path], tmp_path: Path, mean: float, word: str
+) -> None:
+    folder = shutil.copytree(pair[1], tmp_path / "ckpt")
+    measured(folder, mean)
+    _, told = make_report(folder, out=tmp_path / "x.html")
+    text = (tmp_path / "x.html").read_text()
+    assert titles(text)[0] == word.capitalize()
+    assert f'class="verdict v-{word}"' in text
+    assert f": {word}\n" in told
+    shown = "".join(Page(text).text)
+    assert "no fault" in shown
+    assert "+2.04 %" in shown
+
+
+def test_where_the_model_diverges_is_drawn_and_texts_are_shown(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(pair[1], tmp_path / "ckpt")
+    measured(folder, 0.0175, **WHERE)
+    file = tmp_path / "ckpt.eval.json"
+    samples = [{"data": "/a/held.txt", "prompt": "Once", "baseline": " upon a time", "checkpoint": " upon <i>a</i>"}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"samples": samples}))
+    text = render_html(gather(folder, evaluation=file))
+    page = Page(text)
+    tips = [attributes["data-tip"] or "" for _, attributes in page.tags if "data-tip" in attributes]
+    assert "KL below 1.00e-8: 3 tokens, 30.00 %" in tips
+    assert "1 tokens of context: 0.250, 4 tokens" in tips
+    shown = "".join(page.text)
+    assert "the <b>cat</b> sat" in shown
+    assert "<mark>&lt;i&gt;a&lt;/i&gt;</mark>" in text
+    assert not {"b", "i"} & {tag for tag, attributes in page.tags if not attributes}
+    assert re.search("1.25.*25.0 %.*50.0 %.*xB.*xA", shown, re.DOTALL)
+
+
+def test_the_source_and_the_eval_file_are_found(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(pair[1], tmp_path / "ckpt")
+    _, told = make_report(folder, out=tmp_path / "a.md")
+    assert "source: not found; give it with --source MODEL" in told
+    assert "eval file: not found" in told
+    shutil.copytree(pair[0], tmp_path / "source")
+    measured(folder, 0.002)
+    _, told = make_report(folder, out=tmp_path / "a.md")
+    assert f"source: {tmp_path / 'source'}" in told
+    assert f"eval file: {tmp_path / 'ckpt.eval.json'}" in told
+    assert f"written to {tmp_path / 'a.md'}" in told
+    config = tmp_path / "source" / "model.safetensors"
+    raw = bytearray(config.read_bytes())
+    raw[-2] ^= 1
+    config.write_bytes(raw)  # another model of that name
+    content = json.loads((tmp_path / "ckpt.eval.json").read_text())
+    content["checkpoint"]["run_id"] = "f" * 64
+    (tmp_path / "ckpt.eval.json").write_text(json.dumps(content))
+    _, told = make_report(folder, out=tmp_path / "a.md")
+    assert "source: not found" in told
+    assert "eval file: not found" in told
+
+
+def test_a_role_has_one_colour_everywhere_and_formats_share_an_axis(pair: tuple[Path, Path]) -> None:
+    report = gather(pair[1])
+    mixed = replace(
+        report,
+        weights=tuple(replace(w, format="mxfp8") if w.layer == 1 and "attn" in w.name else w for w in report.weights),
+    )
+    rows = roles.by_role(mixed)
+    colours = {row.role: row.index for row in rows}
+    assert len(set(colours.values())) == len(colours)
+    assert all(row.index == colours[row.role] for row in rows)
+    drawn = errors.error_lines(rows)
+    assert drawn is not None
+    assert drawn[0].count("<polyline") == len(colours)
+    assert "mxfp8" in drawn[0]
+    assert 'class="mark ring' in drawn[0]
+
+
+def test_checkpoints_of_one_model_are_compared(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    a, b = (shutil.copytree(pair[1], tmp_path / name) for name in ("a", "b"))
+    measured(a, 0.002)
+    measured(b, 0.05)
+    done = CliRunner().invoke(main, ["report", str(a), str(b), "-o", str(tmp_path / "x.html")])
+    assert done.exit_code == 0, done.output
+    assert "near-lossless" in done.output.splitlines()[0]
+    assert done.output.splitlines()[1].endswith(": good")
+    page = Page((tmp_path / "x.html").read_text())
+    shown = "".join(page.text)
+    assert "2 checkpoints compared" in shown
+    assert "1.80e-3 to 2.20e-3" in shown
+    tips = [attributes["data-tip"] or "" for _, attributes in page.tags if "data-tip" in attributes]
+    assert any(tip.startswith("b: 0.0500 nats") for tip in tips)
+    content = json.loads((tmp_path / "b.eval.json").read_text())
+    content["perplexity"][0]["sha256"] = "1"
+    (tmp_path / "b.eval.json").write_text(json.dumps(content))
+    _, told = compare([a, b], out=tmp_path / "x.md")
+    assert "note: the divergences are of different texts" in told
+    assert "| a | near-lossless | nvfp4 |" in (tmp_path / "x.md").read_text()
+
+
+def test_checkpoints_of_different_models_are_not_compared(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = shutil.copytree(pair[1], tmp_path / "other")
+    record = json.loads((other / "ptqpipe.json").read_text())
+    record["source"] = {"name": "another", "fingerprint": "0" * 64}
+    (other / "ptqpipe.json").write_text(json.dumps(record))
+    with pytest.raises(UsageError, match="was made from another"):
+        compare([pair[1], other], out=tmp_path / "x.html")
+    assert not (tmp_path / "x.html").exists()
 
 
 def test_the_mean_recovery_says_how_sure_it_is(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -472,7 +603,9 @@ def test_where_no_scale_is_claimed_optimal_the_source_is_not_asked_for(pair: tup
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to run the page in")
 @pytest.mark.slow
-def test_on_a_narrow_page_what_is_cut_can_be_scrolled_and_says_so(sourced: Report, tmp_path: Path) -> None:
+def test_on_a_narrow_page_sections_fold_and_what_is_cut_can_be_scrolled_and_says_so(
+    sourced: Report, tmp_path: Path
+) -> None:
     pytest.importorskip("aiohttp")
     import asyncio
 
@@ -483,6 +616,12 @@ def test_on_a_narrow_page_what_is_cut_can_be_scrolled_and_says_so(sourced: Repor
     async def main() -> None:
         async with browser.opened(f"file://{tmp_path}/page.html", width=400, height=800, dark=False) as page:
             await page.until("document.readyState === 'complete'")
+            folds = "[...document.querySelectorAll('details.fold')]"
+            assert await page.value(f"{folds}.length") >= 5
+            assert await page.value(f"{folds}.every(x => !x.open)")
+            await page.value("document.querySelector('.links a[href=\"#tensors\"]').click()")
+            await page.until("document.querySelector('#tensors .fold').open")
+            await page.value(f"{folds}.forEach(x => {{ x.open = true }})")
             assert await page.value("document.documentElement.scrollWidth <= innerWidth")
             wide = "[...document.querySelectorAll('table, .links')].filter(x => x.getClientRects().length)"
             held = f"{wide}.map(x => x.closest('.scroll, .links')).filter(x => x.scrollWidth > x.clientWidth)"
@@ -500,6 +639,16 @@ def test_on_a_narrow_page_what_is_cut_can_be_scrolled_and_says_so(sourced: Repor
         ({"checkpoint": {"name": "x", "run_id": "f" * 64}}, UsageError, "measured run ffff"),
         ({"kl": [{"data": "a"}]}, CheckpointError, "damaged"),
         ({"kl": 3}, CheckpointError, "damaged"),
+        (
+            {"kl": [EVAL["kl"][0] | {"histogram": {"first": 0, "per_decade": 4, "counts": [1, 2, 3]}}]},
+            CheckpointError,
+            "damaged",
+        ),
+        (
+            {"kl": [EVAL["kl"][0] | {"positions": [{"first": 1, "last": 1, "tokens": 1, "mean": "inf"}]}]},
+            CheckpointError,
+            "damaged",
+        ),
     ],
 )
 def test_an_eval_file_of_something_else_is_refused(
@@ -519,9 +668,9 @@ def test_a_file_that_is_no_report_is_not_replaced(pair: tuple[Path, Path], tmp_p
     assert out.read_text() == "my notes"
     out.unlink()
     make_report(pair[1], out=out)
-    first = out.read_bytes()
+    out.write_text(out.read_text() + "<!-- old -->")
     make_report(pair[1], out=out)  # an earlier report is
-    assert out.read_bytes() == first
+    assert "<!-- old -->" not in out.read_text()
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 
@@ -534,7 +683,6 @@ def test_the_command_writes_one_file_and_fails_in_one_line(pair: tuple[Path, Pat
     assert out.read_text().startswith("<!-- ptqpipe report -->")
     for arguments in (
         [str(pair[0])],  # plain
-        [str(pair[1]), "--all"],
         [str(pair[1]), "-o", str(pair[1] / "config.json" / "x.html")],
         [str(pair[1]), "-o", str(tmp_path)],
     ):

@@ -73,7 +73,9 @@ def same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool
 
 
 def files_but_the_record(folder: Path) -> dict[str, bytes]:
-    return {name: content for name, content in tiny.bytes_of(folder).items() if name != "ptqpipe.json"}
+    """All but what tells of the run: the record and the model card."""
+    own = ("ptqpipe.json", "README.md")
+    return {name: content for name, content in tiny.bytes_of(folder).items() if name not in own}
 
 
 def sha256(t: torch.Tensor) -> str:

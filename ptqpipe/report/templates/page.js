@@ -52,7 +52,30 @@
     });
   });
 
+  // Sections that fold: on a narrow page all but the first; a link to one, and the printer, open it.
+  var folds = [].slice.call(document.querySelectorAll("details"));
+  if (matchMedia("(max-width: 720px)").matches) {
+    folds.forEach(function (fold) { if (fold.dataset.fold === "narrow") fold.open = false; });
+  }
+  function openTarget() {
+    var target = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
+    var fold = target && target.querySelector(".fold");
+    if (fold) fold.open = true;
+  }
+  document.querySelectorAll(".links a").forEach(function (link) {
+    link.addEventListener("click", function () { setTimeout(openTarget, 0); });
+  });
+  addEventListener("hashchange", openTarget);
+  openTarget();
+  var closed = [];
+  addEventListener("beforeprint", function () {
+    closed = folds.filter(function (fold) { return !fold.open; });
+    folds.forEach(function (fold) { fold.open = true; });
+  });
+  addEventListener("afterprint", function () { closed.forEach(function (fold) { fold.open = false; }); });
+
   // The table of tensors: filtered and sorted as a list of numbers, a page of it in the document.
+  if (!$("data")) return; // a comparison has none
   var data = JSON.parse($("data").textContent);
   var words = data.words, rows = data.rows, PAGE = 50;
   var OUTPUT = document.querySelector('#all [data-column="9"]') !== null; // calibrated weights have an output error

@@ -5,6 +5,7 @@ units.py, moments.py        a unit quantized by its rule, with what statistics k
 machine.py, text.py         workers, memory, ranks and progress; words and tables
 """
 
+from ptqpipe.stages.common.card import CARD, ORIGINAL, card_sha256, is_ours, write_quality
 from ptqpipe.stages.common.machine import (
     BASE_BYTES,
     WORKER_BYTES,
@@ -67,6 +68,7 @@ from ptqpipe.stages.common.text import (
     name_pattern,
     number_in,
     role_of,
+    run_facts,
     same_json,
     table,
 )
@@ -76,7 +78,9 @@ __all__ = [
     "BASE_BYTES",
     "BIAS_REASON",
     "CACHE_REASON",
+    "CARD",
     "LARGEST",
+    "ORIGINAL",
     "WORKER_BYTES",
     "CopyTensor",
     "Done",
@@ -94,6 +98,7 @@ __all__ = [
     "Share",
     "WriteCacheScales",
     "bars_of",
+    "card_sha256",
     "check_cached",
     "check_model",
     "check_read_back",
@@ -105,6 +110,7 @@ __all__ = [
     "default_workers",
     "describe_statistics",
     "finite",
+    "is_ours",
     "json_differences",
     "layer_of",
     "learned_codes",
@@ -125,6 +131,7 @@ __all__ = [
     "quantize_unit",
     "rewrite",
     "role_of",
+    "run_facts",
     "run_parts_of",
     "same_json",
     "table",
@@ -132,5 +139,6 @@ __all__ = [
     "token_bar",
     "unit_extra_bytes",
     "with_reasons",
+    "write_quality",
     "write_scales",
 ]

@@ -31,6 +31,7 @@ from ptqpipe.checkpoint import (
 )
 from ptqpipe.errors import OutputError
 from ptqpipe.source import Source
+from ptqpipe.stages.common.card import CARD, ORIGINAL, card, original_card
 from ptqpipe.stages.common.machine import (
     BASE_BYTES,
     WORKER_BYTES,
@@ -230,21 +231,29 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
 
 
 def _finish(work: Rewrite[J], writer: CheckpointWriter) -> dict[str, Any]:
-    """The closing steps, on rank 0: the config files, ptqpipe.json with the sha256 of all files but the weights and
-    itself, and what is carried over from the source's folder; then the output has its name. The record."""
+    """The closing steps, on rank 0: the config files, the model card, ptqpipe.json with the sha256 of all files but the
+    weights and itself, and what is carried over from the source's folder; then the output has its name. The record."""
     reader = work.source.reader
     reader.check_unchanged()
     contents = {name: json_bytes(config) for name, config in work.configs().items()}
     files = {path.relative_to(reader.path).as_posix(): path for path in reader.extra_files}
-    carried = [(path, name) for name, path in files.items() if name not in (*contents, RECORD_FILE)]
+    carried = [(path, name) for name, path in files.items() if name not in (*contents, RECORD_FILE, CARD)]
+    original = original_card(work.source)
+    carried += [(original, ORIGINAL)] if original is not None and ORIGINAL not in files else []
+    record = work.record(records_of(work.jobs, writer.done()))
+    contents[CARD] = card(work.source, record, nbytes=_tensor_bytes(work.layout), warnings=work.warnings)
     index = work.layout.index_json()
     written = contents if index is None else {**contents, INDEX_NAME: index.encode()}
     hashes = {name: hashlib.sha256(raw).hexdigest() for name, raw in written.items()}
     hashes |= {name: file_sha256(path) for path, name in carried}
-    record = {**work.record(records_of(work.jobs, writer.done())), "files": dict(sorted(hashes.items()))}
+    record = {**record, "files": dict(sorted(hashes.items()))}
     contents[RECORD_FILE] = json_bytes(record)
     writer.finish(expected_units=[job.id for job in work.jobs], extra=contents, copy=carried)
     return record
+
+
+def _tensor_bytes(layout: ShardLayout) -> int:
+    return sum(placed.nbytes for placed in layout.placements.values())
 
 
 def records_of(jobs: Iterable[Job], done: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -2,8 +2,12 @@
 
 import json
 import math
+import os
+import platform
 import re
+import shlex
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,32 @@ def name_of(folder: Path) -> str:
     if snapshots.name == "snapshots" and repository.startswith("models--"):
         return repository.rpartition("--")[2]
     return folder.name or "model"
+
+
+def run_facts(command: str = "") -> dict[str, str]:
+    """When (UTC) and on which machine a result is made, and by which command, its folders left out: it is published."""
+    words = [_without_folders(word) for word in shlex.split(command)]
+    cores = f"{os.cpu_count()} processors, {platform.system()}"
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return {"date": now, "machine": f"{_processor()}, {cores}", "command": shlex.join(words)}
+
+
+def _without_folders(word: str) -> str:
+    """An argument with its path's last part alone; names on the hub stay whole."""
+    option, equals, value = word.rpartition("=")
+    path = Path(value)
+    hidden = path.is_absolute() or value.startswith((".", "~")) or os.path.exists(path.parent)
+    return f"{option}{equals}{path.name}" if hidden and path.name else word
+
+
+def _processor() -> str:
+    """What the processor calls itself."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+            return one_line(next(names, platform.machine()), limit=100)
+    except OSError:
+        return platform.machine()
 
 
 def same_json(a: Any, b: Any) -> bool:

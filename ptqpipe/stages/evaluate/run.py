@@ -12,14 +12,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, resolve_source
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT, open_cache
 from ptqpipe.evaluation.harness import Metric, TaskRequest, check_tasks, run_tasks
 from ptqpipe.evaluation.measures import divergence, perplexity
 from ptqpipe.evaluation.result import kl_row, perplexity_row, result_json, task_row
 from ptqpipe.evaluation.scores import Scores, Window, score, windows
 from ptqpipe.evaluation.text import Text, read_text
+from ptqpipe.evaluation.tokens import Decode, beginnings, continued, kl_by_position, kl_histogram, worst_tokens
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.runtime.loading import (
     check_device,
@@ -30,7 +33,7 @@ from ptqpipe.runtime.loading import (
     positions_of,
     read_config,
 )
-from ptqpipe.stages.common import name_of, token_bar
+from ptqpipe.stages.common import name_of, run_facts, token_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class Options:
     dtype        what both models compute in, on ``device``
     activations  whether the inputs of linear layers are quantized as each checkpoint's format says
     cache_dir    where the baseline's logits are kept, at most ``cache_limit`` bytes; None: nowhere
+    samples      beginnings of the first text that both models continue, for a report
+    command      the call that is recorded with the result
     """
 
     data: tuple[Path, ...] = ()
@@ -60,6 +65,8 @@ class Options:
     activations: Literal["simulated", "none"] = "simulated"
     cache_dir: Path | None = None
     cache_limit: int = DEFAULT_LIMIT
+    samples: int = 0
+    command: str = ""
 
     @property
     def request(self) -> TaskRequest:
@@ -94,10 +101,12 @@ def evaluate(
     job = _prepare(ckpt, source, options or Options(), progress)
     references: Sequence[Any] = [None] * len(job.texts)
     theirs: list[Metric] = []
+    written: list[list[str]] = []
     if job.baseline is not None:
         other = _loader(job.baseline, job.options)
         theirs = _tasks(job, other)
         references = [_reference(job, text, job.baseline, other) for text in job.texts]
+        written.append(_written(job, other))
         other.cache_clear()
     model = _loader(job.path, job.options)
     perplexities, divergences = [], []
@@ -105,7 +114,7 @@ def evaluate(
         scores = _score(job, text, model(), reference)
         perplexities.append(perplexity_row(text, perplexity(scores), window=job.window, stride=job.stride))
         if reference is not None:
-            divergences.append(kl_row(text, divergence(scores)))
+            divergences.append(_kl_row(job, text, scores))
     by_key = {(metric.task, metric.name): metric for metric in theirs}
     return result_json(
         checkpoint={"name": name_of(job.path), "run_id": _run_id(job.path)},
@@ -114,7 +123,52 @@ def evaluate(
         perplexity=perplexities,
         kl=divergences,
         tasks=[task_row(metric, by_key.get((metric.task, metric.name))) for metric in _tasks(job, model)],
+        samples=_sample_rows(job, [*written, _written(job, model)]) if written else [],
+        made=run_facts(job.options.command),
     )
+
+
+def _kl_row(job: _Job, text: Text, scores: Scores) -> dict[str, Any]:
+    """The divergence of a text, and where in the text it lies."""
+    return kl_row(
+        text,
+        divergence(scores),
+        histogram=kl_histogram(scores),
+        positions=kl_by_position(scores, len(text.tokens)),
+        worst=worst_tokens(scores, text.tokens, _decode(job)),
+    )
+
+
+def _decode(job: _Job) -> Decode:
+    """The text of tokens; their numbers for a model without a tokenizer, which can be scored on files of tokens."""
+    try:
+        tokenizer = job.tokenizer()
+    except CheckpointError:
+        return lambda tokens: " ".join(map(str, tokens))
+    return lambda tokens: one_line(str(tokenizer.decode(tokens)), limit=1000)
+
+
+def _begun(job: _Job) -> torch.Tensor:
+    """The tokens that both models continue."""
+    return beginnings(job.texts[0].tokens, job.options.samples if job.baseline is not None else 0)
+
+
+def _written(job: _Job, model: Callable[[], Any]) -> list[str]:
+    """What a model continues them with."""
+    if not job.texts or not len(begun := _begun(job)):
+        return []
+    decode = _decode(job)
+    return [decode(row) for row in continued(model(), begun).tolist()]
+
+
+def _sample_rows(job: _Job, written: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+    if not job.texts:
+        return []
+    decode, name = _decode(job), job.texts[0].name
+    return [
+        {"data": name, "prompt": decode(begun), "baseline": theirs, "checkpoint": ours}
+        for begun, theirs, ours in zip(_begun(job).tolist(), *written, strict=True)
+    ]
 
 
 def _loader(path: Path, options: Options) -> Any:

@@ -6,16 +6,17 @@ per worker. Rendering is ``ptqpipe.report``.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint import RECORD_FILE, check_file, file_sha256, write_file
+from ptqpipe.checkpoint import check_file, write_file
 from ptqpipe.containers import is_kv_scale
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.evaluation.result import read_result
+from ptqpipe.evaluation.verdict import GOOD, NEAR_LOSSLESS, verdict
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.report import (
     KeptTensor,
@@ -32,11 +33,14 @@ from ptqpipe.report import (
     tuned_blocks,
     tuned_from,
 )
-from ptqpipe.scan import NAMES, SAMPLE, STORED, scan_weight
+from ptqpipe.scan import NAMES, SAMPLE, STORED, Scan, scan_weight
 from ptqpipe.source import Source
-from ptqpipe.stages.common import default_workers, layer_of, name_of, one_thread_each, role_of
+from ptqpipe.stages.common import default_workers, layer_of, name_of, one_thread_each, role_of, run_facts
 from ptqpipe.stages.inspect import inspect
+from ptqpipe.stages.report.find import claims_own, find_evaluation, find_source
+from ptqpipe.stages.report.provenance import provenance, rules
 from ptqpipe.stages.report.weights import (
+    Item,
     describe_weight,
     find_items,
     histograms,
@@ -45,7 +49,12 @@ from ptqpipe.stages.report.weights import (
     with_choices,
     worst_blocks,
 )
+from ptqpipe.stages.verify.run import verify
 
+RULE = (
+    f"Near-lossless: a mean KL of at most {NEAR_LOSSLESS:g} nats per token to the original model; good: of at most "
+    f"{GOOD:g}; damaged: above."
+)
 # What the ending of a report's name says that it is; without an ending it is HTML.
 KINDS = {"": "html", ".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
 
@@ -73,6 +82,7 @@ def gather(
         record, notes = _record(opened)
         run_id = record.raw.get("run_id") if record is not None else None
         found = read_result(evaluation, run_id=run_id) if evaluation is not None else None
+        word = verdict(found) if found is not None else None
         threads = workers if workers is not None else default_workers()
         if source is None:
             with one_thread_each():
@@ -80,7 +90,10 @@ def gather(
         else:
             with Source.open(source) as original, one_thread_each():
                 report = _gather(ckpt, opened, original, record, threads=threads, all_rows=all_rows)
-        return replace(report, evaluation=found, notes=(*notes, *report.notes))
+        words = None if word is None else (word.level, word.words, RULE)
+        made = tuple((f"evaluation: {what}", value) for what, value in found["made"]) if found is not None else ()
+        facts = (*report.provenance, *made)
+        return replace(report, evaluation=found, verdict=words, provenance=facts, notes=(*notes, *report.notes))
 
 
 def _record(opened: Source) -> tuple[Record | None, list[str]]:
@@ -107,22 +120,8 @@ def _gather(
         weights = with_choices(opened, items, scans, weights, threads=threads, all_rows=all_rows)
         choice_names = tuple(n for n in NAMES if any(c.name == n for w in weights for c in w.choices))
     overview = inspect(ckpt)
-    illegal = [item.name for item, scan in zip(items, scans, strict=True) if scan.illegal]
-    notes = list(overview.suspicious)
-    if illegal:
-        notes.append(
-            f"{len(illegal)} weights have numbers that no quantizer may write, the first {illegal[0]}; ptqpipe verify "
-            "lists them"
-        )
-    notes += lost
     raw: Mapping[str, Any] = {} if record is None else record.raw
     judged, blocks = judged_by(raw.get("weights", {})), tuned_blocks(raw)
-    reverted = [weight.name for weight in weights if weight.reverted]
-    if reverted:
-        notes.append(
-            f"{len(reverted)} of {len(weights)} weights keep plain rounding, since calibration did not help on "
-            f"{judged}; the first {reverted[0]}"
-        )
     before = 2 * overview.params
     if original is not None:
         before = sum(entry.nbytes for entry in original.reader.entries.values())
@@ -148,11 +147,18 @@ def _gather(
         blocks=blocks,
         blocks_from=tuned_from(raw),
         blocks_judged=samples_text([block.held_out for block in blocks]),
-        notes=tuple(notes),
-        rules=_rules(record),
-        provenance=_provenance(opened, original, record, overview.producer),
+        notes=(*overview.suspicious, *_illegal(items, scans), *lost),
+        rules=rules(record),
+        provenance=provenance(opened, original, record, overview.producer),
         files=overview.files,
     )
+
+
+def _illegal(items: Sequence[Item], scans: Sequence[Scan]) -> list[str]:
+    """A note on weights that no reader decodes, if there are any."""
+    names = [item.name for item, scan in zip(items, scans, strict=True) if scan.illegal]
+    found = f"{len(names)} weights have numbers that no quantizer may write, the first {names[0]}" if names else ""
+    return [f"{found}; ptqpipe verify lists them"] if names else []
 
 
 def _kept(opened: Source, record: Record | None) -> tuple[KeptTensor, ...]:
@@ -177,68 +183,6 @@ def _headline(opened: Source) -> tuple[str, ...]:
     return tuple(words[name] for name in sorted(counts, key=lambda name: (-counts[name], name)))
 
 
-def _rules(record: Record | None) -> tuple[tuple[str, str, str], ...]:
-    """(match, scheme, how) of each rule of the recipe, as it resolved."""
-    conversion = record.conversion if record is not None else None
-    recipe = conversion.get("recipe") if conversion is not None else None
-    rules = recipe.get("rules") if isinstance(recipe, Mapping) else None
-    learned = _learned(record.raw) if record is not None else None
-    hidden = {"match", "scheme"} | ({"algorithm"} if learned is not None else set())
-    found = []
-    for rule in rules if isinstance(rules, list) else []:
-        if isinstance(rule, Mapping):
-            how = [f"{key.replace('_', ' ')} {value}" for key, value in rule.items() if key not in hidden]
-            how += ["codes of ptqpipe tune instead of its algorithm's"] if learned is not None else []
-            found.append((str(rule.get("match")), str(rule.get("scheme")), ", ".join(how)))
-    return tuple(found)
-
-
-def _provenance(
-    opened: Source, original: Source | None, record: Record | None, producer: str
-) -> tuple[tuple[str, str], ...]:
-    """(what, value) of all that is known about the checkpoint's origin."""
-    raw: Mapping[str, Any] = record.raw if record is not None else {}
-    made_from = raw.get("source")
-    source: Mapping[str, Any] = made_from if isinstance(made_from, Mapping) else {}
-    recipe = record.conversion.get("recipe") if record is not None and record.conversion is not None else None
-    rows: list[tuple[str, Any]] = [
-        ("written by", producer or "unknown"),
-        ("layout", opened.container_name),
-        ("source", source.get("name") or (name_of(original.reader.path) if original is not None else None)),
-        ("source fingerprint", source.get("fingerprint")),
-        ("recipe", recipe.get("description") if isinstance(recipe, Mapping) else None),
-        ("run id", raw.get("run_id")),
-        ("torch", raw.get("torch")),
-        ("laid out anew from", raw.get("relayout_of")),
-        ("statistics", _statistics(raw)),
-        ("learned codes (ptqpipe tune)", _learned(raw)),
-        ("fingerprint of this checkpoint", opened.reader.fingerprint()),
-    ]
-    files = {name: opened.reader.path / name for name in ("config.json", RECORD_FILE)}
-    rows += [(f"sha256 of {name}", file_sha256(path) if path.is_file() else None) for name, path in files.items()]
-    return tuple((what, str(value)) for what, value in rows if value)
-
-
-def _statistics(raw: Mapping[str, Any]) -> str | None:
-    """The digest of the statistics that a record names."""
-    found = raw.get("statistics")
-    if isinstance(found, Mapping):
-        return str(found.get("digest") or "") or None
-    return str(found) if found else None
-
-
-def _learned(raw: Mapping[str, Any]) -> str | None:
-    """The learned codes that a record names: their digest, method and data."""
-    found = raw.get("rounding")
-    if not isinstance(found, Mapping):
-        return None
-    data = found.get("data")
-    data = data if isinstance(data, Mapping) else {}
-    parts = [str(found.get("digest") or ""), str(found.get("method") or "")]
-    parts += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
-    return ", ".join(part for part in parts if part) or None
-
-
 def make_report(
     ckpt: Path,
     *,
@@ -247,13 +191,31 @@ def make_report(
     out: Path | None = None,
     kind: str | None = None,
     all_rows: bool = False,
+    command: str = "",
 ) -> tuple[Path, str]:
-    """Gathers, renders, writes; gives where the report is and one line about it.
+    """Gathers, renders, writes; gives where the report is and lines about it.
 
-    kind  "html" or "md"; by the ending of ``out`` where it is not given
+    source, evaluation  searched for where they are not given (``find.py``)
+    kind                "html" or "md"; by the ending of ``out`` where it is not given
+    command             the call, which the report shows
 
     Raises what :func:`gather` raises, and OutputError where ``out`` exists and is no report: before anything is read.
     """
+    target, kind = target_of(ckpt, out=out, kind=kind)
+    known = find_source(ckpt) if source is None else source
+    if all_rows and known is None:
+        raise UsageError("--all says on how many rows of the source searches are compared; add --source")
+    measured = find_evaluation(ckpt) if evaluation is None else evaluation
+    report = gather(ckpt, source=known, evaluation=measured, all_rows=all_rows)
+    faults = len(verify(ckpt).faults) if claims_own(ckpt) else None
+    made = tuple((f"this report: {what}", value) for what, value in run_facts(command).items() if value)
+    report = replace(report, faults=faults, provenance=(*report.provenance, *made))
+    write_file(target, render(report, kind=kind))
+    return target, "\n".join(_told(target, report, known, measured))
+
+
+def target_of(ckpt: Path, *, out: Path | None, kind: str | None) -> tuple[Path, str]:
+    """Where a report goes, and its kind. UsageError for another ending, OutputError for a file that is no report."""
     if kind is None:
         kind = "html" if out is None else KINDS.get(out.suffix.lower())
     if kind is None:
@@ -261,10 +223,23 @@ def make_report(
     target = out if out is not None else default_path(name_of(ckpt), kind=kind)
     check_kind(kind)
     check_file(target, own=is_report, what="a report of ptqpipe")
-    if all_rows and source is None:
-        raise UsageError("--all says on how many rows of the source searches are compared; add --source")
-    report = gather(ckpt, source=source, evaluation=evaluation, all_rows=all_rows)
-    write_file(target, render(report, kind=kind))
+    return target, kind
+
+
+def _told(target: Path, report: Report, source: Path | None, evaluation: Path | None) -> list[str]:
+    """What the terminal says of a report: what it is made of, its verdict, its notes, where it lies."""
+    lines = [_summary(report)]
+    if report.verdict is not None:
+        lines.append(f"{report.verdict[1]}: {report.verdict[0]}")
+    for what, found, remedy in (("source", source, "--source MODEL"), ("eval file", evaluation, "--eval FILE")):
+        lines.append(f"{what}: {found}" if found is not None else f"{what}: not found; give it with {remedy}")
+    lines += [f"note: {one_line(note, limit=300)}" for note in report.notes]
+    lines += [f"{report.faults} faults: ptqpipe verify {report.name} lists them"] if report.faults else []
+    return [*lines, f"written to {target}"]
+
+
+def _summary(report: Report) -> str:
+    """Sizes and errors in one line."""
     error = decibels(pooled_mse(report.weights))
     parts = [f"{len(report.weights)} weights at {report.bits_per_weight:.3f} bits", f"{len(report.kept)} tensors kept"]
     if report.versus_rtn is not None:
@@ -274,6 +249,7 @@ def make_report(
         parts.append(
             f"the decoder layers' output error {tuned:.3f} of that of {report.blocks_from} on {report.blocks_judged}"
         )
-    parts += [f"{error:.2f} dB"] if error is not None else ["errors unknown (give --source)"]
-    parts += [f"{len(report.notes)} note{'s' * (len(report.notes) != 1)}"] if report.notes else []
-    return target, ", ".join(parts)
+    by_data = report.versus_rtn is not None or tuned is not None
+    parts += [f"weight error {error:.2f} dB"] if error is not None and not by_data else []
+    parts += ["errors unknown (give --source)"] if error is None else []
+    return f"{report.name}: {', '.join(parts)}"

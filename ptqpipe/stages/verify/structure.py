@@ -19,7 +19,7 @@ from ptqpipe.checkpoint import OWN_FILES, CheckpointReader, NotFinite
 from ptqpipe.containers import StoredWeight, is_kv_scale
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.source import Origins, Source
-from ptqpipe.stages.common import same_json
+from ptqpipe.stages.common import CARD, ORIGINAL, is_ours, same_json
 from ptqpipe.stages.verify.findings import Findings
 
 READ_BYTES = 8 << 20
@@ -209,6 +209,11 @@ def check_files(ckpt: Source, source: Source, findings: Findings) -> None:
     """Every other file than weights, configs and record equals the source's, byte for byte."""
     ours = _relative(ckpt.reader.path, ckpt.reader.extra_files)
     theirs = _relative(source.reader.path, source.reader.extra_files)
+    if (card := ours.pop(CARD, None)) is not None and is_ours(card):  # made anew; check_written_files knows its hash
+        former = theirs.pop(CARD, None)
+        theirs |= {ORIGINAL: former} if former is not None and ORIGINAL in ours else {}
+    elif card is not None:
+        ours[CARD] = card
     for name in sorted(theirs.keys() - ours.keys() - OWN_FILES):
         findings.choice("files", name, "is in the source, but the checkpoint lacks it")
     for name in sorted(ours.keys() - theirs.keys()):

@@ -1,0 +1,262 @@
+"""The model card, README.md, of a checkpoint that is written here: for the hub, and for who finds the folder.
+
+It follows from source and record alone, so that a run that is resumed writes the same bytes. One section is left for
+what `ptqpipe eval` measures later; verify's hash of the card leaves that section out. Texts from files are untrusted:
+they are shown as code.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ptqpipe.checkpoint import write_file
+from ptqpipe.errors import one_line
+from ptqpipe.evaluation.verdict import verdict
+from ptqpipe.quantities import disk_size
+from ptqpipe.regular_file import read_regular
+from ptqpipe.source import Source
+from ptqpipe.stages.common.text import name_of
+
+CARD = "README.md"
+ORIGINAL = "README.original.md"  # the source's card, where it is another's and not large
+LARGEST_ORIGINAL = 64 << 10  # bytes
+_LARGEST_CARD = 4 << 20
+_BEGIN, _END = "<!-- measured by ptqpipe eval -->", "<!-- end -->"
+_SECTION = re.compile(f"(?<={re.escape(_BEGIN)}\n).*?(?={re.escape(_END)})", re.DOTALL)
+_CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+
+# How each layout is run, by its readers that are known to read it (docs/formats.md).
+_VLLM, _SGLANG = "vllm serve PATH", "python -m sglang.launch_server --model-path PATH"
+_READERS: dict[str, tuple[str, ...]] = {
+    "compressed_tensors": (_VLLM, _SGLANG),
+    "modelopt": (_VLLM, _SGLANG),
+    "deepseek_fp8": (_VLLM, _SGLANG),
+    "gptoss_mxfp4": (_VLLM, _SGLANG),
+    "mxfp8_hf": (_SGLANG,),
+}
+_PLAIN_READERS = (_VLLM, _SGLANG)
+
+
+def card(source: Source, record: Mapping[str, Any], *, nbytes: int, warnings: Sequence[str] = ()) -> bytes:
+    """The card of a checkpoint.
+
+    record    the content of its ptqpipe.json
+    nbytes    of its tensors
+    warnings  what its readers get wrong
+    """
+    given = front_matter(source.reader.path / CARD)
+    head = yaml.safe_dump(_head(source, record, given), sort_keys=False, allow_unicode=True)
+    plain = "weights" not in record or "dequantized_from" in record or "transformed_from" in record
+    formats = Counter(str(entry.get("format")) for entry in record.get("weights", {}).values())
+    what = _kind(record, formats)
+    lines = [f"# {_code(_name(source, record))}, {what}", ""]
+    lines += [_BEGIN, _END, "", *_facts(source, record, nbytes, formats, plain=plain), "", *_made(record), ""]
+    return f"---\n{head}---\n\n{chr(10).join(lines + _use(record, warnings, plain=plain))}\n".encode()
+
+
+def front_matter(path: Path) -> dict[str, Any]:
+    """The YAML front matter of a card; empty for none, and for one that cannot be read."""
+    try:
+        text = read_regular(path, limit=_LARGEST_CARD).decode("utf-8", errors="replace")
+        found = re.match(r"---\r?\n(.*?)\r?\n---\s*(\n|$)", text, re.DOTALL)
+        content = yaml.safe_load(found[1]) if found else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a card was written here: it has the section for what is measured."""
+    try:
+        return _BEGIN.encode() in read_regular(path, limit=_LARGEST_CARD)
+    except OSError:
+        return False
+
+
+def original_card(source: Source) -> Path | None:
+    """The source's own card, where it is to be kept beside ours."""
+    path = source.reader.path / CARD
+    small = path.is_file() and path.stat().st_size <= LARGEST_ORIGINAL
+    return path if small and not is_ours(path) else None
+
+
+def card_sha256(path: Path) -> str:
+    """sha256 of a card without what was measured since it was written. OSError where it cannot be read."""
+    text = read_regular(path, limit=_LARGEST_CARD)
+    return hashlib.sha256(_SECTION.sub("", text.decode("utf-8", errors="surrogateescape")).encode(
+        "utf-8", errors="surrogateescape")).hexdigest()  # fmt: skip
+
+
+def write_quality(ckpt: Path, result: Mapping[str, Any]) -> bool:
+    """Puts what an eval file's content says into a checkpoint's card; whether it did. The rest of the card stays as it
+    is; one without the section is somebody's own and stays whole. OutputError where it cannot be written."""
+    path, found = ckpt / CARD, verdict(result)
+    if found is None or not is_ours(path):
+        return False
+    text = read_regular(path, limit=_LARGEST_CARD).decode("utf-8", errors="replace")
+    baseline = result.get("baseline") or {}
+    name = baseline.get("name") if isinstance(baseline, Mapping) else baseline
+    rows = "".join(
+        f"| {_cell(_code(row['data']))} | {row['tokens']:,} | {_number(row['mean'])} | {_span(row.get('interval'))} |\n"
+        for row in result["kl"]
+    )
+    section = (
+        f"## Quality\n\n**{found.level.capitalize()}**: {found.words}, against {_code(name or 'the original model')}.\n"
+        f"\n| text | tokens | KL divergence, nats per token | 95 % interval |\n|---|---:|---:|---:|\n{rows}\n"
+    )
+    write_file(path, _SECTION.sub(lambda _: section, text))
+    return True
+
+
+def _number(value: float) -> str:
+    return f"{value:.2e}".replace("e-0", "e-")
+
+
+def _span(interval: Any) -> str:
+    return f"{_number(interval[0])} to {_number(interval[1])}" if interval and None not in interval else "–"
+
+
+def _head(source: Source, record: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The front matter: what the hub files the model under."""
+    base = hub_name(source.reader.path) or (given.get("base_model") if is_ours(source.reader.path / CARD) else None)
+    head: dict[str, Any] = {}
+    if isinstance(base, str):
+        head = {"base_model": one_line(base)}
+        head |= {} if "transformed_from" in record else {"base_model_relation": "quantized"}
+    kept = {key: value for key in _CARRIED if _is_text(value := given.get(key))}
+    formats = {str(entry.get("format")) for entry in record.get("weights", {}).values() if "format" in entry}
+    tags = ["ptqpipe", *sorted(formats)]
+    if "pipeline_tag" not in kept and _is_causal(source):
+        kept["pipeline_tag"] = "text-generation"
+    return {**head, **kept, "library_name": "transformers", "tags": tags}
+
+
+def _is_text(value: Any) -> bool:
+    parts = value if isinstance(value, list) else [value]
+    return bool(parts) and all(isinstance(part, str) and len(part) < 300 for part in parts)
+
+
+def _is_causal(source: Source) -> bool:
+    found = source.reader.config.get("architectures")
+    return isinstance(found, list) and any("CausalLM" in str(name) for name in found)
+
+
+def hub_name(path: Path) -> str | None:
+    """owner/model of a snapshot in the hub's cache; None for another folder."""
+    snapshots, repository = path.absolute().parent, path.absolute().parent.parent.name
+    if snapshots.name != "snapshots" or not repository.startswith("models--"):
+        return None
+    return repository.removeprefix("models--").replace("--", "/")
+
+
+def _code(text: object) -> str:
+    """Untrusted text in code style: nothing in it is markup."""
+    return "`" + one_line(str(text), limit=200).replace("`", "'") + "`"
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a table, whose columns bars part."""
+    return text.replace("|", "/")
+
+
+def _name(source: Source, record: Mapping[str, Any]) -> str:
+    made_from = record.get("source")
+    found = made_from.get("name") if isinstance(made_from, Mapping) else None
+    return str(found or name_of(source.reader.path))
+
+
+def _kind(record: Mapping[str, Any], formats: Mapping[str, int]) -> str:
+    if "transformed_from" in record:
+        return "transformed for quantization"
+    if "dequantized_from" in record:
+        return f"decoded to {record.get('dtype')}"
+    return f"quantized to {', '.join(sorted(formats))}"
+
+
+def _facts(
+    source: Source, record: Mapping[str, Any], nbytes: int, formats: Mapping[str, int], *, plain: bool
+) -> list[str]:
+    """What was done, as a table."""
+    before = sum(entry.nbytes for entry in source.reader.entries.values())
+    base = hub_name(source.reader.path)
+    made_from = f"[{base}](https://huggingface.co/{base})" if base else _code(name_of(source.reader.path))
+    rows = [("made from", made_from), ("size of the tensors", f"{disk_size(nbytes)}, from {disk_size(before)}")]
+    weights, kept = record.get("weights", {}), record.get("kept", {})
+    if not plain:
+        bits = [(entry.get("bits_per_weight"), _elements(entry)) for entry in weights.values()]
+        known = [(b, n) for b, n in bits if isinstance(b, float | int)]
+        mean = sum(b * n for b, n in known) / max(1, sum(n for _, n in known))
+        counts = ", ".join(f"{n} {f}" for f, n in formats.items())
+        rows.append(("quantized", f"{len(weights)} weights ({counts}), {mean:.3f} bits per weight"))
+    reasons = Counter(str(entry.get("reason") or "no reason recorded") for entry in kept.values())
+    words = "; ".join(f"{one_line(reason, limit=80)} ({n})" for reason, n in reasons.items())
+    rows.append(("kept", f"{len(kept)} tensors: {words}" if kept else "no tensor"))
+    rows += [("layout", _code(record.get("container")))] if not plain else []
+    rows += [("calibrated on", text)] if (text := _data(record)) else []
+    rows.append(("written by", f"ptqpipe {record.get('ptqpipe')}, run {str(record.get('run_id'))[:12]}"))
+    return ["| | |", "|---|---|", *(f"| {what} | {_cell(text)} |" for what, text in rows)]
+
+
+def _elements(entry: Mapping[str, Any]) -> int:
+    total = 1
+    for size in entry.get("shape", ()):
+        total *= int(size)
+    return total
+
+
+def _data(record: Mapping[str, Any]) -> str:
+    """The text that statistics or learned codes are of."""
+    for key in ("statistics", "rounding"):
+        found = record.get(key)
+        data = found.get("data") if isinstance(found, Mapping) else None
+        if isinstance(data, Mapping):
+            names = ", ".join(_code(file.get("name")) for file in data.get("files") or ())
+            return f"{data.get('samples')} samples of {data.get('seqlen')} tokens of {names}"
+    return ""
+
+
+def _made(record: Mapping[str, Any]) -> list[str]:
+    """The command that made it, and the rules of its recipe."""
+    recipe = record.get("recipe") or (record.get("converted_as") or {}).get("recipe")
+    if not isinstance(recipe, Mapping):
+        decoded = "dequantized_from" in record
+        command = f"dequantize CKPT --dtype {record.get('dtype')}" if decoded else "transform MODEL"
+        applied = record.get("transforms")
+        names = [str(one.get("name", one)) if isinstance(one, Mapping) else str(one) for one in applied or ()]
+        return ["Made by", "", f"    ptqpipe {command}" + (f" --apply {','.join(names)}" if names else "")]
+    rules = [rule for rule in recipe.get("rules", ()) if isinstance(rule, Mapping)]
+    one = rules[0] if len(rules) == 1 and rules[0].get("match") == "*" else None
+    how = "--recipe FILE" if one is None else f"--format {one.get('scheme')}"
+    given = "".join(f" --{option} DIR" for key, option in _FOLDERS.items() if isinstance(record.get(key), Mapping))
+    lines = ["Made by", "", f"    ptqpipe convert MODEL {how} --container {record.get('container')}{given}", "", "with"]
+    return [*lines, "", *(f"- {_code(rule.get('match'))}: {_rule(rule)}" for rule in rules)]
+
+
+_FOLDERS = {"statistics": "stats", "rounding": "rounding"}
+
+
+def _rule(rule: Mapping[str, Any]) -> str:
+    shown = {key: value for key, value in rule.items() if key not in ("match", "scheme")}
+    if not shown.get("low_rank"):
+        shown = {key: value for key, value in shown.items() if not key.startswith("low_rank")}
+    return ", ".join([_code(rule.get("scheme")), *(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())])
+
+
+def _use(record: Mapping[str, Any], warnings: Sequence[str], *, plain: bool) -> list[str]:
+    """How to run it."""
+    container = str(record.get("container"))
+    readers = _PLAIN_READERS if plain else _READERS.get(container, ())
+    needs = not plain and container in ("modelopt", "ptqpipe")
+    lines = ["## Use", "", "PATH is this folder, or its name on the hub.", ""]
+    lines += [f"    {line}" for line in (*readers, "ptqpipe serve PATH")]
+    lines += ["", "    from transformers import AutoModelForCausalLM"]
+    lines += ["    import ptqpipe  # for this layout"] if needs else []
+    lines += ['    model = AutoModelForCausalLM.from_pretrained("PATH")', ""]
+    lines += [*(f"- {one_line(warning, limit=500)}" for warning in warnings), ""] if warnings else []
+    return [*lines, "`ptqpipe verify PATH` checks every byte of it. [ptqpipe.json](ptqpipe.json) lists what became of "
+            "every tensor."]  # fmt: skip

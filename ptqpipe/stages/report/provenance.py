@@ -1,0 +1,95 @@
+"""Where a checkpoint came from, as its record and its files tell: the recipe as it resolved, data, versions, hashes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ptqpipe.checkpoint import RECORD_FILE, file_sha256
+from ptqpipe.record import Record
+from ptqpipe.source import Source
+from ptqpipe.stages.common import name_of
+
+
+def rules(record: Record | None) -> tuple[tuple[str, str, str], ...]:
+    """(match, scheme, how) of each rule of the recipe, as it resolved."""
+    conversion = record.conversion if record is not None else None
+    recipe = conversion.get("recipe") if conversion is not None else None
+    rules = recipe.get("rules") if isinstance(recipe, Mapping) else None
+    learned = _learned(record.raw) if record is not None else None
+    hidden = {"match", "scheme"} | ({"algorithm"} if learned is not None else set())
+    found = []
+    for rule in rules if isinstance(rules, list) else []:
+        if isinstance(rule, Mapping):
+            how = [
+                f"{key.replace('_', ' ')} {value}"
+                for key, value in rule.items()
+                if key not in hidden and not (key.startswith("low_rank") and not rule.get("low_rank"))
+            ]
+            how += ["codes of ptqpipe tune instead of its algorithm's"] if learned is not None else []
+            found.append((str(rule.get("match")), str(rule.get("scheme")), ", ".join(how)))
+    return tuple(found)
+
+
+def provenance(
+    opened: Source, original: Source | None, record: Record | None, producer: str
+) -> tuple[tuple[str, str], ...]:
+    """(what, value) of all that is known about the checkpoint's origin."""
+    raw: Mapping[str, Any] = record.raw if record is not None else {}
+    made_from = raw.get("source")
+    source: Mapping[str, Any] = made_from if isinstance(made_from, Mapping) else {}
+    recipe = record.conversion.get("recipe") if record is not None and record.conversion is not None else None
+    rows: list[tuple[str, Any]] = [
+        ("written by", producer or "unknown"),
+        ("layout", opened.container_name),
+        ("source", source.get("name") or (name_of(original.reader.path) if original is not None else None)),
+        ("source fingerprint", source.get("fingerprint")),
+        ("recipe", recipe.get("description") if isinstance(recipe, Mapping) else None),
+        ("run id", raw.get("run_id")),
+        ("torch", raw.get("torch")),
+        ("laid out anew from", raw.get("relayout_of")),
+        ("calibration data", _data(raw)),
+        ("statistics", _statistics(raw)),
+        ("learned codes (ptqpipe tune)", _learned(raw)),
+        ("fingerprint of this checkpoint", opened.reader.fingerprint()),
+    ]
+    files = {name: opened.reader.path / name for name in ("config.json", RECORD_FILE)}
+    rows += [(f"sha256 of {name}", file_sha256(path) if path.is_file() else None) for name, path in files.items()]
+    return tuple((what, str(value)) for what, value in rows if value)
+
+
+def _data(raw: Mapping[str, Any]) -> str | None:
+    """The text that a record's statistics or learned codes are of: files with their hashes, samples."""
+    for key in ("statistics", "rounding"):
+        found = raw.get(key)
+        data = found.get("data") if isinstance(found, Mapping) else None
+        if not isinstance(data, Mapping):
+            continue
+        files = data.get("files")
+        names = [
+            f"{Path(str(file.get('name'))).name} (sha256 {file.get('sha256')})"
+            for file in (files if isinstance(files, list) else [])
+            if isinstance(file, Mapping)
+        ]
+        held = f", {data['held_out']} more held out" if data.get("held_out") else ""
+        return f"{', '.join(names)}: {data.get('samples')} samples of {data.get('seqlen')} tokens{held}"
+    return None
+
+
+def _statistics(raw: Mapping[str, Any]) -> str | None:
+    """The digest of the statistics that a record names."""
+    found = raw.get("statistics")
+    if isinstance(found, Mapping):
+        return str(found.get("digest") or "") or None
+    return str(found) if found else None
+
+
+def _learned(raw: Mapping[str, Any]) -> str | None:
+    """The learned codes that a record names: their digest, method and data."""
+    found = raw.get("rounding")
+    if not isinstance(found, Mapping):
+        return None
+    data = found.get("data")
+    data = data if isinstance(data, Mapping) else {}
+    parts = [str(found.get("digest") or ""), str(found.get("method") or "")]
+    parts += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
+    return ", ".join(part for part in parts if part) or None
