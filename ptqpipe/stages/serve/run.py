@@ -60,6 +60,7 @@ class ServeOptions:
     max_body: int = 4 << 20
     chat_template: Path | None = None
     drain_s: float = 30.0
+    access_log: bool = False
 
     def __post_init__(self) -> None:
         for flag, value, least in (
