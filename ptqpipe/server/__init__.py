@@ -11,7 +11,7 @@
     app.py          the routes
     run.py          uvicorn: start, drain on SIGTERM, end
     pages.py        the chat at /, Swagger UI at /docs, and what their scripts may do
-    page.html       the chat
+    page/           the chat's files, which become one
 
 Must not know how a model is loaded or computed: it is given a service and a tokenizer.
 """

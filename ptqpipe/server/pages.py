@@ -27,7 +27,7 @@ _ICON = (
 
 def add_pages(app: FastAPI) -> None:
     """Adds both. Without the package of Swagger UI's files /docs says what to install."""
-    page = _secured(files("ptqpipe.server").joinpath("page.html").read_text(encoding="utf-8").replace("ICON", _ICON))
+    page = _secured(chat_page())
 
     @app.get("/", include_in_schema=False)
     async def root() -> HTMLResponse:
@@ -49,6 +49,14 @@ def add_pages(app: FastAPI) -> None:
             swagger_favicon_url=_ICON,
         )
         return _secured(bytes(made.body).decode())
+
+
+def chat_page() -> str:
+    """The chat as one HTML document, from the files in ``page/``."""
+    folder = files("ptqpipe.server") / "page"
+    read = {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir() if file.is_file()}
+    scripts = read["markdown.js"] + read["chat.js"]
+    return read["page.html"].replace("ICON", _ICON).replace("STYLE", read["style.css"]).replace("SCRIPT", scripts)
 
 
 def _secured(html: str) -> HTMLResponse:
