@@ -3,7 +3,7 @@
 One file for each family of commands, which are in `main` once the file is imported; `common.py` has what they share.
 """
 
-from ptqpipe.cli import calibrate, convert, evaluate, inspect, serve
+from ptqpipe.cli import calibrate, chat, convert, evaluate, inspect, serve
 from ptqpipe.cli.common import main
 
-__all__ = ["calibrate", "convert", "evaluate", "inspect", "main", "serve"]
+__all__ = ["calibrate", "chat", "convert", "evaluate", "inspect", "main", "serve"]

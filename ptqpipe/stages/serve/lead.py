@@ -3,6 +3,7 @@
 Imports what only the ``serve`` extra brings; `ptqpipe.stages.serve.run` looks first whether that is installed.
 """
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
@@ -40,6 +41,7 @@ class Lead:
 
     leader      what sends each batch to the other ranks, once they have joined; None for one rank
     all_reduce  what sums over the ranks, once they have joined; None for one rank
+    ready       set when requests are taken, at ``url``
     cause       the error for which there is no engine: its kind is the exit code, and a service keeps the text alone
     """
 
@@ -48,6 +50,7 @@ class Lead:
         self.leader: Leader | None = None
         self.all_reduce: QuantAllReduce | None = None
         self.cause: PtqError | None = None
+        self.ready, self.url = threading.Event(), ""
         self.threads = options.threads or ranks.place.threads()
         self.service = Service(
             self.build, max_queue=options.max_queue, threads=self.threads, beat=self.beat, close=self.close
@@ -134,6 +137,8 @@ class Lead:
             self.ranks.broken |= service.engine is None  # they load, too, and hear of the end by nothing else
 
     def _welcome(self, url: str, template: str | None) -> None:
+        self.url = url
+        self.ready.set()
         chats = (template or getattr(self.tokenizer, "chat_template", None)) is not None
         for line in instructions(url, chats=chats, key=self.options.api_key is not None):
             self.log(line)
