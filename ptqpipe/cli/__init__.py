@@ -3,9 +3,9 @@
 One file for each family of commands, which are in `main` once the file is imported; `common.py` has what they share.
 """
 
-from ptqpipe.cli import calibrate, completion, convert, evaluate, inspect, serve
+from ptqpipe.cli import calibrate, chat, completion, convert, evaluate, inspect, serve
 from ptqpipe.cli.common import main
 
-__all__ = ["calibrate", "completion", "convert", "evaluate", "inspect", "main", "serve"]
+__all__ = ["calibrate", "chat", "completion", "convert", "evaluate", "inspect", "main", "serve"]
 
 completion.complete_values(main.commands.values())

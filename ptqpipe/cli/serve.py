@@ -179,6 +179,7 @@ VLLM_OPTIONS = options(
     show_default=True,
     help="Seconds that running requests have to finish after SIGTERM.",
 )
+@click.option("--access-log", is_flag=True, help="Write a line to stderr for each HTTP request.")
 @click.option("--rank-of", hidden=True)
 @click.option("--parent", type=int, hidden=True)
 @VLLM_OPTIONS

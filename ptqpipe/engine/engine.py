@@ -6,6 +6,7 @@ beside a server. Must not know HTTP or how the model was loaded.
 """
 
 import secrets
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -68,6 +69,7 @@ class Piece:
     text             what may be shown; it lags behind ``tokens`` while a character or a stop string is incomplete
     finish           why this is the last piece; None if it is not
     cached           tokens of the prompt that were found in the cache
+    begun            when its first token was computed, on the monotonic clock; None for one that was never computed
     prompt_logprobs  of every token of the prompt (None for the first), in the first piece, if asked
     error            why the sequence ended where ``finish`` cannot say it
     """
@@ -79,6 +81,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
     cached: int = 0
+    begun: float | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: str | None = None
 
@@ -180,6 +183,9 @@ class Engine:
         if not chunks:
             return []
         self.counters.steps += 1
+        now = time.monotonic()
+        for chunk in chunks:
+            chunk.seq.begun = now if chunk.seq.begun is None else chunk.seq.begun
         logits = self.runner.run(make_batch(chunks, self.runner.block_size))
         at, sampling, rows = 0, [], []
         for chunk in chunks:
@@ -247,7 +253,7 @@ class Engine:
         for sibling in reversed(stream.siblings):
             self.scheduler.add(sibling, first=True)
         stream.siblings = []
-        piece = Piece(seq.request, seq.index, cached=seq.cached)
+        piece = Piece(seq.request, seq.index, cached=seq.cached, begun=seq.begun)
         if not stream.told_prompt and params.prompt_logprobs is not None:
             piece = replace(piece, prompt_logprobs=tuple(seq.prompt_logprobs))
         stream.told_prompt = True

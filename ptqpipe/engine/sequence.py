@@ -114,6 +114,7 @@ class Sequence:
     computed        how many tokens have their keys and values in the cache
     cached          how many of the prompt's tokens were found in the cache
     digests         of its full blocks, as far as they were needed
+    begun           when it was first computed, on the monotonic clock
     """
 
     request: str
@@ -129,6 +130,7 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     preemptions: int = 0
+    begun: float | None = None
     rng: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:

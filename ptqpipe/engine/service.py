@@ -53,6 +53,11 @@ class Load:
     free: int = 0
     preemptions: int = 0
 
+    @property
+    def cache_use(self) -> float:
+        """The part of the cache that sequences use, 0 to 1."""
+        return (self.blocks - self.free) / self.blocks if self.blocks else 0.0
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -173,7 +178,8 @@ class Service:
                     self.state = State.READY
             self._loop(self.engine)
         except PtqError as error:
-            self.fail(str(error))
+            if self.engine is not None or self.state is not State.DRAINING:  # else the loading was given up
+                self.fail(str(error))
         except Exception as error:
             self.fail(f"the engine failed: {type(error).__name__}: {error}")
             raise

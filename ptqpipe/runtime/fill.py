@@ -5,14 +5,16 @@ what does not fit is refused before a weight is read; then it puts packed layers
 and says from what transformers is to fill the rest. `Filling.finish` hangs the hooks on the filled model.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ptqpipe.containers import StoredWeight
+from ptqpipe.containers import StoredWeight, part_bytes
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.activations import GROUP, InputQuantizer
 from ptqpipe.runtime.linear import PackedLinear
@@ -23,6 +25,48 @@ from ptqpipe.runtime.shard import ShardPlan, axis_of, connect, is_transposed, ma
 from ptqpipe.runtime.simulate import input_quantizer, simulate_activations, simulate_kv_cache
 from ptqpipe.runtime.state import LazyTensor, Region, lazy_state, parameter_names
 from ptqpipe.source import Source
+
+Progress = Callable[[int, int], None]
+"""(bytes of weights read so far, bytes in all), as they lie in the files: called after each weight, from any thread. An
+error that it raises ends the loading."""
+
+_PROGRESS: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+@contextmanager
+def watched(progress: Progress) -> Iterator[None]:
+    """Tells ``progress`` about every model that this thread loads meanwhile.
+
+    A rank counts whole weights, though it reads its own part of each.
+    """
+    token = _PROGRESS.set(progress)
+    try:
+        yield
+    finally:
+        _PROGRESS.reset(token)
+
+
+def _counter(source: Source, names: Sequence[str]) -> Callable[[str], None]:
+    """What is called with the name of each weight once it was read; any further time it does nothing."""
+    progress = _PROGRESS.get()
+    if progress is None:
+        return lambda name: None
+    left = {name: _stored_bytes(source, name) for name in names}
+    total, lock, done = sum(left.values()), threading.Lock(), 0
+    progress(0, total)
+
+    def count(name: str) -> None:
+        nonlocal done
+        with lock:
+            done += left.pop(name, 0)
+            progress(done, total)
+
+    return count
+
+
+def _stored_bytes(source: Source, name: str) -> int:
+    stored = source.stored.get(name)
+    return source.reader.entries[name].nbytes if stored is None else sum(part_bytes(part) for part in stored.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +120,14 @@ def prepare(
     homes, plan, regions, places = decide(model, source, conversions, ranks or TensorParallel(), packed=packed)
     quantizers = {name: _quantizers(source, source.stored[name], activations) for x in places for name in x.weights}
     shrink(model, plan)
+    count = _counter(source, list(regions))
     for place in places:
         place.install(model, source, regions, quantizers)
+        for name in place.weights:
+            count(name)
     gone = frozenset(quantizers)
-    state = lazy_state(source, {name: region for name, region in regions.items() if name not in gone})
+    rest = {name: region for name, region in regions.items() if name not in gone}
+    state = lazy_state(source, rest, read_one=count)
     return Filling(source, homes, plan, state, conversions, gone, activations)
 
 

@@ -6,7 +6,7 @@ gets parts of them, and only those are read. This file must not know models. The
 float32, the one definition of decode.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import EllipsisType
 
@@ -46,11 +46,15 @@ WHOLE = Region()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """One logical tensor of a checkpoint, or a part of it, read and decoded by indexing, as a safetensors slice is."""
+    """One logical tensor of a checkpoint, or a part of it, read and decoded by indexing, as a safetensors slice is.
+
+    read_one  called with the name after each reading, from whatever thread reads
+    """
 
     source: Source
     name: str
     region: Region = WHOLE
+    read_one: Callable[[str], None] = lambda name: None
 
     @property
     def shape(self) -> torch.Size:
@@ -72,6 +76,11 @@ class LazyTensor:
 
     def read(self) -> torch.Tensor:
         """The whole part: float32 of a stored weight, otherwise the stored dtype."""
+        found = self._read()
+        self.read_one(self.name)
+        return found
+
+    def _read(self) -> torch.Tensor:
         stored = self.source.stored.get(self.name)
         if stored is None:
             if self.region == WHOLE:
@@ -94,11 +103,17 @@ def parameter_names(source: Source) -> list[str]:
     return [name for name, (dtype, shape) in source.tensors.items() if kv_scale(name, dtype, shape) is None]
 
 
-def lazy_state(source: Source, regions: Mapping[str, Region] | None = None) -> dict[str, LazyTensor]:
+def lazy_state(
+    source: Source,
+    regions: Mapping[str, Region] | None = None,
+    *,
+    read_one: Callable[[str], None] = lambda name: None,
+) -> dict[str, LazyTensor]:
     """The state by the checkpoint's names.
 
-    regions  of the tensors to take; None for all, whole
+    regions   of the tensors to take; None for all, whole
+    read_one  as in `LazyTensor`
     """
     if regions is None:
         regions = dict.fromkeys(parameter_names(source), WHOLE)
-    return {name: LazyTensor(source, name, region) for name, region in regions.items()}
+    return {name: LazyTensor(source, name, region, read_one) for name, region in regions.items()}

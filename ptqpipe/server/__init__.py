@@ -5,11 +5,13 @@
     calls.py        one HTTP request's way through the engine's service; leaving early cancels it
     endpoints.py    /v1/completions and /v1/chat/completions
     logprobs.py     log probabilities in both shapes
-    metrics.py      /metrics
+    metrics.py      /metrics, under vLLM's names where they mean the same
+    throughput.py   lines for the log about the work done
     guards.py       what happens before a route: size of the body, API key, request id
     app.py          the routes
     run.py          uvicorn: start, drain on SIGTERM, end
-    page.html       the page at /
+    pages.py        the chat at /, Swagger UI at /docs, and what their scripts may do
+    page/           the chat's files, which become one
 
 Must not know how a model is loaded or computed: it is given a service and a tokenizer.
 """

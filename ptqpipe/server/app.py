@@ -1,13 +1,13 @@
 """The routes of the server. Each checks its body, makes the call, and chooses how to answer."""
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
 
@@ -18,6 +18,7 @@ from ptqpipe.server.endpoints import Chat, Completion, check_chat, check_complet
 from ptqpipe.server.errors import ApiError, install
 from ptqpipe.server.guards import Guards
 from ptqpipe.server.metrics import AllReduceStats, Metrics
+from ptqpipe.server.pages import add_pages
 from ptqpipe.server.prompts import Prompts
 from ptqpipe.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
@@ -46,6 +47,7 @@ class _State:
     metrics: Metrics
     options: ServerOptions
     created: int
+    details: Callable[[], Mapping[str, Any]]
 
     def name(self, asked: str | None) -> str:
         """The model's name. ApiError (404) for another one."""
@@ -59,21 +61,39 @@ class _State:
     def model(self, name: str) -> dict[str, Any]:
         """One entry of /v1/models."""
         entry = {"id": name, "object": "model", "created": self.created, "owned_by": "ptqpipe"}
-        return {**entry, "max_model_len": self.options.context, "chat": self.prompts.chats}
+        own = {"max_model_len": self.options.context, "chat": self.prompts.chats, "details": self.details()}
+        return {**entry, **own}
 
 
 def create_app(
-    service: Service, tokenizer: Any, options: ServerOptions, *, all_reduce: AllReduceStats | None = None
+    service: Service,
+    tokenizer: Any,
+    options: ServerOptions,
+    *,
+    all_reduce: AllReduceStats | None = None,
+    details: Callable[[], Mapping[str, Any]] = dict,
 ) -> ASGIApp:
-    """The application. ``tokenizer`` is transformers'; ``all_reduce`` returns what the ranks' sums cost so far."""
-    metrics = Metrics(service, all_reduce=all_reduce)
+    """The application.
+
+    tokenizer   transformers'
+    all_reduce  returns what the ranks' sums cost so far
+    details     returns what /v1/models tells about the model beside OpenAI's fields, as JSON
+    """
+    metrics = Metrics(service, options.names[0], all_reduce=all_reduce)
     prompts = Prompts(tokenizer, context=options.context, chat_template=options.chat_template)
-    state = _State(service, prompts, metrics, options, int(time.time()))
-    app = FastAPI(title="ptqpipe", version=__version__, docs_url=None, redoc_url=None)
+    state = _State(service, prompts, metrics, options, int(time.time()), details)
+    app = FastAPI(
+        title=f"ptqpipe serves {options.names[0]}",
+        description='OpenAI\'s API for one model. Errors are {"error": {"message", "type", "param", "code"}}.',
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+    )
     install(app)
     _add_completions(app, state)
     _add_tokens(app, state)
     _add_operations(app, state)
+    add_pages(app)
     return Guards(app, hosts=options.hosts, api_key=options.api_key, max_body=options.max_body, count=metrics.http)
 
 
@@ -85,26 +105,30 @@ def _add_completions(app: FastAPI, state: _State) -> None:
             return JSONResponse(await made.answer(http, call))
         return _Streaming(made.stream(call))
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", tags=["generation"])
     async def completions(body: CompletionBody, http: Request) -> Any:
+        """Continue a text."""
         name = state.name(body.model)
         check_completion(body, most=state.service.most)
         made = await state.prompts.run(partial(Completion, body, state.prompts, name))
         return await answer(http, made, stream=body.stream)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", tags=["generation"])
     async def chat(body: ChatBody, http: Request) -> Any:
+        """Answer a chat. Needs a model with a chat template."""
         name = state.name(body.model)
         check_chat(body)
         made = await state.prompts.run(partial(Chat, body, state.prompts, name))
         return await answer(http, made, stream=body.stream)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", tags=["model"])
     async def models() -> dict[str, Any]:
+        """The model that is served, under each of its names, with its context, formats and memory."""
         return {"object": "list", "data": [state.model(name) for name in state.options.names]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", tags=["model"])
     async def model(name: str) -> dict[str, Any]:
+        """One entry of /v1/models."""
         return state.model(state.name(name))
 
 
@@ -120,34 +144,31 @@ class _Streaming(Response):
 
 
 def _add_tokens(app: FastAPI, state: _State) -> None:
-    @app.post("/tokenize")
+    @app.post("/tokenize", tags=["tokens"])
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        """The tokens of a text."""
         state.name(body.model)
         tokens, _ = await state.prompts.run(partial(state.prompts.encode, body.prompt, special=body.add_special_tokens))
         return {"tokens": list(tokens), "count": len(tokens), "max_model_len": state.options.context}
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", tags=["tokens"])
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        """The text of tokens, special ones included."""
         state.name(body.model)
         _, text = await state.prompts.run(partial(state.prompts.encode, body.tokens))
         return {"prompt": text}
 
 
 def _add_operations(app: FastAPI, state: _State) -> None:
-    page = files("ptqpipe.server").joinpath("page.html").read_text(encoding="utf-8")
-
-    @app.get("/health")
+    @app.get("/health", tags=["operation"])
     async def health() -> JSONResponse:
+        """Whether requests are taken: 200, or 503 with the reason."""
         service = state.service
         ready = service.state is State.READY
         body = {"status": "ok" if ready else str(service.state)} | ({"error": service.error} if service.error else {})
         return JSONResponse(body, status_code=200 if ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", tags=["operation"])
     async def metrics() -> Response:
+        """Counters, times and load in Prometheus' format, under vLLM's names where they mean the same."""
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/")
-    async def root() -> HTMLResponse:
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        return HTMLResponse(page, headers={"Content-Security-Policy": policy})

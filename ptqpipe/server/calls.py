@@ -5,10 +5,8 @@ The engine's thread calls back; here the pieces enter the event loop. Must not k
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -16,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ptqpipe.engine import Finish, Piece, Request, Service
 from ptqpipe.server.errors import ApiError, api_error
-from ptqpipe.server.metrics import Metrics
+from ptqpipe.server.metrics import Metrics, Watch
 
 PING_S = 15.0  # a silent stream says that it lives, so that proxies keep it
 
@@ -36,7 +34,7 @@ class Call:
             self._open += request.n
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece] = asyncio.Queue()
-        self._watch = [Watch(metrics) for _ in range(self._open)]
+        self._watch = [Watch(metrics, len(request.prompt)) for request in requests for _ in range(request.n)]
 
     def submit(self) -> None:
         """Queues all, or none: raises what `Service.submit` raises."""
@@ -69,27 +67,6 @@ class Call:
     def _receive(self, piece: Piece) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
-
-
-@dataclass(slots=True)
-class Watch:
-    """Times of one sequence."""
-
-    metrics: Metrics
-    began: float = field(default_factory=time.monotonic)
-    last: float | None = None
-
-    def see(self, piece: Piece) -> None:
-        """Counts a piece."""
-        now = time.monotonic()
-        if piece.tokens:
-            if self.last is None:
-                self.metrics.first_token(now - self.began)
-            else:
-                self.metrics.next_token(now - self.last)
-            self.last = now
-        if piece.finish is not None:
-            self.metrics.ended(piece.finish, now - self.began)
 
 
 async def until_gone(receive: Receive, call: Call) -> None:

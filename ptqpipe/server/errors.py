@@ -81,11 +81,33 @@ def _invalid(error: RequestValidationError) -> ApiError:
     return ApiError(422, f"{name or 'the body'}: {first['msg']}", param=name)
 
 
+def _misdirected(app: FastAPI, request: Request, error: Exception) -> ApiError | None:
+    """The error for a path or method without a route, and for a body that is not said to be JSON; None for others.
+
+    Such a body is refused because browsers send one to any server without asking it first, whatever page they show.
+    """
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        asked = f"{request.method} {request.url.path}"
+        return ApiError(
+            error.status_code, f"there is no {asked} here; there are {', '.join(_routes(app))}", headers=error.headers
+        )
+    if not isinstance(error, RequestValidationError) or not isinstance(error.body, bytes):
+        return None
+    found = request.headers.get("content-type")
+    told = "no content-type" if found is None else f"the content-type {found!r}"
+    return ApiError(415, f"the body has {told}; add the header content-type: application/json")
+
+
+def _routes(app: FastAPI) -> list[str]:
+    """The routes that openapi.json describes, with their methods."""
+    return [f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods]
+
+
 def install(app: FastAPI) -> None:
     """Makes every error of the app one of these."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
-        return api_error(error).response()
+        return (_misdirected(app, request, error) or api_error(error)).response()
 
     for kind in (ApiError, PtqError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)

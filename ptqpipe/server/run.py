@@ -1,15 +1,18 @@
 """uvicorn around the app: starts, drains on SIGTERM and SIGINT, ends when the engine does.
 
 On a signal no new request is taken (503), those under way finish, and after the deadline what is left is cancelled. A
-second signal ends at once. When the engine fails, every client gets an error and the process ends with its error.
+second signal ends at once; one while the model loads gives the loading up. When the engine fails, every client gets an
+error and the process ends with its error.
 """
 
 import asyncio
+import copy
 import signal
 import socket
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,9 +20,11 @@ from starlette.types import ASGIApp
 from ptqpipe.engine import Service, State
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.server.connections import limited, limits
+from ptqpipe.server.throughput import Throughput
 
 _LAST_WORDS_S = 3.0  # for responses on their way when the engine has ended
 _FLUSH_S = 0.2  # for pieces on their way into the event loop
+REPORT_S = 10.0  # between two lines about the throughput
 _SECOND_S = 1.0  # one wish to end may come as two signals: to the process and to its group
 
 
@@ -60,27 +65,49 @@ def run(
     host: str,
     drain_s: float,
     log: Callable[[str], None],
+    ready: Callable[[str], None] = lambda url: None,
+    access_log: bool = False,
     signals: bool = True,
 ) -> None:
     """Serves until a signal, or until the engine ends. PtqError when it ended by itself.
 
-    host     as the address is shown
-    drain_s  seconds that requests under way may take after a signal
-    signals  False leaves them alone, as one must outside the main thread
+    host        as the address is shown
+    drain_s     seconds that requests under way may take after a signal
+    log         takes lines: when requests are taken, every `REPORT_S` with work, and when it ends
+    ready       called with the URL once requests are taken
+    access_log  whether each HTTP request is a line on stderr
+    signals     False leaves them alone, as one must outside the main thread
     """
     most, backlog = limits()
     config = uvicorn.Config(
         app,
         http=limited(most),
         backlog=backlog,
-        log_level="warning",
-        access_log=False,
+        log_config=_logging(),
+        access_log=access_log,
         timeout_graceful_shutdown=int(_LAST_WORDS_S),
         lifespan="off",
     )
-    asyncio.run(_Running(_Server(config), service, listening, host, drain_s, log).serve(signals=signals))
-    if service.state is State.DEAD:
+    running = _Running(_Server(config), service, url_of(host, listening), drain_s, log, ready)
+    asyncio.run(running.serve(listening, signals=signals))
+    if service.state is State.DEAD and not running.given_up:
         raise PtqError(service.error)
+
+
+def url_of(host: str, listening: socket.socket) -> str:
+    """The URL of a server for a client on this machine. ``host``: what was listened on, perhaps every address."""
+    name = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{name}]' if ':' in name else name}:{listening.getsockname()[1]}"
+
+
+def _logging() -> dict[str, Any]:
+    """uvicorn's settings of its log: warnings, and requests with their time, on stderr."""
+    settings = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    settings["formatters"]["access"]["fmt"] = '%(asctime)s %(client_addr)s "%(request_line)s" %(status_code)s'
+    settings["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    for name in ("uvicorn", "uvicorn.error"):
+        settings["loggers"][name]["level"] = "WARNING"
+    return settings
 
 
 class _Running:
@@ -90,20 +117,21 @@ class _Running:
         self,
         server: uvicorn.Server,
         service: Service,
-        listening: socket.socket,
-        host: str,
+        url: str,
         drain_s: float,
         log: Callable[[str], None],
+        ready: Callable[[str], None],
     ) -> None:
-        self._server, self._service, self._listening, self._log = server, service, listening, log
-        self._host, self._drain_s = host, drain_s
+        self._server, self._service, self._url = server, service, url
+        self._drain_s, self._log, self._ready = drain_s, log, ready
+        self.given_up = False  # a signal came while the model was loaded
         self._asked = asyncio.Event()
         self._asked_at = 0.0
 
-    async def serve(self, *, signals: bool) -> None:
+    async def serve(self, listening: socket.socket, *, signals: bool) -> None:
         """Until the end."""
         service, loop = self._service, asyncio.get_running_loop()
-        serving = asyncio.create_task(self._server.serve(sockets=[self._listening]))
+        serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
             loop.add_signal_handler(number, self._on_signal, number)
         ended = asyncio.create_task(asyncio.to_thread(service.ended.wait))
@@ -125,8 +153,8 @@ class _Running:
         """Waits for what is under way, then cancels it."""
         service = self._service
         service.drain()
-        await asyncio.wait({ended}, timeout=self._drain_s)
-        if not service.ended.is_set():
+        await asyncio.wait({ended}, timeout=_LAST_WORDS_S if self.given_up else self._drain_s)
+        if not service.ended.is_set() and not self.given_up:
             self._log(f"the deadline is over: {service.sequences()} sequences are cancelled")
             service.stop()
             await asyncio.wait({ended}, timeout=_LAST_WORDS_S)
@@ -137,7 +165,9 @@ class _Running:
             self._asked_at = now
             count, deadline = self._service.sequences(), self._drain_s
             name = signal.Signals(number).name
-            self._log(f"{name}: no new requests; {count} sequences under way have {deadline:g} s to finish")
+            self.given_up = self._service.state is State.LOADING
+            under_way = f"no new requests; {count} sequences under way have {deadline:g} s to finish"
+            self._log(f"{name}: {'loading is given up' if self.given_up else under_way}")
             self._service.drain()
             self._asked.set()
         elif now - self._asked_at > _SECOND_S:
@@ -145,9 +175,14 @@ class _Running:
             self._service.stop()
 
     async def _announce(self) -> None:
-        """Prints when the service is ready."""
+        """Prints when the service is ready, and from then on how much work it does."""
         while self._service.state is State.LOADING:
             await asyncio.sleep(0.05)
         if self._service.state is State.READY:
-            url = f"http://{self._host}:{self._listening.getsockname()[1]}"
-            self._log(f"ready: {url}/v1 (chat: {url}/)")
+            self._log(f"ready: {self._url}/v1 (chat: {self._url}/)")
+            self._ready(self._url)
+        throughput = Throughput(self._service)
+        while True:
+            await asyncio.sleep(REPORT_S)
+            if (line := throughput.line()) is not None:
+                self._log(line)

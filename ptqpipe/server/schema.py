@@ -33,13 +33,16 @@ _DEFAULT_TOKENS = 16  # OpenAI's, of /v1/completions
 class StreamOptions(BaseModel):
     """``stream_options``."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     include_usage: bool = False
+    """Whether the last event counts the tokens."""
 
 
 class Sampling(BaseModel):
     """What both kinds of completion share."""
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -52,28 +55,49 @@ class Sampling(BaseModel):
         return {key: value for key, value in data.items() if value is not None}
 
     model: str | None = None
+    """Name of the model, as /v1/models lists it; without one, the model that is served."""
     n: int = 1
+    """How many answers to each prompt, 1 to 128."""
     stream: bool = False
+    """Whether the answer comes in pieces, as server-sent events."""
     stream_options: StreamOptions | None = None
+    """What a stream tells beside its text."""
     temperature: float | None = None
+    """Randomness of the answer, 0 to 2; 0 always takes the most likely token. Default 1."""
     top_p: float | None = None
+    """Only the most likely tokens, up to this sum of probabilities, are drawn from; above 0, at most 1. Default 1."""
     top_k: int | None = None
+    """Only this many most likely tokens are drawn from; 0 and -1 are all of them. Default 0."""
     seed: int | None = None
+    """The same seed gives the same answer; without one it is drawn."""
     stop: str | _List[str] | None = None
+    """Strings, at most 16, that end the answer and are no part of it."""
     stop_token_ids: _List[int] | None = None
+    """Tokens that end the answer, beside the model's own."""
     min_tokens: int = 0
+    """Tokens before anything may end the answer but its greatest length."""
     ignore_eos: bool = False
+    """Whether the model's own end tokens do not end the answer."""
     presence_penalty: float | None = None
+    """Subtracted from the logits of tokens that were generated before, -2 to 2. Default 0."""
     frequency_penalty: float | None = None
+    """Subtracted from the logits of tokens for each time that they were generated before, -2 to 2. Default 0."""
     logit_bias: dict[int, float] | None = None
-    # Known and not done.
+    """By token: what is added to its logit, -100 to 100."""
     tools: _List[Any] | None = None
+    """Not supported; leave it out."""
     functions: _List[Any] | None = None
+    """Not supported; leave it out."""
     response_format: dict[str, Any] | None = None
+    """Only {"type": "text"} is supported."""
     suffix: str | None = None
+    """Not supported; leave it out."""
     best_of: int | None = None
+    """Only the value of n is supported."""
     repetition_penalty: float | None = None
+    """Only 1 is supported."""
     min_p: float | None = None
+    """Only 0 is supported."""
 
     @property
     def usage_in_stream(self) -> bool:
@@ -122,9 +146,13 @@ class CompletionBody(Sampling):
     """POST /v1/completions. Prompts are text or tokens, one or several."""
 
     prompt: str | _List[int] | _List[str] | _List[_List[int]]
+    """The text to continue, or its tokens; or a list of either."""
     max_tokens: int | None = None
+    """Most tokens of the answer. Default 16."""
     logprobs: int | None = None
+    """How many most likely tokens to report at each place with their log probabilities, 0 to 20."""
     echo: bool = False
+    """Whether the answer begins with the prompt."""
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one. ApiError if there is none."""
@@ -144,10 +172,12 @@ class CompletionBody(Sampling):
 class Message(BaseModel):
     """One message of a chat. Content in parts is joined; parts that are no text are refused."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
     role: str
+    """Who says it: system, user or assistant."""
     content: str | _List[dict[str, Any]] | None = None
+    """The text, or a list of parts {"type": "text", "text": ...}."""
 
     def text(self) -> str:
         """The content as text. ApiError for images and the like."""
@@ -165,24 +195,40 @@ class ChatBody(Sampling):
     """POST /v1/chat/completions."""
 
     messages: _List[Message]
+    """The chat so far, the oldest message first."""
     max_tokens: int | None = None
+    """Most tokens of the answer. Default: what the context has room for."""
     max_completion_tokens: int | None = None
+    """The newer name of max_tokens; where both are given, this one counts."""
     logprobs: bool = False
+    """Whether to report the log probability of each token of the answer."""
     top_logprobs: int | None = None
+    """How many most likely tokens to report at each place, 0 to 20; needs logprobs."""
     add_generation_prompt: bool = True
+    """Whether the prompt ends with the template's beginning of an answer."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
 
 
 class TokenizeBody(BaseModel):
     """POST /tokenize."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     prompt: str
+    """The text."""
     add_special_tokens: bool = True
+    """Whether the tokenizer adds its own tokens, such as one for the beginning."""
     model: str | None = None
+    """Name of the model; without one, the model that is served."""
 
 
 class DetokenizeBody(BaseModel):
     """POST /detokenize."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     tokens: _List[int]
+    """The tokens."""
     model: str | None = None
+    """Name of the model; without one, the model that is served."""

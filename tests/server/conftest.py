@@ -44,6 +44,7 @@ def serving(
     template: str | None = TEMPLATE,
     hosts: tuple[str, ...] = (),
     tokenizer: Any = None,
+    access_log: bool = False,
 ) -> Iterator[Server]:
     """A server on a free port; ``slow``: seconds that a step takes longer; ``tokenizer``: in the place of its own."""
 
@@ -68,7 +69,17 @@ def serving(
 
     def main() -> None:
         with suppress(PtqError):  # a test may break it
-            run(app, service, socket, host="127.0.0.1", drain_s=5, log=lambda line: ready.set(), signals=False)
+            run(
+                app,
+                service,
+                socket,
+                host="127.0.0.1",
+                drain_s=5,
+                log=lambda line: None,
+                ready=lambda url: ready.set(),
+                access_log=access_log,
+                signals=False,
+            )
 
     thread = threading.Thread(target=main, daemon=True)
     thread.start()

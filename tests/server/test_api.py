@@ -184,10 +184,10 @@ def test_models_tokens_health_metrics_page(server: Server, client: openai.OpenAI
         assert "<textarea" in http.get("/").text
         metrics = http.get("/metrics").text
     for name in (
-        "http_requests_total", "time_to_first_token_seconds_bucket", "inter_token_seconds_bucket", "up 1.0",
-        "kv_cache_usage_ratio", "generated_tokens_total", "prompt_tokens_total", "sequences_waiting",
+        "ptqpipe_http_requests_total", "vllm:time_to_first_token_seconds_bucket", "ptqpipe_up 1.0",
+        "vllm:kv_cache_usage_perc", "vllm:generation_tokens_total", "vllm:num_requests_waiting",
     ):  # fmt: skip
-        assert f"ptqpipe_{name}" in metrics
+        assert name in metrics
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""The page at / in a real browser: one asks, the right answer comes in pieces, and its speed is shown."""
+"""The page at / in a real browser: questions, answers as they come, what can be done with them, and hostile text."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,8 @@ def test_a_question_is_answered_with_its_speed(
             await page.until("document.querySelector('.turn.assistant small') !== null")
             shown = await page.value("document.querySelector('.turn.assistant').firstChild.textContent.length")
             assert shown > 0
-            parts = "[...document.querySelector('.turn.assistant').childNodes].filter(x => x.nodeType === 3)"
-            answer = f"{parts}.map(x => x.data).join('')"
-            assert await page.value(answer) == right(PROMPTS[0])
+            assert await page.value("turns.at(-1).content") == right(PROMPTS[0])
+            assert await page.value("document.querySelector('header').offsetHeight") < (60 if width > 640 else 100)
             assert float(await page.value("document.querySelector('#rate').textContent")) > 0
             assert await page.value("document.querySelector('#count').textContent") == "40"
             assert await page.value("document.documentElement.scrollWidth <= innerWidth")
@@ -77,6 +77,7 @@ def test_stop_ends_the_answer_and_errors_are_shown() -> None:
             await page.until("+document.querySelector('#count').textContent > 1")
             await page.value("document.querySelector('#send').click()")
             await page.until("document.querySelector('.turn.assistant small')?.textContent.startsWith('stopped')")
+            assert await page.value("document.querySelector('#send').textContent") == "Send"
             await page.value("document.querySelector('#max_tokens').value = 100000")
             await page.value(
                 "document.querySelector('#input').value = 'again'; document.querySelector('#form').requestSubmit()"
@@ -88,6 +89,118 @@ def test_stop_ends_the_answer_and_errors_are_shown() -> None:
         asyncio.run(main(slow.url))
         assert slow.service.engine is not None
         assert slow.service.engine.counters.finished == {"cancelled": 1}
+
+
+def test_a_system_prompt_an_edit_and_another_answer_are_sent(server: Server) -> None:
+    async def main() -> None:
+        async with browser.opened(server.url, width=1400, height=800, dark=False) as page:
+            await page.until("document.querySelectorAll('#samples button').length === 4")
+            assert "context 256 tokens" in await page.value("document.querySelector('#facts').textContent")
+            assert await page.value("document.querySelector('#needs_key').hidden")
+            await page.value("document.querySelector('#system').value = 'Be short.'")
+            await ask(page, "One")
+            await page.until("document.querySelector('.turn.assistant small') !== null")
+            said = "JSON.stringify(body().messages.map(x => [x.role, x.content]))"
+            first = await page.value("turns.at(-1).content")
+            assert json.loads(await page.value(said)) == [
+                ["system", "Be short."], ["user", "One"], ["assistant", first]
+            ]  # fmt: skip
+            await click(page, "Regenerate")
+            await page.until("running === null && turns.at(-1).note !== undefined")
+            assert await page.value("turns.map(x => x.role).join()") == "user,assistant"
+            assert await page.value("turns.at(-1).content") == first  # at temperature 0
+            await click(page, "Edit")
+            assert await page.value("document.querySelector('#input').value") == "One"
+            assert await page.value("turns.length") == 0
+            await page.value("ask('Two')")
+            await page.until("running === null && turns.length === 2")
+            await page.call("Page.reload")
+            await page.until("document.querySelectorAll('.turn').length === 2")
+            assert await page.value("turns[0].content") == "Two"
+            await page.value("document.querySelector('#clear').click()")
+            assert await page.value("!document.querySelector('#empty').hidden && turns.length === 0")
+            assert page.problems == []
+
+    asyncio.run(main())
+
+
+async def click(page: browser.Page, label: str) -> None:
+    await page.value(f"[...document.querySelectorAll('button')].find(x => x.textContent === {label!r}).click()")
+
+
+MARKDOWN = """# Title
+Some **bold**, *slanted* and `code <b>` text, [a link](https://example.org/a) and https://example.org/b.
+
+1. one
+2. two
+   - inner
+
+> quoted
+
+| a | b |
+|---|---|
+| 1 | `2` |
+
+```python
+print("<i>")
+```
+"""
+HOSTILE = (
+    "<script>window.broken = 1</script>",
+    "<img src=x onerror='window.broken = 1'>",
+    "[x](javascript:window.broken=1) [y](data:text/html,z) [z]( javascript:1)",
+    '[x](https://a.b/"onmouseover="window.broken=1)',
+    "`<svg onload=window.broken=1>`\n```html\n<iframe src=//evil>\n",
+    "| <b onclick=1> | x |\n|---|---|\n| <a href=javascript:1>y</a> | z |",
+    ">" * 5000 + " deep",
+    "\n".join(" " * at + "- deep" for at in range(300)),
+    "`" * 20000,
+    "*" * 20000 + "a" + "_" * 20000,
+)
+
+
+def test_an_answer_is_rendered_and_nothing_in_it_is_run(server: Server) -> None:
+    allowed = (
+        "p, code, strong, em, a, ul, ol, li, blockquote, table, thead, tbody, tr, th, td, pre, div, span, button, hr"
+    )
+    render = "var box = make('div'); chats = true; fill(box, %s, 'assistant'); document.body.append(box); "
+
+    async def main() -> None:
+        async with browser.opened(server.url, width=1000, height=700, dark=False) as page:
+            await page.until("document.querySelector('#model')?.textContent.includes('demo')")
+            await page.value(render % json.dumps(MARKDOWN) + "1")
+            for selector, text in (
+                ("h3", "Title"), ("strong", "bold"), ("em", "slanted"), ("code", "code <b>"), ("ol > li", "one"),
+                ("li li", "inner"), ("blockquote", "quoted"), ("th", "a"), ("td code", "2"),
+                ("pre", 'print("<i>")'), (".code span", "python"), ("a[href='https://example.org/a']", "a link"),
+                ("a[href='https://example.org/b']", "https://example.org/b"),
+            ):  # fmt: skip
+                assert await page.value(f'box.querySelector("{selector}")?.textContent') == text, selector
+            for text in HOSTILE:
+                await page.value(render % json.dumps(text) + "1")
+                assert await page.value(f"[...box.querySelectorAll('*')].every(x => x.matches('{allowed}'))"), text[:50]
+                assert await page.value(
+                    "[...box.querySelectorAll('*')].every(x => [...x.attributes].every("
+                    "y => ['class', 'href', 'target', 'rel', 'type', 'start'].includes(y.name)))"
+                )
+                assert await page.value("[...box.querySelectorAll('a')].every(x => /^https?:$/.test(x.protocol))")
+            assert await page.value("window.broken") is None
+            assert page.problems == []
+            await page.value("document.body.append(make('script', {textContent: 'window.broken = 2'}))")
+            assert await page.value("window.broken") is None  # the policy knows the page's own scripts alone
+
+    asyncio.run(main())
+
+
+def test_a_server_with_a_key_asks_for_it() -> None:
+    async def main(url: str) -> None:
+        async with browser.opened(url, width=390, height=800, dark=True) as page:
+            await page.until("document.querySelector('#needs_key')?.hidden === false")
+            await page.value("document.querySelector('#key').value = 'secret'; look()")
+            await page.until("document.querySelector('#model').textContent.includes('demo')")
+
+    with serving(api_key="secret") as found:
+        asyncio.run(main(found.url))
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["chat", "no template"])

@@ -112,7 +112,10 @@ def test_sigterm_finishes_what_is_under_way_and_exits_with_0(tmp_path: Path) -> 
         answers: list[httpx.Response] = []
         thread = threading.Thread(target=lambda: answers.append(service.ask(prompt="def", max_tokens=240)))
         thread.start()
-        while "ptqpipe_sequences_running 1.0" not in httpx.get(f"{service.url}/metrics").text and not answers:
+        while (
+            'vllm:num_requests_running{model_name="demo_model"} 1.0' not in httpx.get(f"{service.url}/metrics").text
+            and not answers
+        ):
             time.sleep(0.002)
         service.process.send_signal(signal.SIGTERM)
         assert service.ended() == 0, service.log.read_text()

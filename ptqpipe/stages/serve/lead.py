@@ -3,6 +3,7 @@
 Imports what only the ``serve`` extra brings; `ptqpipe.stages.serve.run` looks first whether that is installed.
 """
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
@@ -11,13 +12,14 @@ from typing import Any
 import torch
 
 from ptqpipe.collectives import NEVER, QuantAllReduce, Thresholds
-from ptqpipe.engine import Engine, EngineOptions, Service, invariance
+from ptqpipe.engine import Engine, EngineOptions, Service, State, invariance
 from ptqpipe.engine.overlap import Overlap, least_tokens
 from ptqpipe.engine.ranks import Leader, agree, follow
 from ptqpipe.engine.runner import CacheOptions, Runner, check_model
 from ptqpipe.errors import PtqError
 from ptqpipe.quantities import memory_size
 from ptqpipe.runtime.compiled import use_kernels
+from ptqpipe.runtime.fill import watched
 from ptqpipe.runtime.invariant import make_batch_invariant
 from ptqpipe.runtime.loading import dtype_of, load, read_config
 from ptqpipe.runtime.memory import keep_freed_memory
@@ -25,7 +27,10 @@ from ptqpipe.runtime.parallel import RunCollective
 from ptqpipe.server.app import ServerOptions, create_app
 from ptqpipe.server.run import run
 from ptqpipe.stages.common import name_of
+from ptqpipe.stages.common.machine import resident_bytes
 from ptqpipe.stages.serve.checks import context_of, host_names
+from ptqpipe.stages.serve.facts import facts_of, heading, instructions
+from ptqpipe.stages.serve.loading import LoadingBar
 from ptqpipe.stages.serve.ranks import OtherRanks, Place
 from ptqpipe.stages.serve.run import Log, ServeOptions
 from ptqpipe.stages.serve.watchdog import Watchdog
@@ -36,6 +41,7 @@ class Lead:
 
     leader      what sends each batch to the other ranks, once they have joined; None for one rank
     all_reduce  what sums over the ranks, once they have joined; None for one rank
+    ready       set when requests are taken, at ``url``
     cause       the error for which there is no engine: its kind is the exit code, and a service keeps the text alone
     """
 
@@ -44,6 +50,7 @@ class Lead:
         self.leader: Leader | None = None
         self.all_reduce: QuantAllReduce | None = None
         self.cause: PtqError | None = None
+        self.ready, self.url = threading.Event(), ""
         self.threads = options.threads or ranks.place.threads()
         self.service = Service(
             self.build, max_queue=options.max_queue, threads=self.threads, beat=self.beat, close=self.close
@@ -61,13 +68,20 @@ class Lead:
         options, ranks, watchdog = self.options, self.ranks, Watchdog()
         ranks.join()
         self.all_reduce = _all_reduce(options, ranks.place)
-        runner = _runner(options, ranks.place, self.context, self.all_reduce, watchdog)
+        with LoadingBar(self.log) as bar, watched(lambda done, total: self._loading(bar, done, total)):
+            runner = _runner(options, ranks.place, self.context, self.all_reduce, watchdog)
         if ranks.place.size > 1:
             self.leader = Leader(runner, watch=watchdog)
         engine = _engine(options, runner, self.leader or runner, self.tokenizer, self.context)
         self.log(_summary(runner, ranks.place.size, self.threads, self.context))
         watchdog.watch(ranks.failing(self.service.fail), ranks.others)
         return engine
+
+    def _loading(self, bar: LoadingBar, done: int, total: int) -> None:
+        """Shows how far the loading is; PtqError, which ends it, when nobody waits for it any more."""
+        bar(done, total)
+        if self.service.state is not State.LOADING:
+            raise PtqError("the loading was given up")
 
     def beat(self) -> None:
         """Lets the other ranks know that this one lives."""
@@ -91,19 +105,43 @@ class Lead:
             "wire": stats.wire_bytes,
         }
 
-    def serve(self, listening: socket, template: str | None) -> None:
-        """Until a signal or a failure. ``template``: the chat template in the place of the tokenizer's."""
+    def serve(self, listening: socket, template: str | None, *, signals: bool = True) -> None:
+        """Until a signal or a failure.
+
+        template  the chat template in the place of the tokenizer's
+        signals   as in `ptqpipe.server.run.run`
+        """
         options, service = self.options, self.service
         self.ranks.watch(service.fail)
-        name = options.name or name_of(Path(options.ckpt))
+        name, facts = options.name or name_of(Path(options.ckpt)), facts_of(options.ckpt)
+        self.log(heading(name, facts))
         hosts = host_names(options.host, options.allowed_hosts)
         server = ServerOptions((name,), self.context, hosts, options.api_key, options.max_body, template)
-        app = create_app(service, self.tokenizer, server, all_reduce=self.counts)
+        app = create_app(service, self.tokenizer, server, all_reduce=self.counts, details=lambda: _now(facts))
         service.start()
         try:
-            run(app, service, listening, host=options.host, drain_s=options.drain_s, log=self.log)
+            run(
+                app,
+                service,
+                listening,
+                host=options.host,
+                drain_s=options.drain_s,
+                log=self.log,
+                ready=lambda url: self._welcome(url, template),
+                access_log=options.access_log,
+                signals=signals,
+            )
         except PtqError as error:
             raise (self.cause if self.cause is not None and str(self.cause) == str(error) else error) from None
+        finally:
+            self.ranks.broken |= service.engine is None  # they load, too, and hear of the end by nothing else
+
+    def _welcome(self, url: str, template: str | None) -> None:
+        self.url = url
+        self.ready.set()
+        chats = (template or getattr(self.tokenizer, "chat_template", None)) is not None
+        for line in instructions(url, chats=chats, key=self.options.api_key is not None):
+            self.log(line)
 
 
 def follow_first(options: ServeOptions, place: Place) -> None:
@@ -200,6 +238,11 @@ def _engine(options: ServeOptions, runner: Runner, computes: Any, tokenizer: Any
     )
 
 
+def _now(facts: dict[str, Any]) -> dict[str, Any]:
+    """What is said of the model, with the memory of this process at this time."""
+    return {**facts, "resident_bytes": resident_bytes()[0]}
+
+
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     """What ends a sequence: the generation config's tokens, else the config's, and the tokenizer's."""
     found: set[int] = set()
@@ -211,11 +254,11 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
 
 
 def _summary(runner: Runner, ranks: int, threads: int, context: int) -> str:
-    """One line about what is served."""
+    """One line about what computes."""
     tokens = runner.blocks * runner.block_size
     cache = runner.blocks * runner.bytes_per_block
     kind = "FP8" if runner.scales else str(runner.dtype).removeprefix("torch.")
     return (
-        f"{type(runner.model).__name__}, {ranks} rank(s) of {threads} thread(s); context {context} tokens; kv cache "
-        f"{tokens} tokens in {kind}, {memory_size(cache)} per rank"
+        f"ranks: {ranks}, threads of each: {threads}; context: {context} tokens; KV cache: {tokens} tokens in {kind}, "
+        f"{memory_size(cache)} per rank"
     )

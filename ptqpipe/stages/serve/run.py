@@ -4,11 +4,15 @@ One process serves alone. Of several ranks the first has the engine and the serv
 started here (``ranks.py``) or by torchrun.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.stages.serve.checks import (
     check_address,
     check_checkpoint,
@@ -20,6 +24,9 @@ from ptqpipe.stages.serve.checks import (
     require_packages,
 )
 from ptqpipe.stages.serve.ranks import OtherRanks, Place
+
+if TYPE_CHECKING:
+    from ptqpipe.stages.serve.lead import Lead
 
 Log = Callable[[str], None]
 
@@ -60,6 +67,7 @@ class ServeOptions:
     max_body: int = 4 << 20
     chat_template: Path | None = None
     drain_s: float = 30.0
+    access_log: bool = False
 
     def __post_init__(self) -> None:
         for flag, value, least in (
@@ -93,22 +101,70 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], log: Log) -
     worker  the command that starts a further rank, which gets ``--rank-of HOST:PORT/RANK`` added
     """
     place.follow_parent()
+    _check(options, place)
+    if place.rank > 0:
+        from ptqpipe.stages.serve.lead import follow_first
+
+        follow_first(options, place)
+        return
+    with _prepared(options, place, worker, log) as (lead, listening, template):
+        lead.serve(listening, template)
+
+
+@contextmanager
+def serving(options: ServeOptions, *, log: Log) -> Iterator[str]:
+    """A service in threads of this process, of one rank, for as long as the context lasts; gives its URL.
+
+    ``log`` hears of the loading alone. Raises what `serve` does.
+    """
+    _check(options, Place())
+    loading, failed = threading.Event(), []
+    with _prepared(options, Place(), [], lambda line: None if loading.is_set() else log(line)) as prepared:
+        lead, listening, template = prepared
+
+        def main() -> None:
+            try:
+                lead.serve(listening, template, signals=False)
+            except PtqError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=main, name="ptqpipe-server", daemon=True)
+        thread.start()
+        try:
+            while thread.is_alive() and not lead.ready.wait(0.05):
+                pass
+            loading.set()
+            if lead.ready.is_set():
+                yield lead.url
+        finally:
+            lead.service.stop()
+            thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _check(options: ServeOptions, place: Place) -> None:
+    """UsageError for what is missing, before anything is imported that takes long."""
     require_packages()
     check_place(options.ckpt, options.device, place)
     from ptqpipe.runtime.memory import use_one_arena
 
     use_one_arena()
+
+
+@contextmanager
+def _prepared(
+    options: ServeOptions, place: Place, worker: list[str], log: Log
+) -> Iterator[tuple["Lead", socket, str | None]]:
+    """The first rank, ready to load, its socket and the chat template; the other ranks run meanwhile."""
     from ptqpipe.runtime.loading import load_tokenizer
     from ptqpipe.server.run import bind
-    from ptqpipe.stages.serve.lead import Lead, follow_first
+    from ptqpipe.stages.serve.lead import Lead
 
-    if place.rank > 0:
-        follow_first(options, place)
-        return
     listening = bind(options.host, options.port)
     check_sums(options.allreduce)
     template = read_template(options.chat_template)
     check_checkpoint(options.ckpt, tp=place.size, packed=options.packed)
     tokenizer, context = load_tokenizer(Path(options.ckpt)), context_of(options.ckpt, options.max_len)
     with OtherRanks.start(place, worker) as ranks:
-        Lead(options, ranks, tokenizer, context, log).serve(listening, template)
+        yield Lead(options, ranks, tokenizer, context, log), listening, template

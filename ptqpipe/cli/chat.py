@@ -1,0 +1,67 @@
+"""The command that talks with a checkpoint, or with a service, in the terminal."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import TypeVar
+
+import click
+
+from ptqpipe.cli.common import Given, command
+from ptqpipe.cli.serve import serve
+from ptqpipe.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_OF_SERVE = ("api_key", "chat_template", "max_model_len", "dtype", "device", "threads")
+
+
+def _options_of_serve(function: F) -> F:
+    """Adds those options of ``ptqpipe serve`` that this command has, too."""
+    shared = [option for option in serve.params if option.name in _OF_SERVE]
+    function.__dict__["__click_params__"] = [*shared, *function.__dict__.get("__click_params__", [])]
+    return function
+
+
+@command(example="ptqpipe chat CKPT")
+@click.argument("ckpt", required=False)
+@click.option("--url", metavar="URL", help="Talk with a running service of OpenAI's API instead of loading CKPT.")
+@click.option("--system", default="", metavar="TEXT", help="System prompt.  [default: none]")
+@click.option("--temperature", type=float, default=0.7, show_default=True, help="Randomness of the answers, 0 to 2.")
+@click.option(
+    "--top-p", type=float, metavar="P", help="Sum of the probabilities of the tokens drawn from.  [default: 1]"
+)
+@click.option("--max-tokens", type=int, metavar="N", help="Most tokens of an answer.  [default: as fit the context]")
+@click.option("--seed", type=int, metavar="N", help="Seed of the answers' randomness.  [default: a random one]")
+@_options_of_serve
+def chat(given: Given) -> None:
+    """Talk with a checkpoint in the terminal.
+
+    CKPT is loaded as `ptqpipe serve` does. Through a pipe, standard input is one question and standard output its
+    answer. /help lists what can be typed beside messages.
+    """
+    if (given.ckpt is None) == (given.url is None):
+        raise UsageError("name a checkpoint to load, or the --url of a running service: one of them")
+    from ptqpipe.stages.serve.chat import Chat, Talk, answer_once
+
+    sampling = {name: getattr(given, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
+    with ExitStack() as stack:
+        url = stack.enter_context(_served(given)) if given.url is None else given.url
+        talk = Chat(url, api_key=given.api_key, sampling=sampling, system=given.system)
+        if sys.stdin.isatty():
+            Talk(talk, say=_say, note=lambda line: click.secho(line, dim=True, err=True)).run()
+        else:
+            answer_once(talk, sys.stdin.read(), _say)
+
+
+def _served(given: Given) -> AbstractContextManager[str]:
+    """A service of the checkpoint for this talk alone, on a free port of this machine; its URL."""
+    from ptqpipe.stages.serve.run import ServeOptions, serving
+
+    options = given.into(ServeOptions, port=0, max_len=given.max_model_len, max_seqs=1)
+    shown = sys.stderr.isatty()
+    return serving(options, log=lambda line: click.secho(line, dim=True, err=True) if shown else None)
+
+
+def _say(piece: str) -> None:
+    click.echo(piece, nl=False)

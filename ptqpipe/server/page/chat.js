@@ -1,0 +1,204 @@
+const $ = id => document.getElementById(id);
+const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "seed"], STORE = "ptqpipe-chat";
+const SAMPLES = {
+  true: ["Explain in three sentences what quantization of a neural network is.", "Write a Python function that reverses a string.",
+         "Compare tea and coffee in a table.", "Write a short poem about memory."],
+  false: ["Once upon a time", "The capital of France is", "def fibonacci(n):\n", "To make a good cup of tea, you"],
+};
+let chats = true, context = 0, model = null, turns = [], running = null;
+
+function fill(box, text, role) {
+  const marked = chats && role === "assistant";
+  box.className = marked ? "text" : "plain";
+  box.replaceChildren(marked ? blocks(text.split("\n")) : text);
+}
+
+// What is said so far, drawn anew: a turn has its text, what may be done with it, and what it took.
+function draw() {
+  $("empty").hidden = turns.length > 0;
+  $("clear").hidden = turns.length === 0;
+  $("log").replaceChildren(...turns.map((turn, at) => {
+    const body = make("div");
+    fill(body, turn.content, turn.failed ? "" : turn.role);
+    const foot = make("div", {className: "foot"}, ...(turn.note ? [make("small", {textContent: turn.note})] : []));
+    if (turn.content) foot.append(copier(() => turn.content));
+    if (turn.role === "user") foot.append(button("Edit", () => edit(at)));
+    else if (at === turns.length - 1) foot.append(button("Regenerate", () => { turns.pop(); answer(); }));
+    return make("article", {className: "turn " + (turn.failed ? "error " : "") + turn.role}, body, foot);
+  }));
+  bottom();
+}
+
+function bottom() { document.querySelector("main").scrollTop = document.querySelector("main").scrollHeight; }
+
+function edit(at) {
+  if (running) return;
+  $("input").value = turns[at].content;
+  turns = turns.slice(0, at);
+  keep();
+  draw();
+  $("input").focus();
+}
+
+function keep() {
+  const settings = Object.fromEntries(SETTINGS.map(id => [id, $(id).value]));
+  try { localStorage.setItem(STORE, JSON.stringify({model, turns, settings})); } catch { /* storage is off or full */ }
+}
+
+function recall() {
+  try {
+    const found = JSON.parse(localStorage.getItem(STORE));
+    for (const id of SETTINGS) $(id).value = found.settings[id] ?? $(id).value;
+    if (found.model === model && !turns.length) turns = found.turns;
+  } catch { /* nothing was kept */ }
+}
+
+function headers() {
+  const found = {"Content-Type": "application/json"};
+  if ($("key").value) found.Authorization = "Bearer " + $("key").value;
+  return found;
+}
+
+async function problem(response) {
+  if (response.status === 401) { $("needs_key").hidden = false; $("settings").open = true; $("key").focus(); }
+  try { return (await response.json()).error.message; } catch { return "HTTP " + response.status; }
+}
+
+const size = (bytes, base, units) => {
+  let at = 0;
+  for (; bytes >= base && at < units.length - 1; at += 1) bytes /= base;
+  return bytes.toFixed(bytes < 9.995 && at ? 2 : bytes < 99.95 && at ? 1 : 0) + " " + units[at];
+};
+
+function facts(found) {
+  const d = found.details ?? {};
+  return [
+    d.architecture, d.formats?.join(" + "),
+    d.bits_per_weight && `${d.bits_per_weight.toFixed(2)} bits per quantized weight`,
+    d.weights_bytes && size(d.weights_bytes, 1000, ["B", "kB", "MB", "GB", "TB"]) + " on disk",
+    d.resident_bytes && size(d.resident_bytes, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]) + " of memory",
+    `context ${found.max_model_len} tokens`, d.instruction_set && d.instruction_set !== "none" && d.instruction_set.toUpperCase(),
+    !chats && "no chat template: continues your text",
+  ].filter(Boolean);
+}
+
+async function look() {
+  try {
+    const response = await fetch("v1/models", {headers: headers()});
+    if (!response.ok) { $("name").textContent = $("model").textContent = await problem(response); return; }
+    const found = (await response.json()).data[0];
+    model = found.id; chats = found.chat ?? true; context = found.max_model_len;
+    $("name").textContent = model;
+    $("model").textContent = [model, found.details?.formats?.[0]].filter(Boolean).join(" · ");
+    $("model").title = facts(found).join(", ");
+    $("facts").replaceChildren(...facts(found).map(text => make("span", {textContent: text})));
+    $("samples").replaceChildren(...SAMPLES[chats].map(text => make("button", {type: "button", textContent: text, onclick: () => ask(text)})));
+    $("has_system").hidden = !chats;
+    recall();
+    draw();
+  } catch (error) { $("name").textContent = $("model").textContent = "no answer from the server"; }
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data: ")) continue;
+      if (line === "data: [DONE]") return;
+      yield JSON.parse(line.slice(6));
+    }
+  }
+}
+
+// Without a number a chat may fill the context, a completion is OpenAI's 16 tokens: ask for what fits for certain, since
+// a text has no more tokens than UTF-8 bytes, some at its ends aside.
+function fits(text) {
+  const room = context - new TextEncoder().encode(text).length - 8;
+  return chats || room < 1 ? undefined : room;
+}
+
+function body() {
+  const number = id => $(id).value === "" ? undefined : Number($(id).value);
+  const said = turns.map(({role, content}) => ({role, content})), text = turns.at(-1).content;
+  const system = $("system").value.trim() ? [{role: "system", content: $("system").value}] : [];
+  const shared = {stream: true, stream_options: {include_usage: true}, temperature: number("temperature"),
+                  top_p: number("top_p"), max_tokens: number("max_tokens") ?? fits(text), seed: number("seed")};
+  return chats ? {...shared, messages: [...system, ...said]} : {...shared, prompt: text};
+}
+
+function meter(began, first, tokens) {
+  const now = performance.now();
+  $("speed").hidden = false;
+  $("first").textContent = first ? Math.round(first - began) + " ms" : "–";
+  $("count").textContent = tokens;
+  if (tokens > 1 && now > first) $("rate").textContent = ((tokens - 1) / (now - first) * 1000).toFixed(1);
+}
+
+function ask(text) {
+  if (running) return;
+  if (turns.at(-1)?.failed) turns = turns.slice(0, -2);
+  turns.push({role: "user", content: text});
+  answer();
+}
+
+// Asks for the next turn and shows it as it comes; what was stopped counts, what failed is shown and forgotten.
+async function answer() {
+  const control = running = new AbortController(), asked = body(), turn = {role: "assistant", content: ""};
+  turns.push(turn);
+  draw();
+  const box = $("log").lastElementChild.firstElementChild, began = performance.now();
+  $("send").textContent = "Stop";
+  let first = 0, tokens = 0, usage = null, drawn = true;
+  const redraw = () => { drawn = true; if (running === control) { fill(box, turn.content, "assistant"); bottom(); } };
+  try {
+    const response = await fetch(chats ? "v1/chat/completions" : "v1/completions",
+      {method: "POST", headers: headers(), body: JSON.stringify(asked), signal: control.signal});
+    if (!response.ok) throw new Error(await problem(response));
+    for await (const event of events(response)) {
+      if (event.error) throw new Error(event.error.message);
+      if (event.usage) usage = event.usage;
+      const choice = event.choices[0], piece = chats ? choice?.delta.content : choice?.text;
+      if (!piece) continue;
+      first ||= performance.now();
+      tokens += 1;
+      turn.content += piece;
+      meter(began, first, tokens);
+      if (drawn) { drawn = false; requestAnimationFrame(redraw); }
+    }
+  } catch (error) { if (error.name !== "AbortError") { turn.failed = true; turn.content += (turn.content ? "\n" : "") + error.message; } }
+  if (usage) meter(began, first, usage.completion_tokens);
+  const what = usage ? `${usage.prompt_tokens} + ${usage.completion_tokens} tokens` : "stopped";
+  if (!turn.failed) turn.note = `${what}, ${((performance.now() - began) / 1000).toFixed(2)} s`;
+  if (running !== control) return;
+  running = null;
+  $("send").textContent = "Send";
+  keep();
+  draw();
+}
+
+$("form").addEventListener("submit", event => {
+  event.preventDefault();
+  if (running) { running.abort(); return; }
+  const text = $("input").value;
+  if (!text.trim()) return;
+  $("input").value = "";
+  ask(text);
+});
+$("input").addEventListener("keydown", event => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("form").requestSubmit(); }
+});
+$("clear").addEventListener("click", () => {
+  running?.abort();
+  running = null; turns = [];
+  $("send").textContent = "Send"; $("speed").hidden = true;
+  keep();
+  draw();
+});
+$("key").addEventListener("change", look);
+$("settings").addEventListener("change", keep);
+look();

@@ -1,0 +1,65 @@
+"""What a service says about its model: numbers for the chat page, and the first lines of its log."""
+
+import json
+import shlex
+from collections import Counter
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ptqpipe.containers import part_bytes
+from ptqpipe.kernels import cpu
+from ptqpipe.quantities import disk_size
+from ptqpipe.source import Source
+
+_SHOWN = 3  # formats of a model with many
+
+
+def facts_of(ckpt: str) -> dict[str, Any]:
+    """What the headers of a checkpoint say of its weights.
+
+    architecture     the class that config.json names, "" if it names none
+    formats          formats of the weights, at most three, that of the most weights first
+    bits_per_weight  of the quantized weights, scales included; None for a plain checkpoint
+    weights_bytes    of all weights as they are stored
+    instruction_set  that the compiled CPU kernels use, "none" without them
+    """
+    with Source.open(Path(ckpt)) as source:
+        formats: Counter[str] = Counter()
+        for name, (dtype, shape) in source.tensors.items():
+            stored = source.stored.get(name)
+            formats[dtype.lower() if stored is None else stored.scheme.name] += prod(shape)
+        quantized = sum(prod(source.tensors[name][1]) for name in source.stored)
+        nbytes = sum(part_bytes(part) for stored in source.stored.values() for part in stored.parts)
+        return {
+            "architecture": (source.reader.config.get("architectures") or [""])[0],
+            "formats": [name for name, _ in formats.most_common(_SHOWN)],
+            "bits_per_weight": round(8 * nbytes / quantized, 3) if quantized else None,
+            "weights_bytes": sum(entry.nbytes for entry in source.reader.entries.values()),
+            "instruction_set": cpu.isa(),
+        }
+
+
+def heading(name: str, facts: dict[str, Any]) -> str:
+    """What is served, as a line."""
+    bits = facts["bits_per_weight"]
+    parts = [facts["architecture"], " + ".join(facts["formats"]), disk_size(facts["weights_bytes"])]
+    parts += [] if bits is None else [f"{bits:.2f} bits per quantized weight"]
+    return f"serving {name}: {', '.join(part for part in parts if part)}"
+
+
+def instructions(url: str, *, chats: bool, key: bool) -> list[str]:
+    """What to do with a service that is ready: lines for its log.
+
+    chats  whether there is a chat template
+    key    whether clients need an API key
+    """
+    asked = (
+        {"messages": [{"role": "user", "content": "Hello"}]}
+        if chats
+        else {"prompt": "Once upon a time", "max_tokens": 64}
+    )
+    path = "chat/completions" if chats else "completions"
+    words = ["curl", f"{url}/v1/{path}", "-H", "content-type: application/json", "-d", json.dumps(asked)]
+    header = ' -H "authorization: Bearer $PTQPIPE_API_KEY"' if key else ""
+    return [f"  API reference: {url}/docs", f"  try: {shlex.join(words)}{header}", "  stop: Ctrl-C"]
