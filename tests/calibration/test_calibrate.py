@@ -242,6 +242,7 @@ def test_samples_on_disk_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest
     assert {p.name for p in tmp_path.iterdir()} == {"llama", "data.jsonl", "stats", "small"}
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_killed_run_continues_to_the_same_statistics(tmp_path: Path) -> None:
     whole = run(tmp_path)
     data = tmp_path / "data.jsonl"
@@ -300,6 +301,7 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.usefixtures("forks")
 def test_two_processes_give_the_statistics_of_one(kind: str, tmp_path: Path) -> None:
     one = run(tmp_path, kind, samples=8, holdout=3)
     out = tmp_path / "two"
