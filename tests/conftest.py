@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import template
+from tests import quick_disk, template
 
 # Before any test imports huggingface_hub or transformers, which read it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+quick_disk.install()  # before ptqpipe is imported
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
