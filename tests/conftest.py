@@ -2,13 +2,17 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import quick_disk, template
+
 # Before any test imports huggingface_hub or transformers, which read it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+quick_disk.install()  # before ptqpipe is imported
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -35,6 +39,23 @@ def shared_dir() -> Path:
     if not path.is_dir():
         pytest.skip(f"no shared assets at {path} (PTQPIPE_SHARED names another place)")
     return path
+
+
+@pytest.fixture(scope="session")
+def template_of_forks() -> Callable[..., None]:
+    """What starts processes by forks of one that has the libraries, which is started for this."""
+    return template.begin()
+
+
+@pytest.fixture
+def forks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the test starts this interpreter, it gets a fork with the libraries imported: 1 s of a core, not 3 to 8.
+
+    Not for claims about what a process imports, how much memory it takes, or an end while it starts; nor where a test
+    is marked ``interpreter``.
+    """
+    if request.node.get_closest_marker("interpreter") is None:
+        monkeypatch.setattr(subprocess.Popen, "_execute_child", request.getfixturevalue("template_of_forks"))
 
 
 @pytest.fixture(autouse=True)

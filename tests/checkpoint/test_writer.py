@@ -319,6 +319,7 @@ def test_writes_outside_a_tensor_or_of_another_dtype_are_bugs(out: Path) -> None
         writer.write("a.0", b"x")
 
 
+@pytest.mark.usefixtures("forks")
 def test_two_processes_cannot_write_one_output(out: Path, source: Path) -> None:
     with open_writer(out):
         for mode in ("new", "resume", "overwrite"):

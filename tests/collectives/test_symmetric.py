@@ -34,6 +34,7 @@ def run(arguments: list[str], environment: dict[str, str], *, timeout: int) -> s
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_the_kernel_gives_the_references_bits_on_every_rank_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
@@ -51,6 +52,7 @@ def test_ranks_on_streams_of_one_device_get_the_references_bits() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.usefixtures("forks")
 def test_without_a_device_the_check_says_so_in_one_line_and_fails() -> None:
     done = run([str(CHECK)], {"TRITON_INTERPRET": "0"}, timeout=120)
     assert done.returncode != 0

@@ -32,6 +32,7 @@ def run_cases(environment: dict[str, str], *, timeout: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_the_kernels_equal_the_reference_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     run_cases({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=600)
@@ -93,6 +94,7 @@ print(ptx(triton_rows.amax_kernel, {"highest": "*i32", "w": "*bf16", "count": "i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "formats"), [(90, ["nvfp4", "mxfp8"]), (100, ["mxfp4"])])
+@pytest.mark.usefixtures("forks")
 def test_the_compiled_kernels_round_every_float32_operation(
     capability: int, formats: list[str], tmp_path: Path
 ) -> None:
@@ -148,6 +150,7 @@ print(triton.available(), triton.block_quantize(torch.ones(1, 32), triton_format
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.usefixtures("forks")
 def test_without_a_device_nothing_is_offered() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     code = """

@@ -42,6 +42,7 @@ def run_cases(environment: dict[str, str], *, timeout: int) -> None:
     run(["-m", "pytest", *options, str(CASES)], environment, timeout=timeout)
 
 
+@pytest.mark.usefixtures("forks")
 def test_the_products_are_those_of_the_decoded_weights_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     run_cases({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=600)
@@ -103,6 +104,7 @@ show(triton_products.parts_kernel, types, dict(PARTS=3, FACTOR=2, BIAS=True, LAN
 @pytest.mark.parametrize(
     ("capability", "formats"), [(80, ["nvfp4", "fp8_channel"]), (90, ["mxfp8", "fp8_block"]), (100, ["nvfp4"])]
 )
+@pytest.mark.usefixtures("forks")
 def test_the_compiled_kernels_keep_subnormals_and_use_tensor_cores(
     capability: int, formats: list[str], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ OPTIONS = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_the_phases_equal_the_reference_and_the_barrier_counts_under_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     run(OPTIONS, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=300)

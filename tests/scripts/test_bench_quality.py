@@ -160,6 +160,7 @@ def test_the_readme_shows_the_best_of_each_row_of_the_results(modules: Any) -> N
     assert shown == [*wanted["any"], *wanted["no"]]
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_warm_process_answers_every_job_and_says_why_one_failed(modules: Any, tmp_path: Path) -> None:
     jobs = [["--version"], ["inspect", str(tmp_path / "missing")], ["inspect", str(DEMO)]]
     command = [sys.executable, str(SCRIPTS / "quality_warm.py"), "ptqpipe", "60"]
@@ -176,6 +177,7 @@ def test_a_warm_process_answers_every_job_and_says_why_one_failed(modules: Any, 
 
 @pytest.mark.shared
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_a_second_run_makes_only_what_is_missing(modules: Any, shared_dir: Path, tmp_path: Path) -> None:
     script = SCRIPTS / "bench_quality.py"
     command = [sys.executable, str(script), "--shared", str(shared_dir), "--scratch", str(tmp_path / "scratch")]

@@ -23,6 +23,7 @@ from tests.server.test_api import text
 
 BODY = {"prompt": PROMPTS[2], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 START_S = 90
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ def test_sigterm_finishes_what_is_under_way_and_exits_with_0(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.interpreter
 def test_two_ranks_say_what_one_says_and_end_together(tmp_path: Path) -> None:
     with started(tmp_path, "--tp", "2") as service:
         ranks = service.ranks()
@@ -253,6 +255,7 @@ def test_a_rank_that_does_not_answer_ends_the_service_with_its_name(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("after_s", [0.0, 0.5, 2.0])
 def test_ranks_end_when_the_first_one_is_killed_while_they_start(tmp_path: Path, after_s: float) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DEMO.parents[1])}

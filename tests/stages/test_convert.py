@@ -323,6 +323,7 @@ def killed(model: Path, runs: list[tuple[Path, int]]) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_run_killed_at_twenty_random_points_resumes_to_the_same_bytes(model: Path, tmp_path: Path) -> None:
     (_, calls), ended = killed(model, [(tmp_path / "whole", 10**9)])
     assert ended == ["ended", "0"]
@@ -340,6 +341,7 @@ def test_a_run_killed_at_twenty_random_points_resumes_to_the_same_bytes(model: P
         assert partials(out.parent) == []
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_resume_with_another_recipe_or_a_changed_source_is_refused(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert killed(model, [(out, 40)]) == [["ended", "-9"]]
@@ -374,7 +376,8 @@ def torchrun(*args: object, world: int, **env: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.interpreter), 4])
+@pytest.mark.usefixtures("forks")
 def test_several_processes_write_the_same_bytes_as_one(model: Path, tmp_path: Path, world: int) -> None:
     want = tiny.bytes_of(ptqpipe.convert(model, out=tmp_path / "one", shard_bytes=60_000).out)
     run = torchrun("convert", model, "-o", tmp_path / "many", "--shard-size", "60000", world=world)
@@ -383,6 +386,7 @@ def test_several_processes_write_the_same_bytes_as_one(model: Path, tmp_path: Pa
     assert run.stdout.count("Done: ") == 1  # one rank speaks
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_rank_that_fails_fails_the_run_which_resumes(tmp_path: Path) -> None:
     tensors = tiny.llama(layers=3)
     good = tiny.save(tmp_path / "m", tensors)
@@ -427,6 +431,7 @@ main()
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_interrupt_ends_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     model = tiny.save(tmp_path / "m", tiny.llama(layers=6))
     want = tiny.bytes_of(ptqpipe.convert(model, out=tmp_path / "whole", workers=1).out)
@@ -463,6 +468,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("args", "words"), [(case[1], case[2]) for case in BAD], ids=[case[0] for case in BAD])
+@pytest.mark.usefixtures("forks")
 def test_bad_calls_are_one_line_and_a_non_zero_exit(
     model: Path, tmp_path: Path, args: dict[str, Any], words: str
 ) -> None:
@@ -475,6 +481,7 @@ def test_bad_calls_are_one_line_and_a_non_zero_exit(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("forks")
 def test_resuming_what_was_never_begun_starts_it_and_says_so(model: Path, tmp_path: Path) -> None:
     """A loop that always gives --resume needs no other call for its first round."""
     out = tmp_path / "out"
@@ -501,6 +508,7 @@ def test_a_truncated_shard_is_one_line_before_anything_is_written(model: Path, t
     assert partials(tmp_path) == []
 
 
+@pytest.mark.usefixtures("forks")
 def test_json_output_is_json_alone(model: Path, tmp_path: Path) -> None:
     dry = run_cli("convert", model, "-o", tmp_path / "out", "--dry-run", "--json")
     plan = json.loads(dry.stdout)

@@ -18,6 +18,7 @@ from tests.algorithms.inputs import inputs_of_llama, write_statistics
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
 RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ptqpipe"]
+pytestmark = pytest.mark.usefixtures("forks")
 
 # Kills this process, hard, when it has done its third unit.
 KILLED = """

@@ -530,6 +530,7 @@ def test_verify_with_statistics_finds_codes_that_do_not_follow_from_them(
     assert any("is not what the checkpoint was made with" in fault.message for fault in faults)
 
 
+@pytest.mark.usefixtures("forks")
 def test_python_and_the_command_line_do_the_same_with_statistics(model: Path, stats: Path, tmp_path: Path) -> None:
     done = ptqpipe.convert(model, stats=stats, low_rank=2, container="ptqpipe", out=tmp_path / "python", workers=1)
     command = [sys.executable, "-m", "ptqpipe", "convert", str(model), "--stats", str(stats), "--low-rank", "2"]

@@ -273,14 +273,6 @@ MUTATORS: list[Mutation] = [
 # --- what is claimed -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of conversions without waiting for the disk; whether they wait is claimed in tests/checkpoint."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr("ptqpipe.checkpoint.writer.fdatasync", lambda fd: None)
-    monkeypatch.setattr("ptqpipe.checkpoint.journal.fdatasync", lambda fd: None)
-
-
 def tensors_of(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
     """Every tensor of the weight files of a folder, as the safetensors library sees them."""
     found = {}

@@ -182,6 +182,7 @@ def test_stacks_of_experts_have_stacks_of_factors(transposed: bool, tmp_path: Pa
     assert float((floats - tensors[name].float()).square().sum()) < float(tensors[name].float().square().sum()) / 100
 
 
+@pytest.mark.usefixtures("forks")
 def test_machines_and_interruptions_change_no_byte(model: Path, stats: Path, tmp_path: Path) -> None:
     options = ["--recipe", str(RECIPE), "--stats", str(stats), "-q"]
     run(model, tmp_path / "one", stats=stats, recipe=RECIPE, machine=Machine(workers=1))

@@ -363,6 +363,7 @@ def cli(*args: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.usefixtures("forks")
 def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     options = TransformOptions("rotate", block=16, shard_bytes=60_000)
@@ -375,6 +376,7 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
     assert tiny.bytes_of(tmp_path / "many") == want
 
 
+@pytest.mark.usefixtures("forks")
 def test_the_command_says_what_it_did_or_one_line(tmp_path: Path) -> None:
     model = tiny.save(tmp_path / "model", tiny.llama())
     done = cli(model, "--apply", "r2", "--json", "-o", tmp_path / "out")

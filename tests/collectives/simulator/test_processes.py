@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from ptqpipe.collectives.simulator.codecs import get_rounding
@@ -18,6 +19,7 @@ RANK = """
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -63,6 +65,7 @@ def expected(scheme: str, ranks: int, codec: str, block: int, rotate: int) -> to
     return reduced(case, partials, start=0, elements=ELEMENTS, node=2).bfloat16()
 
 
+@pytest.mark.usefixtures("forks")
 def test_processes_hold_the_bits_of_the_simulated_two_shot(tmp_path: Path) -> None:
     ranks = 3
     cases = {f"{codec}:{block}:{rotate}:2": (codec, block, rotate) for codec, block, rotate in CASES}
@@ -73,6 +76,7 @@ def test_processes_hold_the_bits_of_the_simulated_two_shot(tmp_path: Path) -> No
             assert torch.equal(found, expected("two-shot", ranks, *case)), (name, rank)
 
 
+@pytest.mark.usefixtures("forks")
 def test_processes_hold_the_bits_of_the_simulated_one_shot(tmp_path: Path) -> None:
     run_ranks(tmp_path, 2, ["int8:64:0:1"])
     for rank in range(2):
