@@ -1,6 +1,7 @@
 """convert --data and its kin: the stages of one run give what the commands one by one give, wherever it is stopped."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -344,3 +345,17 @@ def test_every_reader_runs_formats_that_its_containers_can_store() -> None:
 
 def test_the_docs_have_the_table_of_qualities() -> None:
     assert markdown() in (Path(ptqpipe.__file__).parents[1] / "docs" / "calibration.md").read_text()
+
+
+def test_plan_chooses_among_what_the_reader_runs_and_warns_of_what_it_gets_wrong(model: Path, tmp_path: Path) -> None:
+    ran("plan", model, "--budget", "6bits", "--for", "sglang", "-o", tmp_path / "a.yaml")
+    text = (tmp_path / "a.yaml").read_text()
+    assert "container: compressed_tensors" in text
+    assert set(re.findall(r"format: (\w+)", text)) <= {"nvfp4", "fp8_dynamic", "keep"}
+    ran("convert", model, "--recipe", tmp_path / "a.yaml", "--for", "sglang", "-o", tmp_path / "out")
+    words = ("plan", model, "--budget", "6bits", "-o", tmp_path / "b.yaml")
+    told = ran(*words, "--formats", "mxfp4a16,fp8")
+    assert "warning: vLLM 0.32 quantizes the activations of mxfp4a16" in told
+    refused = CliRunner().invoke(main, [*map(str, words), "--formats", "mxfp4a16,fp8", "--for", "vllm"])
+    assert refused.exit_code == 2
+    assert "vllm does not run mxfp4a16" in refused.output
