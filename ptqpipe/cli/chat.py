@@ -26,7 +26,7 @@ def _options_of_serve(function: F) -> F:
 @command(example="ptqpipe chat CKPT")
 @click.argument("ckpt", required=False)
 @click.option("--url", metavar="URL", help="Talk with a running service of OpenAI's API instead of loading CKPT.")
-@click.option("--system", default="", metavar="TEXT", help="System prompt.  [default: none]")
+@click.option("--system", default="", metavar="TEXT", help="System prompt, for all answers.  [default: none]")
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="Randomness of the answers, 0 to 2.")
 @click.option(
     "--top-p", type=float, metavar="P", help="Sum of the probabilities of the tokens drawn from.  [default: 1]"

@@ -115,7 +115,7 @@ def serve(options: ServeOptions, place: Place, *, worker: list[str], log: Log) -
 def serving(options: ServeOptions, *, log: Log) -> Iterator[str]:
     """A service in threads of this process, of one rank, for as long as the context lasts; gives its URL.
 
-    ``log`` hears of the loading alone. Raises what `serve` does.
+    ``log`` hears of the loading alone, not of what comes after. Raises what `serve` does.
     """
     _check(options, Place())
     loading, failed = threading.Event(), []
