@@ -56,7 +56,8 @@ def card(source: Source, record: Mapping[str, Any], *, nbytes: int, warnings: Se
     what = _kind(record, formats)
     lines = [f"# {_code(_name(source, record))}, {what}", ""]
     lines += [_BEGIN, _END, "", *_facts(source, record, nbytes, formats, plain=plain), "", *_made(record), ""]
-    return f"---\n{head}---\n\n{chr(10).join(lines + _use(record, warnings, plain=plain))}\n".encode()
+    return f"---\n{head}---\n\n{chr(10).join(lines + _use(record, warnings, plain=plain))}\n".encode(
+        "utf-8", errors="replace")  # fmt: skip
 
 
 def front_matter(path: Path) -> dict[str, Any]:
@@ -98,7 +99,10 @@ def write_quality(ckpt: Path, result: Mapping[str, Any]) -> bool:
     path, found = ckpt / CARD, verdict(result)
     if found is None or not is_ours(path):
         return False
-    text = read_regular(path, limit=_LARGEST_CARD).decode("utf-8", errors="replace")
+    try:
+        text = read_regular(path, limit=_LARGEST_CARD).decode("utf-8")
+    except UnicodeDecodeError:  # to write it would change what a person put there
+        return False
     baseline = result.get("baseline") or {}
     name = baseline.get("name") if isinstance(baseline, Mapping) else baseline
     rows = "".join(
@@ -151,7 +155,8 @@ def hub_name(path: Path) -> str | None:
     snapshots, repository = path.absolute().parent, path.absolute().parent.parent.name
     if snapshots.name != "snapshots" or not repository.startswith("models--"):
         return None
-    return repository.removeprefix("models--").replace("--", "/")
+    name = repository.removeprefix("models--").replace("--", "/")
+    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) else None
 
 
 def _code(text: object) -> str:
@@ -215,21 +220,27 @@ def _data(record: Mapping[str, Any]) -> str:
         found = record.get(key)
         data = found.get("data") if isinstance(found, Mapping) else None
         if isinstance(data, Mapping):
-            names = ", ".join(_code(file.get("name")) for file in data.get("files") or ())
-            return f"{data.get('samples')} samples of {data.get('seqlen')} tokens of {names}"
+            files = [file for file in _list(data.get("files")) if isinstance(file, Mapping)]
+            names = ", ".join(_code(file.get("name")) for file in files)
+            return _words(f"{data.get('samples')} samples of {data.get('seqlen')} tokens") + f" of {names}"
     return ""
+
+
+def _list(value: Any) -> list[Any]:
+    """A list of a record that was read from a file, which may hold anything."""
+    return value if isinstance(value, list) else []
 
 
 def _made(record: Mapping[str, Any]) -> list[str]:
     """The command that made it, and the rules of its recipe."""
-    recipe = record.get("recipe") or (record.get("converted_as") or {}).get("recipe")
+    former = record.get("converted_as")
+    recipe = record.get("recipe") or (former.get("recipe") if isinstance(former, Mapping) else None)
     if not isinstance(recipe, Mapping):
         decoded = "dequantized_from" in record
         command = f"dequantize CKPT --dtype {record.get('dtype')}" if decoded else "transform MODEL"
-        applied = record.get("transforms")
-        names = [str(one.get("name", one)) if isinstance(one, Mapping) else str(one) for one in applied or ()]
+        names = [one_line(str(name), limit=40) for name in _list(record.get("transforms"))]
         return ["Made by", "", f"    ptqpipe {command}" + (f" --apply {','.join(names)}" if names else "")]
-    rules = [rule for rule in recipe.get("rules", ()) if isinstance(rule, Mapping)]
+    rules = [rule for rule in _list(recipe.get("rules")) if isinstance(rule, Mapping)]
     one = rules[0] if len(rules) == 1 and rules[0].get("match") == "*" else None
     how = "--recipe FILE" if one is None else f"--format {one.get('scheme')}"
     given = "".join(f" --{option} DIR" for key, option in _FOLDERS.items() if isinstance(record.get(key), Mapping))
@@ -244,7 +255,11 @@ def _rule(rule: Mapping[str, Any]) -> str:
     shown = {key: value for key, value in rule.items() if key not in ("match", "scheme")}
     if not shown.get("low_rank"):
         shown = {key: value for key, value in shown.items() if not key.startswith("low_rank")}
-    return ", ".join([_code(rule.get("scheme")), *(f"{key.replace('_', ' ')} {value}" for key, value in shown.items())])
+    return ", ".join([_code(rule.get("scheme")), *(_words(f"{key} {value}") for key, value in shown.items())])
+
+
+def _words(text: str) -> str:
+    return one_line(text, limit=80).replace("_", " ")
 
 
 def _use(record: Mapping[str, Any], warnings: Sequence[str], *, plain: bool) -> list[str]:
