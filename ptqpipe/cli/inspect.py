@@ -39,6 +39,7 @@ def verify(given: Given) -> None:
         statistics=given.stats,
         optimal=given.optimal,
         all_blocks=given.all_blocks,
+        progress=sys.stderr.isatty() and not given.as_json,
     )
     click.echo(json.dumps(to_json(report)) if given.as_json else render(report))
     sys.exit(1 if report.faults else 0)

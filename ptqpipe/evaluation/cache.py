@@ -50,13 +50,11 @@ class CachedLogits:
         self, windows: Sequence[Window], tokens: torch.Tensor, *, on_batch: Callable[[int], None] | None = None
     ) -> None:
         """Computes what is missing, and lets go of the model."""
-        done = 0
         for batch in batches(windows, vocabulary=self.vocabulary):
             if self._read(batch) is None:
                 self._write(batch, self._compute(batch, tokens))
-            done += sum(window.scored for window in batch)
             if on_batch is not None:
-                on_batch(done)
+                on_batch(sum(window.scored for window in batch))
         self._model = None
 
     def _compute(self, batch: Sequence[Window], tokens: torch.Tensor) -> torch.Tensor:

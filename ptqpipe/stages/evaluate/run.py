@@ -30,7 +30,7 @@ from ptqpipe.runtime.loading import (
     positions_of,
     read_config,
 )
-from ptqpipe.stages.common import name_of, token_bar
+from ptqpipe.stages.common import counting_bar, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,21 +203,25 @@ def _reference(job: _Job, text: Text, path: Path, other: Callable[[], Any]) -> A
     )
     if store is None:
         return other()
-    with token_bar(len(text.tokens), shown=job.progress, label="baseline") as bar:
-        store.fill(job.windows(text), text.tokens, on_batch=lambda done: bar.update(done - bar.n))
+    with counting_bar(_scored(job, text), "tokens", shown=job.progress, title=f"source, {text.name}") as advance:
+        store.fill(job.windows(text), text.tokens, on_batch=lambda tokens: advance(tokens, ""))
     return store
 
 
 def _score(job: _Job, text: Text, model: Any, reference: Any) -> Scores:
-    with token_bar(len(text.tokens), shown=job.progress, label=text.name) as bar:
+    with counting_bar(_scored(job, text), "tokens", shown=job.progress, title=text.name) as advance:
         return score(
             model,
             text.tokens,
             window=job.window,
             stride=job.stride,
             reference=reference,
-            on_batch=lambda done: bar.update(done - bar.n),
+            on_batch=lambda tokens: advance(tokens, ""),
         )
+
+
+def _scored(job: _Job, text: Text) -> int:
+    return sum(window.scored for window in job.windows(text))
 
 
 def _run_id(path: Path) -> str | None:

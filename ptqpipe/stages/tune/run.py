@@ -9,8 +9,9 @@ layer will get. A killed run runs the finished layers again with their codes and
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import default_length, read_config
-from ptqpipe.stages.common import Job, Machine, compute_threads, name_of, peak_bytes, progress_bar, threads
+from ptqpipe.stages.common import Machine, compute_threads, counting_bar, name_of, peak_bytes, threads
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.tune.block import BlockWork, follow
@@ -77,8 +78,11 @@ def tune(
     options: TuneOptions | None = None,
     mode: Mode = "new",
     machine: Machine | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Finished:
     """Writes a folder of learned codes.
+
+    log  called with what is about to be done, before the model runs
 
     Raises UsageError for data or settings that do not fit the model, CheckpointError for a model that cannot be run,
     NumericsError for weights or activations that are not finite, OutputError for the folder.
@@ -115,6 +119,8 @@ def tune(
         }
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
         with folder, threads(machine.workers):
+            if log is not None:
+                log(_described(prepared, samples, options))
             _run(prepared, samples, folder, options, machine)
             content = _content(prepared, samples, options, folder)
             folder.finish(content)
@@ -124,19 +130,44 @@ def tune(
 def _run(prepared: Conversion, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine) -> None:
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
     runner = Runner.open(skeleton, samples.windows, device=machine.device, spill=folder.paths.partial)
-    steps = {name: Job(name, i, skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
+    count, done = len(runner.names), sum(name in folder.done for name in runner.names)
     streams: list[Activations] = []
     try:
         for _ in range(2):  # what float blocks return, what the tuned ones return
             disk = isinstance(runner.activations, OnDisk)
             streams.append(OnDisk(folder.paths.partial) if disk else InMemory())
-        with runner, progress_bar(list(steps.values()), shown=machine.progress) as advance:
+        with runner, counting_bar(count, "layers", shown=machine.progress, done=done) as advance:
             for block in runner.blocks():
-                _tune_block(block, prepared, runner, folder, options, wanted=streams[0], given=streams[1])
-                advance(steps[block.name])
+                layer = f"layer {block.index + 1} of {count}"
+                _tune_block(
+                    block,
+                    prepared,
+                    runner,
+                    folder,
+                    options,
+                    wanted=streams[0],
+                    given=streams[1],
+                    on_part=partial(_advance, advance, layer),
+                )
     finally:
         for stream in streams:
             stream.close()
+
+
+def _advance(advance: Callable[[float, str], None], layer: str, part: float, note: str) -> None:
+    """Moves the bar by a part of a layer, and says what of it is done."""
+    advance(part, f"{layer}, {note}")
+
+
+def _described(prepared: Conversion, samples: Samples, options: TuneOptions) -> str:
+    """The header: the model, the method, and the samples."""
+    units = prepared.outputs.plan.units
+    count, seqlen = samples.windows.shape
+    schemes = ", ".join(sorted({unit.scheme.name for unit in units}))
+    return (
+        f"{name_of(prepared.source.reader.path)} in {schemes}, {sum(len(unit.members) for unit in units)} weights, by "
+        f"{options.method}\n{count} samples of {seqlen} tokens (of {samples.candidates} windows, seed {options.seed})"
+    )
 
 
 def _tune_block(
@@ -148,6 +179,7 @@ def _tune_block(
     *,
     wanted: Activations,
     given: Activations,
+    on_part: Callable[[float, str], None],
 ) -> None:
     """Learns, writes and applies the codes of one block; afterwards both streams are behind it."""
     if block.index == 0:
@@ -159,8 +191,9 @@ def _tune_block(
             wanted.put(batch, block.forward(block.inputs(batch), batch))
     if block.name in folder.done:
         codes = _read_codes(folder, block, work.units)
+        on_part(0, "run again")
     else:
-        codes, record = _find(work, options, wanted=wanted, given=given)
+        codes, record = _find(work, options, wanted=wanted, given=given, on_part=on_part)
         record |= _write(folder.paths.growing, block.name, codes)
         folder.commit(block.name, record)
     decoded = {key: q.dequantize() for key, q in codes.items()}
@@ -172,10 +205,17 @@ def _tune_block(
 
 
 def _find(
-    work: BlockWork, options: TuneOptions, *, wanted: Activations, given: Activations
+    work: BlockWork,
+    options: TuneOptions,
+    *,
+    wanted: Activations,
+    given: Activations,
+    on_part: Callable[[float, str], None],
 ) -> tuple[dict[str, QTensor], dict[str, Any]]:
-    """The codes of every weight of the block, and their journal entry."""
+    """The codes of every weight of the block, and their journal entry. ``on_part`` gets shares that add up to 1."""
     start = work.start()
+    share = 1 / (1 + options.method.count("+") + 1) if work.usable else 1.0  # the start, and each method
+    on_part(share, "start")
     record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
     record["held_out"] = work.block.batches > 1  # else the one batch both learns and judges
     codes: Mapping[str, QTensor] = start
@@ -187,10 +227,18 @@ def _find(
             held_out=options.settings.held_out,
             inputs=given.get,
             targets=wanted.get,
+            on_unit=lambda part, name: on_part(share * part, name),
         )
         record |= {"start_loss": before, "learned_loss": after, "kept": after < before, "followed_loss": after}
     if "learned" in options.method and work.usable:
-        codes, learned = _learn(work, codes, options.settings, wanted=wanted, given=given)
+        codes, learned = _learn(
+            work,
+            codes,
+            options.settings,
+            wanted=wanted,
+            given=given,
+            on_step=lambda step: on_part(share / options.settings.steps, f"step {step}"),
+        )
         if "followed_loss" not in record:
             record |= {"start_loss": learned.start_loss, "learned_loss": learned.learned_loss, "kept": learned.kept}
         elif learned.kept:
@@ -201,7 +249,13 @@ def _find(
 
 
 def _learn(
-    work: BlockWork, start: Mapping[str, QTensor], settings: Settings, *, wanted: Activations, given: Activations
+    work: BlockWork,
+    start: Mapping[str, QTensor],
+    settings: Settings,
+    *,
+    wanted: Activations,
+    given: Activations,
+    on_step: Callable[[int], None],
 ) -> tuple[dict[str, QTensor], Learned]:
     """Learned rounding at the scales of ``start``."""
     fixed = {key: q.dequantize() for key, q in start.items() if key not in work.usable}
@@ -214,6 +268,7 @@ def _learn(
         batches=work.block.batches,
         windows_per_batch=given.get(0).shape[0],
         settings=settings,
+        on_step=on_step,
     )
     codes = {
         key: QTensor.from_codes(learned.codes[key], q.scales, fmt=q.fmt, global_scale=q.global_scale)
