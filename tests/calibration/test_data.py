@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.calibration.data import PIECE, DataFile, load_samples
+from ptqpipe.calibration.data import DataFile, load_samples
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.rows import PIECE
 
 WORDS = [f"w{i}" for i in range(50)]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
