@@ -18,7 +18,7 @@ def test_a_bar_has_title_amounts_memory_and_what_is_under_way(capsys: pytest.Cap
     first, *_, last = frames(capsys.readouterr().err)
     assert first.startswith("[2/5] calibrate a.txt:   0% ")
     assert "0/4,000 tokens ?/s" in first
-    assert "100% ████████████████████ 4,000/4,000 tokens" in last
+    assert "100% ██████████ 4,000/4,000 tokens" in last
     assert re.search(r"mem [\d.]+ [MG]iB, peak [\d.]+ [MG]iB \| layer 4 of 4", last)
 
 

@@ -232,7 +232,7 @@ def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int) -> Non
 
 
 _STAGE: ContextVar[str] = ContextVar("stage", default="")
-_FORMAT = "{desc}{percentage:3.0f}% {bar:20} {amount} {speed}/s ETA {remaining}{postfix}"
+_FORMAT = "{desc}{percentage:3.0f}% {bar:10} {amount} {speed}/s ETA {remaining}{postfix}"
 
 
 @contextmanager
