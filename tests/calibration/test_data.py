@@ -93,6 +93,15 @@ def test_messages_go_through_the_chat_template(tokenizer: Path, tmp_path: Path) 
     assert sampled(file, model, seqlen=5) == ids("user w1 w2 assistant w3")
 
 
+def test_a_folder_means_its_files_by_name(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("w3")
+    lines(tmp_path / "a.jsonl", {"text": "w1 w2"})
+    (tmp_path / "notes.md").write_text("w9")
+    found = load_samples([str(tmp_path)], tokenizer, samples=1, seqlen=5)
+    assert found.windows.flatten().tolist() == ids("<bos> w1 w2 <bos> w3")
+    assert [file.name for file in found.files] == ["a.jsonl", "b.txt"]
+
+
 def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", {"input_ids": [7, 8]}, {"input_ids": [9, 10]})
     assert sampled(file, tmp_path) == [7, 8, 9, 10]

@@ -1,10 +1,15 @@
 """Claims about progress bars: one look in every command, where they start, and what they count."""
 
 import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from ptqpipe.stages.common import Job, bar_title, counting_bar, progress_bar
+import ptqpipe
+from ptqpipe.stages.common import Job, bars_of, counting_bar, progress_bar, rewriting
+from tests import tiny
 
 
 def frames(drawn: str) -> list[str]:
@@ -12,7 +17,7 @@ def frames(drawn: str) -> list[str]:
 
 
 def test_a_bar_has_title_amounts_memory_and_what_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
-    with bar_title("[2/5] calibrate"), counting_bar(4000, "tokens", shown=True, title="a.txt") as advance:
+    with bars_of("[2/5] calibrate"), counting_bar(4000, "tokens", shown=True, title="a.txt") as advance:
         advance(1000, "layer 1 of 4")
         advance(3000, "layer 4 of 4")
     first, *_, last = frames(capsys.readouterr().err)
@@ -48,3 +53,32 @@ def test_nothing_is_drawn_unless_it_is_shown(capsys: pytest.CaptureFixture[str])
     with counting_bar(10, "tokens", shown=False) as advance:
         advance(10, "x")
     assert capsys.readouterr().err == ""
+
+
+def test_tensors_come_in_the_order_of_their_numbers_and_a_resumed_run_counts_those_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.save(tmp_path / "model", tiny.llama(layers=11, hidden=64, inner=64))
+    bars: list[tuple[list[str], list[str]]] = []
+
+    @contextmanager
+    def bar(jobs: Sequence[Job], *, shown: bool, done: Sequence[Job]) -> Iterator[Callable[[Job], None]]:
+        bars.append(([job.id for job in jobs], [job.id for job in done]))
+
+        def advance(job: Job) -> None:
+            if len(bars) == 1 and "layers.2." in job.id:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    monkeypatch.setattr(rewriting, "progress_bar", bar)
+    with pytest.raises(KeyboardInterrupt):
+        ptqpipe.convert(model, format="nvfp4", out=tmp_path / "out", workers=1)
+    ptqpipe.convert(model, format="nvfp4", out=tmp_path / "out", workers=1, resume=True)
+    (first, nothing), (rest, done) = bars
+    layers = [int(match[1]) for name in first if (match := re.search(r"layers\.(\d+)\.", name))]
+    assert layers == sorted(layers)
+    assert {2, 10} < set(layers)
+    assert nothing == []
+    assert done
+    assert sorted(done + rest) == sorted(first)

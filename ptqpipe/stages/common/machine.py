@@ -236,7 +236,7 @@ _FORMAT = "{desc}{percentage:3.0f}% {bar:10} {amount} {speed}/s ETA {remaining}{
 
 
 @contextmanager
-def bar_title(title: str) -> Iterator[None]:
+def bars_of(title: str) -> Iterator[None]:
     """Puts ``title`` before every bar that is drawn in the context: "[2/5] tune"."""
     token = _STAGE.set(title)
     try:
@@ -276,7 +276,7 @@ def counting_bar(
     Yields what any thread calls with how much more is done, and with what is under way ("" for nothing to say).
 
     unit   what is counted, in the plural; "B" for bytes
-    title  what stands before the bar, after the title of `bar_title`
+    title  what stands before the bar, after the title of `bars_of`
     done   where it starts: what an earlier run has done. The time left follows from this run alone
 
     Draws nothing when not ``shown``.
