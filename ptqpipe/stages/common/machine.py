@@ -282,7 +282,7 @@ def counting_bar(
     Draws nothing when not ``shown``.
     """
     lock = threading.Lock()
-    words = " ".join(word for word in (_STAGE.get(), title[:30]) if word)
+    label = " ".join(word for word in (_STAGE.get(), title[:30]) if word)
     bar: Any = _Bar(
         total=total,
         initial=done,
@@ -290,7 +290,7 @@ def counting_bar(
         disable=not shown,
         file=sys.stderr,
         smoothing=0.05,
-        desc=f"{words}: " if words else None,
+        desc=f"{label}: " if label else None,
         bar_format=_FORMAT,
     )
 
@@ -299,7 +299,8 @@ def counting_bar(
             if shown:
                 current, peak = resident_bytes()
                 memory = f"mem {memory_size(current)}, peak {memory_size(peak)}"
-                bar.set_postfix_str(" | ".join(part for part in (memory, note) if part)[:90], refresh=False)
+                words = (memory, note) if unit == "B" else (note, memory)  # a narrow terminal cuts what is last
+                bar.set_postfix_str(" | ".join(part for part in words if part)[:90], refresh=False)
             bar.update(amount)
 
     try:
