@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 
 import ptqpipe
-from ptqpipe.calibration.rows import read_rows
 from ptqpipe.checkpoint.files import read_json_object, scan_folder
 from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
@@ -33,6 +32,7 @@ from ptqpipe.recipe import Recipe
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.record import read_record
 from ptqpipe.rounding import Rounding
+from ptqpipe.rows import read_rows
 from ptqpipe.runtime.loading import load_tokenizer, read_config, read_generation_config
 from ptqpipe.source import Source
 from ptqpipe.stages.evaluate.text import check_target

@@ -49,14 +49,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "measured":     {"formats", "qtensor", "global_scale", "search", "source"},
     "statistics":   {"errors", "checkpoint", "inputs"},
     "rounding":     {"errors", "formats", "qtensor", "checkpoint"},
+    "rows":         {"checkpoint", "errors", "regular_file"},
     "calibration":  {
-        "errors", "formats", "inputs", "qtensor", "regular_file", "checkpoint", "plan", "source", "statistics",
-        "runtime",
+        "errors", "formats", "inputs", "qtensor", "checkpoint", "plan", "source", "statistics", "runtime", "rows",
     },
     "runtime":      {
         "dtypes", "errors", "formats", "schemes", "qtensor", "kernels", "containers", "checkpoint", "plan", "source",
     },
-    "evaluation":   {"_version", "errors", "quantities", "regular_file", "checkpoint"},
+    "evaluation":   {"_version", "errors", "quantities", "regular_file", "checkpoint", "rows"},
     # The engine is given a model; a server is given an engine. Neither knows files, formats or each other's business.
     "engine":       {"errors", "kernels", "quantities"},
     "server":       {"_version", "errors", "engine"},
@@ -97,7 +97,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("checkpoint.source", "stages.push"),
     "triton": ("kernels",),
     "yaml": ("recipe.file", "evaluation.harness", "stages.common.card"),
-    "jinja2": ("report", "calibration.data"),
+    "jinja2": ("report", "rows"),
     "matplotlib": ("report",),
     "fastapi": ("server",),
     "starlette": ("server",),

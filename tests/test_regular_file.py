@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ptqpipe.calibration.rows import read_rows
 from ptqpipe.checkpoint.files import INDEX_NAME
 from ptqpipe.checkpoint.partial import completed_run
 from ptqpipe.checkpoint.reader import CheckpointReader
@@ -19,6 +18,7 @@ from ptqpipe.evaluation.text import read_text
 from ptqpipe.recipe.file import load_recipe
 from ptqpipe.regular_file import read_regular, read_regular_text
 from ptqpipe.rounding import Rounding
+from ptqpipe.rows import read_rows
 from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.inspect import inspect

@@ -132,13 +132,16 @@ class Collector:
         return lambda expert, side, x: self.see(f"{path}[{expert}].{side}", x)
 
 
-def largest_sums(skeleton: Skeleton, *, block: bool, full: bool, held_out: bool) -> int:
-    """The bytes that the moments of the largest decoder layer take while it runs; ``held_out``: those sums, too."""
-    sums = [
-        sum(Moments.nbytes(slot.columns, block=block, full=full) for slot in find_slots(name, module, skeleton.origins))
+def sums_of_layers(skeleton: Skeleton, *, block: bool, full: bool, held_out: bool) -> list[int]:
+    """The bytes in float64 that the moments of each decoder layer take while it runs, less where inputs are shared.
+    ``held_out``: those sums, too."""
+    return [
+        (2 if held_out else 1)
+        * sum(
+            Moments.nbytes(slot.columns, block=block, full=full) for slot in find_slots(name, module, skeleton.origins)
+        )
         for name, module in skeleton.blocks
     ]
-    return max(sums) * (2 if held_out else 1)
 
 
 def find_attention(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]) -> str | None:

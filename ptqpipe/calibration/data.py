@@ -7,21 +7,18 @@ are chosen without replacement. The sha256 of the chosen tokens identifies them.
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ptqpipe.calibration.rows import read_rows
 from ptqpipe.checkpoint import file_sha256
-from ptqpipe.errors import UsageError, first_line
+from ptqpipe.errors import UsageError
+from ptqpipe.rows import files_of, read_rows, row_tokens
 from ptqpipe.runtime.loading import load_tokenizer
 
-PIECE = 1 << 18  # characters that are tokenized at once
-MAX_TOKEN = 1 << 31
 HELD_SHARE = 8  # samples for each window that is held out, unless the caller says how many
 
 
@@ -65,7 +62,7 @@ def load_samples(
 ) -> Samples:
     """Tokenizes, cuts and chooses.
 
-    names    files, or data sets by name
+    names    files, folders of them, or data sets by name
     model    the folder with the tokenizer
     holdout  how many further windows are held out; None: one for every HELD_SHARE samples, or as many as the data have
 
@@ -83,10 +80,10 @@ def load_samples(
     tokenizer = cache(lambda: load_tokenizer(model))  # rows of token ids need none
     files: list[DataFile] = []
     stream = array("q")
-    for name in names:
+    for name in files_of(names):
         before, rows = len(stream), 0
         for where, value in read_rows(name, field=field):
-            for tokens in _tokens(tokenizer, value, where):
+            for tokens in row_tokens(tokenizer, value, where):
                 stream.extend(tokens)
             rows += 1
         if not rows:
@@ -118,52 +115,3 @@ def _described(name: str, rows: int, tokens: int) -> DataFile:
 def tokens_digest(windows: torch.Tensor) -> str:
     """sha256 of token ids as little-endian int64, row by row."""
     return hashlib.sha256(windows.numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def _tokens(tokenizer: Callable[[], Any], value: Any, where: str) -> Iterator[Sequence[int]]:
-    """The tokens of one row, in pieces: text, messages, or token ids as they are."""
-    if isinstance(value, str):
-        for number, piece in enumerate(_pieces(value)):
-            yield tokenizer()(piece, add_special_tokens=number == 0, verbose=False)["input_ids"]
-    elif isinstance(value, list) and value and all(isinstance(token, int) for token in value):
-        if not all(0 <= token < MAX_TOKEN for token in value):
-            worst = next(token for token in value if not 0 <= token < MAX_TOKEN)
-            raise UsageError(f"{where} has token id {worst}, expected the model's tokens; tokenize the data again")
-        yield value
-    elif isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
-        yield _chat_tokens(tokenizer(), value, where)
-    else:
-        raise UsageError(
-            f"{where} is {type(value).__name__}, expected a text, a list of messages or a list of token ids; name "
-            "another field with --field"
-        )
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """A long text cut after line ends: what a tokenizer returns takes many times the text's memory."""
-    start = 0
-    while len(text) - start > PIECE:
-        end = text.find("\n", start + PIECE) + 1
-        if not end:
-            break
-        yield text[start:end]
-        start = end
-    if start < len(text):
-        yield text[start:]
-
-
-def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> list[int]:
-    from jinja2 import TemplateError
-
-    if not getattr(tokenizer, "chat_template", None):
-        raise UsageError(
-            f"{where} is a list of messages, and the model's tokenizer has no chat template; give plain text with "
-            "--field"
-        )
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except (TemplateError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{where} does not fit the model's chat template: {first_line(error)}; expected role and content"
-        ) from None
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -101,11 +101,13 @@ def learn(
     batches: int,
     windows_per_batch: int,
     settings: Settings,
+    on_step: Callable[[int], None] = lambda step: None,
 ) -> Learned:
     """Learns the codes of one block.
 
     originals, quantized  by key: matrices [N, K], and their QTensors at the scales that stay
     inputs, targets       hidden states of a batch: what the block will be given, and what it should then return
+    on_step               called after each step with how many are done
 
     NumericsError for a loss that is not finite.
     """
@@ -123,7 +125,8 @@ def learn(
             return float(torch.stack([loss(batch) for batch in held]).mean())
 
     start = held_loss()
-    _descend(choices, loss, trained, per_step=max(1, settings.windows // windows_per_batch), settings=settings)
+    per_step = max(1, settings.windows // windows_per_batch)
+    _descend(choices, loss, trained, per_step=per_step, settings=settings, on_step=on_step)
     learned = held_loss()
     if not (start < float("inf") and learned < float("inf")):
         raise NumericsError(f"learned rounding: the loss is {learned}; check the model's weights and the data")
@@ -143,13 +146,14 @@ def _descend(
     *,
     per_step: int,
     settings: Settings,
+    on_step: Callable[[int], None],
 ) -> None:
     generator = torch.Generator().manual_seed(settings.seed)
     variables = [choice.v for choice in choices.values()]
     optimizer = torch.optim.Adam(variables, lr=settings.rate, betas=(0.9, 0.99), eps=1e-12)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / settings.steps)
     queue: list[int] = []
-    for _ in range(settings.steps):
+    for step in range(settings.steps):
         optimizer.zero_grad()
         for _ in range(per_step):
             if not queue:
@@ -159,6 +163,7 @@ def _descend(
         schedule.step()
         for v in variables:
             v.data.clamp_(-0.5, 0.5)
+        on_step(step + 1)
 
 
 def _sorted_codes(codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -105,6 +105,7 @@ class Block:
                         f"(batch {batch} of {self.batches}); use --dtype float32, or check the model's weights"
                     )
                 self._runner.activations.put(batch, out)
+                self._runner.on_tokens(out.shape[0] * out.shape[1])
         self.advanced = True
 
 
@@ -145,6 +146,7 @@ class Runner:
         self.activations = activations
         self.arguments: dict[int, Arguments] = {}
         self.key_values = KeyValueObserver()
+        self.on_tokens: Callable[[int], None] = lambda tokens: None  # after each batch of a block, on any thread
         self._moved: dict[torch.device, dict[int, Arguments]] = {}
         modules = [module for _, module in skeleton.blocks]
         cache = make_cache(self.key_values, skeleton.model.config)
@@ -199,6 +201,11 @@ class Runner:
     def names(self) -> tuple[str, ...]:
         """Names of the blocks, in order."""
         return tuple(name for name, _ in self.skeleton.blocks)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens all batches have."""
+        return sum(batch.numel() for batch in self.batches)
 
     def arguments_on(self, device: torch.device) -> dict[int, Arguments]:
         """``arguments`` with their tensors on a device."""

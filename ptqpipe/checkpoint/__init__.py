@@ -12,7 +12,15 @@ from ptqpipe.checkpoint.block_folder import BlockFolder, Finished
 from ptqpipe.checkpoint.digests import FileDigests, file_sha256
 from ptqpipe.checkpoint.direct import bytes_of, margin
 from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
-from ptqpipe.checkpoint.files import INDEX_NAME, OWN_FILES, RECORD_FILE, json_bytes, read_json_object, refuse_pipes
+from ptqpipe.checkpoint.files import (
+    INDEX_NAME,
+    OWN_FILES,
+    RECORD_FILE,
+    json_bytes,
+    natural_key,
+    read_json_object,
+    refuse_pipes,
+)
 from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.checkpoint.finite import NotFinite
 from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly
@@ -55,6 +63,7 @@ __all__ = [
     "file_sha256",
     "json_bytes",
     "margin",
+    "natural_key",
     "nearest_path",
     "output_errors",
     "parse_file",

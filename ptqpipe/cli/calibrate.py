@@ -1,7 +1,6 @@
 """Commands that prepare a conversion: calibrate, generate, tune, plan."""
 
 import json
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -93,6 +92,7 @@ def calibrate(given: Given) -> None:
             ranks=ranks_of(),
             devices=[machine.device, *map(torch.device, devices[1:])],
             warn=lambda line: click.echo(f"Warning: {line}", err=True),
+            log=given.log,
         )
     if done is None:
         return
@@ -138,7 +138,7 @@ def generate(given: Given) -> None:
         dtype=given.dtype,
         overwrite=given.overwrite,
         machine=machine,
-        log=None if given.quiet else lambda line: click.echo(line, err=True),
+        log=given.log,
     )
     samples, held_out, seqlen = (done.content[name] for name in ("samples", "held_out", "seqlen"))
     click.echo(
@@ -220,6 +220,7 @@ def tune(given: Given) -> None:
             options=options,
             mode=given.mode,
             machine=machine,
+            log=given.log,
         )
     if given.as_json:
         click.echo(json.dumps(text.to_json(done)))
@@ -307,13 +308,9 @@ def plan(given: Given) -> None:
 def _measurement(given: Given) -> "Measurement":
     from ptqpipe.stages.plan.cost import DEFAULT_TOKENS, Measurement
 
-    def show(done: int, of: int) -> None:
-        click.echo(f"\r{done} of {of} measured", nl=done == of, err=True)
-
     return Measurement(
         text=given.measure,
         record=given.out.with_name(f"{given.out.name}.measured.jsonl"),
         tokens=DEFAULT_TOKENS if given.max_tokens is None else given.max_tokens,
         seqlen=given.seqlen,
-        on_measured=show if not given.quiet and sys.stderr.isatty() else None,
     )

@@ -60,6 +60,12 @@ class Given(SimpleNamespace):
             raise UsageError("--resume and --overwrite contradict each other; give one of them")
         return "resume" if self.resume else "overwrite" if self.overwrite else "new"
 
+    @property
+    def log(self) -> Callable[[str], None] | None:
+        """Prints a line on stderr, the header of a run; None where --quiet or --json asks for none."""
+        silent = self.quiet or getattr(self, "as_json", False)
+        return None if silent else lambda line: click.echo(line, err=True)
+
     def machine(self, device: str = "cpu", *, waits: bool = True) -> "Machine":
         """The machine options, checked; see `machine_of`."""
         shown = not self.quiet and not getattr(self, "as_json", False)

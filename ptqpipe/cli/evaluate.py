@@ -20,16 +20,16 @@ from ptqpipe.errors import PtqError, UsageError
 ptqpipe eval CKPT --source MODEL --data held-out.txt
 ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
 """,
-    leaves="nothing is written; a baseline's logits that are complete stay in the cache for the next run",
+    leaves="nothing is written; what is complete of a baseline's log-probabilities stays in the cache for the next run",
 )
 @click.argument("ckpt")
 @click.option("--source", metavar="MODEL", help="The model that CKPT was made from, to compare with.")
 @click.option(
     "--data",
-    type=PATH,
     multiple=True,
-    metavar="FILE",
-    help="Text to score: .txt, .jsonl or .parquet. Repeatable.",
+    metavar="FILE|DIR|NAME:CONFIG:SPLIT",
+    help="Text to score: .txt, .jsonl or .parquet files, a folder of them, or a data set of the datasets library. "
+    "Repeatable.  [default: a sample text, about 30,000 tokens]",
 )
 @click.option(
     "--seqlen", type=int, metavar="N", help="Tokens in each window.  [default: the model's positions, at most 2048]"
@@ -37,7 +37,7 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
 @click.option(
     "--stride", type=int, metavar="N", help="Tokens from the start of a window to the next.  [default: the window]"
 )
-@click.option("--max-tokens", type=int, metavar="N", help="Tokens of each --data file to use, from its beginning.")
+@click.option("--max-tokens", type=int, metavar="N", help="Tokens of each text to use, from its beginning.")
 @click.option(
     "--tasks",
     type=names,
@@ -65,7 +65,9 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
     help="Quantize activations as the format of the checkpoint says, or leave them.",
 )
 @click.option(
-    "--cache-dir", type=PATH, help="Folder where the baseline's logits are kept.  [default: ~/.cache/ptqpipe]"
+    "--cache-dir",
+    type=PATH,
+    help="Folder where the baseline's log-probabilities are kept for further runs.  [default: ~/.cache/ptqpipe]",
 )
 @click.option(
     "--cache-size", type=Size(), default="16GiB", show_default=True, help="Limit of --cache-dir; 0 keeps nothing."
@@ -98,10 +100,10 @@ def evaluate(given: Given) -> None:
         command=this_call(),
     )
     target = given.out or report.default_out(given.ckpt)
-    compared = given.source is not None and bool(given.data)
+    compared = given.source is not None and bool(given.data or not options.tasks)
     report.check_target(target, overwrite=given.overwrite, compared=compared, tasks=bool(options.tasks))
     shown = not given.quiet and sys.stderr.isatty()
-    result = stage.evaluate(given.ckpt, source=given.source, options=options, progress=shown)
+    result = stage.evaluate(given.ckpt, source=given.source, options=options, progress=shown, log=given.log)
     try:
         click.echo(json.dumps(result) if given.as_json else f"{report.render(result)}\n")
     finally:  # shown even if it cannot be written, written even if nobody reads on

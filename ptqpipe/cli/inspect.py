@@ -46,6 +46,7 @@ def verify(given: Given) -> None:
         statistics=given.stats,
         optimal=given.optimal,
         all_blocks=given.all_blocks,
+        progress=sys.stderr.isatty() and not given.as_json,
     )
     click.echo(json.dumps(to_json(report)) if given.as_json else render(report, all_faults=given.all_faults))
     next_steps.say_next(given, next_steps.verify, report.ok)

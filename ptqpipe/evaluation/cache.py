@@ -1,10 +1,10 @@
-"""A model's logits on disk, so that the baseline of many checkpoints runs once.
+"""A model's log-probabilities on disk, so that the source of many checkpoints runs once.
 
     <cache>/logits/<digest>/key.json          what the digest is of: model, tokens, windows, dtype, versions
-    <cache>/logits/<digest>/<start>-<stop>    one batch: the logits in the model's dtype, then their CRC-32
+    <cache>/logits/<digest>/<start>-<stop>    one batch, as `log_probabilities.py` encodes it, then its CRC-32
 
-Logits are stored as the model gave them, so a hit and a miss measure the same bits. A file appears under its name only
-when it is whole, and one that is damaged is computed again. The least recently used digests go when the limit is
+A batch that was just computed is decoded, too, so a hit and a miss measure the same bits. A file appears under its name
+only when it is whole, and one that is damaged is computed again. The least recently used digests go when the limit is
 reached. Must not know what a model is: one is made when a batch is missing.
 """
 
@@ -15,81 +15,81 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ptqpipe.errors import CheckpointError
+from ptqpipe.evaluation.log_probabilities import MOST, decode, encode
 from ptqpipe.evaluation.scores import ModelLogits, Window, batches
 
-LAYOUT = 1
+LAYOUT = 2
 DEFAULT_LIMIT = 16 * 2**30  # bytes
 
 
 class CachedLogits:
-    """The logits of one model on one text (see ``scores.Logits``): from disk, or else computed and stored."""
+    """The log-probabilities of one model on one text (see ``scores.Logits``): from disk, or else computed and stored.
 
-    def __init__(self, folder: Path, *, vocabulary: int, dtype: torch.dtype, make: Callable[[], Any]) -> None:
+    folder     where they are
+    most       bytes that they take there, at most
+    stored     whether an earlier run has left any
+    """
+
+    def __init__(self, folder: Path, *, vocabulary: int, most: int, make: Callable[[], Any]) -> None:
         """Use `open_cache`."""
         self.folder = folder
         self.vocabulary = vocabulary
-        self._dtype = dtype
+        self.most = most
+        self.stored = any("-" in file.name for file in folder.iterdir())
         self._make = make
         self._model: ModelLogits | None = None
 
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
         """As ``scores.Logits`` says."""
         found = self._read(batch)
-        if found is None:
-            found = self._compute(batch, tokens)
-            self._write(batch, found)
-        return found
+        return found if found is not None else self._compute(batch, tokens)
 
     def fill(
         self, windows: Sequence[Window], tokens: torch.Tensor, *, on_batch: Callable[[int], None] | None = None
     ) -> None:
         """Computes what is missing, and lets go of the model."""
-        done = 0
         for batch in batches(windows, vocabulary=self.vocabulary):
             if self._read(batch) is None:
-                self._write(batch, self._compute(batch, tokens))
-            done += sum(window.scored for window in batch)
+                self._compute(batch, tokens)
             if on_batch is not None:
-                on_batch(done)
+                on_batch(sum(window.scored for window in batch))
         self._model = None
 
     def _compute(self, batch: Sequence[Window], tokens: torch.Tensor) -> torch.Tensor:
+        """Runs the model and stores what it gives. A full or read-only disk only means that nothing is stored."""
         if self._model is None:
             self._model = ModelLogits(self._make())
         logits = self._model(batch, tokens)
         if logits.shape[-1] != self.vocabulary:
             raise CheckpointError(f"a model with a vocabulary of {self.vocabulary} gives {logits.shape[-1]} logits")
-        return logits.to(self._dtype)
+        raw = encode(logits)
+        data = raw.numpy().data
+        with suppress(OSError):
+            write_atomically(self._file(batch), data, zlib.crc32(data).to_bytes(4, "little"))
+        found = decode(raw, *logits.shape)
+        assert found is not None
+        return found
 
     def _file(self, batch: Sequence[Window]) -> Path:
         return self.folder / f"{batch[0].start}-{batch[-1].stop}"
 
     def _read(self, batch: Sequence[Window]) -> torch.Tensor | None:
-        """The stored logits of a batch; None where they are missing or damaged."""
-        shape = (sum(window.scored for window in batch), self.vocabulary)
+        """What is stored of a batch; None where it is missing or damaged."""
         try:
             raw = bytearray(self._file(batch).read_bytes())
         except OSError:
             return None
-        if len(raw) != shape[0] * shape[1] * self._dtype.itemsize + 4:
+        if len(raw) < 5 or zlib.crc32(memoryview(raw)[:-4]) != int.from_bytes(raw[-4:], "little"):
             return None
-        if zlib.crc32(memoryview(raw)[:-4]) != int.from_bytes(raw[-4:], "little"):
-            return None
-        return torch.frombuffer(raw, dtype=self._dtype, count=shape[0] * shape[1]).reshape(shape)
-
-    def _write(self, batch: Sequence[Window], logits: torch.Tensor) -> None:
-        """Stores a batch; a full or read-only disk only means that nothing is stored."""
-        raw = logits.contiguous().view(torch.uint8).numpy().data
-        try:
-            write_atomically(self._file(batch), raw, zlib.crc32(raw).to_bytes(4, "little"))
-        except OSError:
-            return
+        data = torch.frombuffer(raw, dtype=torch.uint8, count=len(raw) - 4)
+        return decode(data, sum(window.scored for window in batch), self.vocabulary)
 
 
 def open_cache(
@@ -102,25 +102,36 @@ def open_cache(
     make: Callable[[], Any],
     limit_bytes: int = DEFAULT_LIMIT,
 ) -> CachedLogits | None:
-    """The store of one model on one text; None where it would not fit ``limit_bytes`` or the folder cannot be written.
+    """The store of one model on one text; None where it would not fit ``limit_bytes`` or the disk, or the folder cannot
+    be written.
 
     key         everything that decides the logits, JSON
     vocabulary  width of the logits, to be known before the model is
+    dtype       what the model computes in
     make        gives the transformers model
     """
     content = {**key, "vocabulary": vocabulary, "dtype": str(dtype), "torch": torch.__version__, "layout": LAYOUT}
     raw = json.dumps(content, sort_keys=True, indent=1).encode()
     folder = cache / "logits" / hashlib.sha256(raw).hexdigest()[:32]
-    needed = sum(window.scored for window in windows) * vocabulary * dtype.itemsize
+    needed = store_bytes(windows, vocabulary)
     if needed > limit_bytes:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "key.json", raw)  # anew each time: its time says when it was used
         _make_room(cache / "logits", folder, limit_bytes - needed)
+        there = sum(file.stat().st_size for file in folder.iterdir())
+        if shutil.disk_usage(folder).free < needed - there:
+            return None
     except OSError:
         return None
-    return CachedLogits(folder, vocabulary=vocabulary, dtype=dtype, make=make)
+    return CachedLogits(folder, vocabulary=vocabulary, most=needed, make=make)
+
+
+def store_bytes(windows: Sequence[Window], vocabulary: int) -> int:
+    """What the store of a text takes on disk, at most."""
+    files = len(list(batches(windows, vocabulary=vocabulary)))
+    return sum(window.scored for window in windows) * (MOST * vocabulary + 4) + 4 * files
 
 
 def _make_room(root: Path, keep: Path, room: int) -> None:

@@ -1,7 +1,7 @@
-"""A model's logits on one text, computed once: the reference that other models, or the same one quantized, are scored
+"""A model's log-probabilities on one text, computed once: the reference that the same model, quantized, is scored
 against.
 
-Memory holds all of them; `cache.py` keeps those of long texts on disk.
+Memory holds all of them; `cache.py` keeps those of long texts on disk, in the same encoding.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import UsageError
+from ptqpipe.evaluation.log_probabilities import MOST, decode, encode
 from ptqpipe.evaluation.scores import ModelLogits, Window, batches, vocabulary_of, windows
 from ptqpipe.quantities import memory_size
 
@@ -17,20 +18,24 @@ MAX_BYTES = 8 << 30
 
 
 class KeptLogits:
-    """The reference of `score`: the logits of a model on ``tokens`` int64 [T], float32 [T, vocabulary] in memory."""
+    """The reference of `score`: the log-probabilities of a model on ``tokens`` int64 [T], encoded in memory."""
 
     def __init__(self, model: Any, tokens: torch.Tensor, window: int) -> None:
         """UsageError where they would take more than 8 GiB."""
         self.vocabulary = vocabulary_of(model) or 0
-        needed = 4 * self.vocabulary * len(tokens)
+        needed = MOST * self.vocabulary * len(tokens)
         if needed > MAX_BYTES:
-            most = MAX_BYTES // (4 * self.vocabulary)
+            most = MAX_BYTES // (MOST * self.vocabulary)
             raise UsageError(
-                f"logits of {len(tokens)} tokens take {memory_size(needed)}; use --max-tokens {most} or less"
+                f"log-probabilities of {len(tokens)} tokens take {memory_size(needed)}; use --max-tokens {most} or less"
             )
         give = ModelLogits(model)
         found = windows(len(tokens), window)
-        self._kept = {batch[0].start: give(batch, tokens) for batch in batches(found, vocabulary=self.vocabulary)}
+        self._kept = {
+            batch[0].start: encode(give(batch, tokens)) for batch in batches(found, vocabulary=self.vocabulary)
+        }
 
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
-        return self._kept[batch[0].start]
+        found = decode(self._kept[batch[0].start], sum(window.scored for window in batch), self.vocabulary)
+        assert found is not None
+        return found

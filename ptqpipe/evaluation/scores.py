@@ -137,7 +137,7 @@ def score(
 
     model      a transformers model, or a `Logits`
     reference  the same; KL and agreement are measured against it
-    on_batch   is called with the number of tokens scored after each batch
+    on_batch   is called after each batch with the number of its tokens that were scored
 
     UsageError for tokens outside the vocabulary, too few tokens, or a reference with another vocabulary.
     """
@@ -149,7 +149,6 @@ def score(
     give, compare = _logits_of(model), None if reference is None else _logits_of(reference)
     rows: list[tuple[torch.Tensor, ...]] = []
     clusters: list[torch.Tensor] = []
-    done = 0
     for batch in batches(found, vocabulary=vocabulary):
         targets = torch.cat([tokens[w.first : w.stop] for w in batch])
         logits = give(batch, tokens)
@@ -162,9 +161,8 @@ def score(
         rows.append(_measure(logits, other, targets))
         for window_ in batch:
             clusters.append(torch.full((window_.scored,), len(clusters)))
-        done += len(targets)
         if on_batch is not None:
-            on_batch(done)
+            on_batch(len(targets))
     columns = [torch.cat(column) for column in zip(*rows, strict=True)]
     return Scores(window, stride, torch.cat(clusters), *columns)
 

@@ -10,7 +10,7 @@ from ptqpipe.calibration.generate import check_windows, generate as windows_of, 
 from ptqpipe.checkpoint import Finished, check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config
-from ptqpipe.stages.common import Machine, compute_threads, peak_bytes, threads, token_bar
+from ptqpipe.stages.common import Machine, compute_threads, counting_bar, peak_bytes, threads
 
 TOKEN_BYTES = 8  # of a token and its comma in the file, at most, but for vocabularies of millions
 
@@ -56,19 +56,17 @@ def generate(
     if log is not None:
         log(f"{model} writes {samples} windows of {seqlen} tokens and {held_out} to hold out; it is loaded first")
     begin = getattr(config.get_text_config(), "bos_token_id", None)
-    with token_bar(count * seqlen, shown=machine.progress) as bar:
-        loaded = load_model(path, dtype=dtype, device=str(machine.device))
-        most = threads_for(loaded, samples=count, seqlen=seqlen, most=machine.workers)
-        bar.unpause()
-        with threads(most):
-            windows = windows_of(
-                loaded,
-                samples=count,
-                seqlen=seqlen,
-                seed=seed,
-                begin=begin if isinstance(begin, int) else None,
-                on_tokens=bar.update,
-            )
+    loaded = load_model(path, dtype=dtype, device=str(machine.device))
+    most = threads_for(loaded, samples=count, seqlen=seqlen, most=machine.workers)
+    with counting_bar(count * seqlen, "tokens", shown=machine.progress) as advance, threads(most):
+        windows = windows_of(
+            loaded,
+            samples=count,
+            seqlen=seqlen,
+            seed=seed,
+            begin=begin if isinstance(begin, int) else None,
+            on_tokens=lambda tokens: advance(tokens, ""),
+        )
     write_file(out, "".join(json.dumps({"input_ids": row}) + "\n" for row in windows.tolist()))
     content = {"samples": samples, "held_out": held_out, "seqlen": seqlen}
     return Finished(out, content, time.monotonic() - begun, peak_bytes())

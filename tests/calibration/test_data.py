@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.calibration.data import PIECE, DataFile, load_samples
+from ptqpipe.calibration.data import DataFile, load_samples
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.rows import PIECE
 
 WORDS = [f"w{i}" for i in range(50)]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -90,6 +91,15 @@ def test_messages_go_through_the_chat_template(tokenizer: Path, tmp_path: Path) 
         (model / path.name).write_bytes(path.read_bytes())
     (model / "chat_template.jinja").write_text(TEMPLATE)
     assert sampled(file, model, seqlen=5) == ids("user w1 w2 assistant w3")
+
+
+def test_a_folder_means_its_files_by_name(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("w3")
+    lines(tmp_path / "a.jsonl", {"text": "w1 w2"})
+    (tmp_path / "notes.md").write_text("w9")
+    found = load_samples([str(tmp_path)], tokenizer, samples=1, seqlen=5)
+    assert found.windows.flatten().tolist() == ids("<bos> w1 w2 <bos> w3")
+    assert [file.name for file in found.files] == ["a.jsonl", "b.txt"]
 
 
 def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Claims about cached logits: a hit is a miss to the bit, damage is noticed, the size is bounded."""
+"""Claims about cached log-probabilities: a hit is a miss to the bit, damage is noticed, the size is bounded."""
 
 import os
 from pathlib import Path
@@ -9,14 +9,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, NumericsError
 from ptqpipe.evaluation import divergence, perplexity, score, windows
-from ptqpipe.evaluation.cache import CachedLogits, open_cache
+from ptqpipe.evaluation.cache import CachedLogits, open_cache, store_bytes
+from ptqpipe.evaluation.log_probabilities import decode, encode
 
 VOCABULARY = 40
 TOKENS = torch.randint(0, VOCABULARY, (150,), generator=torch.Generator().manual_seed(2))
 WINDOWS = windows(150, 32, stride=16)
-BYTES = 149 * VOCABULARY * 4
+BYTES = store_bytes(WINDOWS, VOCABULARY)
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
@@ -53,34 +54,75 @@ def measured(reference: Any) -> Any:
 
 
 def test_a_hit_measures_the_same_bits_without_the_model(tmp_path: Path) -> None:
-    straight = measured(make_model())
     missed = measured(opened(tmp_path, make_model))
-    assert missed == straight
-    assert measured(opened(tmp_path, never)) == straight
+    assert measured(opened(tmp_path, never)) == missed
+    (kl, ppl), (straight_kl, straight_ppl) = missed, measured(make_model())
+    assert abs(kl.mean - straight_kl.mean) < (straight_kl.interval[1] - straight_kl.interval[0]) / 100
+    assert kl.top1_agreement == straight_kl.top1_agreement
+    assert ppl.reference == pytest.approx(straight_ppl.reference, rel=1e-4)
 
 
 def test_filling_stores_every_batch_and_the_bytes_that_a_miss_stores(tmp_path: Path) -> None:
     seen: list[int] = []
     opened(tmp_path / "a", make_model).fill(WINDOWS, TOKENS, on_batch=seen.append)
-    assert seen[-1] == 149
+    assert sum(seen) == 149
     measured(opened(tmp_path / "b", make_model))
 
     def content(root: Path) -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
     assert content(tmp_path / "a") == content(tmp_path / "b")
-    assert measured(opened(tmp_path / "a", never)) == measured(make_model())
+    assert measured(opened(tmp_path / "a", never)) == measured(opened(tmp_path / "b", never))
 
 
-def test_bfloat16_logits_are_stored_as_they_are(tmp_path: Path) -> None:
-    def make() -> Any:
-        return make_model(dtype=torch.bfloat16)
+def test_a_store_says_what_it_takes_at_most_and_whether_it_was_there(tmp_path: Path) -> None:
+    store = opened(tmp_path, make_model)
+    assert not store.stored
+    store.fill(WINDOWS, TOKENS)
+    files = [p for p in tmp_path.rglob("*-*") if p.is_file()]
+    assert 0.9 * store.most < sum(p.stat().st_size for p in files) <= store.most == BYTES
+    assert opened(tmp_path, never).stored
 
-    straight = measured(make())
-    assert measured(opened(tmp_path, make, dtype=torch.bfloat16)) == straight
-    assert measured(opened(tmp_path, never, dtype=torch.bfloat16)) == straight
-    stored = [p for p in tmp_path.rglob("*-*") if p.is_file()]
-    assert sum(p.stat().st_size - 4 for p in stored) == BYTES // 2
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0, 300.0])
+def test_log_probabilities_come_back(spread: float) -> None:
+    logits = torch.randn(7, 1000, generator=torch.Generator().manual_seed(3)) * spread + 5
+    exact = logits.double().log_softmax(-1)
+    raw = encode(logits)
+    found = decode(raw, 7, 1000)
+    assert found is not None
+    assert torch.equal(found.argmax(-1), logits.argmax(-1))
+    near = exact > -16
+    assert float((found - exact)[near].abs().max()) < 1 / 4096 + 1e-5
+    rest = (exact < -16) & (exact > -31)
+    assert bool(((found - exact).abs()[rest] <= 1 / 16 + 1e-5).all())
+    assert len(raw) == 7 * 4 + 7000 + int((exact > -16).sum())
+    assert decode(raw[:-1], 7, 1000) is None
+    assert decode(raw[:100], 7, 1000) is None
+
+
+def test_a_large_vocabulary_takes_less_than_half_of_float32_and_the_divergence_stays() -> None:
+    """Few likely tokens among as many as Qwen has, as large models give them."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 151_936, generator=generator) * 2.5
+    logits[:, :5] += 10
+    other = (logits + 0.05 * torch.randn(16, 151_936, generator=generator)).double().log_softmax(-1)
+    raw = encode(logits)
+    assert len(raw) < logits.numel() * 4 / 2.2
+
+    def mean_kl(reference: torch.Tensor | None) -> float:
+        assert reference is not None
+        p = reference.double().log_softmax(-1)
+        return float((p.exp() * (p - other)).sum(-1).mean())
+
+    exact = mean_kl(logits)
+    assert exact > 1e-4
+    assert mean_kl(decode(raw, 16, 151_936)) == pytest.approx(exact, rel=2e-3)
+
+
+def test_nan_is_refused() -> None:
+    with pytest.raises(NumericsError, match="NaN"):
+        encode(torch.tensor([[0.0, float("nan")]]))
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
@@ -116,6 +158,7 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
         assert age < 3
     size = sum(p.stat().st_size for p in folders["new"].iterdir())
     kept = opened(tmp_path, make_model, name="fresh", limit=2 * size + BYTES)
+    assert size - BYTES < 1000  # the key
     assert not folders["older"].exists()
     assert folders["old"].exists()
     assert folders["new"].exists()

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.evaluation.result import read_result
+from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.stages.evaluate import run as stage
 
 MODEL = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
@@ -131,8 +132,37 @@ def test_the_cache_changes_no_number(
     load = stage.load_model
     monkeypatch.setattr(stage, "load_model", lambda path, **options: (loaded.append(path), load(path, **options))[1])
     hit = against_float(checkpoints["nvfp4"], tmp_path / "c.json", tmp_path / "fresh")
-    assert without["kl"] == missed["kl"] == hit["kl"]
+    assert missed["kl"] == hit["kl"]
+    (kept,), (exact,) = hit["kl"], without["kl"]
+    assert abs(kept["mean"] - exact["mean"]) < (exact["interval"][1] - exact["interval"][0]) / 100
+    assert kept["top1_agreement"] == exact["top1_agreement"]
     assert loaded == [checkpoints["nvfp4"]]
+
+
+def test_the_header_says_what_is_measured_and_stored_and_the_result_comes_in_words_first(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    call = (checkpoints["nvfp4"], "--baseline", MODEL, "--max-tokens", 1000, "--cache-dir", tmp_path / "cache")
+    first = run(*call, "-o", tmp_path / "a.json")
+    assert first.exit_code == 0, first.output
+    header = first.stderr.splitlines()
+    assert header[:3] == [
+        "nvfp4 against demo_model, in float32 on cpu",
+        "sample text: 1,000 tokens in 4 windows of 256",
+        "(the sample text of the package; --data with text like yours tells more)",
+    ]
+    assert f"log-probabilities go to {tmp_path / 'cache'}/logits/" in header[3]
+    assert "at most 2.04 MB" in header[3]  # 996 tokens x (2 bytes x 1024 words + 4)
+    found = json.loads((tmp_path / "a.json").read_text())
+    shown = first.stdout.splitlines()
+    assert shown[0] == str(verdict(found))
+    assert shown[0].endswith((": good", ": near-lossless", ": damaged"))
+    assert max(map(len, shown[:-1])) <= 80
+    assert found["kl"][0]["data"] == "sample text"
+    assert "from an earlier run" in run(*call, "-o", tmp_path / "a.json").stderr
+    refused = run(*call, "-o", tmp_path / "a.json", "--cache-size", "1MB").stderr
+    assert "both models are loaded at once: 2.04 MB" in refused
+    assert run(*call, "-o", tmp_path / "a.json", "--json").stderr == ""
 
 
 def test_without_activations_the_weights_alone_count(checkpoints: dict[str, Path], tmp_path: Path, cache: Path) -> None:
@@ -181,7 +211,6 @@ def test_the_default_name_lies_beside_the_checkpoint(checkpoints: dict[str, Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing to measure"),
         (["--data", "none.txt"], "none.txt does not exist"),
         (["--data", "BINARY"], "is not UTF-8"),
         (["--data", "RANGE"], "token 99999, outside the model's vocabulary"),

@@ -146,8 +146,8 @@ def test_a_batch_never_holds_more_logits_than_its_limit() -> None:
 def test_progress_counts_scored_tokens(model: Any) -> None:
     seen: list[int] = []
     scores = score(model, TOKENS, window=16, on_batch=seen.append)
-    assert seen == sorted(seen)
-    assert seen[-1] == len(scores.nll)
+    assert len(seen) > 1
+    assert sum(seen) == len(scores.nll)
 
 
 @pytest.mark.parametrize("bad", [48, 1000, -1])

@@ -1,7 +1,9 @@
 """Claims about texts: what becomes tokens, and one line for what does not."""
 
 import hashlib
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +65,13 @@ def test_parquet_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"", "gives 0 tokens"),
+        ("a.txt", b"", "is empty"),
         ("a.txt", b"x", "gives 1 tokens"),
         ("a.txt", b"abc\xff", r"not UTF-8 text \(byte 3\)"),
         ("a.jsonl", b'{"text": "a"}\n{oops\n', "line 2 is not JSON"),
         ("a.jsonl", b"[1, 2]\n", "line 1 is list"),
-        ("a.jsonl", b'{"prompt": "a"}\n', "row 1 has prompt; expected 'text'"),
-        ("a.jsonl", b'{"input_ids": "12"}\n', "row 1 has input_ids"),
+        ("a.jsonl", b'{"words": "a"}\n', "line 1 has words, not any of"),
+        ("a.jsonl", b'{"input_ids": {"a": 1}}\n', "line 1 is dict, expected a text"),
         ("a.jsonl", b'{"input_ids": [1, 2]}\n{"text": "a"}\n', "mixes"),
     ],
 )
@@ -79,10 +81,39 @@ def test_bad_files_are_one_line(tmp_path: Path, name: str, content: bytes, messa
         read_text(tmp_path / name, lambda: letters)
 
 
-def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+def test_a_folder_is_one_stream_of_its_files_by_name(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("two")
+    lines(tmp_path / "a.jsonl", {"text": "one"})
+    (tmp_path / "notes.md").write_text("not data")
+    found = read_text(tmp_path, lambda: letters)
+    assert bytes(found.tokens.tolist()) == b"one\n\ntwo"
+    assert found.name == tmp_path.name
+
+
+def test_a_data_set_by_name_is_read_no_further_than_its_tokens_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = itertools.count()
+
+    def endless(*_: Any, **__: Any) -> Iterator[dict[str, str]]:
+        return ({"text": f"{number:100}"} for number in given)
+
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "load_dataset", endless)
+    found = read_text("owner/name:config:split", lambda: letters, max_tokens=50)
+    assert found.tokens.numel() == 50
+    assert found.name == "owner/name:config:split"
+    assert next(given) < 100
+
+
+def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "Hi"}]})
+    with pytest.raises(UsageError, match="no chat template"):
+        read_text(file, lambda: letters)
+
+
+def test_a_missing_file_and_an_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         read_text(tmp_path / "none.txt", lambda: letters)
-    with pytest.raises(UsageError, match="is no file"):
+    with pytest.raises(UsageError, match="is a folder without"):
         read_text(tmp_path, lambda: letters)
 
 

@@ -1,5 +1,8 @@
 """The verdict on an eval file: its word follows the KL divergence, its numbers are those of the file."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from ptqpipe.evaluation.verdict import GOOD, NEAR_LOSSLESS, verdict
@@ -22,6 +25,12 @@ def test_the_level_follows_the_mean_divergence(mean: float, level: str) -> None:
     found = verdict(result(mean))
     assert found is not None
     assert found.level == level
+
+
+def test_the_thresholds_are_those_of_the_documentation() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w-]+) \| (?:at most|more than) ([\d.]+) \|$", page, re.MULTILINE)
+    assert rows == [("near-lossless", str(NEAR_LOSSLESS)), ("good", str(GOOD)), ("damaged", str(GOOD))]
 
 
 def test_the_words_are_the_numbers_of_the_file() -> None:

@@ -14,13 +14,14 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.calibration.collect import Collector, find_attention, largest_sums
+from ptqpipe.calibration.collect import Collector, find_attention, sums_of_layers
 from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_digest
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.runner import Block, Runner, advance_together
@@ -28,17 +29,17 @@ from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, resolve_source
 from ptqpipe.errors import UsageError
+from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.common import (
     BASE_BYTES,
-    Job,
     Machine,
     Ranks,
     compute_threads,
+    counting_bar,
     name_of,
     peak_bytes,
-    progress_bar,
     threads,
 )
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
@@ -94,11 +95,13 @@ def calibrate(
     ranks: Ranks | None = None,
     devices: Sequence[torch.device] = (),
     warn: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Finished | None:
     """Writes a statistics folder. The result on rank 0, None on the others.
 
     devices  that share the samples of this process, the first of them the machine's; none: the machine's alone
     warn     called with a line on what will be missing, before the model runs
+    log      called with what is about to be done and what that takes, before the model runs
 
     Raises UsageError for data or settings that do not fit the model, CheckpointError for a model that cannot be run,
     NumericsError for activations that are not finite (then nothing is written), OutputError for the folder.
@@ -131,6 +134,8 @@ def calibrate(
             out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, rank=ranks.rank, wait=ranks.barrier
         )
         with folder as output, threads(machine.workers):
+            if log is not None and ranks.rank == 0:
+                log(f"{name_of(path)} on {_described(samples, skeleton, options, collecting)}")
             runner = _open_runner(skeleton, samples, output, collecting, machine)
             with runner:
                 run_blocks(runner, output, collecting, shown=machine.progress)
@@ -185,16 +190,34 @@ def _open_runner(
     skeleton: Skeleton, samples: Samples, output: BlockFolder, collecting: Collecting, machine: Machine
 ) -> Runner:
     """This rank's share of the samples, every ``world``-th; what the sums of the largest block need is set aside."""
-    sums = largest_sums(skeleton, block=collecting.block, full=collecting.full, held_out=collecting.held_out)
     share = slice(collecting.ranks.rank, None, collecting.ranks.world)
     return Runner.open(
         skeleton,
         samples.windows[share],
         held_out=samples.held_out[share],
         device=machine.device,
-        memory_bytes=machine.memory_bytes - BASE_BYTES - sums,
+        memory_bytes=machine.memory_bytes - BASE_BYTES - max(_sum_bytes(skeleton, collecting)),
         spill=output.paths.partial,
     )
+
+
+def _sum_bytes(skeleton: Skeleton, collecting: Collecting) -> list[int]:
+    return sums_of_layers(skeleton, block=collecting.block, full=collecting.full, held_out=collecting.held_out)
+
+
+def _described(samples: Samples, skeleton: Skeleton, options: CalibrateOptions, collecting: Collecting) -> str:
+    """The header: which samples, how much there is to run, and what the statistics take. They are stored in float32."""
+    (count, seqlen), held_out, sums = samples.windows.shape, len(samples.held_out), _sum_bytes(skeleton, collecting)
+    return (
+        f"{count} samples of {seqlen} tokens, {held_out} more held out (of {samples.candidates} windows, seed "
+        f"{options.seed})\n{(count + held_out) * seqlen:,} tokens through {len(skeleton.blocks)} layers in "
+        f"{options.dtype}\nmoments {', '.join(_kinds(options))}: at most {disk_size(sum(sums) / 2)} on disk, "
+        f"{memory_size(max(sums))} in memory"
+    )
+
+
+def _kinds(options: CalibrateOptions) -> list[str]:
+    return [kind for kind in MOMENTS if kind in {"diagonal", *options.moments}]
 
 
 def _content(
@@ -222,7 +245,7 @@ def _content(
             "vocabulary_seen": int(torch.unique(samples.windows).numel()),
         },
         "settings": {
-            "moments": [kind for kind in MOMENTS if kind in {"diagonal", *options.moments}],
+            "moments": _kinds(options),
             "dtype": options.dtype,
         },
         "files": {blocks[name]["file"]: blocks[name]["sha256"] for name in units},
@@ -235,21 +258,31 @@ def _content(
 
 def run_blocks(runner: Runner, output: BlockFolder, collecting: Collecting, *, shown: bool) -> None:
     """Every block, then what enters the head; those that are done already are run without collecting."""
-    steps = {name: Job(name, i, runner.skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
-    with progress_bar(list(steps.values()), shown=shown and collecting.ranks.rank == 0) as advance:
+    head = runner.skeleton.head_name
+    units = [*runner.names, *([HEAD] if head is not None else [])]
+    done = runner.tokens * sum(name in output.done for name in units)
+    shown = shown and collecting.ranks.rank == 0
+    with counting_bar(runner.tokens * len(units), "tokens", shown=shown, done=done) as advance:
         for part in runner.blocks():
+            again, layer = part.name in output.done, f"layer {part.index + 1} of {len(runner.names)}"
             copies = [part, *(part.on(device) for device in collecting.devices[1 : part.batches])]
-            if part.name in output.done:
+            if again:
+                runner.on_tokens = partial(_advance, advance, 0, f"{layer}, run again")
                 advance_together(copies, [None] * len(copies))
             else:
+                runner.on_tokens = partial(_advance, advance, 1, layer)
                 record = _block(runner, copies, output, collecting)
                 output.commit(part.name, record.to_json() if record is not None else {})
             del copies  # before the next block is loaded
-            advance(steps[part.name])
-    head = runner.skeleton.head_name
-    if head is not None and HEAD not in output.done:
-        record = _head(runner, head, output, collecting)
-        output.commit(HEAD, record.to_json() if record is not None else {})
+        if head is not None and HEAD not in output.done:
+            runner.on_tokens = partial(_advance, advance, 1, "head")
+            record = _head(runner, head, output, collecting)
+            output.commit(HEAD, record.to_json() if record is not None else {})
+
+
+def _advance(advance: Callable[[float, str], None], times: int, note: str, tokens: int) -> None:
+    """Moves the bar by ``tokens``, or not at all for a layer that counts already."""
+    advance(times * tokens, note)
 
 
 def _block(runner: Runner, copies: Sequence[Block], output: BlockFolder, collecting: Collecting) -> BlockRecord | None:
@@ -299,6 +332,7 @@ def _head(runner: Runner, name: str, output: BlockFolder, collecting: Collecting
         collector.holding_out = batch >= runner.held_from
         collector.see(name, x)
         collector.forget()
+        runner.on_tokens(x.shape[0] * x.shape[1])
     merge_ranks(collector, world=collecting.ranks.world, held_out=collecting.held_out)
     if collecting.ranks.rank != 0:
         return None

@@ -61,7 +61,6 @@ def stand_ins(content: Mapping[str, Any]) -> dict[str, int]:
 def render(done: Finished) -> str:
     """The closing text."""
     content = done.content
-    data = content["data"]
     rows = [
         [
             row["role"],
@@ -75,12 +74,7 @@ def render(done: Finished) -> str:
         for row in by_role(done)
     ]
     head = ["role", "modules", "columns", "tokens", "amax", "99.9 %", "rms"]
-    lines = [
-        f"{content['model']['name']} on {data['samples']} samples of {data['seqlen']} tokens, {data['held_out']} more "
-        f"held out (of {data['windows']} windows, seed {data['seed']}), moments "
-        f"{', '.join(content['settings']['moments'])}, in {content['settings']['dtype']}",
-        table(head, rows),
-    ]
+    lines = [table(head, rows)]
     if content["attention"]:
         entries = content["attention"].values()
         lines.append(

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from ptqpipe.errors import UsageError
-from ptqpipe.quantities import memory_size, option_size
+from ptqpipe.quantities import disk_size, memory_size, option_size, three_digits
 
 # What a process holds before any weight, and what one worker holds beside a cached unit (chunks, samples, temporaries).
 BASE_BYTES = 420 << 20
@@ -183,8 +184,6 @@ class Job:
     source_bytes: int
 
 
-_FORMAT = "{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt}{unit} {rate_fmt} ETA {remaining}{postfix}"
-
 J = TypeVar("J", bound=Job)
 
 
@@ -232,46 +231,77 @@ def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int) -> Non
             raise
 
 
-_stage: list[str] = []  # of the run of several stages under way, at most one
+_STAGE: ContextVar[str] = ContextVar("stage", default="")
+_FORMAT = "{desc}{percentage:3.0f}% {bar:10} {amount} {speed}/s ETA {remaining}{postfix}"
 
 
 @contextmanager
-def bars_of(stage: str) -> Iterator[None]:
-    """Bars begin with ``stage`` meanwhile: "[2/5] tune"."""
-    _stage.append(f"{stage}  ")
+def bars_of(title: str) -> Iterator[None]:
+    """Puts ``title`` before every bar that is drawn in the context: "[2/5] tune"."""
+    token = _STAGE.set(title)
     try:
         yield
     finally:
-        _stage.pop()
+        _STAGE.reset(token)
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm has no type arguments at run time
+    """tqdm's bar with amounts as all output has them: bytes as 4.50 GB, counts as 24.6k, parts of a layer as 2.4."""
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What ``_FORMAT`` may name."""
+        found = dict(super().format_dict)
+        passed, rate = self.n - self.initial, found["rate"]
+        if rate is None and passed and found["elapsed"]:
+            rate = passed / found["elapsed"]
+        size = disk_size if self.unit == "B" else _count
+        amount = f"{size(self.n)}/{size(self.total or 0)}" + ("" if self.unit == "B" else f" {self.unit}")
+        speed = disk_size if self.unit == "B" else three_digits
+        return found | {"amount": amount, "speed": "?" if rate is None else speed(rate)}
+
+
+def _count(value: float) -> str:
+    if value >= 1e5:
+        return str(tqdm.format_sizeof(value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:.1f}"
 
 
 @contextmanager
-def progress_bar(jobs: Sequence[Job], *, shown: bool) -> Iterator[Callable[[Job], None]]:
-    """A tqdm bar over source bytes: rate, time left, memory. Yields what any thread calls when a job is done.
+def counting_bar(
+    total: int, unit: str, *, shown: bool, title: str = "", done: int = 0
+) -> Iterator[Callable[[float, str], None]]:
+    """A bar with the amount, the rate, the time left and memory: the same in every command.
 
-    The time left follows from the jobs that are done: the first ones of a run are its measurement of this machine.
+    Yields what any thread calls with how much more is done, and with what is under way ("" for nothing to say).
+
+    unit   what is counted, in the plural; "B" for bytes
+    title  what stands before the bar, after the title of `bars_of`
+    done   where it starts: what an earlier run has done. The time left follows from this run alone
+
     Draws nothing when not ``shown``.
     """
     lock = threading.Lock()
-    bar: Any = tqdm(
-        total=sum(job.source_bytes for job in jobs),
-        unit="B",
-        unit_scale=True,
+    label = " ".join(word for word in (_STAGE.get(), title[:30]) if word)
+    bar: Any = _Bar(
+        total=total,
+        initial=done,
+        unit=unit,
         disable=not shown,
         file=sys.stderr,
         smoothing=0.05,
-        desc="".join(_stage) or None,
-        bar_format="{desc}" + _FORMAT,
+        desc=f"{label}: " if label else None,
+        bar_format=_FORMAT,
     )
 
-    def advance(job: Job) -> None:
+    def advance(amount: float, note: str) -> None:
         with lock:
             if shown:
                 current, peak = resident_bytes()
-                bar.set_postfix_str(
-                    f"mem {memory_size(current)}, peak {memory_size(peak)} | {job.id}"[:90], refresh=False
-                )
-            bar.update(job.source_bytes)
+                memory = f"mem {memory_size(current)}, peak {memory_size(peak)}"
+                words = (memory, note) if unit == "B" else (note, memory)  # a narrow terminal cuts what is last
+                bar.set_postfix_str(" | ".join(part for part in words if part)[:90], refresh=False)
+            bar.update(amount)
 
     try:
         yield advance
@@ -279,14 +309,15 @@ def progress_bar(jobs: Sequence[Job], *, shown: bool) -> Iterator[Callable[[Job]
         bar.close()
 
 
-def token_bar(tokens: int, *, shown: bool, label: str = "") -> Any:
-    """tqdm's bar over tokens, a context. ``label``: what stands before it."""
-    return tqdm(
-        total=tokens,
-        unit="tok",
-        unit_scale=True,
-        disable=not shown,
-        file=sys.stderr,
-        desc="".join(_stage) + (f"{label[:30]}: " if label else "") or None,
-        bar_format="{desc}" + _FORMAT,
-    )
+@contextmanager
+def progress_bar(
+    jobs: Sequence[Job], *, shown: bool, title: str = "", done: Sequence[Job] = ()
+) -> Iterator[Callable[[Job], None]]:
+    """`counting_bar` over the bytes of the source that jobs read. Yields what is called when a job is done.
+
+    done  jobs of an earlier run: the bar starts behind them
+    """
+    before = sum(job.source_bytes for job in done)
+    total = before + sum(job.source_bytes for job in jobs)
+    with counting_bar(total, "B", shown=shown, title=title, done=before) as advance:
+        yield lambda job: advance(job.source_bytes, job.id)

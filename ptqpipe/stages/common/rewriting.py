@@ -27,6 +27,7 @@ from ptqpipe.checkpoint import (
     check_unfinished,
     file_sha256,
     json_bytes,
+    natural_key,
     run_id_of,
 )
 from ptqpipe.errors import OutputError
@@ -215,10 +216,13 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
     """The jobs of this rank that the journal does not have."""
     done = writer.done()
     owners = work.layout.group_ranks(ranks.world)
-    mine = [job for job in work.jobs if owners[job.group] == ranks.rank and job.id not in done]
+    owned = sorted((job for job in work.jobs if owners[job.group] == ranks.rank), key=lambda job: natural_key(job.id))
+    mine = [job for job in owned if job.id not in done]
+    former = [job for job in owned if job.id in done]
     share = work.share_of(machine, mine)
     pool = MemoryPool(share.pool_bytes)
-    with one_thread_each(), progress_bar(mine, shown=machine.progress and ranks.rank == 0) as advance:
+    shown = machine.progress and ranks.rank == 0
+    with one_thread_each(), progress_bar(mine, shown=shown, done=former) as advance:
 
         def do(job: J) -> None:
             with pool.reserve(work.extra_bytes(job)):

@@ -1,8 +1,8 @@
 """evaluate: what a checkpoint computes, measured. Perplexity, KL divergence to a baseline, lm-eval tasks; one JSON.
 
 Both models are loaded with true semantics (``runtime/loading.py``). Whatever can be wrong with the call is found before
-a weight is read. The baseline goes first, its logits to the cache on disk, and is gone before the checkpoint is loaded;
-where they are not cached (no folder, or more than the limit) both models are in memory.
+a weight is read. The baseline goes first, its log-probabilities to the cache on disk, and is gone before the checkpoint
+is loaded; where they are not cached (no folder, or more than the limit) both models are in memory.
 """
 
 import json
@@ -16,13 +16,14 @@ import torch
 
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, resolve_source
 from ptqpipe.errors import CheckpointError, UsageError, one_line
-from ptqpipe.evaluation.cache import DEFAULT_LIMIT, open_cache
+from ptqpipe.evaluation.cache import DEFAULT_LIMIT, open_cache, store_bytes
 from ptqpipe.evaluation.harness import Metric, TaskRequest, check_tasks, run_tasks
 from ptqpipe.evaluation.measures import divergence, perplexity
 from ptqpipe.evaluation.result import kl_row, perplexity_row, result_json, task_row
 from ptqpipe.evaluation.scores import Scores, Window, score, windows
-from ptqpipe.evaluation.text import Text, read_text
+from ptqpipe.evaluation.text import SAMPLE, SAMPLE_NAME, Text, read_text
 from ptqpipe.evaluation.tokens import Decode, beginnings, continued, kl_by_position, kl_histogram, worst_tokens
+from ptqpipe.quantities import disk_size, option_size
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.runtime.loading import (
     check_device,
@@ -33,25 +34,26 @@ from ptqpipe.runtime.loading import (
     positions_of,
     read_config,
 )
-from ptqpipe.stages.common import name_of, run_facts, token_bar
+from ptqpipe.stages.common import counting_bar, name_of, run_facts
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What to measure and how.
 
-    data         text files, scored in windows of ``seqlen`` tokens (None: what the model has positions for, at most
-                 2048) that begin every ``stride`` (None: ``seqlen``)
-    max_tokens   of each file
+    data         texts: files, folders of them, data sets by name; the package's sample for neither data nor tasks
+    seqlen       tokens of a window in which texts are scored; None: what the model has positions for, at most 2048
+    stride       from the start of a window to the next; None: ``seqlen``
+    max_tokens   of each text
     tasks        lm-eval's or local ones; with `task_data`, `include_path`, `limit` and `batch_size` as ``TaskRequest``
     dtype        what both models compute in, on ``device``
     activations  whether the inputs of linear layers are quantized as each checkpoint's format says
-    cache_dir    where the baseline's logits are kept, at most ``cache_limit`` bytes; None: nowhere
+    cache_dir    where the baseline's log-probabilities are kept, at most ``cache_limit`` bytes; None: nowhere
     samples      beginnings of the first text that both models continue, for a report
     command      the call that is recorded with the result
     """
 
-    data: tuple[Path, ...] = ()
+    data: tuple[str, ...] = ()
     seqlen: int | None = None
     stride: int | None = None
     max_tokens: int | None = None
@@ -86,19 +88,29 @@ class _Job:
     stride: int
     tokenizer: Callable[[], Any]
     progress: bool
+    log: Callable[[str], None]
 
     def windows(self, text: Text) -> list[Window]:
         return windows(len(text.tokens), self.window, stride=self.stride)
 
 
 def evaluate(
-    ckpt: str, *, source: str | None = None, options: Options | None = None, progress: bool = False
+    ckpt: str,
+    *,
+    source: str | None = None,
+    options: Options | None = None,
+    progress: bool = False,
+    log: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """The content of the eval JSON; ``source``, the model to compare with, is its baseline.
 
+    progress  with progress bars
+    log       called with lines on what is about to be measured and stored, before it is
+
     UsageError for what cannot be measured, before any weight is read.
     """
-    job = _prepare(ckpt, source, options or Options(), progress)
+    job = _prepare(ckpt, source, options or Options(), progress, log or (lambda line: None))
+    job.log(_header(job))
     references: Sequence[Any] = [None] * len(job.texts)
     theirs: list[Metric] = []
     written: list[list[str]] = []
@@ -182,9 +194,23 @@ def _tasks(job: _Job, model: Callable[[], Any]) -> list[Metric]:
     return run_tasks(model(), job.tokenizer(), job.options.request, progress=job.progress)
 
 
-def _prepare(ckpt: str, source: str | None, options: Options, progress: bool) -> _Job:
-    if not options.data and not options.tasks:
-        raise UsageError("nothing to measure; give --data FILE, --tasks NAMES, or both")
+def _header(job: _Job) -> str:
+    """What is measured, line by line: the models, then each text with its tokens and windows, then the tasks."""
+    models = name_of(job.path) if job.baseline is None else f"{name_of(job.path)} against {name_of(job.baseline)}"
+    lines = [f"{models}, in {job.options.dtype} on {job.options.device}"]
+    for text in job.texts:
+        stride = "" if job.stride == job.window else f", one every {job.stride}"
+        lines.append(
+            f"{text.name}: {len(text.tokens):,} tokens in {len(job.windows(text))} windows of {job.window}{stride}"
+        )
+    if any(text.name == SAMPLE_NAME for text in job.texts):
+        lines.append("(the sample text of the package; --data with text like yours tells more)")
+    if job.options.tasks:
+        lines.append(f"tasks: {', '.join(job.options.tasks)}")
+    return "\n".join(lines)
+
+
+def _prepare(ckpt: str, source: str | None, options: Options, progress: bool, log: Callable[[str], None]) -> _Job:
     for name in ("max_tokens", "limit", "batch_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -206,10 +232,11 @@ def _prepare(ckpt: str, source: str | None, options: Options, progress: bool) ->
         check_tasks(options.request)
     words = path if other is None or (path / "tokenizer_config.json").exists() else other
     tokenizer = cache(lambda: load_tokenizer(words))  # files of tokens need none
-    texts = tuple(read_text(file, tokenizer, max_tokens=options.max_tokens) for file in options.data)
+    data = options.data if options.data or options.tasks else (str(SAMPLE),)
+    texts = tuple(read_text(name, tokenizer, max_tokens=options.max_tokens) for name in data)
     for text in texts:
         _check_tokens(text, int(config.get_text_config().vocab_size))
-    return _Job(options, path, other, texts, window, stride, tokenizer, progress)
+    return _Job(options, path, other, texts, window, stride, tokenizer, progress, log)
 
 
 def _check_tokens(text: Text, vocabulary: int) -> None:
@@ -233,7 +260,7 @@ def _protocol(config: Any, options: Options) -> tuple[int, int]:
 
 
 def _reference(job: _Job, text: Text, path: Path, other: Callable[[], Any]) -> Any:
-    """The baseline's logits on a text: a filled store, or the model itself."""
+    """The baseline's log-probabilities on a text: a filled store, or the model itself."""
     options = job.options
     if options.cache_dir is None:
         return other()
@@ -259,22 +286,38 @@ def _reference(job: _Job, text: Text, path: Path, other: Callable[[], Any]) -> A
         limit_bytes=options.cache_limit,
     )
     if store is None:
+        most = disk_size(store_bytes(job.windows(text), int(config.get_text_config().vocab_size)))
+        job.log(
+            f"both models are loaded at once: {most} of the source's log-probabilities are more than --cache-size "
+            f"{option_size(options.cache_limit)} or the disk allows, or {options.cache_dir} cannot be written"
+        )
         return other()
-    with token_bar(len(text.tokens), shown=job.progress, label="baseline") as bar:
-        store.fill(job.windows(text), text.tokens, on_batch=lambda done: bar.update(done - bar.n))
+    what = "the source's log-probabilities"
+    if store.stored:
+        job.log(f"{what} are in {store.folder} from an earlier run")
+    else:
+        job.log(
+            f"{what} go to {store.folder}: at most {disk_size(store.most)}, for further runs (--cache-size 0: nowhere)"
+        )
+    with counting_bar(_scored(job, text), "tokens", shown=job.progress, title=f"source, {text.name}") as advance:
+        store.fill(job.windows(text), text.tokens, on_batch=lambda tokens: advance(tokens, ""))
     return store
 
 
 def _score(job: _Job, text: Text, model: Any, reference: Any) -> Scores:
-    with token_bar(len(text.tokens), shown=job.progress, label=text.name) as bar:
+    with counting_bar(_scored(job, text), "tokens", shown=job.progress, title=text.name) as advance:
         return score(
             model,
             text.tokens,
             window=job.window,
             stride=job.stride,
             reference=reference,
-            on_batch=lambda done: bar.update(done - bar.n),
+            on_batch=lambda tokens: advance(tokens, ""),
         )
+
+
+def _scored(job: _Job, text: Text) -> int:
+    return sum(window.scored for window in job.windows(text))
 
 
 def _run_id(path: Path) -> str | None:

@@ -8,8 +8,12 @@ from typing import Any
 from ptqpipe.checkpoint import check_file, write_file
 from ptqpipe.errors import OutputExists
 from ptqpipe.evaluation.result import is_result
+from ptqpipe.evaluation.verdict import verdict
+from ptqpipe.quantities import number
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.stages.common import name_of, table
+
+_NAME = 16  # characters of the name of a text or task
 
 
 def default_out(ckpt: str) -> Path:
@@ -54,77 +58,88 @@ def write(result: Mapping[str, Any], out: Path) -> None:
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """The result as tables for a terminal."""
+    """The result for a terminal: the verdict in words first, then tables that fit 80 columns."""
     settings = result["settings"]
-    lines = [f"{result['checkpoint']['name']}  ({settings['dtype']}, activations {settings['activations']})"]
-    if result["baseline"] is not None:
-        lines.append(f"  against {result['baseline']['name']}")
-    for key, rendered in (("perplexity", _perplexity_table), ("kl", _kl_table), ("tasks", _task_table)):
+    found = verdict(result)
+    lines = [] if found is None else [str(found), ""]
+    against = "" if result["baseline"] is None else f" against {result['baseline']['name']}"
+    lines.append(
+        f"{result['checkpoint']['name']}{against} ({settings['dtype']}, activations {settings['activations']})"
+    )
+    for key, rendered in (("perplexity", _perplexity_table), ("kl", _kl_tables), ("tasks", _task_table)):
         if result[key]:
             lines += ["", rendered(result[key])]
     return "\n".join(lines)
 
 
 def _perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    compared = rows[0]["baseline"] is not None
     body = [
         [
-            row["data"],
-            str(row["tokens"]),
-            f"{row['window']}/{row['stride']}",
-            _number(row["checkpoint"], ".4f"),
-            _number(row["baseline"], ".4f"),
-            _number(row["difference"], "+.4f"),
-            _span(row["interval"], ".4f"),
+            short(row["data"]),
+            f"{row['tokens']:,}",
+            f"{row['window']}" if row["stride"] == row["window"] else f"{row['window']}/{row['stride']}",
+            _number(row["checkpoint"], 5),
+            *([_number(row["baseline"], 5), _signed(row["difference"])] if compared else []),
+            _span(row["interval"]),
         ]
         for row in rows
     ]
-    spread = "95 % of difference" if rows[0]["baseline"] is not None else "95 %"
-    return table(["perplexity", "tokens", "window/stride", "checkpoint", "baseline", "difference", spread], body)
+    middle = ["source", "change", "95 % of change"] if compared else ["95 %"]
+    return table(["perplexity", "tokens", "window", "result", *middle], body)
 
 
-def _kl_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    body = [
-        [
-            row["data"],
-            _number(row["mean"], ".6f"),
-            _number(row["standard_error"], ".6f"),
-            _span(row["interval"], ".6f"),
-            *(_number(row["percentiles"][p], ".4f") for p in ("50", "99", "99.9")),
-            _number(row["max"], ".4f"),
-            f"{100 * row['top1_agreement']:.2f} %",
-        ]
+def _kl_tables(rows: Sequence[Mapping[str, Any]]) -> str:
+    means = [
+        [short(row["data"]), _number(row["mean"]), _span(row["interval"]), f"{100 * row['top1_agreement']:.2f} %"]
         for row in rows
     ]
-    return table(["KL, nats", "mean", "std. error", "95 %", "50 %", "99 %", "99.9 %", "max", "same top-1"], body)
+    of_tokens = [
+        [short(row["data"]), *(_number(row["percentiles"][p], 3) for p in ("50", "99", "99.9")), _number(row["max"], 3)]
+        for row in rows
+    ]
+    head = ["of tokens", "50 %", "99 %", "99.9 %", "most"]
+    return f"{table(['KL, nats', 'mean', '95 %', 'same top token'], means)}\n\n{table(head, of_tokens)}"
 
 
 def _task_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    compared = any(row["baseline"] is not None for row in rows)
     body = [
         [
-            row["task"],
+            short(row["task"]),
             row["metric"],
             str(row["samples"]),
             _with_error(row["checkpoint"], row["stderr"]),
-            _with_error(row["baseline"], row["baseline_stderr"]),
-            "-" if row["recovery"] is None else f"{row['recovery']:.2f} %",
-            _number(row["difference"], "+.4f"),
-            _span(row["interval"], "+.4f"),
+            *(_compared(row) if compared else []),
         ]
         for row in rows
     ]
-    header = ["task", "metric", "samples", "checkpoint", "baseline", "recovery", "difference", "95 %"]
-    return table(header, body, left=2)
+    head = ["task", "metric", "samples", "result", *(["source", "change", "95 % of change"] if compared else [])]
+    return table(head, body, left=2)
+
+
+def _compared(row: Mapping[str, Any]) -> list[str]:
+    return [_number(row["baseline"]), _signed(row["difference"]), _span(row["interval"])]
+
+
+def short(name: str) -> str:
+    """A name cut to the width of its column."""
+    return name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
 
 
 def _with_error(value: float | None, error: float | None) -> str:
-    return _number(value, ".4f") + ("" if error is None else f" ± {error:.4f}")
+    return _number(value) + ("" if error is None else f" ± {number(error, 2)}")
 
 
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
+def _number(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else number(value, digits)
 
 
-def _span(interval: Sequence[float] | None, spec: str) -> str:
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{'+' if value >= 0 else ''}{number(value, 3)}"
+
+
+def _span(interval: Sequence[float] | None) -> str:
     if interval is None or None in interval:
         return "-"
-    return f"{interval[0]:{spec}} .. {interval[1]:{spec}}"
+    return f"{number(interval[0], 3)} .. {number(interval[1], 3)}"

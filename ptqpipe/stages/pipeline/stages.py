@@ -220,7 +220,7 @@ class Pipeline:
         return entry
 
     def _verify(self) -> None:
-        found = verify(self.out, workers=self.machine.workers)
+        found = verify(self.out, workers=self.machine.workers, progress=self.machine.progress)
         if not found.ok:
             first = found.faults[0]
             raise VerifyError(
@@ -230,12 +230,12 @@ class Pipeline:
 
     def _eval(self) -> None:
         options = evaluation.Options(
-            data=tuple(Path(name).expanduser() for name in self.work.eval),
+            data=tuple(self.work.eval),
             device=str(self.machine.device),
             cache_dir=self.begun / "logits",
         )
         shown = self.machine.progress
-        self.evaluation = evaluation.evaluate(str(self.out), baseline=str(self.path), options=options, progress=shown)
+        self.evaluation = evaluation.evaluate(str(self.out), source=str(self.path), options=options, progress=shown)
         write_file(self.beside("eval.json"), json.dumps(self.evaluation, indent=1) + "\n")
 
     def _report(self) -> None:

@@ -18,7 +18,7 @@ weights' share of the cost is measured.
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +41,15 @@ from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import default_length, load_model, load_tokenizer, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common import BASE_BYTES, WORKER_BYTES, Machine, MemoryPool, one_thread_each, role_of
+from ptqpipe.stages.common import (
+    BASE_BYTES,
+    WORKER_BYTES,
+    Machine,
+    MemoryPool,
+    counting_bar,
+    one_thread_each,
+    role_of,
+)
 from ptqpipe.stages.plan.units import Group, quantize_as
 from ptqpipe.statistics import BLOCK, Statistics
 
@@ -102,8 +110,15 @@ def estimate(
         with memory.reserve(needs[job[1].id]):
             return _unit_errors(source, *job, stats=stats, moment=moment)
 
-    with one_thread_each(), ThreadPoolExecutor(max_workers=share.workers) as pool:
-        errors = [error for found in pool.map(work, jobs) for error in found]
+    errors: list[_Error] = []
+    with (
+        counting_bar(len(jobs), "units", shown=machine.progress, title="errors") as advance,
+        one_thread_each(),
+        ThreadPoolExecutor(max_workers=share.workers) as pool,
+    ):
+        for (_, unit), found in zip(jobs, pool.map(work, jobs), strict=True):
+            errors += found
+            advance(1, unit.id)
     return _sum(errors, relative=stats is not None)
 
 
@@ -208,13 +223,12 @@ class Measurement:
     record: Path
     tokens: int = DEFAULT_TOKENS
     seqlen: int | None = None
-    on_measured: Callable[[int, int], None] | None = None  # (done, of)
 
 
 def measure(
-    source: Source, groups: Sequence[Group], measurement: Measurement
+    source: Source, groups: Sequence[Group], measurement: Measurement, *, shown: bool = False
 ) -> tuple[dict[tuple[str, str], float], str]:
-    """(the cost of every option but keep, what the costs are).
+    """(the cost of every option but keep, what the costs are). ``shown``: with a progress bar.
 
     UsageError for a text or a record that does not belong here, CheckpointError for a model that cannot be run.
     """
@@ -235,18 +249,18 @@ def measure(
     if todo:
         model = load_model(path, activations="none")
         reference = KeptLogits(model, text.tokens, window)
-        with open(measurement.record, "a", encoding="utf-8") as file:
+        bar = counting_bar(len(todo) + len(known), "measurements", shown=shown, done=len(known))
+        with open(measurement.record, "a", encoding="utf-8") as file, bar as advance:
             if not known and file.tell() == 0:
                 _append(file, header)
-            for done, (group, scheme) in enumerate(todo):
+            for group, scheme in todo:
                 with _quantized(model, source, group, scheme):
                     found = score(model, text.tokens, window=window, reference=reference)
                 assert found.kl is not None
                 kl = float(found.kl.double().mean())
                 known[(group.id, scheme.name)] = max(kl, 0.0)
                 _append(file, {"group": group.id, "scheme": scheme.name, "kl": kl})
-                if measurement.on_measured is not None:
-                    measurement.on_measured(done + 1, len(todo))
+                advance(1, f"{group.id} in {scheme.name}")
     costs = {(g.id, o.name): known[(g.id, o.name)] for g in groups for o in g.options if o.scheme is not None}
     name = measurement.text.name
     return costs, f"mean KL to the float model on {len(text.tokens)} tokens of {name}, one group at a time (measured)"

@@ -129,6 +129,7 @@ def plan_mixed(
     where scipy is missing; what the searches raise for damaged weights.
     """
     require_scipy()
+    machine = machine or Machine()
     if stats is not None and measurement is not None:
         raise UsageError("--stats and --measure are two kinds of sensitivity; give one of them")
     schemes = schemes_of(formats)
@@ -139,17 +140,17 @@ def plan_mixed(
         costs: Costs
         options: Mapping[str, str] = {}
         if measurement is not None:
-            costs, how = measure(source, groups, measurement)
+            costs, how = measure(source, groups, measurement, shown=machine.progress)
         elif stats is not None:
             with Statistics.open(stats) as opened:
                 check_model(opened, source)
                 moment = choose_moment(opened, groups)
                 how = f"output error of nearest codes relative to the output, {moment.replace('_', ' ')} of x"
                 options = {"algorithm": "gptq"} if moment == "full_moment" else {"weighting": "diagonal"}
-                costs = estimate(source, groups, stats=opened, machine=machine or Machine())
+                costs = estimate(source, groups, stats=opened, machine=machine)
         else:
             how = "squared error relative to the mean energy of the role (data-free)"
-            costs = estimate(source, groups, stats=None, machine=machine or Machine())
+            costs = estimate(source, groups, stats=None, machine=machine)
         return replace(_decide(source, groups, costs, how, limits, options, container), stats=stats)
 
 

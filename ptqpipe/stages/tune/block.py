@@ -176,6 +176,7 @@ def follow(
     held_out: float,
     inputs: Callable[[int], torch.Tensor],
     targets: Callable[[int], torch.Tensor],
+    on_unit: Callable[[float, str], None] = lambda part, name: None,
 ) -> tuple[Mapping[str, QTensor], float, float]:
     """(codes of one block by key, mean squared errors of its output on the samples that were held out with the start
     and with what was found). The codes are the start's where those are not better.
@@ -184,6 +185,7 @@ def follow(
     share            fraction of the error of earlier layers that each layer compensates for: 0 to 1
     held_out         share of the batches that only the gate sees
     inputs, targets  hidden states of a batch: what the quantized blocks before this return, what this should return
+    on_unit          called when a unit is done, with its share of the units and its name
 
     NumericsError for moments or errors that are not finite.
     """
@@ -193,7 +195,9 @@ def follow(
     found = dict(start)
     decoded = {key: q.dequantize() for key, q in start.items()}
     before = _loss(work, decoded, judged, inputs, targets)
-    for unit, modules in _in_order(work):
+    order = _in_order(work)
+    for unit, modules in order:
+        on_unit(1 / len(order), unit.id)
         moments = paired_moments(
             work.block,
             list(dict.fromkeys(modules)),

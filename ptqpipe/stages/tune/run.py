@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
-from ptqpipe.calibration.collect import largest_sums
+from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
 from ptqpipe.calibration.rounding import Learned, Settings, learn
 from ptqpipe.calibration.runner import Block, Runner
@@ -34,7 +35,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import default_length, read_config
-from ptqpipe.stages.common import BASE_BYTES, Job, Machine, compute_threads, name_of, peak_bytes, progress_bar, threads
+from ptqpipe.stages.common import BASE_BYTES, Machine, compute_threads, counting_bar, name_of, peak_bytes, threads
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.tune.block import BlockWork, follow, observe
@@ -84,8 +85,11 @@ def tune(
     options: TuneOptions | None = None,
     mode: Mode = "new",
     machine: Machine | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Finished:
     """Writes a folder of learned codes.
+
+    log  called with what is about to be done, before the model runs
 
     Raises UsageError for data or settings that do not fit the model, CheckpointError for a model that cannot be run,
     NumericsError for weights or activations that are not finite, OutputError for the folder.
@@ -128,6 +132,8 @@ def tune(
         }
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
         with folder, threads(machine.workers):
+            if log is not None:
+                log(_described(prepared, samples, options))
             _run(prepared, samples, folder, options, machine, collects=collects)
             content = _content(prepared, samples, options, folder, collects=collects)
             folder.finish(content)
@@ -151,7 +157,8 @@ def _run(
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
     spill, device = folder.paths.partial, machine.device
     layerwise = options.method == "layerwise"
-    sums = largest_sums(skeleton, block=False, full=True, held_out=len(samples.held_out) > 0) if collects else 0
+    held_out = len(samples.held_out) > 0
+    sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out)) if collects else 0
     runner = Runner.open(
         skeleton,
         samples.windows,
@@ -161,22 +168,44 @@ def _run(
         spill=spill,
         streams=1 if layerwise else 3,
     )
-    steps = {name: Job(name, i, skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
+    count, done = len(runner.names), sum(name in folder.done for name in runner.names)
     with (
         runner,
         contextlib.ExitStack() as opened,
-        progress_bar(list(steps.values()), shown=machine.progress) as advance,
+        counting_bar(count, "layers", shown=machine.progress, done=done) as advance,
     ):
         streams = None if layerwise else _Streams.like(runner, spill, opened)
         for block in runner.blocks():
+            on_part = partial(_advance, advance, f"layer {block.index + 1} of {count}")
             found = block.name in folder.done
+            if found:
+                on_part(0, "run again")
             if streams is None:
                 if not found:
                     _layerwise(BlockWork.of(block, prepared, runner), runner, folder, collects=collects)
+                    on_part(1, "codes")
             else:
-                _tune_block(BlockWork.of(block, prepared, runner), runner, folder, options, streams, collects=collects)
+                work = BlockWork.of(block, prepared, runner)
+                _tune_block(work, runner, folder, options, streams, collects=collects, on_part=on_part)
             block.advance()
-            advance(steps[block.name])
+
+
+def _advance(advance: Callable[[float, str], None], layer: str, part: float, note: str) -> None:
+    """Moves the bar by a part of a layer, and says what of it is done."""
+    advance(part, f"{layer}, {note}")
+
+
+def _described(prepared: Conversion, samples: Samples, options: TuneOptions) -> str:
+    """The header: the model, the method, and the samples."""
+    units = prepared.outputs.plan.units
+    count, seqlen = samples.windows.shape
+    schemes = ", ".join(sorted({unit.scheme.name for unit in units}))
+    held_out = f", {len(samples.held_out)} more held out" if len(samples.held_out) else ""
+    return (
+        f"{name_of(prepared.source.reader.path)} in {schemes}, {sum(len(unit.members) for unit in units)} weights, by "
+        f"{options.method}\n{count} samples of {seqlen} tokens{held_out} (of {samples.candidates} windows, seed "
+        f"{options.seed})"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +235,14 @@ def _layerwise(work: BlockWork, runner: Runner, folder: BlockFolder, *, collects
 
 
 def _tune_block(
-    work: BlockWork, runner: Runner, folder: BlockFolder, options: TuneOptions, streams: _Streams, *, collects: bool
+    work: BlockWork,
+    runner: Runner,
+    folder: BlockFolder,
+    options: TuneOptions,
+    streams: _Streams,
+    *,
+    collects: bool,
+    on_part: Callable[[float, str], None],
 ) -> None:
     """Learns, writes and applies the codes of one block; afterwards both streams are behind it."""
     block, wanted, given = work.block, streams.wanted, streams.given
@@ -225,7 +261,7 @@ def _tune_block(
         codes = _read_codes(folder, block, work.units)
     else:
         inputs = observe(block, runner, run) if collects else run(lambda batch: None)
-        codes, record = _find(work, options, work.start(inputs), streams)
+        codes, record = _find(work, options, work.start(inputs), streams, on_part=on_part)
         record |= _write(folder.paths.growing, block.name, codes)
         folder.commit(block.name, record)
     decoded = {key: q.dequantize() for key, q in codes.items()}
@@ -237,9 +273,19 @@ def _tune_block(
 
 
 def _find(
-    work: BlockWork, options: TuneOptions, start: Mapping[str, QTensor], streams: _Streams
+    work: BlockWork,
+    options: TuneOptions,
+    start: Mapping[str, QTensor],
+    streams: _Streams,
+    *,
+    on_part: Callable[[float, str], None],
 ) -> tuple[dict[str, QTensor], dict[str, Any]]:
-    """The codes of every weight of the block, found from those of ``start``, and their journal entry."""
+    """The codes of every weight of the block, found from those of ``start``, and their journal entry.
+
+    on_part  called with parts of the layer that are done, which add up to 1
+    """
+    share = 1 / (2 + options.method.count("+")) if work.usable else 1.0  # of the start, and of each method
+    on_part(share, "start")
     wanted, given = streams.wanted, streams.given
     record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
     record["held_out"] = work.block.batches > 1  # else the one batch both learns and judges
@@ -252,10 +298,12 @@ def _find(
             held_out=options.settings.held_out,
             inputs=given.get,
             targets=wanted.get,
+            on_unit=lambda part, name: on_part(share * part, name),
         )
         record |= {"start_loss": before, "learned_loss": after, "kept": after < before, "followed_loss": after}
     if "learned" in options.method and work.usable:
-        codes, learned = _learn(work, codes, options.settings, wanted=wanted, given=given)
+        step = share / options.settings.steps
+        codes, learned = _learn(work, codes, options.settings, streams, lambda n: on_part(step, f"step {n}"))
         if "followed_loss" not in record:
             record |= {"start_loss": learned.start_loss, "learned_loss": learned.learned_loss, "kept": learned.kept}
         elif learned.kept:
@@ -266,9 +314,14 @@ def _find(
 
 
 def _learn(
-    work: BlockWork, start: Mapping[str, QTensor], settings: Settings, *, wanted: Activations, given: Activations
+    work: BlockWork,
+    start: Mapping[str, QTensor],
+    settings: Settings,
+    streams: _Streams,
+    on_step: Callable[[int], None],
 ) -> tuple[dict[str, QTensor], Learned]:
     """Learned rounding at the scales of ``start``."""
+    wanted, given = streams.wanted, streams.given
     fixed = {key: q.dequantize() for key, q in start.items() if key not in work.usable}
     learned = learn(
         {key: work.weights[key] for key in work.usable},
@@ -279,6 +332,7 @@ def _learn(
         batches=work.block.batches,
         windows_per_batch=given.get(0).shape[0],
         settings=settings,
+        on_step=on_step,
     )
     codes = {
         key: QTensor.from_codes(learned.codes[key], q.scales, fmt=q.fmt, global_scale=q.global_scale)

@@ -23,6 +23,7 @@ from ptqpipe.source import Origins, Source, SourceRows
 from ptqpipe.stages.common import (
     BIAS_REASON as CORRECTED,
     Outputs,
+    counting_bar,
     default_workers,
     describe_statistics,
     one_thread_each,
@@ -74,6 +75,7 @@ def verify(
     all_blocks: bool = False,
     sample_blocks: int = SAMPLE_BLOCKS,
     workers: int | None = None,
+    progress: bool = False,
 ) -> VerifyReport:
     """Checks a checkpoint, against its source where one is given.
 
@@ -81,6 +83,7 @@ def verify(
     optimal        also proves block scales optimal by brute force, ``sample_blocks`` of each weight, spread evenly
     all_blocks     all of them instead (slow)
     workers        threads; the processors by default. The report does not depend on it, its time aside
+    progress       with a progress bar
     """
     begun = time.monotonic()
     findings = Findings(own=False, chosen=False)
@@ -93,7 +96,7 @@ def verify(
             blocks = None if all_blocks else sample_blocks
             run = _Run(opened, original, findings, optimal or all_blocks, blocks, statistics=known)
             with one_thread_each():
-                _verify(run, workers if workers is not None else default_workers())
+                _verify(run, workers if workers is not None else default_workers(), shown=progress)
             container, weights, foreign = opened.container_name, run.weights, _is_foreign(run)
             kept = [opened.reader.entries[name].nbytes for name in opened.plain]
     finally:
@@ -131,7 +134,7 @@ def _open(path: Path | None, what: str, findings: Findings) -> Source | None:
     return opened[0] if opened else None
 
 
-def _verify(run: _Run, workers: int) -> None:
+def _verify(run: _Run, workers: int, *, shown: bool) -> None:
     """All checks, the cheap ones first; the numbers by ``workers`` threads, reported in the order of the files."""
     ckpt, findings = run.ckpt, run.findings
     findings.guard("record", RECORD_FILE, lambda: _read_own_record(run))
@@ -141,9 +144,12 @@ def _verify(run: _Run, workers: int) -> None:
     if ckpt.container is None and not (run.record is not None and run.record.plain):
         findings.fault("config", "config.json", "describes no quantization; this is a plain checkpoint")
     _check_headers(run)
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="verify") as pool:
-        for found, report in pool.map(lambda job: job(), _jobs(run)):
+    jobs = _jobs(run)
+    pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="verify")
+    with counting_bar(len(jobs), "checks", shown=shown) as advance, pool:
+        for found, report in pool.map(lambda job: job(), jobs):
             findings.extend(found.items)
+            advance(1, "" if report is None else report.name)
             if report is not None:
                 run.weights.append(report)
     _note_savings(run.weights, findings)

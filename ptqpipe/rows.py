@@ -1,11 +1,12 @@
-"""Rows of a data file: plain text, .jsonl, .parquet, or a data set by name; each a text, messages or token ids.
+"""What --data names, as rows: plain text, .jsonl, .parquet, folders of them, or data sets by name.
 
-Knows files, not tokenizers. A row is the value of the first field that is there of FIELDS, or of the one asked for.
+A row is a text, messages or token ids: the value of the first field that is there of FIELDS, or of the one asked for.
+`row_tokens` makes tokens of it.
 """
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,37 @@ from ptqpipe.errors import UsageError, first_line, missing_package
 from ptqpipe.regular_file import MAX_TEXT_BYTES, kind_of, read_regular_text
 
 FIELDS = ("messages", "conversations", "text", "content", "prompt", "instruction", "question", "input_ids")
+PIECE = 1 << 18  # characters that are tokenized at once
+MAX_TOKEN = 1 << 31
+_SUFFIXES = (".txt", ".jsonl", ".parquet")  # of the files of a folder that are data
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+){0,2}")
+
+
+def files_of(names: Iterable[str]) -> list[str]:
+    """The files that ``names`` mean: of a folder all .txt, .jsonl and .parquet files in it, by name.
+
+    UsageError for a folder without any.
+    """
+    found: list[str] = []
+    for name in names:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            found.append(name)
+            continue
+        files = sorted(str(file) for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file())
+        if not files:
+            raise UsageError(
+                f"{name} is a folder without {', '.join(_SUFFIXES)} files; name a folder or file with text"
+            )
+        found += files
+    return found
 
 
 def read_rows(name: str, *, field: str | None = None) -> Iterator[tuple[str, Any]]:
     """(where, value) of every row: ``where`` says file and line, for messages about it.
 
-    name   a file, or a data set as ``owner/name[:config][:split]`` for the ``datasets`` library
+    name   a file (`files_of` gives those of a folder), or a data set as ``owner/name[:config][:split]`` for the
+           ``datasets`` library
     field  the field of a row to use; None: the first of FIELDS that a row has
 
     Raises UsageError for what cannot be read, a bad line, or a row without the field.
@@ -29,8 +54,7 @@ def read_rows(name: str, *, field: str | None = None) -> Iterator[tuple[str, Any
     if not path.is_file():
         if path.exists():
             kind = kind_of(path.stat().st_mode)
-            remedy = "name the files in it" if path.is_dir() else "write the text to a file first"
-            raise UsageError(f"{name} is {kind}, expected a file with text; {remedy}")
+            raise UsageError(f"{name} is {kind}, expected a file with text; write the text to a file first")
         if path.suffix in (".txt", ".jsonl", ".parquet", ".raw", ".json") or not _HUB_NAME.fullmatch(name):
             remedy = nearest_path(Path(name)) or "give --data a .txt, .jsonl or .parquet file"
             raise UsageError(f"{name} does not exist; {remedy}")
@@ -118,3 +142,58 @@ def _fields(rows: Iterable[tuple[int, Any]], name: str, unit: str, field: str | 
             keys = ", ".join(map(str, list(row)[:6])) or "no fields"
             raise UsageError(f"{where} has {keys}, not {wanted}; name the field with --field")
         yield where, row[found]
+
+
+def row_tokens(tokenizer: Callable[[], Any], value: Any, where: str) -> Iterator[Sequence[int]]:
+    """The tokens of one row, in pieces: text, messages, or token ids as they are.
+
+    tokenizer  gives transformers' tokenizer of the model; not called for token ids
+    where      file and line, for messages
+
+    UsageError for a row of another kind, token ids that no model has, and messages without a chat template.
+    """
+    if isinstance(value, str):
+        for number, piece in enumerate(_pieces(value)):
+            yield tokenizer()(piece, add_special_tokens=number == 0, verbose=False)["input_ids"]
+    elif isinstance(value, list) and value and all(isinstance(token, int) for token in value):
+        if not all(0 <= token < MAX_TOKEN for token in value):
+            worst = next(token for token in value if not 0 <= token < MAX_TOKEN)
+            raise UsageError(f"{where} has token id {worst}, expected the model's tokens; tokenize the data again")
+        yield value
+    elif isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+        yield _chat_tokens(tokenizer(), value, where)
+    else:
+        raise UsageError(
+            f"{where} is {type(value).__name__}, expected a text, a list of messages or a list of token ids; name "
+            "another field with --field"
+        )
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long text cut after line ends: what a tokenizer returns takes many times the text's memory."""
+    start = 0
+    while len(text) - start > PIECE:
+        end = text.find("\n", start + PIECE) + 1
+        if not end:
+            break
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
+def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> list[int]:
+    from jinja2 import TemplateError
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(
+            f"{where} is a list of messages, and the model's tokenizer has no chat template; give plain text with "
+            "--field"
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{where} does not fit the model's chat template: {first_line(error)}; expected role and content"
+        ) from None
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,0 +1,86 @@
+"""Claims about progress bars: one look in every command, where they start, and what they count."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import ptqpipe
+from ptqpipe.stages.common import Job, bars_of, counting_bar, progress_bar, rewriting
+from tests import tiny
+
+
+def frames(drawn: str) -> list[str]:
+    return [frame.strip() for frame in re.split(r"[\r\n]", drawn) if frame.strip()]
+
+
+def test_a_bar_has_title_amounts_memory_and_what_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+    with bars_of("[2/5] calibrate"), counting_bar(4000, "tokens", shown=True, title="a.txt") as advance:
+        advance(1000, "layer 1 of 4")
+        advance(3000, "layer 4 of 4")
+    first, *_, last = frames(capsys.readouterr().err)
+    assert first.startswith("[2/5] calibrate a.txt:   0% ")
+    assert "0/4,000 tokens ?/s" in first
+    assert "100% ██████████ 4,000/4,000 tokens" in last
+    assert re.search(r"layer 4 of 4 \| mem [\d.]+ [MG]iB, peak [\d.]+ [MG]iB", last)
+
+
+def test_bytes_are_those_of_disks_and_large_counts_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+    with counting_bar(4_500_000_000, "B", shown=True) as advance:
+        advance(1_220_000_000, "")
+    with counting_bar(12_600_000, "tokens", shown=True), counting_bar(32, "layers", shown=True) as advance:
+        advance(2.4, "")
+    drawn = capsys.readouterr().err
+    assert "1.22 GB/4.50 GB" in drawn
+    assert "0/12.6M tokens" in drawn
+    assert "2.4/32 layers" in drawn
+
+
+def test_a_resumed_run_starts_behind_what_is_done_and_its_rate_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [Job(f"layer.{i}", 0, 250_000) for i in range(4)]
+    with progress_bar(jobs[3:], shown=True, done=jobs[:3]) as advance:
+        advance(jobs[3])
+    first, *_, last = frames(capsys.readouterr().err)
+    assert first.startswith("75% ")
+    assert "750 kB/1.00 MB ?/s" in first
+    assert last.startswith("100% ")
+    assert "layer.3" in last
+
+
+def test_nothing_is_drawn_unless_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with counting_bar(10, "tokens", shown=False) as advance:
+        advance(10, "x")
+    assert capsys.readouterr().err == ""
+
+
+def test_tensors_come_in_the_order_of_their_numbers_and_a_resumed_run_counts_those_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.save(tmp_path / "model", tiny.llama(layers=11, hidden=64, inner=64))
+    bars: list[tuple[list[str], list[str]]] = []
+
+    @contextmanager
+    def bar(jobs: Sequence[Job], *, shown: bool, done: Sequence[Job]) -> Iterator[Callable[[Job], None]]:
+        bars.append(([job.id for job in jobs], [job.id for job in done]))
+
+        def advance(job: Job) -> None:
+            if len(bars) == 1 and "layers.2." in job.id:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    monkeypatch.setattr(rewriting, "progress_bar", bar)
+    with pytest.raises(KeyboardInterrupt):
+        ptqpipe.convert(model, format="nvfp4", out=tmp_path / "out", workers=1)
+    ptqpipe.convert(model, format="nvfp4", out=tmp_path / "out", workers=1, resume=True)
+    (first, nothing), (rest, done) = bars
+    parts = [re.split(r"layers\.(\d+)\.", name) for name in first]  # what is done, the layer, the tensor
+    for kind in {part[0] for part in parts if len(part) == 3}:
+        layers = [int(part[1]) for part in parts if part[0] == kind and len(part) == 3]
+        assert layers == sorted(layers)
+        assert {2, 10} < set(layers)
+    assert nothing == []
+    assert done
+    assert sorted(done + rest) == sorted(first)
