@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
 MAY_IMPORT: dict[str, set[str]] = {
     "_version":     set(),
     "dtypes":       set(),
-    "quantities":   set(),
     "errors":       set(),
+    "quantities":   {"errors"},
     "patterns":     set(),
     "inputs":       set(),
     "regular_file": set(),
@@ -68,8 +68,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "record", "measured", "statistics", "rounding", "calibration", "runtime", "evaluation", "report", "engine",
         "server", "collectives", "options", "inputs", "processes", "quantities", "scan",
     },
-    "api":          {"errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages"},
-    "cli":          {"_version", "errors", "stages", "options"},
+    "api":          {
+        "errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages", "checkpoint",
+        "evaluation", "quantities", "runtime",
+    },
+    "cli":          {"_version", "errors", "stages", "options", "quantities"},
     "__main__":     {"cli"},
     # The face of the package: names that load on first use (see the test of torch below).
     "__init__":     {"_version", "errors", "qtensor", "api", "runtime"},

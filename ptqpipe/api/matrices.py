@@ -1,102 +1,23 @@
-"""The Python API: what the commands do, as three functions."""
+"""One matrix quantized as `convert` would, and the weights of a checkpoint by name."""
 
-import inspect
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ptqpipe.algorithms import Matrix, Task, check_decode, joined, rtn
-from ptqpipe.errors import FormatError, UsageError
+from ptqpipe.api.calls import command, folder_of
+from ptqpipe.errors import FormatError
 from ptqpipe.formats import FORMATS, Format, get_format
-from ptqpipe.options import CodeOptions, RecipeOptions, check_names, recipe_fields, type_of
+from ptqpipe.options import CodeOptions
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import Done, Machine, default_workers
-from ptqpipe.stages.convert import run as stage
-from ptqpipe.stages.convert.prepare import best_with, prepare
-from ptqpipe.stages.convert.text import missing_config
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-_MACHINE = {"workers": None, "device": "cpu", "max_memory_bytes": 2 << 30, "progress": False}
-
-
-def convert(
-    model: str | Path,
-    *,
-    format: str | None = None,
-    out: str | Path | None = None,
-    recipe: str | Path | None = None,
-    stats: str | Path | None = None,
-    rounding: str | Path | None = None,
-    ignore: Iterable[str] = (),
-    resume: bool = False,
-    overwrite: bool = False,
-    **options: Any,
-) -> Done:
-    """Converts a checkpoint; the arguments mean what the options of ``ptqpipe convert`` mean.
-
-    options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``workers``, ``device``,
-             ``max_memory_bytes`` and ``progress``, which decide no byte; ``help`` lists them
-
-    Returns where the checkpoint lies and its record (the content of ptqpipe.json). Raises a kind of PtqError;
-    AlreadyComplete where ``resume`` finds nothing left to do, UsageError with the nearest name for an unknown option.
-    """
-    if resume and overwrite:
-        raise UsageError("resume and overwrite contradict each other; give one of them")
-    check_names(options, [*inspect.signature(convert).parameters])
-    machine = _machine(**{name: options.pop(name, default) for name, default in _MACHINE.items()})
-    given = RecipeOptions(format, tuple(ignore), **options)
-    where = {
-        name: None if path is None else Path(path)
-        for name, path in {"recipe_path": recipe, "stats": stats, "rounding": rounding}.items()
-    }
-    best = best_with(given, **where)
-    with prepare(model, options=best, out=None if out is None else Path(out), **where) as prepared:
-        no_config = missing_config(prepared)
-        if no_config is not None:
-            warnings.warn(no_config, stacklevel=2)
-        done = stage.convert(
-            prepared, mode="resume" if resume else "overwrite" if overwrite else "new", machine=machine
-        )
-    if done is None:
-        raise AssertionError("rank 0 always has a result")
-    return done
-
-
-def _machine(*, workers: int | None, device: str, max_memory_bytes: int, progress: bool) -> Machine:
-    try:
-        where = torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from None
-    count = default_workers() if workers is None else workers
-    return Machine(workers=count, device=where, memory_bytes=max_memory_bytes, progress=progress)
-
-
-def _keywords() -> dict[str, Any]:
-    """The options that `convert` takes besides its own parameters, with their types."""
-    return {name: type_of(one) for name, one in recipe_fields().items()} | dict.fromkeys(_MACHINE, Any)
-
-
-def _signature() -> inspect.Signature:
-    """The signature of `convert` with all of its options, for ``help`` and editors."""
-    plain = inspect.signature(convert)
-    own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    more = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_MACHINE.get(name), annotation=kind)
-        for name, kind in _keywords().items()
-    ]
-    return plain.replace(parameters=[*own, *more])
-
-
-convert.__signature__ = _signature()  # type: ignore[attr-defined]
-
-
+@command()
 def quantize(
     w: torch.Tensor, format: str | Format = "nvfp4", *, search: str = "exact", search_global_scale: bool = True
 ) -> QTensor:
@@ -106,6 +27,9 @@ def quantize(
 
     Raises FormatError for what is no dense float matrix with numbers in it and for shapes that do not divide,
     NumericsError for NaN, inf and what the format rounds to inf.
+
+    >>> ptqpipe.quantize(torch.ones(16, 32), "nvfp4")
+    <QTensor nvfp4 16x32, 292 bytes>
     """
     fmt = _format_of(format) if isinstance(format, str) else format
     _check_matrix(w)
@@ -181,6 +105,9 @@ class LoadedTensors(Mapping[str, QTensor | torch.Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def __repr__(self) -> str:
+        return f"<load_tensors {self._source.reader.path}: {len(self)} tensors, {len(self._source.stored)} quantized>"
+
     def __enter__(self) -> "LoadedTensors":
         return self
 
@@ -192,6 +119,14 @@ class LoadedTensors(Mapping[str, QTensor | torch.Tensor]):
         self._source.close()
 
 
+@command()
 def load_tensors(ckpt: str | Path) -> LoadedTensors:
-    """The weights of a checkpoint in any layout that ptqpipe reads. CheckpointError for anything damaged."""
-    return LoadedTensors(ckpt)
+    """The weights of a checkpoint in any layout that ptqpipe reads, by name. CheckpointError for anything damaged.
+
+    ckpt  a folder, or a name on the hub
+
+    >>> with ptqpipe.load_tensors("OUT") as weights:
+    ...     weights["model.layers.0.mlp.up_proj.weight"]
+    <QTensor nvfp4 256x256, 36868 bytes>
+    """
+    return LoadedTensors(folder_of(ckpt))
