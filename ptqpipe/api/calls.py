@@ -145,16 +145,22 @@ def errors_in_python() -> Any:
 
 # Flags, which are True when they are given, and options whose keyword is not their own name.
 _FLAGS = ("resume", "overwrite", "optimal", "untie", "bias_correction")
-_OTHER_NAMES = {"shard_size": "shard_bytes", "all": "all_blocks", "power_of_two": "powers_of_two", "eval": "evaluation"}
+_OTHER_NAMES = {
+    "shard_size": "shard_bytes",
+    "all": "all_blocks",
+    "power_of_two": "powers_of_two",
+    "eval": "evaluation",
+}
 _OPTION = re.compile(
-    r"(?P<code>`[^`]*`)|(?<![\w-])(?:--(?P<name>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)|-(?P<short>o))(?![\w-])"
-    r"(?: (?P<value>'[^']*'|[A-Z]+\b|[\w.:/+-]+))?"
+    r"(?P<code>`[^`]*`|\bptqpipe [a-z]+ [^;,]*)"
+    r"|(?<![\w-])(?:--(?P<name>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)|-(?P<short>o))(?![\w-])"
+    r"(?: (?P<value>'[^']*'|[A-Z]+\b|[\w.:/+-]*\w))?"
 )
 
 
 def in_python(message: str) -> str:
     """A message of the command line in Python's words: ``overwrite=True`` for ``--overwrite``, ``seqlen=N`` for
-    ``--seqlen N``, ``out`` for ``-o``. Commands in backquotes stay as they are."""
+    ``--seqlen N``, ``out`` for ``-o``. Whole commands stay as they are."""
     return _OPTION.sub(_keyword, message)
 
 
@@ -168,7 +174,11 @@ def _keyword(match: re.Match[str]) -> str:
         return f"{name}=True{rest}"
     if value is None or not _is_value(value):
         return f"{name}{rest}"
-    bare = value.isupper() or value.startswith("'") or re.fullmatch(r"-?\d+(\.\d+)?", value) is not None
+    bare = (
+        (value.isalpha() and value.isupper())
+        or value.startswith("'")
+        or re.fullmatch(r"-?\d+(\.\d+)?", value) is not None
+    )
     return f"{name}={value}" if bare else f'{name}="{value}"'
 
 

@@ -44,10 +44,10 @@ _KILL_S = 10.0  # beyond the seconds that requests have to finish
 _LINES = 200  # of the service's log that are kept
 # The child ends when its standard input does: when this process closes it, or has gone, whatever ended it.
 _CHILD = """
-import os, signal, sys, threading
+import os, signal, threading
 from ptqpipe.__main__ import run
 def ended():
-    sys.stdin.buffer.read()
+    os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 threading.Thread(target=ended, daemon=True).start()
 run()
