@@ -1,33 +1,9 @@
 """Sizes and numbers as text, in one notation everywhere: disk in GB, memory in GiB, 6.58e-3 for small numbers."""
 
-import re
-
-from ptqpipe.errors import UsageError
-
 _DISK_UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _MEMORY_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _SMALLEST_PLAIN = 1e-2  # numbers below it are written with an exponent
 _LARGEST_PLAIN = 1e6
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
-_MAX_SIZE = 2**62  # bytes
-
-
-def size_of(value: int | str) -> int:
-    """Bytes from a number, or from a size as a user types it: ``800MB`` (10^6), ``2GiB`` (2^30), ``1500000000``.
-
-    UsageError for anything else.
-    """
-    if isinstance(value, int):
-        return value
-    match = _SIZE.fullmatch(value.strip())
-    if match is None:
-        raise UsageError(f"{value!r} is not a size; write 2GiB, 800MB or a number of bytes")
-    unit = (match[2] or "").lower()
-    base = 1024 if unit.endswith("i") else 1000
-    size = float(match[1]) * base ** (" kmgt".index(unit[0]) if unit else 0)
-    if size > _MAX_SIZE:
-        raise UsageError(f"{value!r} is more than any machine has; write 2GiB, 800MB or a number of bytes")
-    return int(size)
 
 
 def disk_size(nbytes: float) -> str:

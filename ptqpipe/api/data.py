@@ -120,11 +120,14 @@ def _tokens(value: Any, mask: Any, where: str) -> Iterator[list[int]]:
 def recorded(model: Any, forward_loop: Callable[[Any], Any]) -> list[list[int]]:
     """The token ids that ``forward_loop(model)`` calls the model with, row by row.
 
-    UsageError where it calls it not once, or without token ids.
+    Calls that go on with a sequence (the steps of ``generate`` behind its prompt) are left out. UsageError where it calls it not once, or without token ids.
     """
     found: list[list[int]] = []
 
     def look(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        past = named.get("past_key_values")
+        if past is not None and past.get_seq_length() > 0:
+            return
         ids = named.get("input_ids", given[0] if given else None)
         if not isinstance(ids, torch.Tensor):
             raise UsageError("forward_loop calls the model without input_ids; calibration runs on token ids alone")

@@ -4,6 +4,7 @@ Options that decide bytes come from the table in ``ptqpipe/options.py`` (`recipe
 from `run_options`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import Field
 from pathlib import Path
@@ -11,14 +12,28 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from ptqpipe.errors import UsageError, one_line
+from ptqpipe.errors import one_line
 from ptqpipe.options import described, recipe_fields, type_of
-from ptqpipe.quantities import size_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 PATH = click.Path(path_type=Path)
 OUT: dict[str, Any] = {"type": PATH, "required": True}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.IGNORECASE)
+MAX_SIZE = 2**62  # bytes
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 
 
 class Size(click.ParamType[int]):
@@ -28,10 +43,16 @@ class Size(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parses a size; click's error otherwise."""
-        try:
-            return size_of(value if isinstance(value, int) else str(value))
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not a size; write 2GiB, 800MB or a number of bytes", param, ctx)
+        unit = (match[2] or "").lower()
+        size = float(match[1]) * _UNITS[unit.removesuffix("b") if len(unit) > 1 else unit]
+        if size > MAX_SIZE:
+            self.fail(f"{value!r} is more than any machine has; write 2GiB, 800MB or a number of bytes", param, ctx)
+        return int(size)
 
 
 class Existing(click.ParamType[Path]):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import DynamicCache
 
 from ptqpipe.api import data as module
 from ptqpipe.api.data import data_names, recorded
@@ -120,7 +121,7 @@ def test_what_is_no_data_is_one_line(data: Any, message: str) -> None:
 class Echo(torch.nn.Module):
     """A model that does nothing with its tokens."""
 
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None) -> Any:
+    def forward(self, input_ids: Any = None, **more: Any) -> Any:
         return input_ids
 
 
@@ -129,6 +130,10 @@ def test_a_loop_is_recorded_call_by_call() -> None:
     found = recorded(model, lambda called: [called(ROWS[:1]), called(input_ids=ROWS[1:], attention_mask=ROWS[1:] > 4)])
     assert found == [[0, 1, 2, 3], [5, 6, 7], [8, 9, 10, 11]]
     assert not model._forward_pre_hooks
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), 0)
+    steps = [(ROWS[:1], DynamicCache()), (ROWS[1:2, :1], cache)]
+    assert recorded(model, lambda called: [called(ids, past_key_values=past) for ids, past in steps]) == [[0, 1, 2, 3]]
     with pytest.raises(UsageError, match="did not call the model"):
         recorded(model, lambda called: None)
     with pytest.raises(UsageError, match="without input_ids"):

@@ -5,7 +5,6 @@ a budget into bytes, asks for the choice, and makes sure that the recipe does wh
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any
 from ptqpipe.algorithms.knapsack import Solution, require_scipy, solve
 from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import UsageError
-from ptqpipe.quantities import disk_size, option_size, size_of
+from ptqpipe.quantities import disk_size, option_size
 from ptqpipe.recipe import recipe_text
 from ptqpipe.source import Source
 from ptqpipe.stages.common import Machine, check_model, name_of
@@ -23,8 +22,6 @@ from ptqpipe.stages.plan.cost import Costs, Measurement, choose_moment, estimate
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
 from ptqpipe.statistics import Statistics
 
-_SMALL = re.compile(r"\d{1,2}(?:\.\d+)?|\d*\.\d+")  # bytes that no model fits in
-_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
 POINTS = 9  # of the Pareto curve
 _MARK = "# Converts to "
 _ATTEMPTS = 64
@@ -43,20 +40,6 @@ class Budget:
             raise UsageError("--budget is bits per weight or bytes, one of them: 4.75bits, 9GB")
         if self.bits is not None and not 0 < self.bits <= 64:
             raise UsageError(f"--budget {self.bits:g}bits is out of range; expected more than 0 and at most 64")
-
-    @classmethod
-    def of(cls, text: str) -> "Budget":
-        """From bits or bytes as a user types them: ``4.75bits``, ``9GB``. UsageError for anything else."""
-        text = text.strip()
-        match = _BITS.fullmatch(text)
-        if match is not None:
-            return cls(bits=float(match[1]))
-        if _SMALL.fullmatch(text) is not None:
-            raise UsageError(f"--budget {text} is a number without a unit; write {text}bits, or a size such as 9GB")
-        try:
-            return cls(nbytes=size_of(text))
-        except UsageError:
-            raise UsageError(f"--budget {text!r} is neither bits nor bytes; write 4.75bits, 9GB or 800MiB") from None
 
 
 @dataclass(frozen=True, slots=True)
