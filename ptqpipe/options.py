@@ -197,6 +197,66 @@ class CheckpointOptions:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """What `convert` does besides quantizing, in one run: with a text, under a budget, for a reader, measured."""
+
+    data: tuple[str, ...] = option(
+        (),
+        "Text like what the model will serve, by which codes are chosen: .txt, .jsonl, .parquet, a folder of them, a "
+        "data set NAME:CONFIG:SPLIT, or self, which the model then writes. Repeatable.",
+        metavar="FILE|DIR|NAME|self",
+    )
+    quality: str | None = option(
+        None,
+        "How much is computed with --data: scales alone (fast), GPTQ of each layer by itself (good), or the way that "
+        "measured best for the format (best).",
+        choices=("fast", "good", "best"),
+        shown="best",
+    )
+    budget: str | None = option(
+        None,
+        "Choose a format for every layer so that the weights have this many bits on average, or this size on disk.",
+        metavar="4.75bits|9GB",
+    )
+    formats: tuple[str, ...] | None = option(
+        None,
+        "Formats to choose from under --budget, with commas.",
+        metavar="A,B,...",
+        shown="nvfp4,mxfp4a16,mxfp8a16,fp8_dynamic,keep, as far as the reader runs them",
+    )
+    reader: str | None = option(
+        None,
+        "Program that will load the result: chooses the container, and refuses formats that it does not run.",
+        flag="--for",
+        choices=("vllm", "sglang", "trtllm", "transformers"),
+    )
+    eval: tuple[str, ...] = option(
+        (),
+        "Text on which the result is compared with MODEL at the end, into OUT.eval.json. Repeatable.",
+        metavar="TEXT",
+    )
+    report: bool = option(False, "Write OUT.report.html at the end.")
+    samples: int = option(128, "Windows of --data that the model runs on.", metavar="N")
+    seqlen: int | None = option(
+        None, "Tokens in each window of --data.", metavar="N", shown="the model's positions, at most 2048"
+    )
+    seed: int = option(0, "Seed that chooses the windows of --data.", metavar="N")
+    keep_stages: str | None = option(
+        None, "Folder that keeps what is made on the way: statistics, codes, own text.", metavar="DIR"
+    )
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is anything to do besides quantizing."""
+        return bool(self.data or self.budget or self.eval or self.report)
+
+
+def pipeline_fields() -> dict[str, Field[Any]]:
+    """The options of `PipelineOptions`, by name."""
+    return {one.name: one for one in fields(PipelineOptions)}
+
+
 def recipe_fields() -> dict[str, Field[Any]]:
     """The options that a call may give, by name: those of the table with a help text."""
     found = (one for kind in (CodeOptions, CheckpointOptions) for one in fields(kind))

@@ -1,7 +1,10 @@
 """Sizes and numbers as text, in one notation everywhere: disk in GB, memory in GiB, 6.58e-3 for small numbers."""
 
+import re
+
 _DISK_UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _MEMORY_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i)?)?b?", re.IGNORECASE)
 _SMALLEST_PLAIN = 1e-2  # numbers below it are written with an exponent
 _LARGEST_PLAIN = 1e6
 
@@ -21,6 +24,16 @@ def memory_size(nbytes: float) -> str:
             value = nbytes / factor
             return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def bytes_of(text: str) -> int | None:
+    """The bytes that a size as a user types it stands for: ``800MB`` (10^6), ``2GiB`` (2^30), ``1500000000``; None for
+    what is no size."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    power = " kmgt".index((match[2] or " ").lower())
+    return int(float(match[1]) * (1 << 10 * power if match[3] else 10 ** (3 * power)))
 
 
 def option_size(nbytes: int) -> str:

@@ -78,7 +78,7 @@ class Rounding:
     def describe(self) -> dict[str, Any]:
         """What the record of a checkpoint made of them says: the digest, how they were found, on which data, and what
         each decoder layer gained by them."""
-        found = {key: self.content[key] for key in ("digest", "method", "data") if key in self.content}
+        found = {key: self.content[key] for key in ("digest", "method", "start", "data") if key in self.content}
         blocks = (self.content.get("blocks") or {}).items()
         gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in blocks}
         return found | ({"blocks": gains} if gains else {})
@@ -86,6 +86,11 @@ class Rounding:
     def has(self, weight: str) -> bool:
         """Whether codes of a weight (with its expert in brackets, in a stack) were learned."""
         return weight in self.content["weights"]
+
+    def file_of(self, weight: str) -> str | None:
+        """The name of the file with the codes of a weight; None where that is gone."""
+        entry = self._reader.entries.get(f"{weight}.data")
+        return None if entry is None else entry.file.name
 
     def of(self, weight: str, fmt: Format, *, shape: tuple[int, int]) -> QTensor:
         """The learned QTensor [N, K].

@@ -14,6 +14,7 @@ import torch
 
 from ptqpipe.calibration.experts import is_stacked, observe
 from ptqpipe.calibration.moments import Moments
+from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
 from ptqpipe.runtime.experts import first_stack, is_turned
 
@@ -129,6 +130,15 @@ class Collector:
 
     def _expert_observer(self, path: str) -> Callable[[int, str, torch.Tensor], None]:
         return lambda expert, side, x: self.see(f"{path}[{expert}].{side}", x)
+
+
+def largest_sums(skeleton: Skeleton, *, block: bool, full: bool, held_out: bool) -> int:
+    """The bytes that the moments of the largest decoder layer take while it runs; ``held_out``: those sums, too."""
+    sums = [
+        sum(Moments.nbytes(slot.columns, block=block, full=full) for slot in find_slots(name, module, skeleton.origins))
+        for name, module in skeleton.blocks
+    ]
+    return max(sums) * (2 if held_out else 1)
 
 
 def find_attention(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]) -> str | None:

@@ -160,6 +160,7 @@ class Runner:
         device: torch.device | None = None,
         memory_bytes: int | None = None,
         spill: Path | None = None,
+        streams: int = 1,
     ) -> "Runner":
         """Reads the embeddings and runs them; no block yet.
 
@@ -169,6 +170,7 @@ class Runner:
                       ``held_from`` on
         memory_bytes  what weights of a block and hidden states may take together; hidden states that do not fit go to
                       a file in ``spill``, which is a folder that exists
+        streams       how many sets of hidden states the caller keeps, this runner's own among them
 
         Raises UsageError for tokens that the model does not have, CheckpointError for a model that cannot be run so.
         """
@@ -181,7 +183,7 @@ class Runner:
                 check_known(module, name)
                 observe(module, None)
         size = max(1, BATCH_TOKENS // windows.shape[1])
-        activations = _activations(skeleton, both, memory_bytes, spill)
+        activations = _activations(skeleton, both, memory_bytes, spill, streams)
         batches = list(torch.split(windows, size))
         held_from = len(batches)
         batches += torch.split(held_out, size) if len(held_out) else ()
@@ -273,11 +275,11 @@ def _check_windows(windows: torch.Tensor, skeleton: Skeleton) -> None:
 
 
 def _activations(
-    skeleton: Skeleton, windows: torch.Tensor, memory_bytes: int | None, spill: Path | None
+    skeleton: Skeleton, windows: torch.Tensor, memory_bytes: int | None, spill: Path | None, streams: int
 ) -> Activations:
     if memory_bytes is None or spill is None:
         return InMemory()
     hidden = skeleton.model.config.get_text_config().hidden_size
-    need = windows.numel() * hidden * torch.empty(0, dtype=skeleton.dtype).element_size()
+    need = streams * windows.numel() * hidden * torch.empty(0, dtype=skeleton.dtype).element_size()
     largest = max(skeleton.nbytes(name) for name, _ in skeleton.blocks)
     return InMemory() if need + largest <= memory_bytes else OnDisk(spill)

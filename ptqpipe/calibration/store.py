@@ -1,4 +1,4 @@
-"""Writes the statistics of one decoder layer: a safetensors file, and its part of stats.json.
+"""The statistics of one decoder layer: in memory, or as a safetensors file and its part of stats.json.
 
 Entries, experts without data and attention are named here; `statistics.py` is how they are read again.
 """
@@ -16,6 +16,7 @@ import torch
 from ptqpipe.calibration.collect import Collector, Slot
 from ptqpipe.calibration.moments import Moments, stand_in
 from ptqpipe.checkpoint import write_tensors
+from ptqpipe.inputs import InputStatistics, Moments as Means
 
 LEAST_EXPERT_TOKENS = 16  # an expert with fewer has no statistics of its own
 
@@ -59,6 +60,23 @@ def write_block(
 
     key_values  an attention module's name, and its largest keys and values [heads]
     """
+    tensors, modules, unused = _gathered(name, collector, block=block)
+    attention: dict[str, dict[str, Any]] = {}
+    if key_values is not None:
+        module, k_amax, v_amax = key_values
+        tensors |= {f"{module}.k_amax": k_amax.float(), f"{module}.v_amax": v_amax.float()}
+        attention[module] = {"heads": k_amax.numel(), "k_amax": float(k_amax.max()), "v_amax": float(v_amax.max())}
+    if not tensors:
+        return None
+    file = f"{name}.safetensors"
+    return BlockRecord(modules, attention, tuple(unused), file, write_tensors(folder / file, tensors))
+
+
+def _gathered(
+    name: str, collector: Collector, *, block: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]], list[str]]:
+    """(tensors by the names that a folder has for them, entry of every module, modules that no sample reached).
+    Consumes the moments."""
     tensors: dict[str, torch.Tensor] = {}
     modules: dict[str, dict[str, Any]] = {}
     unused: list[str] = []
@@ -85,15 +103,45 @@ def write_block(
                 if held_out is not None and "held_tokens" in entry:
                     _put_held(tensors, key, held_out, block=block)
         modules |= dict.fromkeys(slot.names, entry)
-    attention: dict[str, dict[str, Any]] = {}
-    if key_values is not None:
-        module, k_amax, v_amax = key_values
-        tensors |= {f"{module}.k_amax": k_amax.float(), f"{module}.v_amax": v_amax.float()}
-        attention[module] = {"heads": k_amax.numel(), "k_amax": float(k_amax.max()), "v_amax": float(v_amax.max())}
-    if not tensors:
-        return None
-    file = f"{name}.safetensors"
-    return BlockRecord(modules, attention, tuple(unused), file, write_tensors(folder / file, tensors))
+    return tensors, modules, unused
+
+
+class BlockInputs:
+    """The statistics of the linear inputs of one decoder layer, in memory: what `Statistics` would read from a folder
+    that `write_block` wrote, to the bit."""
+
+    def __init__(self, name: str, collector: Collector) -> None:
+        """``name``: of the layer, which the collector has watched. Consumes the collector's moments."""
+        self._tensors, self._modules, _ = _gathered(name, collector, block=False)
+
+    def key(self, module: str) -> str:
+        """What names the input of a module: modules with one input have one. KeyError where no sample reached it."""
+        return str(self._modules[module]["key"])
+
+    def has(self, module: str, moment: str) -> bool:
+        """Whether ``moment`` ("second_moment", "full_moment", ...) of a module was collected."""
+        return module in self._modules and f"{self.key(module)}.{moment}" in self._tensors
+
+    def of(self, module: str, *, block: bool = False, full: bool = False, held_out: bool = False) -> InputStatistics:
+        """The statistics of one module; ``block`` must be False, since blocks are cut from the full moments."""
+        if block:
+            raise ValueError("blocks are cut from the full moments")
+        entry, key = self._modules[module], self.key(module)
+        found = self._tensors
+        held = None
+        if held_out and "held_tokens" in entry:
+            moment = found[f"{key}.held_full_moment"] if full else None
+            held = Means(found[f"{key}.held_second_moment"], None, moment, tokens=int(entry["held_tokens"]))
+        return InputStatistics(
+            tokens=int(entry["tokens"]),
+            measured=bool(entry["measured"]),
+            amax=found[f"{key}.amax"],
+            mean=found[f"{key}.mean"],
+            second_moment=found[f"{key}.second_moment"],
+            quantiles={float(p): value for p, value in entry["quantiles"].items()},
+            full_moment=found[f"{key}.full_moment"] if full else None,
+            held_out=held,
+        )
 
 
 def _put(tensors: dict[str, torch.Tensor], key: str, moments: Moments, *, block: bool) -> None:

@@ -18,7 +18,7 @@ from ptqpipe.checkpoint.finite import NotFinite
 from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly
 from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.checkpoint.partial import Paths, check_unfinished, output_errors
+from ptqpipe.checkpoint.partial import Paths, check_unfinished, completed_run, output_errors
 from ptqpipe.checkpoint.reader import CheckpointReader, Memory
 from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.checkpoint.source import check_disjoint, resolve_source
@@ -50,6 +50,7 @@ __all__ = [
     "check_disjoint",
     "check_file",
     "check_unfinished",
+    "completed_run",
     "file_sha256",
     "json_bytes",
     "margin",

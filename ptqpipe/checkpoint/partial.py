@@ -3,6 +3,7 @@
     .NAME.partial/lock-<rank>           held by the process that writes
     .NAME.partial/journal-<rank>.jsonl  what is on disk
     .NAME.partial/out/                  becomes NAME by one rename
+    .NAME.stages/                       what earlier stages of the same command have made, until it is done
     .NAME.partial/old/                  the former NAME, from just before that rename to just after it
 
 It must not know tensors. A crash at any point leaves the former NAME, or the new one, or (between two renames of
@@ -98,6 +99,11 @@ class Paths:
     @property
     def partial(self) -> Path:
         return self.out.parent / f".{self.out.name}.partial"
+
+    @property
+    def stages(self) -> Path:
+        """What a run of several stages makes on the way to the output."""
+        return self.out.parent / f".{self.out.name}.stages"
 
     @property
     def growing(self) -> Path:

@@ -1,7 +1,6 @@
 """Commands that prepare a conversion: calibrate, generate, tune, plan."""
 
 import json
-import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from ptqpipe.cli.parameters import (
     QUIET,
     STATS,
     Dtype,
-    Size,
     data_options,
     names,
     recipe_options,
@@ -27,10 +25,6 @@ from ptqpipe.options import ALGORITHMS
 
 if TYPE_CHECKING:
     from ptqpipe.stages.plan.cost import Measurement
-    from ptqpipe.stages.plan.run import Budget
-
-_SMALL = re.compile(r"\d{1,2}(?:\.\d+)?|\d*\.\d+")  # bytes that no model fits in
-_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
 
 
 @command(example="ptqpipe calibrate MODEL --data text.jsonl -o stats")
@@ -156,15 +150,17 @@ def generate(given: Given) -> None:
 @click.option(
     "--algorithm",
     type=click.Choice(list(ALGORITHMS)),
-    help="Algorithm that chooses, with --stats, the codes that tuning starts from.  [default: rtn]",
+    help="Algorithm that chooses, with --stats that have full moments, the codes that tuning starts from.  "
+    "[default: gptq]",
 )
 @click.option(
     "--method",
-    type=click.Choice(["learned", "gptq", "gptq+learned"]),
-    default="learned",
+    type=click.Choice(["gptq", "layerwise", "gptq+learned", "learned"]),
+    default="gptq",
     show_default=True,
-    help="How codes are found: by gradient descent (learned), by error feedback layer by layer, each compensating for "
-    "the error that earlier layers introduced (gptq), or by both.",
+    help="How codes are found: by GPTQ in the order of the model, each layer compensating for the error that earlier "
+    "layers introduced (gptq), by GPTQ of each layer by itself, in half the time (layerwise), by gradient descent "
+    "(learned), or by both (gptq+learned).",
 )
 @click.option(
     "--share",
@@ -275,7 +271,7 @@ def plan(given: Given) -> None:
     stage.check_recipe_target(given.out)
     found = stage.plan_mixed(
         given.model,
-        _budget(given.budget),
+        stage.Budget.parse(given.budget),
         formats=DEFAULT_FORMATS if given.formats is None else given.formats,
         stats=given.stats,
         measurement=None if given.measure is None else _measurement(given),
@@ -303,19 +299,3 @@ def _measurement(given: Given) -> "Measurement":
         window=given.window,
         on_measured=show if not given.quiet and sys.stderr.isatty() else None,
     )
-
-
-def _budget(text: str) -> "Budget":
-    """Bits or bytes. UsageError for anything else."""
-    from ptqpipe.stages.plan.run import Budget
-
-    match = _BITS.fullmatch(text.strip())
-    if match is not None:
-        return Budget(bits=float(match[1]))
-    if _SMALL.fullmatch(text.strip()) is not None:
-        number = text.strip()
-        raise UsageError(f"--budget {number} is a number without a unit; write {number}bits, or a size such as 9GB")
-    try:
-        return Budget(nbytes=Size().convert(text, None, None))
-    except click.UsageError:
-        raise UsageError(f"--budget {text!r} is neither bits nor bytes; write 4.75bits, 9GB or 800MiB") from None

@@ -21,7 +21,7 @@ import click
 
 from ptqpipe._version import __version__
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, first_line, one_line
-from ptqpipe.options import RecipeOptions, recipe_fields
+from ptqpipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
 
 if TYPE_CHECKING:
     from ptqpipe.stages.common.machine import Machine, Ranks
@@ -45,6 +45,12 @@ class Given(SimpleNamespace):
         known = recipe_fields()
         given = {name: value for name, value in vars(self).items() if name in known}
         return RecipeOptions(self.scheme, self.ignore, **given)
+
+    @property
+    def pipeline(self) -> PipelineOptions:
+        """Those of a run of several stages (`pipeline_options`)."""
+        given = {name: getattr(self, name, None) for name in pipeline_fields()}
+        return PipelineOptions(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def mode(self) -> Literal["new", "resume", "overwrite"]:

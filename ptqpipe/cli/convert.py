@@ -9,7 +9,21 @@ from pathlib import Path
 import click
 
 from ptqpipe.cli.common import Given, command, machine_of, next_line, ranks_of, says_how_to_resume
-from ptqpipe.cli.parameters import DEVICE, OUT, PATH, STATS, Dtype, Existing, Size, names, recipe_options, run_options
+from ptqpipe.cli.parameters import (
+    DEVICE,
+    OUT,
+    PATH,
+    STATS,
+    Dtype,
+    Existing,
+    Size,
+    names,
+    pipeline_options,
+    recipe_options,
+    run_options,
+)
+from ptqpipe.errors import UsageError
+from ptqpipe.options import PipelineOptions
 
 
 @command(example="ptqpipe convert MODEL --format nvfp4 -o OUT")
@@ -24,20 +38,28 @@ from ptqpipe.cli.parameters import DEVICE, OUT, PATH, STATS, Dtype, Existing, Si
     help="Folder of codes that `ptqpipe tune` learned. They bring their format, container and ignored modules along.",
 )
 @recipe_options()
+@pipeline_options()
 @DEVICE
 @click.option("--dry-run", is_flag=True, help="Print what would be done and the exact size; read and write no weights.")
 @run_options("Most units of weights that are quantized at the same time")
 def convert(given: Given) -> None:
     """Quantize a model to a packed FP4 or FP8 checkpoint.
 
-    MODEL is a folder, or a name on the hub. Under torchrun the work is divided among the ranks; the bytes are the same.
+    MODEL is a folder, or a name on the hub. With --data, --budget, --eval or --report all stages that the call needs
+    run one after another. Without them, under torchrun, the work is divided among the ranks; the bytes are the same.
     """
+    work = given.pipeline
+    if work.asked or work.quality is not None or work.formats is not None:
+        _pipeline(given, work)
+        return
     from ptqpipe.stages.convert import run as stage, text as tables
     from ptqpipe.stages.convert.prepare import best_with, prepare
+    from ptqpipe.stages.pipeline.call import for_reader
 
     mode, machine = given.mode, given.machine(given.device)
     where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}
-    prepared = prepare(given.model, options=best_with(given.recipe, **where), out=given.out, **where)
+    recipe = given.recipe if work.reader is None else for_reader(work.reader, given.recipe, given.recipe_path)
+    prepared = prepare(given.model, options=best_with(recipe, **where), out=given.out, **where)
     with prepared:
         no_config = tables.missing_config(prepared)
         if given.dry_run:
@@ -57,6 +79,27 @@ def convert(given: Given) -> None:
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
     if done is not None:
         click.echo(json.dumps(tables.converted_json(done)) if given.as_json else tables.converted_text(done))
+
+
+def _pipeline(given: Given, work: PipelineOptions) -> None:
+    """All stages that the call needs, in one run."""
+    from ptqpipe.stages.pipeline import run as stage, text
+
+    for flag in ("stats", "rounding", "dry_run"):
+        if getattr(given, flag):
+            raise UsageError(
+                f"--{flag.replace('_', '-')} is for a conversion alone; leave out --data, --budget, --eval and --report"
+            )
+    if ranks_of().world > 1:
+        raise UsageError("a run of several stages is one process; start it without torchrun")
+    mode, machine = given.mode, given.machine(given.device)
+    prepared = stage.prepare_run(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
+    with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
+        say = (lambda line: None) if given.as_json else click.echo
+        made = stage.run(prepared, say=say)
+    click.echo(json.dumps(text.to_json(made)) if given.as_json else text.render(made))
+    if not given.as_json:
+        click.echo(next_line("serve", made.out))
 
 
 def _warn(line: str | None) -> None:

@@ -4,36 +4,23 @@ Options that decide bytes come from the table in ``ptqpipe/options.py`` (`recipe
 from `run_options`.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import Field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_origin
 
 import click
 
 from ptqpipe.errors import one_line
-from ptqpipe.options import described, recipe_fields, type_of
+from ptqpipe.options import described, pipeline_fields, recipe_fields, type_of
+from ptqpipe.quantities import bytes_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 PATH = click.Path(path_type=Path)
 OUT: dict[str, Any] = {"type": PATH, "required": True}
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(b|[kmgt]i?b?)?", re.IGNORECASE)
 MAX_SIZE = 2**62  # bytes
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
 
 
 class Size(click.ParamType[int]):
@@ -45,14 +32,12 @@ class Size(click.ParamType[int]):
         """Parses a size; click's error otherwise."""
         if isinstance(value, int):
             return value
-        match = _SIZE.fullmatch(str(value).strip())
-        if match is None:
+        size = bytes_of(str(value))
+        if size is None:
             self.fail(f"{value!r} is not a size; write 2GiB, 800MB or a number of bytes", param, ctx)
-        unit = (match[2] or "").lower()
-        size = float(match[1]) * _UNITS[unit.removesuffix("b") if len(unit) > 1 else unit]
         if size > MAX_SIZE:
             self.fail(f"{value!r} is more than any machine has; write 2GiB, 800MB or a number of bytes", param, ctx)
-        return int(size)
+        return size
 
 
 class Existing(click.ParamType[Path]):
@@ -145,15 +130,24 @@ def recipe_options(*which: str) -> Callable[[F], F]:
     )
 
 
+def pipeline_options() -> Callable[[F], F]:
+    """The options of `PipelineOptions`; `Given.pipeline` has what was given."""
+    return options(*(_from_table(one) for one in pipeline_fields().values()))
+
+
 def _from_table(one: Field[Any]) -> Callable[[F], F]:
     about, kind = described(one), type_of(one)
     assert about is not None
     flag = about.flag or f"--{one.name.replace('_', '-')}"
     if kind is bool:
         return click.option(flag, one.name, is_flag=True, help=about.help)
-    plain = "" if one.default is None else f"{one.default:g}" if kind is float else str(one.default)
+    plain = "" if one.default in (None, ()) else f"{one.default:g}" if kind is float else str(one.default)
     default = about.shown or plain
     help_text = f"{about.help}  [default: {default}]" if default else about.help
+    if one.default == ():
+        return click.option(flag, one.name, multiple=True, metavar=about.metavar, help=help_text)
+    if get_origin(kind) is tuple:
+        return click.option(flag, one.name, type=names, metavar=about.metavar, help=help_text)
     value: Any = click.Choice(list(about.choices)) if about.choices else Size() if about.metavar == "SIZE" else kind
     return click.option(flag, one.name, type=value, metavar=about.metavar or None, help=help_text)
 

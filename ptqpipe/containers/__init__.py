@@ -29,6 +29,7 @@ from ptqpipe.containers._config import (
     without_quantization,
 )
 from ptqpipe.containers._kv import announces_kv_cache, is_kv_scale, kv_scale, kv_scale_place
+from ptqpipe.containers._readers import READERS, container_for, formats_of
 from ptqpipe.containers._types import (
     DECODED_ROLES,
     ConfigFiles,
@@ -46,6 +47,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 __all__ = [
     "DECODED_ROLES",
     "HF_QUANT_CONFIG",
+    "READERS",
     "WHOLE_ROLES",
     "ConfigFiles",
     "ConfigRequest",
@@ -57,12 +59,14 @@ __all__ = [
     "StoredWeight",
     "Target",
     "announces_kv_cache",
+    "container_for",
     "container_names",
     "decode",
     "decode_input_global",
     "decode_low_rank",
     "detect_container",
     "encode_part",
+    "formats_of",
     "get_container",
     "is_kv_scale",
     "kv_scale",

@@ -50,7 +50,9 @@ def _alternatives(expressions: Sequence[str]) -> str:
 
 def recipe_text(content: Mapping[str, Any]) -> str:
     """A recipe as YAML, in the style of recipes/*.yaml. JSON's strings are YAML's double-quoted ones."""
-    lines = [f"version: {content['version']}", f"description: {_quoted(content['description'])}", "rules:"]
+    lines = [f"version: {content['version']}", f"description: {_quoted(content['description'])}"]
+    lines += [f"container: {content['container']}"] if "container" in content else []
+    lines.append("rules:")
     for rule in content["rules"]:
         more = [f"    {key}: {value}" for key, value in rule.items() if key != "match"]
         lines += [f"  - match: {_quoted(rule['match'])}", *more]

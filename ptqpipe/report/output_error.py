@@ -47,7 +47,8 @@ def tuned_from(record: Mapping[str, Any]) -> str:
         for rule in (rules if isinstance(rules, list) else [])
         if _mapping(rule).get("scheme") != "keep"
     }
-    return "plain rounding" if ways <= {("rtn", "none")} else "the calibrated codes that tune started from"
+    plain = ways <= {("rtn", "none")} and "start" not in _mapping(record.get("rounding"))
+    return "plain rounding" if plain else "the calibrated codes that tune started from"
 
 
 def _mapping(raw: Any) -> Mapping[str, Any]:

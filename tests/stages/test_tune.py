@@ -29,7 +29,7 @@ from ptqpipe.stages.tune.block import BlockWork
 from tests.calibration.models import make_model, make_windows, write_windows
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
-OPTIONS = tune.TuneOptions(samples=16, seqlen=64, settings=Settings(steps=8))
+OPTIONS = tune.TuneOptions(samples=16, seqlen=64, method="learned", settings=Settings(steps=8))
 ONE = Machine(workers=1)
 
 

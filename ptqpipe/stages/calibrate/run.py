@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from ptqpipe._version import __version__
-from ptqpipe.calibration.collect import Collector, find_attention, find_slots
+from ptqpipe.calibration.collect import Collector, find_attention, largest_sums
 from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_digest
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
-from ptqpipe.calibration.moments import Moments
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
@@ -186,20 +185,14 @@ def _open_runner(
     skeleton: Skeleton, samples: Samples, output: BlockFolder, collecting: Collecting, machine: Machine
 ) -> Runner:
     """This rank's share of the samples, every ``world``-th; what the sums of the largest block need is set aside."""
-    sums = [
-        sum(
-            Moments.nbytes(slot.columns, block=collecting.block, full=collecting.full)
-            for slot in find_slots(name, module, skeleton.origins)
-        )
-        for name, module in skeleton.blocks
-    ]
+    sums = largest_sums(skeleton, block=collecting.block, full=collecting.full, held_out=collecting.held_out)
     share = slice(collecting.ranks.rank, None, collecting.ranks.world)
     return Runner.open(
         skeleton,
         samples.windows[share],
         held_out=samples.held_out[share],
         device=machine.device,
-        memory_bytes=machine.memory_bytes - BASE_BYTES - max(sums) * (2 if collecting.held_out else 1),
+        memory_bytes=machine.memory_bytes - BASE_BYTES - sums,
         spill=output.paths.partial,
     )
 

@@ -232,6 +232,19 @@ def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int) -> Non
             raise
 
 
+_stage: list[str] = []  # of the run of several stages under way, at most one
+
+
+@contextmanager
+def bars_of(stage: str) -> Iterator[None]:
+    """Bars begin with ``stage`` meanwhile: "[2/5] tune"."""
+    _stage.append(f"{stage}  ")
+    try:
+        yield
+    finally:
+        _stage.pop()
+
+
 @contextmanager
 def progress_bar(jobs: Sequence[Job], *, shown: bool) -> Iterator[Callable[[Job], None]]:
     """A tqdm bar over source bytes: rate, time left, memory. Yields what any thread calls when a job is done.
@@ -247,7 +260,8 @@ def progress_bar(jobs: Sequence[Job], *, shown: bool) -> Iterator[Callable[[Job]
         disable=not shown,
         file=sys.stderr,
         smoothing=0.05,
-        bar_format=_FORMAT,
+        desc="".join(_stage) or None,
+        bar_format="{desc}" + _FORMAT,
     )
 
     def advance(job: Job) -> None:
@@ -273,6 +287,6 @@ def token_bar(tokens: int, *, shown: bool, label: str = "") -> Any:
         unit_scale=True,
         disable=not shown,
         file=sys.stderr,
-        desc=f"{label[:30]}: " if label else None,
+        desc="".join(_stage) + (f"{label[:30]}: " if label else "") or None,
         bar_format="{desc}" + _FORMAT,
     )

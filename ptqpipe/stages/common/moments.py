@@ -143,11 +143,18 @@ def module_of(member: Member) -> str:
 
 
 def open_statistics(
-    path: Path | None, source: Source, plan: Plan, *, recipe: Recipe, learned: Rounding | None = None
+    path: Path | None,
+    source: Source,
+    plan: Plan,
+    *,
+    recipe: Recipe,
+    learned: Rounding | None = None,
+    collected: bool = False,
 ) -> Statistics | None:
     """The statistics of this source with every moment that the plan's rules need; None where no folder was given.
 
-    learned  codes that are there already: what they are of needs no statistics to choose its own
+    learned    codes that are there already: what they are of needs no statistics to choose its own
+    collected  the moments that choosing codes reads are found during the run
 
     UsageError for statistics of another model, for a module or moment that is missing, and for rules that need
     statistics where there are none.
@@ -155,19 +162,20 @@ def open_statistics(
     if path is None:
         chosen = [unit for unit in plan.units if learned is None or not learned.has(unit.members[0].key)]
         needy = next((unit.rule for unit in chosen if unit.rule.calibrated), None)
-        if needy is not None:
+        if needy is not None and not collected:
             raise UsageError(
                 f"algorithm {needy.algorithm} with weighting {needy.weighting} needs statistics; make them with "
                 "`ptqpipe calibrate` and give --stats FOLDER"
             )
-        if recipe.bias_correction:
+        if recipe.bias_correction and not collected:
             raise UsageError("bias_correction needs statistics; make them with `ptqpipe calibrate` and give --stats")
         return None
     statistics = Statistics.open(path)
     try:
         check_model(statistics, source)
         for unit in plan.units:
-            _check_unit(unit, statistics)
+            written = learned is not None and learned.has(unit.members[0].key)
+            _check_unit(unit, statistics, chosen=not collected and not written)
         for weight in corrected_biases(plan, source, recipe):
             statistics.of(weight.removesuffix(".weight"))
     except BaseException:
@@ -220,14 +228,15 @@ def describe_statistics(statistics: Statistics) -> Mapping[str, Any]:
     }
 
 
-def _check_unit(unit: Unit, statistics: Statistics) -> None:
-    static = unit.scheme.activation in LARGEST
-    if not unit.rule.calibrated and not static and unit.scheme.low_rank is None:
+def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
+    """``chosen``: whether the unit's codes will be chosen with these statistics."""
+    static, calibrated = unit.scheme.activation in LARGEST, unit.rule.calibrated and chosen
+    if not calibrated and not static and unit.scheme.low_rank is None:
         return
     rule, fmt = unit.rule, unit.scheme.fmt
     if rule.weighting == "block" and not has_block_scales(fmt):
         raise UsageError(f"{fmt.name} has no block scales along its rows to weight by blocks; use --weighting diagonal")
-    needed = dict.fromkeys(["second_moment", *["amax"] * static, *(rule.moments if rule.calibrated else ())])
+    needed = dict.fromkeys(["second_moment", *["amax"] * static, *(rule.moments if calibrated else ())])
     for member in unit.members:
         module = module_of(member)
         if module not in statistics.modules:

@@ -79,6 +79,10 @@ class Rewrite(ABC, Generic[J]):
     def do(self, job: J, writer: CheckpointWriter, share: Share) -> Mapping[str, Any]:
         """Writes the tensors of a job at their places; its journal entry (JSON). Called on many threads."""
 
+    def committed(self, job: J, writer: CheckpointWriter) -> None:
+        """Called when a job's entry is in the journal, though perhaps not on disk yet (`CheckpointWriter.flush`). On
+        many threads."""
+
     @abstractmethod
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
         """The config files by name; the source's files of these names are not carried over."""
@@ -222,6 +226,7 @@ def _do_jobs(work: Rewrite[J], writer: CheckpointWriter, machine: Machine, ranks
             with pool.reserve(work.extra_bytes(job)):
                 record = work.do(job, writer, share)
             writer.commit(job.id, record)
+            work.committed(job, writer)
             advance(job)
 
         run_jobs(mine, do, threads=share.threads)
@@ -295,4 +300,5 @@ def named_source(source: Source) -> dict[str, str]:
 
 def is_unfinished(out: Path) -> bool:
     """Whether a run that --resume continues exists next to ``out``."""
-    return Paths.of(out).partial.is_dir()
+    paths = Paths.of(out)
+    return paths.partial.is_dir() or paths.stages.is_dir()

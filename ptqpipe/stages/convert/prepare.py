@@ -81,19 +81,21 @@ def prepare(
     out: Path | None = None,
     stats: Path | None = None,
     rounding: Path | None = None,
+    collected: bool = False,
 ) -> Conversion:
     """Everything that can be decided from headers. Raises before any weight is read; writes nothing.
 
-    stats     a folder of `ptqpipe calibrate`
-    rounding  one of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for unless
-              a recipe file is given; what contradicts it is a UsageError
+    stats      a folder of `ptqpipe calibrate`
+    rounding   one of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for
+               unless a recipe file is given; what contradicts it is a UsageError
+    collected  for what finds the moments that choosing codes reads as it goes, or later: `ptqpipe tune`, `pipeline`
     """
     options = options or RecipeOptions()
     with ExitStack() as opened:
         learned = None if rounding is None else opened.enter_context(Rounding.open(rounding))
         own = None if learned is None else recipe_of_codes(learned, options if recipe_path is None else RecipeOptions())
         recipe = build_recipe(options, path=recipe_path, codes=own)
-        check_used(options, recipe, statistics=stats is not None)
+        check_used(options, recipe, statistics=stats is not None or collected)
         for rule in recipe.rules:
             get_search(rule.search)
         container_of(recipe, recipe.container_name)  # before anything is downloaded
@@ -108,12 +110,15 @@ def prepare(
         )
         if learned is not None:
             _check_rounding(learned, source, outputs.plan)
-        statistics = open_statistics(stats, source, outputs.plan, recipe=outputs.recipe, learned=learned)
+        statistics = open_statistics(
+            stats, source, outputs.plan, recipe=outputs.recipe, learned=learned, collected=collected
+        )
         if statistics is not None:
             opened.enter_context(statistics)
         if learned is not None:
             _check_codes(learned, source, outputs.plan, recipe=outputs.recipe, options=options, statistics=statistics)
-        check_cached([job.module for job in outputs.jobs if isinstance(job, WriteCacheScales)], statistics)
+        if statistics is not None or not collected:
+            check_cached([job.module for job in outputs.jobs if isinstance(job, WriteCacheScales)], statistics)
         path = source.reader.path
         target = out if out is not None else default_out(path, outputs.recipe)
         check_disjoint(path, target)

@@ -7,7 +7,7 @@ alone.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 import torch
@@ -46,6 +46,7 @@ from ptqpipe.stages.common import (
     unit_extra_bytes,
     write_scales,
 )
+from ptqpipe.stages.convert.consume import Consumed
 from ptqpipe.statistics import Statistics
 
 # A weight whose squared error is above this share of its energy is gone; the coarsest formats leave a tenth of it.
@@ -62,12 +63,16 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
     input_scales  the static scales of the units' inputs
     statistics    None where none were given
     rounding      learned codes that are written as they are; None for none
+    consumed      removes them as they are written; None keeps them
+    more          further entries of the record
     """
 
     outputs: Outputs
     input_scales: InputScales
     statistics: Statistics | None = None
     rounding: Rounding | None = None
+    consumed: Consumed | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def run_parts(self) -> Mapping[str, str]:
@@ -157,6 +162,18 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
         entry = {"reason": job.reason, "sha256": written.sha256, "bytes": written.nbytes}
         return entry | ({"not_finite": bad.text} if bad.count else {})
 
+    def committed(self, job: QuantizeUnit | CopyTensor | WriteCacheScales, writer: CheckpointWriter) -> None:
+        """As `Rewrite`."""
+        if self.consumed is not None and isinstance(job, QuantizeUnit):
+            self.consumed.committed(job, writer)
+
+    def with_more(self, more: Mapping[str, Any], *, consumes: bool) -> "Conversion":
+        """The same with further entries of the record. ``consumes``: its folder of learned codes shrinks as they are
+        written, and with the output only the last file of it is left."""
+        jobs = [job for job in self.jobs if isinstance(job, QuantizeUnit)]
+        consumed = Consumed(self.rounding, jobs) if consumes and self.rounding is not None else None
+        return replace(self, consumed=consumed, more=more)
+
     def configs(self) -> dict[str, dict[str, Any]]:
         """As `Rewrite`."""
         return self.outputs.configs(self.source, version=__version__)
@@ -175,6 +192,7 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
             "weights": merged(done, "members"),
             "kept": merged(done, "kept"),
             "consumed": sorted(self.source.consumed),
+            **self.more,
         }
 
     def __enter__(self) -> "Conversion":

@@ -5,6 +5,7 @@ a budget into bytes, asks for the choice, and makes sure that the recipe does wh
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 from ptqpipe.algorithms.knapsack import Solution, require_scipy, solve
 from ptqpipe.checkpoint import check_file, resolve_source, write_file
 from ptqpipe.errors import UsageError
-from ptqpipe.quantities import disk_size, option_size
+from ptqpipe.quantities import bytes_of, disk_size, option_size
 from ptqpipe.recipe import recipe_text
 from ptqpipe.source import Source
 from ptqpipe.stages.common import Machine, check_model, name_of
@@ -24,6 +25,8 @@ from ptqpipe.statistics import Statistics
 
 POINTS = 9  # of the Pareto curve
 _MARK = "# Converts to "
+_SMALL = re.compile(r"\d{1,2}(?:\.\d+)?|\d*\.\d+")  # bytes that no model fits in
+_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?|bpw)", re.IGNORECASE)
 _ATTEMPTS = 64
 _SLACK = 64  # upper bound of the error of estimated headers: 64 bytes, and 4 bytes per group
 
@@ -34,6 +37,20 @@ class Budget:
 
     bits: float | None = None
     nbytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Budget":
+        """A budget as it is typed: 4.75bits, 9GB. UsageError for anything else."""
+        match, nbytes = _BITS.fullmatch(text.strip()), bytes_of(text)
+        if match is not None:
+            return cls(bits=float(match[1]))
+        if _SMALL.fullmatch(text.strip()) is not None:
+            raise UsageError(
+                f"--budget {text.strip()} is a number without a unit; write {text.strip()}bits, or a size such as 9GB"
+            )
+        if nbytes is None:
+            raise UsageError(f"--budget {text!r} is neither bits nor bytes; write 4.75bits, 9GB or 800MiB")
+        return cls(nbytes=nbytes)
 
     def __post_init__(self) -> None:
         if (self.bits is None) == (self.nbytes is None):
@@ -89,12 +106,14 @@ def plan_mixed(
     stats: Path | None = None,
     measurement: Measurement | None = None,
     machine: Machine | None = None,
+    container: str | None = None,
 ) -> MixedPlan:
     """Chooses a scheme for every group of fused weights.
 
     formats      the candidates, keep among them or not
     stats        statistics of the inputs: costs are weighted output errors
     measurement  what to measure instead: KL of the model with one group quantized at a time
+    container    what the recipe says of it; None: nothing, the usual one
 
     Raises UsageError for a budget that is too small (with the smallest possible), for statistics of another model, and
     where scipy is missing; what the searches raise for damaged weights.
@@ -121,7 +140,15 @@ def plan_mixed(
         else:
             how = "squared error relative to the mean energy of the role (data-free)"
             costs = estimate(source, groups, stats=None, machine=machine or Machine())
-        return replace(_decide(source, groups, costs, how, limits, options), stats=stats)
+        return replace(_decide(source, groups, costs, how, limits, options, container), stats=stats)
+
+
+def check_budget(model: Path, budget: Budget, formats: Sequence[str]) -> None:
+    """UsageError for a budget that is too small, and where scipy is missing. Reads headers only."""
+    require_scipy()
+    with Source.open(model) as source:
+        source.check_requantizable()
+        _Limits.of(source, find_groups(source, schemes_of(formats)), budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +195,13 @@ def _in_recipe(nbytes: float) -> str:
 
 
 def _decide(
-    source: Source, groups: list[Group], costs: Costs, how: str, limits: _Limits, options: Mapping[str, str]
+    source: Source,
+    groups: list[Group],
+    costs: Costs,
+    how: str,
+    limits: _Limits,
+    options: Mapping[str, str],
+    container: str | None,
 ) -> MixedPlan:
     """The cheapest choice within the limits; the recipe asks for what ``options`` say.
 
@@ -183,6 +216,7 @@ def _decide(
         chosen = _names(groups, solution)
         description = f"Mixed precision for {limits.description}; {how}"
         content = recipe_content(groups, chosen, description=description, options=options)
+        content |= {} if container is None else {"container": container}
         size = forecast(source, content, groups, chosen)
         if limits.file_budget is None or size <= limits.file_budget:
             curve = _curve(rows, limits.sizes, solution)

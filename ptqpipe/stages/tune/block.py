@@ -17,17 +17,22 @@ import torch
 
 from ptqpipe.algorithms import Matrix, Task, asymmetric, gptq, joined
 from ptqpipe.calibration.assembly import Assembly, assemble
+from ptqpipe.calibration.collect import Collector
 from ptqpipe.calibration.paired import Paired, call_order, paired_moments, quantized_inputs
 from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.store import BlockInputs
 from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import Moments
+from ptqpipe.options import ALGORITHMS
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
+from ptqpipe.recipe import Rule
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
 from ptqpipe.source import SourceRows
-from ptqpipe.stages.common import quantize_unit
+from ptqpipe.stages.common import module_of, quantize_unit
 from ptqpipe.stages.convert.run import Conversion
+from ptqpipe.statistics import KnownInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +88,52 @@ class BlockWork:
         with quantized_inputs(self.block.module, self.quantizers):
             return self.block.forward(x, batch, parameters=self.parameters(decoded))
 
-    def start(self) -> dict[str, QTensor]:
-        """Key -> the weight as convert would write it."""
-        return {key: q for unit in self.units for key, q in self._start(unit).items()}
+    def start(self, inputs: KnownInputs | None = None) -> dict[str, QTensor]:
+        """Key -> the weight as convert would write it: with ``inputs``, the statistics of the block, as convert --stats
+        would by the full moments. A weight that no sample reached has its nearest codes."""
+        return {key: q for unit in self.units for key, q in self._start(unit, inputs).items()}
 
-    def _start(self, unit: Unit) -> dict[str, QTensor]:
+    def _start(self, unit: Unit, inputs: KnownInputs | None) -> dict[str, QTensor]:
         runs: dict[tuple[int, int], QTensor] = {}
+        statistics: KnownInputs | None = self.prepared.statistics
+        if inputs is not None:
+            reached = all(inputs.has(module_of(member), "second_moment") for member in unit.members)
+            statistics = inputs if reached else None
+            unit = replace(unit, rule=by_data(unit) if reached else nearest(unit))
         quantize_unit(
             unit,
             [Matrix(self.weights[m.key]) for m in unit.members],
             lambda member, row, q: runs.__setitem__((member, row), q),
-            statistics=self.prepared.statistics,
+            statistics=statistics,
         )
         return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
+
+
+def by_data(unit: Unit) -> Rule:
+    """The unit's rule where it reads moments, else GPTQ with the weighting that `convert --stats` takes."""
+    rule = unit.rule
+    return rule if rule.calibrated else replace(rule, algorithm="gptq", weighting=ALGORITHMS["gptq"].weighting)
+
+
+def nearest(unit: Unit) -> Rule:
+    """The unit's rule without what reads moments."""
+    return replace(unit.rule, algorithm="rtn", weighting="none")
+
+
+def observe(block: Block, runner: Runner, run: Callable[[Callable[[int], None]], None]) -> BlockInputs:
+    """Statistics of the block's linear inputs, full moments and those of held-out windows apart, as `calibrate` has
+    them.
+
+    run  runs the float block over all batches, and calls what it is given with the number of each before it runs
+    """
+    collector = Collector(block.name, block.module, block.origins, block=False, full=True, device=runner.device)
+
+    def before(batch: int) -> None:
+        collector.holding_out = batch >= runner.held_from
+
+    with collector:
+        run(before)
+    return BlockInputs(block.name, collector)
 
 
 def _parameters(block: Block, runner: Runner) -> dict[str, torch.Tensor]:
@@ -177,9 +215,7 @@ def follow(
 
 def _follow_unit(work: BlockWork, unit: Unit, moments: Sequence[Paired], *, share: float) -> dict[str, QTensor]:
     """Key -> the codes of one unit, given the moments of every member's input."""
-    # without data the rule has no weighting, but GPTQ's scales follow the data
-    weighting = unit.rule.weighting if unit.rule.calibrated else "diagonal"
-    options = replace(unit.rule, algorithm="gptq", weighting=weighting)
+    options = replace(by_data(unit), algorithm="gptq")
     shared: dict[int, Moments] = {}
     targets, inputs = [], []
     for member, pair in zip(unit.members, moments, strict=True):

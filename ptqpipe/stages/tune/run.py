@@ -1,15 +1,19 @@
 """tune: learned codes for the weights of a model, one decoder layer at a time, into a folder (`rounding.py`).
 
 The plan is convert's: tune changes the weights that a conversion with the same recipe quantizes, and starts from the
-scales and codes that it would write. Two streams of hidden states go through the model: those of the float layers are
-the targets; those of the layers with learned codes, activations quantized as the scheme says, are the inputs that each
-layer will get. A killed run runs the finished layers again with their codes and continues.
+scales and codes that it would write with statistics. The moments that these need are collected of the layer at hand
+and dropped with it, so they never lie on disk; a folder of statistics that has full moments is read instead.
+
+Two streams of hidden states go through the model: those of the float layers are the targets; those of the layers with
+learned codes, activations quantized as the scheme says, are the inputs that each layer will get. "layerwise" takes the
+start's codes, so the float stream is enough. A killed run runs the finished layers again and continues.
 """
 
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,8 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
-from ptqpipe.calibration.data import Samples, load_samples
+from ptqpipe.calibration.collect import largest_sums
+from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
 from ptqpipe.calibration.rounding import Learned, Settings, learn
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
@@ -29,12 +34,13 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
 from ptqpipe.runtime.loading import default_length, read_config
-from ptqpipe.stages.common import Job, Machine, compute_threads, name_of, peak_bytes, progress_bar, threads
-from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.common import BASE_BYTES, Job, Machine, compute_threads, name_of, peak_bytes, progress_bar, threads
+from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.run import Conversion
-from ptqpipe.stages.tune.block import BlockWork, follow
+from ptqpipe.stages.tune.block import BlockWork, follow, observe
+from ptqpipe.statistics import Statistics
 
-METHODS = ("learned", "gptq", "gptq+learned")
+METHODS = ("gptq", "layerwise", "gptq+learned", "learned")
 SHARE = 0.5
 
 
@@ -43,7 +49,8 @@ class TuneOptions:
     """The options that decide the codes, besides model, recipe and data.
 
     seqlen    None: 2048, or the model's positions
-    method    of METHODS: what finds the codes
+    method    of METHODS: what finds the codes. "gptq" goes through the linear layers in the order of the model,
+              "layerwise" is GPTQ of each by itself, on the inputs of the float model; "learned" is gradient descent
     share     fraction of the error of earlier layers that each layer compensates for under "gptq": 0 to 1
     settings  of learned rounding; its share of held-out samples counts for every method
     """
@@ -52,7 +59,7 @@ class TuneOptions:
     seqlen: int | None = None
     seed: int = 0
     data_field: str | None = None
-    method: str = "learned"
+    method: str = "gptq"
     share: float = SHARE
     settings: Settings = field(default_factory=Settings)
 
@@ -89,7 +96,11 @@ def tune(
         raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
     if not 0.0 <= options.share <= 1.0:
         raise UsageError(f"--share {options.share} is out of range; use 0 (no compensation) to 1 (full compensation)")
-    prepared = prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats)
+    full = stats is not None and _has_full(stats)
+    collects = options.method != "learned" and not full
+    if options.method != "learned" and full:
+        recipe = best_with(recipe or RecipeOptions(), stats=stats, recipe_path=recipe_path)
+    prepared = prepare(model, options=recipe, recipe_path=recipe_path, out=out, stats=stats, collected=collects)
     with prepared:
         source = prepared.source
         if any(unit.scheme.low_rank is not None for unit in prepared.outputs.plan.units):
@@ -103,6 +114,7 @@ def tune(
             seqlen=default_length(config) if options.seqlen is None else options.seqlen,
             seed=options.seed,
             field=options.data_field,
+            holdout=None if collects else 0,
         )
         parts = {
             "stage": "tune",
@@ -110,57 +122,110 @@ def tune(
             "the recipe": prepared.run_parts["recipe"],
             "the statistics": prepared.run_parts.get("statistics", ""),
             "the data": samples.sha256,
+            **({"the held-out data": tokens_digest(samples.held_out)} if collects else {}),
             "the settings": json.dumps([options.method, options.share, asdict(options.settings)]),
             "the version of ptqpipe": __version__,
         }
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
         with folder, threads(machine.workers):
-            _run(prepared, samples, folder, options, machine)
-            content = _content(prepared, samples, options, folder)
+            _run(prepared, samples, folder, options, machine, collects=collects)
+            content = _content(prepared, samples, options, folder, collects=collects)
             folder.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
 
 
-def _run(prepared: Conversion, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine) -> None:
+def _has_full(stats: Path) -> bool:
+    with Statistics.open(stats) as statistics:
+        return statistics.has_any("full_moment")
+
+
+def _run(
+    prepared: Conversion,
+    samples: Samples,
+    folder: BlockFolder,
+    options: TuneOptions,
+    machine: Machine,
+    *,
+    collects: bool,
+) -> None:
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
-    runner = Runner.open(skeleton, samples.windows, device=machine.device, spill=folder.paths.partial)
+    spill, device = folder.paths.partial, machine.device
+    layerwise = options.method == "layerwise"
+    sums = largest_sums(skeleton, block=False, full=True, held_out=len(samples.held_out) > 0) if collects else 0
+    runner = Runner.open(
+        skeleton,
+        samples.windows,
+        held_out=samples.held_out,
+        device=device,
+        memory_bytes=machine.memory_bytes - BASE_BYTES - sums,
+        spill=spill,
+        streams=1 if layerwise else 3,
+    )
     steps = {name: Job(name, i, skeleton.nbytes(name)) for i, name in enumerate(runner.names)}
-    streams: list[Activations] = []
-    try:
-        for _ in range(2):  # what float blocks return, what the tuned ones return
-            disk = isinstance(runner.activations, OnDisk)
-            streams.append(OnDisk(folder.paths.partial) if disk else InMemory())
-        with runner, progress_bar(list(steps.values()), shown=machine.progress) as advance:
-            for block in runner.blocks():
-                _tune_block(block, prepared, runner, folder, options, wanted=streams[0], given=streams[1])
-                advance(steps[block.name])
-    finally:
-        for stream in streams:
-            stream.close()
+    with (
+        runner,
+        contextlib.ExitStack() as opened,
+        progress_bar(list(steps.values()), shown=machine.progress) as advance,
+    ):
+        streams = None if layerwise else _Streams.like(runner, spill, opened)
+        for block in runner.blocks():
+            found = block.name in folder.done
+            if streams is None:
+                if not found:
+                    _layerwise(BlockWork.of(block, prepared, runner), runner, folder, collects=collects)
+            else:
+                _tune_block(BlockWork.of(block, prepared, runner), runner, folder, options, streams, collects=collects)
+            block.advance()
+            advance(steps[block.name])
+
+
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    """Hidden states of all batches: what float blocks return, and what enters the tuned ones."""
+
+    wanted: Activations
+    given: Activations
+
+    @classmethod
+    def like(cls, runner: Runner, spill: Path, opened: contextlib.ExitStack) -> "_Streams":
+        """On disk, in the folder ``spill``, where the runner's own are; ``opened`` closes them."""
+        disk = isinstance(runner.activations, OnDisk)
+        both = [OnDisk(spill) if disk else InMemory() for _ in range(2)]
+        for stream in both:
+            opened.callback(stream.close)
+        return cls(*both)
+
+
+def _layerwise(work: BlockWork, runner: Runner, folder: BlockFolder, *, collects: bool) -> None:
+    """Chooses, writes and journals the codes of one block by the inputs of the float model, which is then behind it."""
+    inputs = observe(work.block, runner, work.block.advance) if collects else None
+    codes = work.start(inputs)
+    gains = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0, "held_out": False}
+    entry = {**gains, "not_learned": []}
+    folder.commit(work.block.name, entry | _write(folder.paths.growing, work.block.name, codes))
 
 
 def _tune_block(
-    block: Block,
-    prepared: Conversion,
-    runner: Runner,
-    folder: BlockFolder,
-    options: TuneOptions,
-    *,
-    wanted: Activations,
-    given: Activations,
+    work: BlockWork, runner: Runner, folder: BlockFolder, options: TuneOptions, streams: _Streams, *, collects: bool
 ) -> None:
     """Learns, writes and applies the codes of one block; afterwards both streams are behind it."""
+    block, wanted, given = work.block, streams.wanted, streams.given
     if block.index == 0:
         for batch in range(block.batches):
             given.put(batch, block.inputs(batch))
-    work = BlockWork.of(block, prepared, runner)
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def run(before: Callable[[int], None]) -> None:
         for batch in range(block.batches):
+            before(batch)
             wanted.put(batch, block.forward(block.inputs(batch), batch))
+
     if block.name in folder.done:
+        run(lambda batch: None)
         codes = _read_codes(folder, block, work.units)
     else:
-        codes, record = _find(work, options, wanted=wanted, given=given)
+        inputs = observe(block, runner, run) if collects else run(lambda batch: None)
+        codes, record = _find(work, options, work.start(inputs), streams)
         record |= _write(folder.paths.growing, block.name, codes)
         folder.commit(block.name, record)
     decoded = {key: q.dequantize() for key, q in codes.items()}
@@ -172,10 +237,10 @@ def _tune_block(
 
 
 def _find(
-    work: BlockWork, options: TuneOptions, *, wanted: Activations, given: Activations
+    work: BlockWork, options: TuneOptions, start: Mapping[str, QTensor], streams: _Streams
 ) -> tuple[dict[str, QTensor], dict[str, Any]]:
-    """The codes of every weight of the block, and their journal entry."""
-    start = work.start()
+    """The codes of every weight of the block, found from those of ``start``, and their journal entry."""
+    wanted, given = streams.wanted, streams.given
     record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
     record["held_out"] = work.block.batches > 1  # else the one batch both learns and judges
     codes: Mapping[str, QTensor] = start
@@ -246,8 +311,10 @@ def _read_codes(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dic
         return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
 
 
-def _content(prepared: Conversion, samples: Samples, options: TuneOptions, folder: BlockFolder) -> dict[str, Any]:
-    """rounding.json."""
+def _content(
+    prepared: Conversion, samples: Samples, options: TuneOptions, folder: BlockFolder, *, collects: bool
+) -> dict[str, Any]:
+    """rounding.json. ``start``: the algorithm of the codes that were started from, where it is not the recipe's."""
     blocks = folder.done
     source = prepared.source
     return {
@@ -264,9 +331,11 @@ def _content(prepared: Conversion, samples: Samples, options: TuneOptions, folde
             "samples": samples.windows.shape[0],
             "seqlen": samples.windows.shape[1],
             "seed": options.seed,
+            **({"held_out": samples.held_out.shape[0]} if len(samples.held_out) else {}),
         },
         "method": options.method,
         "share": options.share,
+        **({"start": "gptq"} if collects else {}),
         "settings": asdict(options.settings),
         "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in blocks.items()},
         "weights": {key: entry for block in blocks.values() for key, entry in block["weights"].items()},

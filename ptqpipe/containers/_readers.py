@@ -1,0 +1,88 @@
+"""Which formats and containers each program that loads checkpoints runs: one table, from what docs/formats.md knows.
+
+A row has the containers of a format in the order of preference. A format that a reader loads but computes otherwise
+than it says (vLLM quantizes the inputs of mxfp4a16 and mxfp8a16) is none that it runs. It must not know models: what a
+reader gets wrong about a family, the containers' own ``warnings`` say.
+"""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from ptqpipe.errors import UsageError
+from ptqpipe.schemes import Scheme
+
+_CT, _MODELOPT, _DEEPSEEK = "compressed_tensors", "modelopt", "deepseek_fp8"
+
+READERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {
+        "nvfp4": (_CT, _MODELOPT),
+        "nvfp4_w4a4": (_CT, _MODELOPT),
+        "mxfp4": (_CT,),
+        "mxfp8": (_CT, _MODELOPT),
+        "fp8_dynamic": (_CT, _MODELOPT),
+        "fp8_tensor": (_CT,),
+        "fp8_static": (_CT, _MODELOPT),
+        "fp8_block": (_DEEPSEEK, _CT, _MODELOPT),
+    },
+    "sglang": {
+        "nvfp4": (_CT, _MODELOPT),
+        "nvfp4_w4a4": (_CT, _MODELOPT),
+        "fp8_dynamic": (_CT,),
+        "fp8_tensor": (_CT,),
+        "fp8_static": (_CT, _MODELOPT),
+        "fp8_block": (_CT,),
+    },
+    "trtllm": {
+        "nvfp4_w4a4": (_MODELOPT,),
+        "fp8_dynamic": (_MODELOPT, _CT),
+        "fp8_static": (_MODELOPT, _CT),
+        "fp8_block": (_DEEPSEEK, _MODELOPT),
+    },
+    "transformers": {
+        "nvfp4": (_CT,),
+        "nvfp4_w4a4": (_CT,),
+        "mxfp4": (_CT,),
+        "mxfp4a16": (_CT,),
+        "mxfp6": (_CT,),
+        "mxfp8": (_CT, "mxfp8_hf"),
+        "mxfp8a16": (_CT,),
+        "fp8_dynamic": (_CT,),
+        "fp8_tensor": (_CT,),
+        "fp8_static": (_CT,),
+        "fp8_block": (_DEEPSEEK, _CT),
+    },
+}
+
+
+def formats_of(reader: str) -> tuple[str, ...]:
+    """The formats that a reader runs, by name. UsageError, with the nearest name, for an unknown reader."""
+    if reader not in READERS:
+        near = get_close_matches(reader, READERS, n=1, cutoff=0.4)
+        remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(READERS)}"
+        raise UsageError(f"--for {reader!r} is unknown; {remedy}")
+    return tuple(READERS[reader])
+
+
+def container_for(reader: str, schemes: Sequence[Scheme], *, container: str | None = None) -> str:
+    """The container from which a reader runs all of these schemes together; ``container`` itself where one is given.
+
+    UsageError for a scheme that the reader does not run, with those that it does, and for a container that it does not
+    read this scheme from.
+    """
+    known, common = formats_of(reader), None
+    for scheme in schemes:
+        if scheme.name not in known:
+            raise UsageError(f"{reader} does not run {scheme.name}; it runs {', '.join(known)}")
+        found = READERS[reader][scheme.name]
+        if container is not None and container not in found:
+            raise UsageError(
+                f"--container {container} contradicts --for {reader}, which runs {scheme.name} from "
+                f"{' or '.join(found)}; leave --container out"
+            )
+        common = found if common is None else tuple(name for name in common if name in found)
+    if container is not None or not common:
+        if container is None:
+            names = ", ".join(scheme.name for scheme in schemes)
+            raise UsageError(f"{reader} runs no container that holds {names} together; use fewer formats")
+        return container
+    return common[0]

@@ -1,0 +1,92 @@
+"""Checks a call of the pipeline before any work: options that contradict each other, files that are not there.
+
+Knows options and names of files; must not know what stages do.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ptqpipe.containers import container_for, formats_of
+from ptqpipe.errors import UsageError
+from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.recipe import Recipe, build_recipe
+from ptqpipe.schemes import get_scheme
+from ptqpipe.stages.plan.units import DEFAULT_FORMATS, KEEP
+
+SELF = "self"
+_TEXTS = (".txt", ".jsonl", ".parquet")
+_BY_QUALITY = ("algorithm", "weighting", "damping", "refine", "low_rank", "low_rank_dtype")
+
+
+def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path | None) -> None:
+    """UsageError for options that contradict each other, and for texts that do not exist."""
+    if work.quality is not None and not work.data:
+        raise UsageError(
+            f"--quality {work.quality} says how much is computed with a text; add --data FILE, or --data self"
+        )
+    if work.formats is not None and work.budget is None:
+        raise UsageError("--formats names what --budget chooses from; add --budget, or give one --format")
+    given = "--recipe" if recipe_path is not None else "--format" if recipe.scheme is not None else ""
+    if work.budget is not None and given:
+        raise UsageError(f"--budget chooses the formats, and {given} does; give one of them")
+    decided = next((name for name in _BY_QUALITY if work.data and recipe.given.get(name) is not None), None)
+    if decided is not None:
+        raise UsageError(
+            f"--{decided.replace('_', '-')} is decided by --quality where there is --data; leave it out, or use "
+            "`ptqpipe calibrate` and `ptqpipe convert --stats`"
+        )
+    for text in work.eval:
+        if not Path(text).expanduser().is_file():
+            raise UsageError(f"--eval {text} is no file that exists; give a .txt, .jsonl or .parquet file")
+
+
+def texts_of(data: Sequence[str]) -> list[str]:
+    """The files and data sets of --data: a folder stands for the texts in it. UsageError where it has none."""
+    found: list[str] = []
+    for name in data:
+        path = Path(name).expanduser()
+        if name == SELF and not path.exists():
+            if len(data) > 1:
+                raise UsageError("--data self is the model's own text; give it alone, or files")
+            return []
+        if not path.is_dir():
+            found.append(name)
+            continue
+        inside = sorted(str(file) for file in path.iterdir() if file.suffix in _TEXTS and file.is_file())
+        if not inside:
+            raise UsageError(f"--data {name} is a folder without {', '.join(_TEXTS)} files; name a file, or another")
+        found += inside
+    return found
+
+
+def formats_for(work: PipelineOptions) -> tuple[str, ...]:
+    """What a budget chooses from: those given, or the usual ones that the reader runs. UsageError for one that it does
+    not run."""
+    if work.reader is None:
+        return work.formats or DEFAULT_FORMATS
+    known = formats_of(work.reader)
+    if work.formats is None:
+        return tuple(name for name in DEFAULT_FORMATS if name in known or name == KEEP)
+    for name in work.formats:
+        if name.lower() != KEEP:
+            container_for(work.reader, [get_scheme(name)])
+    return work.formats
+
+
+def for_reader(reader: str, recipe: RecipeOptions, recipe_path: Path | None) -> RecipeOptions:
+    """The options with the container from which the reader runs what they ask for. UsageError where it does not run
+    it."""
+    built = build_recipe(recipe, path=recipe_path)
+    container = None if built.container is None else built.container_name
+    return recipe.but(container=container_for(reader, built.schemes(), container=container))
+
+
+def container_of_all(reader: str, formats: Sequence[str]) -> str:
+    """The container from which a reader runs all of these formats in one checkpoint."""
+    return container_for(reader, [get_scheme(name) for name in formats if name.lower() != KEEP])
+
+
+def has_static(recipe: Recipe) -> bool:
+    """Whether a conversion writes numbers that come from statistics: scales of inputs or of the KV cache, biases."""
+    static = any(scheme.needs_input_global_scale for scheme in recipe.schemes())
+    return static or recipe.kv_cache != "none" or recipe.bias_correction

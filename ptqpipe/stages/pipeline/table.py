@@ -1,0 +1,57 @@
+"""What each quality does for each kind of format: one table, by the measurements in docs/quality.md.
+
+``best`` has the lowest divergence there; ``good`` costs no more than the usual GPTQ; ``fast`` runs the model once and
+chooses scales alone. docs/calibration.md shows the table (`markdown`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ptqpipe.schemes import Activation, Scheme
+
+
+class Way(NamedTuple):
+    """How codes are found.
+
+    transform  what is folded into the float model first (``transform --apply``); empty: nothing
+    method     of ``tune``; empty: nearest codes, at scales that are weighted by the second moments of the inputs
+    """
+
+    transform: str = ""
+    method: str = ""
+
+
+WEIGHTS, BYTES, NIBBLES = "weights alone", "8-bit activations", "4-bit activations"
+
+TABLE: dict[str, dict[str, Way]] = {
+    WEIGHTS: {"fast": Way(), "good": Way(method="layerwise"), "best": Way(method="gptq")},
+    BYTES: {"fast": Way(), "good": Way(method="layerwise"), "best": Way(method="gptq")},
+    NIBBLES: {"fast": Way(), "good": Way(method="layerwise"), "best": Way(transform="aqas", method="gptq")},
+}
+
+_FOUR_BITS = (Activation.NVFP4_STATIC_GLOBAL, Activation.MXFP4)
+_WORDS = {
+    "": "scales weighted by the inputs, nearest codes",
+    "layerwise": "GPTQ of each layer by itself",
+    "gptq": "GPTQ in the order of the model",
+}
+
+
+def kind_of(schemes: Sequence[Scheme]) -> str:
+    """The row of the table for these schemes together: of several, weights alone, which every format gains by."""
+    if len(schemes) != 1 or schemes[0].activation is Activation.NONE:
+        return WEIGHTS
+    return NIBBLES if schemes[0].activation in _FOUR_BITS else BYTES
+
+
+def words_of(way: Way) -> str:
+    """What a way does, in words."""
+    return (f"{way.transform}, then " if way.transform else "") + _WORDS[way.method]
+
+
+def markdown() -> str:
+    """The table for the docs."""
+    qualities = list(TABLE[WEIGHTS])
+    lines = [f"| format | {' | '.join(qualities)} |", "|---" * (len(qualities) + 1) + "|"]
+    lines += [f"| {kind} | {' | '.join(words_of(row[q]) for q in qualities)} |" for kind, row in TABLE.items()]
+    return "\n".join(lines)

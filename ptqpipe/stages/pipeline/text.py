@@ -1,0 +1,54 @@
+"""What a run of several stages tells people: before it what will be done, at its end what there is."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ptqpipe.evaluation.verdict import verdict
+from ptqpipe.quantities import disk_size, memory_size
+from ptqpipe.stages.common import peak_bytes
+
+if TYPE_CHECKING:
+    from ptqpipe.stages.pipeline.run import Made, Step
+
+
+def header(model: Path, out: Path, steps: Sequence["Step"], weights_bytes: int) -> Iterator[str]:
+    """What will be done, a line for each stage; ``weights_bytes``: of the output, 0 where a plan decides them."""
+    yield f"{model} -> {out}" + (f"  ({disk_size(weights_bytes)} of weights and index)" if weights_bytes else "")
+    for number, step in enumerate(steps, 1):
+        yield f"  {number} {step.name}: {step.words}"
+
+
+def render(made: "Made") -> str:
+    """The closing lines: what was measured, in words, and where everything lies."""
+    lines = []
+    found = None if made.evaluation is None else verdict(made.evaluation)
+    if found is not None:
+        lines.append(str(found))
+    also = [str(path) for path in (_measured(made), made.report) if path is not None]
+    lines += [f"written: {', '.join(also)}"] if also else []
+    lines.append(
+        f"{made.out}: {disk_size(_size(made))} in {made.seconds:.1f} s, peak memory {memory_size(peak_bytes())}"
+    )
+    return "\n".join(lines)
+
+
+def to_json(made: "Made") -> dict[str, Any]:
+    """The outcome as data."""
+    return {
+        "out": str(made.out),
+        "pipeline": made.record.get("pipeline"),
+        "evaluation": made.evaluation,
+        "report": None if made.report is None else str(made.report),
+        "written_bytes": _size(made),
+        "seconds": made.seconds,
+        "peak_rss_bytes": peak_bytes(),
+    }
+
+
+def _measured(made: "Made") -> Path | None:
+    return None if made.evaluation is None else made.out.parent / f"{made.out.name}.eval.json"
+
+
+def _size(made: "Made") -> int:
+    return sum(file.stat().st_size for file in made.out.glob("*.safetensors*"))
