@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_version":     set(),
     "dtypes":       set(),
     "errors":       set(),
-    "quantities":   {"errors"},
+    "quantities":   set(),
     "patterns":     set(),
     "inputs":       set(),
     "regular_file": set(),

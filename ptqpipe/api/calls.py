@@ -6,7 +6,7 @@ defaults come from the table of options and from the stages' own classes, so tha
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import cache, wraps
@@ -17,8 +17,8 @@ import torch
 
 from ptqpipe.checkpoint import Mode, resolve_source
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.options import RecipeOptions, check_names, described, recipe_fields, type_of
-from ptqpipe.quantities import size_of
+from ptqpipe.options import PipelineOptions, RecipeOptions, check_names, described, recipe_fields, type_of
+from ptqpipe.quantities import bytes_of
 from ptqpipe.stages.common import Machine, compute_threads, default_workers
 
 P = ParamSpec("P")
@@ -114,8 +114,21 @@ def machine_of(options: Mapping[str, Any], *, memory: str = "2GiB", waits: bool 
         raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from None
     if workers is None:
         workers = default_workers() if waits else compute_threads()
-    limit = size_of(options.get("max_memory", memory))
-    return Machine(workers, where, limit, progress=bool(options.get("progress", False)))
+    limit = options.get("max_memory", memory)
+    nbytes = limit if isinstance(limit, int) else bytes_of(str(limit))
+    if nbytes is None:
+        raise UsageError(f"max_memory {limit!r} is not a size; write 2GiB, 800MB or a number of bytes")
+    return Machine(workers, where, nbytes, progress=bool(options.get("progress", False)))
+
+
+def pipeline_of(options: Mapping[str, Any], data: Sequence[str]) -> PipelineOptions:
+    """What a conversion does besides quantizing, among the keywords of a call. ``data``: by its names."""
+    texts = options.get("eval") or ()
+    chosen = {name: value for name, value in options.items() if value is not None}
+    chosen |= {"formats": names_in(chosen["formats"])} if "formats" in chosen else {}
+    chosen |= {"keep_stages": str(chosen["keep_stages"])} if "keep_stages" in chosen else {}
+    named = (texts,) if isinstance(texts, str | Path) else tuple(texts)
+    return into(PipelineOptions, chosen, data=tuple(data), eval=tuple(map(str, named)))
 
 
 def names_in(value: str | Iterable[str]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ models are paths or names on the hub.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ptqpipe.api.calls import (
     mode_of,
     names_in,
     path_or_none,
+    pipeline_of,
     recipe_keywords,
     recipe_of,
     run_keywords,
@@ -28,6 +30,8 @@ from ptqpipe.api.calls import (
 from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.checkpoint import Finished
+from ptqpipe.errors import UsageError
+from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.quantities import disk_size, number
 from ptqpipe.stages import dequantize as dequantize_stage, generate as generate_stage
 from ptqpipe.stages.calibrate import run as calibrate_stage, text as calibrate_text
@@ -35,6 +39,9 @@ from ptqpipe.stages.common import Done, name_of
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import converted_text, missing_config
+from ptqpipe.stages.pipeline import text as pipeline_text
+from ptqpipe.stages.pipeline.call import for_reader
+from ptqpipe.stages.pipeline.run import Made, pipeline
 from ptqpipe.stages.plan import run as plan_stage, text as plan_text
 from ptqpipe.stages.plan.cost import DEFAULT_TOKENS, Measurement
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS
@@ -46,7 +53,12 @@ from ptqpipe.stages.tune import run as tune_stage, text as tune_text
 COMPUTING = "8GiB"  # the limit of memory of what runs a model
 
 
-@command(recipe_keywords(), run_keywords(), DEVICE)
+# `data` is one of the function's own: it is more than names.
+_WORK = keywords_of(PipelineOptions, "data")
+WINDOWS = ("samples", "seqlen", "seed")
+
+
+@command(recipe_keywords(), _WORK, RESTART, run_keywords(), DEVICE)
 def convert(
     model: str | Path,
     *,
@@ -56,15 +68,18 @@ def convert(
     stats: str | Path | None = None,
     rounding: str | Path | None = None,
     ignore: Iterable[str] = (),
-    resume: bool = False,
-    overwrite: bool = False,
+    data: Data = None,
     **options: Any,
 ) -> Result:
     """Quantizes a model to a checkpoint; the arguments mean what the options of ``ptqpipe convert`` mean.
 
     out      folder to write; None: ``<model>-<FORMAT>`` in the working folder
-    options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``workers``, ``device``,
-             ``max_memory`` and ``progress``, which decide no byte; ``help`` lists them
+    data     what the model is calibrated on, in the same run: files, data sets by name, "self" for text that the model
+             writes, texts, token ids, a ``datasets`` object or a DataLoader
+    options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``quality``, ``budget``, ``formats``,
+             ``reader`` (the command's ``--for``), ``eval``, ``report``, ``samples``, ``seqlen``, ``seed``,
+             ``keep_stages``; ``resume`` and ``overwrite``; ``workers``, ``device``, ``max_memory`` and ``progress``,
+             which decide no byte
 
     ``record`` is the content of ptqpipe.json. Raises a kind of PtqError; AlreadyComplete where ``resume`` finds nothing
     left to do, UsageError with the nearest name for an unknown option.
@@ -72,16 +87,56 @@ def convert(
     >>> ptqpipe.convert("MODEL", format="nvfp4", out="OUT")
     <convert OUT: format nvfp4, weights 21 at 4.50 bits, size 1.20 MB, time ... s>
     """
-    mode, machine = mode_of({"resume": resume, "overwrite": overwrite}), machine_of(options)
-    given = recipe_of(options, format=format, ignore=ignore)
-    found = {"recipe_path": recipe, "stats": stats, "rounding": rounding}
-    where = {name: path_or_none(path) for name, path in found.items()}
-    with prepare(model, options=best_with(given, **where), out=path_or_none(out), **where) as prepared:
+    given, target, rules = recipe_of(options, format=format, ignore=ignore), path_or_none(out), path_or_none(recipe)
+    useless = next((name for name in WINDOWS if data is None and options.get(name) is not None), None)
+    if useless is not None:
+        raise UsageError(f"{useless} says how data are read; give data, or leave it out")
+    with data_names(data, out=target) as names:
+        work = pipeline_of(options, names)
+        if work.asked or work.quality is not None or work.formats is not None:
+            if stats is not None or rounding is not None:
+                raise UsageError(
+                    "stats and rounding are for a conversion alone; leave out data, budget, eval and report"
+                )
+            say = print if options.get("progress") else lambda line: None
+            mode, machine = mode_of(options), machine_of(options)
+            return _made(
+                pipeline(
+                    model, recipe=given, recipe_path=rules, out=target, work=work, mode=mode, machine=machine, say=say
+                )
+            )
+    if work.reader is not None:
+        given = for_reader(work.reader, given, rules)
+    return _convert(model, given, rules, target, path_or_none(stats), path_or_none(rounding), options)
+
+
+def _convert(
+    model: str | Path,
+    given: RecipeOptions,
+    rules: Path | None,
+    out: Path | None,
+    stats: Path | None,
+    rounding: Path | None,
+    options: Mapping[str, Any],
+) -> Result:
+    """A conversion alone. ``rules``: a recipe file."""
+    best = best_with(given, recipe_path=rules, stats=stats, rounding=rounding)
+    with prepare(model, options=best, recipe_path=rules, out=out, stats=stats, rounding=rounding) as prepared:
         no_config = missing_config(prepared)
         if no_config is not None:
-            warnings.warn(no_config, stacklevel=3)
-        done = convert_stage.convert(prepared, mode=mode, machine=machine)
+            warnings.warn(no_config, stacklevel=4)
+        done = convert_stage.convert(prepared, mode=mode_of(options), machine=machine_of(options))
     return checkpoint("convert", done, converted_text)
+
+
+def _made(made: Made) -> Result:
+    """The result of a conversion of several stages."""
+    size = sum(file.stat().st_size for file in made.out.glob("*.safetensors"))
+    facts = {**_weights(made.record), "size": disk_size(size), "time": f"{made.seconds:.1f} s"}
+    shown = partial(pipeline_text.render, made)
+    return Result(
+        "convert", made, path=made.out, record=made.record, facts=facts, text=shown, evaluation=made.evaluation
+    )
 
 
 def checkpoint(name: str, done: Done | None, text: Callable[[Done], str], **more: Any) -> Result:
@@ -278,7 +333,7 @@ def plan(
         measurement = Measurement(text=Path(measure), record=kept, tokens=tokens, window=options.get("seqlen"))
     found = plan_stage.plan_mixed(
         model,
-        plan_stage.Budget.of(budget),
+        plan_stage.Budget.parse(budget),
         formats=names_in(formats),
         stats=path_or_none(stats),
         measurement=measurement,

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ptqpipe.api.models import quantize_folder
+from ptqpipe.api.models import DEFAULT_FORMAT, quantize_model
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, add_quantizer
 from ptqpipe.schemes import get_scheme
@@ -25,9 +25,8 @@ class Config(PackedConfig):
     """Quantizes a float model while ``from_pretrained`` loads it.
 
     format       as `ptqpipe.convert` takes it
-    data         as `ptqpipe.quantize_model` takes it, with ``quality``: the model is calibrated first
     packed, activations, all_reduce  as `ptqpipe.runtime.hf.PackedConfig` has them
-    options      those of `ptqpipe.quantize_model`
+    options      those of `ptqpipe.quantize_model`; with ``data`` the model is calibrated first
 
     UsageError for an unknown format, and when the model that is loaded is quantized already.
 
@@ -35,12 +34,12 @@ class Config(PackedConfig):
     torch.bfloat16
     """
 
-    def __init__(self, format: str = "nvfp4", *, data: Any = None, quality: str = "best", **options: Any) -> None:
+    def __init__(self, format: str = DEFAULT_FORMAT, **options: Any) -> None:
         loading = {name: options.pop(name) for name in ("packed", "activations", "all_reduce") if name in options}
         super().__init__(**loading)
         get_scheme(format)
         self.quant_method = METHOD
-        self.format, self.data, self.quality, self.options = format, data, quality, options
+        self.format, self.options = format, options
 
     def describing(self, described: Mapping[str, Any]) -> PackedConfig:
         """UsageError: the checkpoint has a ``quantization_config``."""
@@ -63,7 +62,7 @@ class OnLoadQuantizer(PackedQuantizer):
         asked = self.quantization_config
         self._folder = TemporaryDirectory(prefix="ptqpipe-load-")
         out = Path(self._folder.name, "packed")
-        quantize_folder(folder, asked.data, out, format=asked.format, quality=asked.quality, **asked.options)
+        quantize_model(folder, asked.format, out=out, **asked.options)
         source = Source.open(out)
         self.quantization_config = PackedConfig(
             source.reader.config["quantization_config"],

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,32 +21,30 @@ import torch
 from ptqpipe.api.calls import (
     DEVICE,
     RESTART,
+    Keywords,
     command,
     folder_of,
     keywords_of,
     recipe_keywords,
     run_keywords,
 )
-from ptqpipe.api.commands import COMPUTING, calibrate, convert, tune
-from ptqpipe.api.data import Data, data_names, recorded
-from ptqpipe.api.result import Result
+from ptqpipe.api.commands import convert
+from ptqpipe.api.data import Data, recorded
 from ptqpipe.checkpoint import RECORD_FILE, Paths, output_errors
 from ptqpipe.errors import OutputExists, UsageError
+from ptqpipe.options import PipelineOptions
 from ptqpipe.runtime.loading import TOKENIZER_FILES, load_model
-from ptqpipe.stages.calibrate.run import CalibrateOptions
 
-QUALITIES = ("fast", "good", "best")
-_WINDOWS = keywords_of(CalibrateOptions, "moments", "holdout", "dtype")
-_RUN = run_keywords(COMPUTING)
+DEFAULT_FORMAT = "nvfp4"
+_OWN: Keywords = {"ignore": (Iterable[str], ()), "recipe": (str | Path | None, None)}
 
 
-@command(_WINDOWS, recipe_keywords(), {"ignore": (tuple[str, ...], ())}, _RUN, RESTART, DEVICE)
+@command(keywords_of(PipelineOptions, "data"), recipe_keywords(), _OWN, run_keywords(), RESTART, DEVICE)
 def quantize_model(
     model: str | Path | torch.nn.Module,
-    format: str = "nvfp4",
+    format: str = DEFAULT_FORMAT,
     *,
     data: Data = None,
-    quality: str = "best",
     forward_loop: Callable[[Any], Any] | None = None,
     tokenizer: Any = None,
     out: str | Path | None = None,
@@ -58,12 +56,11 @@ def quantize_model(
     format        as `convert` takes it
     data          what the model is calibrated on: files, data sets by name, texts, token ids, a ``datasets`` object or
                   a DataLoader; None: no calibration
-    quality       with data: "fast", "good" or "best"
     forward_loop  instead of data: ``forward_loop(model)`` calls the model, and the token ids of its calls are the data.
                   A model that is named by its folder is loaded for that, as a whole
     tokenizer     of a model in memory, for data that are texts; None: that of the folder it was loaded from
     out           folder to write; None: as `convert` names it, and for a model in memory a temporary folder
-    options       ``samples``, ``seqlen``, ``seed``, ``field``; every option of `convert`; those of the machine
+    options       of `convert`: ``quality`` ("fast", "good" or "best"), ``samples``, ``seqlen``, ``eval``, ...
 
     A model in memory is left as it is; the packed one computes with the weights of the checkpoint, in the same dtype
     and on the same device, and `save_checkpoint` writes that checkpoint.
@@ -72,57 +69,25 @@ def quantize_model(
     >>> ptqpipe.quantize_model("MODEL", data=texts, quality="good", samples=8, seqlen=64, out="GOOD")
     <quantize_model GOOD: format nvfp4, weights 21 at 4.50 bits, size 1.20 MB, time ... s>
     """
-    if quality not in QUALITIES:
-        raise UsageError(f"quality {quality!r} is unknown; use {', '.join(QUALITIES)}")
     if data is not None and forward_loop is not None:
         raise UsageError("data and forward_loop are two ways to calibrate; give one of them")
     if isinstance(model, torch.nn.Module):
         if forward_loop is not None:
             data = recorded(model, forward_loop)
         return _quantize_module(
-            model, tokenizer, data, None if out is None else Path(out), format=format, quality=quality, **options
+            model, tokenizer, None if out is None else Path(out), format=_format(format, options), data=data, **options
         )
     if forward_loop is not None:
         data = recorded(load_model(folder_of(model), dtype="auto"), forward_loop)
-    result = quantize_folder(model, data, out, format=format, quality=quality, **options)
+    result = convert(model, format=_format(format, options), data=data, out=out, **options)
     result.command = "quantize_model"
     return result
 
 
-def quantize_folder(
-    model: str | Path, data: Data, out: str | Path | None, *, format: str, quality: str, **options: Any
-) -> Result:
-    """`quantize_model` of a model that is a folder or a name on the hub."""
-    windows = {name: options.pop(name) for name in _WINDOWS if name in options}
-    if data is None:
-        if windows:
-            raise UsageError(f"{next(iter(windows))} says how data are read; give data, or leave it out")
-        return convert(model, format=format, out=out, **options)
-    with data_names(data) as names:
-        return _pipeline(model, names, out, format=format, quality=quality, windows=windows, options=options)
-
-
-def _pipeline(
-    model: str | Path,
-    names: list[str],
-    out: str | Path | None,
-    *,
-    format: str,
-    quality: str,
-    windows: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> Result:
-    """The stages that a quality asks for."""
-    run = {name: options[name] for name in (*_RUN, *DEVICE) if name in options}
-    place = None if out is None else Paths.of(Path(out)).out.parent
-    with tempfile.TemporaryDirectory(prefix=".ptqpipe-stages-", dir=place) as folder:
-        stats, codes = Path(folder, "stats"), Path(folder, "codes")
-        moments = "diagonal" if quality == "fast" else "diagonal,full"
-        calibrate(model, names, stats, moments=moments, **windows, **run)
-        if quality != "best":
-            return convert(model, format=format, out=out, stats=stats, **options)
-        tune(model, names, codes, format=format, stats=stats, method="gptq", **windows, **run)
-        return convert(model, format=format, out=out, stats=stats, rounding=codes, **options)
+def _format(format: str, options: Mapping[str, Any]) -> str | None:
+    """The format of a call, None where a budget or a recipe decides it and none was asked for."""
+    decided = options.get("budget") is not None or options.get("recipe") is not None
+    return None if decided and format == DEFAULT_FORMAT else format
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +101,17 @@ class _Kept:
 _kept: "weakref.WeakKeyDictionary[torch.nn.Module, _Kept]" = weakref.WeakKeyDictionary()
 
 
-def _quantize_module(
-    model: torch.nn.Module, tokenizer: Any, data: Data, out: Path | None, **options: Any
-) -> torch.nn.Module:
+def _quantize_module(model: torch.nn.Module, tokenizer: Any, out: Path | None, **options: Any) -> torch.nn.Module:
     """The packed model of one in memory."""
     if not hasattr(model, "save_pretrained") or not hasattr(type(model), "from_pretrained"):
         raise UsageError(f"{type(model).__name__} is no model of transformers; save it, and name its folder")
     if out is not None:
         with _saved(model, tokenizer, Paths.of(out).out.parent) as folder:
-            return _packed(model, quantize_folder(folder, data, out, **options).path)
+            return _packed(model, convert(folder, out=out, **options).path)
     home = tempfile.mkdtemp(prefix="ptqpipe-packed-")
     try:
         with _saved(model, tokenizer, None) as folder:
-            packed = _packed(model, quantize_folder(folder, data, Path(home, "packed"), **options).path)
+            packed = _packed(model, convert(folder, out=Path(home, "packed"), **options).path)
     except BaseException:
         shutil.rmtree(home, ignore_errors=True)
         raise
