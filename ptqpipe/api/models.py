@@ -66,8 +66,8 @@ def quantize_model(
     and on the same device, and `save_checkpoint` writes that checkpoint.
 
     >>> texts = [Path("TEXT.txt").read_text()]
-    >>> ptqpipe.quantize_model("MODEL", data=texts, quality="good", samples=8, seqlen=64, out="GOOD")
-    <quantize_model GOOD: format nvfp4, weights 21 at 4.50 bits, size 1.20 MB, time ... s>
+    >>> ptqpipe.quantize_model("MODEL", data=texts, quality="fast", samples=8, seqlen=64, out="FAST")
+    <quantize_model FAST: format nvfp4, weights 21 at 4.50 bits, size 1.20 MB, time ... s>
     """
     if data is not None and forward_loop is not None:
         raise UsageError("data and forward_loop are two ways to calibrate; give one of them")
@@ -125,18 +125,15 @@ def _saved(model: Any, tokenizer: Any, place: Path | None) -> Iterator[Path]:
     if place is not None:
         place.mkdir(parents=True, exist_ok=True)
     origin = str(getattr(model, "name_or_path", "") or "")
-    with (
-        output_errors(place or Path(tempfile.gettempdir())),
-        tempfile.TemporaryDirectory(prefix=".ptqpipe-model-", dir=place) as temporary,
-    ):
+    with tempfile.TemporaryDirectory(prefix=".ptqpipe-model-", dir=place) as temporary:
         folder = Path(temporary, Path(origin).name or type(model).__name__)
-        model.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        else:
-            for file in (Path(origin, name) for name in TOKENIZER_FILES if origin):
-                if file.is_file():
-                    shutil.copyfile(file, folder / file.name)
+        with output_errors(folder):
+            model.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            files = [Path(origin, name) for name in TOKENIZER_FILES if origin and tokenizer is None]
+            for file in filter(Path.is_file, files):
+                shutil.copyfile(file, folder / file.name)
         yield folder
 
 
