@@ -82,9 +82,9 @@ def check_options(given: Any) -> None:
         found, value = described(one), getattr(given, one.name)
         if found is None:
             continue
-        if found.choices and value not in found.choices:
+        if found.choices and value is not None and value not in found.choices:
             raise RecipeError(f"{one.name} {value!r} is unknown; use {', '.join(found.choices)}")
-        if found.bounds is not None and not found.bounds[0] <= value <= found.bounds[1]:
+        if found.bounds is not None and value is not None and not found.bounds[0] <= value <= found.bounds[1]:
             least, most = found.bounds
             hint = f" ({found.usual})" if found.usual else ""
             raise RecipeError(f"{one.name} {value} is out of range; use {least:g} to {most:g}{hint}")
@@ -248,8 +248,8 @@ class PipelineOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether there is anything to do besides quantizing."""
-        return bool(self.data or self.budget or self.eval or self.report)
+        """Whether anything is given that a conversion alone does not do: but for a reader, any option."""
+        return self != PipelineOptions(reader=self.reader)
 
 
 def pipeline_fields() -> dict[str, Field[Any]]:

@@ -62,6 +62,7 @@ class Entry:
     transform   ptqpipe: what `transform --apply` does first, on statistics of the model; then it is calibrated again,
                 unless tuned
     tune        ptqpipe: options of `tune`, whose codes are converted; None: no tuning
+    quality     ptqpipe: `convert --data TEXT --quality` of this name, one command; None: the stages one by one
     own_text    ptqpipe: whether it is calibrated or tuned on text that `generate` lets the model write: needs no data
     """
 
@@ -73,6 +74,7 @@ class Entry:
     transform: str | None = None
     tune: tuple[str, ...] | None = None
     own_text: bool = False
+    quality: str | None = None
 
     @property
     def key(self) -> str:
@@ -102,7 +104,8 @@ ENTRIES = (
     _ours("awq", "--algorithm", "rtn", "--weighting", "diagonal", transform="awq", formats=FP4),
     _ours("awq + gptq", "--algorithm", "gptq", transform="awq", formats=FP4),
     _ours("aqas + gptq", "--algorithm", "gptq", transform="aqas", formats=("nvfp4_w4a4", "mxfp4", "fp8")),
-    _ours("tune", tune=()),
+    *(_ours(f"convert --quality {quality}", quality=quality) for quality in ("fast", "good", "best")),
+    _ours("tune", tune=("--method", "learned")),
     _ours("gptq in order", tune=("--method", "gptq")),
     _ours("awq + gptq in order", transform="awq", tune=("--method", "gptq"), formats=("nvfp4", "mxfp4a16")),
     _ours("aqas + gptq in order", transform="aqas", tune=("--method", "gptq"), formats=("nvfp4_w4a4", "mxfp4")),
@@ -181,6 +184,10 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
     floats, again, codes = (job.out.with_name(job.out.name + tail) for tail in ("-float", "-stats", "-codes"))
     quiet = ["--workers", "1", "-q"]
     steps: list[list[str]] = []
+    if entry.quality is not None:
+        rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
+        ask = [*tool, "convert", str(source), "--format", job.fmt, "--data", str(job.calibration), *rows]
+        return [[*ask, "--quality", entry.quality, *job.convert, "-o", str(job.out), *quiet]]
     if entry.own_text:
         job = replace(job, calibration=job.out.with_name(job.out.name + "-text.jsonl"), rows=OWN_ROWS)
         write = [*tool, "generate", str(source), "--samples", str(job.rows), "--seqlen", str(job.row_tokens)]

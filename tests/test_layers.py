@@ -49,7 +49,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "statistics":   {"errors", "checkpoint", "inputs"},
     "rounding":     {"errors", "formats", "qtensor", "checkpoint"},
     "calibration":  {
-        "errors", "formats", "qtensor", "regular_file", "checkpoint", "plan", "source", "statistics", "runtime",
+        "errors", "formats", "inputs", "qtensor", "regular_file", "checkpoint", "plan", "source", "statistics",
+        "runtime",
     },
     "runtime":      {
         "dtypes", "errors", "formats", "schemes", "qtensor", "kernels", "containers", "checkpoint", "plan", "source",
@@ -84,6 +85,7 @@ COMMANDS: dict[str, set[str]] = {
     "demo": {"convert", "verify"},
     "diff": {"verify"},
     "report": {"inspect", "verify"},
+    "pipeline": {"calibrate", "convert", "evaluate", "generate", "plan", "report", "transform", "tune", "verify"},
     "transform": {"dequantize"},
     "tune": {"convert"},
 }

@@ -40,7 +40,7 @@ from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import converted_text, missing_config
 from ptqpipe.stages.pipeline import text as pipeline_text
-from ptqpipe.stages.pipeline.call import for_reader
+from ptqpipe.stages.pipeline.call import check_alone, for_reader
 from ptqpipe.stages.pipeline.run import Made, pipeline
 from ptqpipe.stages.plan import run as plan_stage, text as plan_text
 from ptqpipe.stages.plan.cost import DEFAULT_TOKENS, Measurement
@@ -91,20 +91,16 @@ def convert(
     useless = next((name for name in WINDOWS if data is None and options.get(name) is not None), None)
     if useless is not None:
         raise UsageError(f"{useless} says how data are read; give data, or leave it out")
-    with data_names(data, out=target) as names:
+    with data_names(data) as names:
         work = pipeline_of(options, names)
-        if work.asked or work.quality is not None or work.formats is not None:
-            if stats is not None or rounding is not None:
-                raise UsageError(
-                    "stats and rounding are for a conversion alone; leave out data, budget, eval and report"
-                )
+        if work.asked:
+            check_alone(stats=stats, rounding=rounding)
             say = print if options.get("progress") else lambda line: None
             mode, machine = mode_of(options), machine_of(options)
-            return _made(
-                pipeline(
-                    model, recipe=given, recipe_path=rules, out=target, work=work, mode=mode, machine=machine, say=say
-                )
+            made = pipeline(
+                model, recipe=given, recipe_path=rules, out=target, work=work, mode=mode, machine=machine, say=say
             )
+            return _made(made)
     if work.reader is not None:
         given = for_reader(work.reader, given, rules)
     return _convert(model, given, rules, target, path_or_none(stats), path_or_none(rounding), options)

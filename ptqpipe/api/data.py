@@ -4,11 +4,10 @@ What is no file becomes a temporary file of rows, one JSON object a line: texts 
 """
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,10 +24,8 @@ _KEPT = (str, int, float, list)  # types of the fields that a row of a data set 
 
 
 @contextmanager
-def data_names(data: Data, *, out: Path | None = None) -> Iterator[list[str]]:
+def data_names(data: Data) -> Iterator[list[str]]:
     """Files and data sets by name; rows are written to a temporary file, which is there meanwhile.
-
-    out  the output of the call: the file is beside it then, under the same name again when the call is resumed
 
     UsageError for rows that are neither text nor token ids.
     """
@@ -36,13 +33,10 @@ def data_names(data: Data, *, out: Path | None = None) -> Iterator[list[str]]:
     if names is not None:
         yield names
         return
-    folder = Path(tempfile.mkdtemp(prefix="ptqpipe-data-")) if out is None else out.parent / f".{out.name}.data"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_rows(data, folder / "data.jsonl")
-        yield [str(folder / "data.jsonl")]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with TemporaryDirectory(prefix="ptqpipe-data-") as folder:
+        path = Path(folder) / "data.jsonl"
+        write_rows(data, path)
+        yield [str(path)]
 
 
 def _names(data: Any) -> list[str] | None:

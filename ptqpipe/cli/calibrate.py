@@ -16,6 +16,7 @@ from ptqpipe.cli.parameters import (
     Dtype,
     data_options,
     names,
+    pipeline_options,
     recipe_options,
     run_options,
     window_options,
@@ -235,6 +236,7 @@ def _left_of_plan(given: Given) -> str:
     metavar="A,B,...",
     help="Formats to choose from, with commas.  [default: nvfp4,mxfp4a16,mxfp8a16,fp8_dynamic,keep]",
 )
+@pipeline_options("reader")
 @click.option(
     "--stats",
     type=PATH,
@@ -263,19 +265,21 @@ def plan(given: Given) -> None:
     --measure the sensitivity of a layer is the error of its weights. --measure keeps its numbers in OUT.measured.jsonl
     and continues from there.
     """
+    from ptqpipe.stages.pipeline import call
     from ptqpipe.stages.plan import run as stage, text
-    from ptqpipe.stages.plan.units import DEFAULT_FORMATS
 
     if given.measure is None and (given.max_tokens is not None or given.window is not None):
         raise UsageError("--max-tokens and --window belong to --measure; add it")
     stage.check_recipe_target(given.out)
+    formats = call.formats_for(given.pipeline)
     found = stage.plan_mixed(
         given.model,
         stage.Budget.parse(given.budget),
-        formats=DEFAULT_FORMATS if given.formats is None else given.formats,
+        formats=formats,
         stats=given.stats,
         measurement=None if given.measure is None else _measurement(given),
         machine=given.machine(),
+        container=None if given.reader is None else call.container_of_all(given.reader, formats),
     )
     stage.write_recipe(found, given.out)
     if given.as_json:

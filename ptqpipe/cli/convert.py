@@ -49,7 +49,7 @@ def convert(given: Given) -> None:
     run one after another. Without them, under torchrun, the work is divided among the ranks; the bytes are the same.
     """
     work = given.pipeline
-    if work.asked or work.quality is not None or work.formats is not None:
+    if work.asked:
         _pipeline(given, work)
         return
     from ptqpipe.stages.convert import run as stage, text as tables
@@ -83,17 +83,14 @@ def convert(given: Given) -> None:
 
 def _pipeline(given: Given, work: PipelineOptions) -> None:
     """All stages that the call needs, in one run."""
-    from ptqpipe.stages.pipeline import run as stage, text
+    from ptqpipe.stages.pipeline import call, run as stage, text
+    from ptqpipe.stages.pipeline.prepare import prepare
 
-    for flag in ("stats", "rounding", "dry_run"):
-        if getattr(given, flag):
-            raise UsageError(
-                f"--{flag.replace('_', '-')} is for a conversion alone; leave out --data, --budget, --eval and --report"
-            )
+    call.check_alone(stats=given.stats, rounding=given.rounding, dry_run=given.dry_run)
     if ranks_of().world > 1:
         raise UsageError("a run of several stages is one process; start it without torchrun")
     mode, machine = given.mode, given.machine(given.device)
-    prepared = stage.prepare_run(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
+    prepared = prepare(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
     with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
         say = (lambda line: None) if given.as_json else click.echo
         made = stage.run(prepared, say=say)

@@ -130,9 +130,10 @@ def recipe_options(*which: str) -> Callable[[F], F]:
     )
 
 
-def pipeline_options() -> Callable[[F], F]:
-    """The options of `PipelineOptions`; `Given.pipeline` has what was given."""
-    return options(*(_from_table(one) for one in pipeline_fields().values()))
+def pipeline_options(*which: str) -> Callable[[F], F]:
+    """The options of `PipelineOptions` that are called so, or all; `Given.pipeline` has what was given."""
+    known = pipeline_fields()
+    return options(*(_from_table(known[name]) for name in which or known))
 
 
 def _from_table(one: Field[Any]) -> Callable[[F], F]:

@@ -132,7 +132,8 @@ def test_what_tune_gained_is_said_before_the_error_of_the_weights(model: Path, w
     ratios = [entry["learned_loss"] / entry["start_loss"] if entry["kept"] else 1.0 for entry in blocks]
     words = "held-out samples" if all(entry["held_out"] for entry in blocks) else "the calibration samples"
     mean = f"{sum(ratios) / len(ratios):.3f}"
-    line = f"output error of the tuned decoder layers: {mean} of that of plain rounding on {words}"
+    start = "the calibrated codes that tune started from"
+    line = f"output error of the tuned decoder layers: {mean} of that of {start} on {words}"
     assert told.index(line) < told.index("SQNR dB")
     assert "proven" not in told
     found = json.loads(ran("convert", model, "--rounding", w4a4, "-o", tmp_path / "json", "--json"))
@@ -170,7 +171,8 @@ def test_codes_can_be_written_in_another_container_that_holds_the_same_weights(
 def test_static_input_scales_of_tuned_codes_are_those_of_their_statistics(
     model: Path, w4a4_stats: Path, text: Path, stats: Path, tmp_path: Path
 ) -> None:
-    printed = ran("tune", model, "--data", text, "--format", "nvfp4_w4a4", *FEW, "--steps", "1", "--stats", stats,
+    learned = ("--method", "learned", "--steps", "1")
+    printed = ran("tune", model, "--data", text, "--format", "nvfp4_w4a4", *FEW, *learned, "--stats", stats,
                   "-o", tmp_path / "codes")  # fmt: skip
     assert printed.splitlines()[-1] == f"next: ptqpipe convert '{model}' --rounding {tmp_path}/codes --stats '{stats}'"
     pasted(printed, "-o", tmp_path / "out")

@@ -18,6 +18,16 @@ _TEXTS = (".txt", ".jsonl", ".parquet")
 _BY_QUALITY = ("algorithm", "weighting", "damping", "refine", "low_rank", "low_rank_dtype")
 
 
+def check_alone(**given: object) -> None:
+    """UsageError for options of a conversion alone that are given to a run of several stages."""
+    found = next((name for name, value in given.items() if value), None)
+    if found is not None:
+        raise UsageError(
+            f"--{found.replace('_', '-')} is for a conversion alone; leave it out, or --data, --budget, --eval and "
+            "--report"
+        )
+
+
 def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path | None) -> None:
     """UsageError for options that contradict each other, and for texts that do not exist."""
     if work.quality is not None and not work.data:

@@ -9,14 +9,17 @@ from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.stages.common import peak_bytes
 
 if TYPE_CHECKING:
-    from ptqpipe.stages.pipeline.run import Made, Step
+    from ptqpipe.stages.pipeline.run import Made
+    from ptqpipe.stages.pipeline.stages import Pipeline, Step
 
 
-def header(model: Path, out: Path, steps: Sequence["Step"], weights_bytes: int) -> Iterator[str]:
-    """What will be done, a line for each stage; ``weights_bytes``: of the output, 0 where a plan decides them."""
-    yield f"{model} -> {out}" + (f"  ({disk_size(weights_bytes)} of weights and index)" if weights_bytes else "")
+def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:
+    """What will be done, a line for each stage, and what readers get wrong about the result."""
+    size = f"  ({disk_size(run.weights_bytes)} of weights and index)" if run.weights_bytes else ""
+    yield f"{run.path} -> {run.out}{size}"
     for number, step in enumerate(steps, 1):
         yield f"  {number} {step.name}: {step.words}"
+    yield from (f"  warning: {line}" for line in run.warnings)
 
 
 def render(made: "Made") -> str:

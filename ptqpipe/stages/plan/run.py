@@ -20,7 +20,15 @@ from ptqpipe.recipe import recipe_text
 from ptqpipe.source import Source
 from ptqpipe.stages.common import Machine, check_model, name_of
 from ptqpipe.stages.plan.cost import Costs, Measurement, choose_moment, estimate, measure
-from ptqpipe.stages.plan.units import DEFAULT_FORMATS, Group, find_groups, forecast, recipe_content, schemes_of
+from ptqpipe.stages.plan.units import (
+    DEFAULT_FORMATS,
+    Group,
+    find_groups,
+    forecast,
+    recipe_content,
+    schemes_of,
+    warnings_of,
+)
 from ptqpipe.statistics import Statistics
 
 POINTS = 9  # of the Pareto curve
@@ -68,6 +76,7 @@ class MixedPlan:
     solution    the choice; one of ``curve``, the choices at other budgets, the smallest first
     file_bytes  of weights and index that the recipe converts to, exactly
     stats       the statistics that converting needs, None for none
+    warnings    what readers get wrong about the checkpoint that the recipe converts to
     """
 
     source: str
@@ -80,6 +89,7 @@ class MixedPlan:
     file_bytes: int
     content: Mapping[str, Any]
     stats: Path | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -221,7 +231,8 @@ def _decide(
         if limits.file_budget is None or size <= limits.file_budget:
             curve = _curve(rows, limits.sizes, solution)
             name = name_of(source.reader.path)
-            return MixedPlan(name, tuple(groups), chosen, costs, how, solution, curve, size, content)
+            warnings = warnings_of(source, content)
+            return MixedPlan(name, tuple(groups), chosen, costs, how, solution, curve, size, content, warnings=warnings)
         limit = solution.nbytes - (1 if attempt < _ATTEMPTS // 2 else max(1, size - limits.file_budget))
     raise UsageError("no choice of formats was found within this budget; give a few kilobytes more")
 

@@ -49,6 +49,7 @@ def render(plan: MixedPlan) -> str:
             "",
             f"{plan.bits(plan.solution):.4f} bits per weight, cost {number(plan.solution.cost)}, optimal{within}; "
             f"converts to {disk_size(plan.file_bytes)} of weights and index",
+            *(f"warning: {line}" for line in plan.warnings),
         ]
     )
 
@@ -75,6 +76,7 @@ def to_json(plan: MixedPlan) -> dict[str, Any]:
         "bytes": plan.file_bytes,
         "cost": plan.solution.cost,
         "gap": plan.solution.gap,
+        "warnings": list(plan.warnings),
         "groups": [
             {
                 "id": group.id,

@@ -208,3 +208,9 @@ def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group]
                     f"{chosen[group.id]}; no pattern tells its name from others"
                 )
     return outputs.layout.file_bytes
+
+
+def warnings_of(source: Source, content: Mapping[str, Any]) -> tuple[str, ...]:
+    """What readers get wrong about what this recipe converts to, as `convert` says it."""
+    outputs = outputs_of(source, parse_recipe(dict(content)).for_model(source.reader.config))
+    return tuple(outputs.container.warnings(outputs.targets, source.reader.config))

@@ -200,8 +200,8 @@ def _layerwise(work: BlockWork, runner: Runner, folder: BlockFolder, *, collects
     """Chooses, writes and journals the codes of one block by the inputs of the float model, which is then behind it."""
     inputs = observe(work.block, runner, work.block.advance) if collects else None
     codes = work.start(inputs)
-    gains = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0, "held_out": False}
-    entry = {**gains, "not_learned": []}
+    entry: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0, "held_out": False}
+    entry |= {"not_learned": []}
     folder.commit(work.block.name, entry | _write(folder.paths.growing, work.block.name, codes))
 
 

@@ -126,6 +126,7 @@ def _verify(run: _Run, workers: int) -> None:
     """All checks, the cheap ones first; the numbers by ``workers`` threads, reported in the order of the files."""
     ckpt, findings = run.ckpt, run.findings
     findings.guard("record", RECORD_FILE, lambda: _read_own_record(run))
+    _leave_out_untransformed(run)
     if run.source is not None:
         findings.guard("names", "the source", lambda: _find_origins(run))
     if ckpt.container is None and not (run.record is not None and run.record.plain):
@@ -145,6 +146,21 @@ def _read_own_record(run: _Run) -> None:
     if findings.own:
         run.record = read_record(run.ckpt.reader)
         findings.chosen = run.record.conversion is not None
+
+
+def _leave_out_untransformed(run: _Run) -> None:
+    """A checkpoint that was made of a transformed copy of the source is checked without it, and a note says so."""
+    made = None if run.record is None else run.record.raw.get("transformed")
+    if run.source is None or not isinstance(made, Mapping) or not isinstance(made.get("from"), Mapping):
+        return
+    if made["from"].get("fingerprint") == run.source.reader.fingerprint():
+        run.findings.note(
+            "source",
+            RECORD_FILE,
+            f"says that {made.get('transform')} was folded into the model before it was quantized: its weights are not "
+            "compared with the source's, everything else is checked",
+        )
+        run.source = None
 
 
 def _find_origins(run: _Run) -> None:

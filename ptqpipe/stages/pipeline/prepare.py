@@ -1,0 +1,70 @@
+"""Decides a run of several stages from the call and from headers. Reads no weight and writes nothing."""
+
+from pathlib import Path
+
+from ptqpipe.checkpoint import (
+    Mode,
+    resolve_source,
+)
+from ptqpipe.errors import PtqError
+from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
+from ptqpipe.source import Source
+from ptqpipe.stages.common import Machine, name_of
+from ptqpipe.stages.convert.prepare import prepare as prepare_conversion
+from ptqpipe.stages.convert.text import missing_config, warnings_of
+from ptqpipe.stages.pipeline import call
+from ptqpipe.stages.pipeline.stages import Pipeline
+from ptqpipe.stages.pipeline.table import TABLE, WEIGHTS, Way, kind_of
+from ptqpipe.stages.plan.run import Budget, check_budget
+from ptqpipe.transforms import find_structure
+
+
+def prepare(
+    model: str | Path,
+    recipe: RecipeOptions | None,
+    recipe_path: Path | None,
+    out: Path | None,
+    work: PipelineOptions,
+    mode: Mode,
+    machine: Machine,
+) -> Pipeline:
+    """Decides a run from the call and from headers. Raises what `pipeline` raises before any work; writes nothing."""
+    recipe = recipe or RecipeOptions()
+    check_options(work)
+    call.check_call(work, recipe, recipe_path)
+    texts = call.texts_of(work.data)
+    if work.reader is not None and work.budget is None:
+        recipe = call.for_reader(work.reader, recipe, recipe_path)
+    formats = call.formats_for(work) if work.budget is not None else ()
+    path = resolve_source(str(model))
+    if work.budget is not None:
+        check_budget(path, Budget.parse(work.budget), formats)
+        if work.reader is not None:
+            recipe = recipe.but(container=call.container_of_all(work.reader, formats))
+        way = TABLE[WEIGHTS][work.quality or "best"] if work.data else None
+        target = out or Path(f"{name_of(path)}-MIXED")
+        nbytes = Budget.parse(work.budget).nbytes or 0
+        return Pipeline(path, target, recipe, recipe_path, work, way, texts, True, nbytes, (), mode, machine)
+    with prepare_conversion(
+        path, options=recipe, recipe_path=recipe_path, out=out, collected=bool(work.data)
+    ) as prepared:
+        built = prepared.outputs.recipe
+        way = TABLE[kind_of(built.schemes())][work.quality or "best"] if work.data else None
+        way, warnings = _foldable(way, prepared.source)
+        needs = way is not None and bool(call.has_static(built) or way.transform or not way.method)
+        nbytes, target = prepared.layout.file_bytes, prepared.out
+        no_config = missing_config(prepared)
+        warnings += [*([no_config] if no_config is not None else []), *warnings_of(prepared)]
+    return Pipeline(path, target, recipe, recipe_path, work, way, texts, needs, nbytes, tuple(warnings), mode, machine)
+
+
+def _foldable(way: Way | None, source: Source) -> tuple[Way | None, list[str]]:
+    """The way, without its transform where this family's layers are not known well enough to fold it, and a line that
+    says so."""
+    if way is None or not way.transform:
+        return way, []
+    try:
+        find_structure(source.tensors, source.reader.config)
+    except PtqError as error:
+        return way._replace(transform=""), [f"{way.transform} is left out: {error}"]
+    return way, []

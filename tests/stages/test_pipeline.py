@@ -1,0 +1,360 @@
+"""convert --data and its kin: the stages of one run give what the commands one by one give, wherever it is stopped."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+import ptqpipe
+from ptqpipe.cli import main
+from ptqpipe.containers import READERS, get_container
+from ptqpipe.errors import AlreadyComplete, OutputError
+from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.schemes import get_scheme
+from ptqpipe.stages.common import Machine
+from ptqpipe.stages.convert.run import Conversion
+from ptqpipe.stages.pipeline import run as stage, stages
+from ptqpipe.stages.pipeline.table import markdown
+from ptqpipe.stages.tune import run as tune_stage
+from tests.calibration.models import make_model, make_windows, write_windows
+
+LENGTH = 24
+ONE = Machine(workers=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "small", "llama", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token rows for 8 windows and one that is held out."""
+    return write_windows(tmp_path_factory.mktemp("text") / "text.jsonl", make_windows(samples=9, seqlen=LENGTH))
+
+
+def work_of(text: Path, **more: Any) -> PipelineOptions:
+    return PipelineOptions(data=(str(text),), samples=8, seqlen=LENGTH, **more)
+
+
+def made(model: Path, out: Path, work: PipelineOptions, scheme: str | None = None, **more: Any) -> stage.Made:
+    return stage.pipeline(model, recipe=RecipeOptions(scheme), out=out, work=work, machine=ONE, **more)
+
+
+def ran(*words: object) -> str:
+    done = CliRunner().invoke(main, [*map(str, words)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def weights_of(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in sorted(folder.glob("*.safetensors")))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def few(text: Path) -> tuple[object, ...]:
+    return "--data", text, "--samples", 8, "--seqlen", LENGTH, "--workers", 1
+
+
+def test_best_is_tune_and_convert_in_one_call_and_leaves_nothing_else(model: Path, text: Path, tmp_path: Path) -> None:
+    printed = ran("convert", model, *few(text), "-o", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    for words in ("1 tune: GPTQ in the order of the model", "[1/3] tune", "[3/3] verify", "next: ptqpipe serve"):
+        assert words in printed
+    ran("tune", model, *few(text), "-o", tmp_path / "codes")
+    ran("convert", model, "--rounding", tmp_path / "codes", "-o", tmp_path / "two")
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
+    record = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())
+    assert record["pipeline"]["quality"] == "best"
+    assert record["rounding"]["method"] == "gptq"
+    assert ran("verify", tmp_path / "out", "--source", model)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8"])
+def test_good_has_the_codes_of_statistics_with_full_moments(
+    scheme: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    """The moments that are collected block by block are those of calibrate, held-out windows apart."""
+    made(model, tmp_path / "out", work_of(text, quality="good"), scheme)
+    ran("calibrate", model, *few(text), "-o", tmp_path / "stats")
+    ran("convert", model, "--format", scheme, "--stats", tmp_path / "stats", "-o", tmp_path / "two", "--workers", 1)
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
+
+
+def test_fast_weights_scales_by_small_statistics(model: Path, text: Path, tmp_path: Path) -> None:
+    done = made(model, tmp_path / "out", work_of(text, quality="fast", keep_stages=str(tmp_path / "kept")))
+    assert {entry["weighting"] for entry in done.record["weights"].values()} == {"diagonal"}
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["statistics"]
+    columns = {
+        name: t.numel() for file in (tmp_path / "kept").rglob("*.safetensors") for name, t in load_file(file).items()
+    }
+    assert max(columns.values()) <= 96  # no moment of pairs
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4_w4a4", "mxfp4"])
+def test_four_bit_activations_are_quantized_behind_a_transform(
+    scheme: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    done = made(model, tmp_path / "out", work_of(text), scheme)
+    assert done.record["transformed"]["transform"] == "aqas"
+    assert done.record["source"]["name"] == "small"
+    assert ("statistics" in done.record) == (scheme == "nvfp4_w4a4")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    told = json.loads(ran("verify", tmp_path / "out", "--source", model, "--json"))
+    assert told["faults"] == []
+    assert any("aqas was folded into the model" in note["message"] for note in told["notes"])
+
+
+def test_a_mixture_of_experts_gets_gptq_for_its_experts(text: Path, tmp_path: Path) -> None:
+    """They are one stack each while the model runs, and the order of calls says nothing of them."""
+    moe = make_model(tmp_path / "moe", "mixtral", dtype=torch.bfloat16)
+    made(moe, tmp_path / "out", work_of(text), "fp8")
+    ptqpipe.convert(moe, format="fp8", out=tmp_path / "plain", workers=1)
+    found, plain = (ptqpipe.load_tensors(tmp_path / name) for name in ("out", "plain"))
+    experts = [name for name in plain if "experts" in name and hasattr(plain[name], "codes")]
+    assert experts
+    moved = [name for name in experts if not torch.equal(found[name].codes, plain[name].codes)]
+    assert len(moved) > len(experts) / 2  # the held-out window may give some back to plain rounding
+
+
+def stops(real: Callable[..., Any], *, at: int, how: type[BaseException] = KeyboardInterrupt) -> Callable[..., Any]:
+    """The function, which ends the run at its call number ``at``."""
+    calls: list[int] = []
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == at:
+            raise how
+        return real(*args, **kwargs)
+
+    return stopping
+
+
+STAGES = [
+    (stages, "calibrate", 1),
+    (stages, "transform", 1),
+    (stages, "calibrate", 2),
+    (tune_stage, "follow", 2),
+    (Conversion, "do", 5),
+    (Conversion, "record", 1),
+    (stages, "verify", 1),
+    (stages.evaluation, "evaluate", 1),
+    (stages, "make_report", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What a run with all stages gives that nobody stopped."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    done = made(model, out, work_of(text, eval=(str(text),), report=True), "nvfp4_w4a4")
+    assert done.report == out.parent / "out.report.html"
+    assert done.evaluation is not None
+    assert done.evaluation["kl"][0]["mean"] > 0
+    return files_of(out)
+
+
+@pytest.mark.parametrize(("where", "name", "at"), STAGES, ids=[f"{name}-{at}" for _, name, at in STAGES])
+def test_a_run_that_was_stopped_in_any_stage_ends_with_the_same_bytes(
+    where: Any,
+    name: str,
+    at: int,
+    model: Path,
+    text: Path,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work = work_of(text, eval=(str(text),), report=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, stops(getattr(where, name), at=at))
+        with pytest.raises(KeyboardInterrupt):
+            made(model, tmp_path / "out", work, "nvfp4_w4a4")
+    made(model, tmp_path / "out", work, "nvfp4_w4a4", mode="resume")
+    assert files_of(tmp_path / "out") == whole
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.eval.json", "out.report.html"}
+
+
+KILLED = """
+import os, signal, sys
+from ptqpipe.cli import main
+from ptqpipe.stages.convert.consume import Consumed
+
+real = Consumed._remove
+
+
+def remove(self, file):
+    real(self, file)
+    print(*sorted(os.listdir(self._codes.path)), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+Consumed._remove = remove
+main(sys.argv[1:])
+"""
+
+
+def test_codes_that_are_written_are_gone_and_a_killed_run_goes_on_without_them(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    """The first decoder layer's codes go while the other one's are written; kill -9 comes at that moment."""
+    words = ["convert", model, *few(text), "-o", tmp_path / "out"]
+    done = subprocess.run([sys.executable, "-c", KILLED, *map(str, words)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "model.layers.0.safetensors" not in done.stdout
+    assert "model.layers.1.safetensors" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {".out.partial", ".out.stages"}
+    refused = CliRunner().invoke(main, [*map(str, words)])
+    assert refused.exit_code == 2
+    assert "--resume continues it" in refused.output
+    ran(*words, "--resume")
+    made(model, tmp_path / "whole", work_of(text))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert "already complete" in ran(*words, "--resume")
+    with pytest.raises(AlreadyComplete):
+        made(model, tmp_path / "out", work_of(text), mode="resume")
+
+
+def test_the_call_that_continues_is_told_and_another_one_is_refused(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["convert", model, *few(text), "-o", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", ["ptqpipe", *map(str, words)])
+    with monkeypatch.context() as patch:
+        patch.setattr(tune_stage, "follow", stops(tune_stage.follow, at=2))
+        stopped = CliRunner().invoke(main, [*map(str, words)])
+    assert stopped.exit_code == 130
+    assert f"continue with: ptqpipe convert {model}" in stopped.output
+    other = CliRunner().invoke(main, [*map(str, words), "--quality", "good", "--resume"])
+    assert other.exit_code == 2
+    assert "was begun with another value of --quality" in other.output
+    ran(*words, "--quality", "good", "--overwrite")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_a_run_that_fails_before_any_work_leaves_nothing(model: Path, text: Path, tmp_path: Path) -> None:
+    short = CliRunner().invoke(main, ["convert", str(model), "--data", str(text), "-o", str(tmp_path / "out")])
+    assert short.exit_code == 2
+    assert "the data give 216 tokens, 3 windows of 64, expected 128" in short.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_budget_is_kept_and_its_layers_are_tuned(model: Path, text: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    words = ("--budget", "6.5bits", "--for", "vllm", "--keep-stages", kept)
+    ran("convert", model, *few(text), *words, "-o", tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())
+    bits = [(entry["bits_per_weight"], entry["shape"][0] * entry["shape"][1]) for entry in record["weights"].values()]
+    assert sum(b * n for b, n in bits) / sum(n for _, n in bits) <= 6.5
+    assert len({entry["format"] for entry in record["weights"].values()}) > 1
+    assert {entry["algorithm"] for entry in record["weights"].values()} == {"learned"}
+    assert {path.name for path in kept.iterdir()} == {"statistics", "recipe.yaml", "codes"}
+    assert not {"mxfp4a16", "mxfp8a16"} & {entry["scheme"] for entry in record["weights"].values()}
+
+
+def test_the_model_writes_its_own_text(model: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    words = ("--data", "self", "--samples", 8, "--seqlen", LENGTH, "--quality", "good", "--workers", 1)
+    printed = ran("convert", model, *words, "--keep-stages", kept, "-o", tmp_path / "out")
+    assert "1 generate: the model writes its own text" in printed
+    assert len((kept / "text.jsonl").read_text().splitlines()) == 9
+    again = ("--data", kept / "text.jsonl", *words[2:])
+    ran("convert", model, *again, "-o", tmp_path / "two")
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
+
+
+def test_a_folder_stands_for_the_texts_in_it_and_python_takes_the_same_options(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(text.read_bytes())
+    (folder / "notes.md").write_text("no text to calibrate on")
+    options = {"samples": 8, "seqlen": LENGTH, "quality": "good", "workers": 1}
+    done = ptqpipe.convert(model, data=folder, out=tmp_path / "out", **options)
+    two = ptqpipe.convert(model, data=[text], out=tmp_path / "two", **options)
+    assert isinstance(done, stage.Made)
+    assert weights_of(done.out) == weights_of(two.out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--quality best", "--quality best says how much is computed with a text; add --data"),
+        ("--formats nvfp4,fp8", "add --budget, or give one --format"),
+        ("--budget 5bits --format nvfp4", "--budget chooses the formats, and --format does; give one of them"),
+        ("--budget 5", "--budget 5 is a number without a unit; write 5bits"),
+        ("--budget 1bits", "--budget 1bits is too small; the smallest possible is"),
+        ("--data none.txt", "none.txt does not exist"),
+        ("--data EMPTY", "is a folder without .txt, .jsonl, .parquet files"),
+        ("--data self --data TEXT", "--data self is the model's own text; give it alone"),
+        ("--data TEXT --damping 0.1", "--damping is decided by --quality"),
+        ("--data TEXT --stats s", "--stats is for a conversion alone"),
+        ("--eval none.txt", "--eval none.txt is no file that exists"),
+        ("--for vllm --format mxfp4a16", "vllm does not run mxfp4a16; it runs nvfp4, nvfp4_w4a4, mxfp4,"),
+        ("--for sglang --format mxfp8 --data TEXT", "sglang does not run mxfp8"),
+        ("--for trtllm --format nvfp4_w4a4 --container compressed_tensors", "contradicts --for trtllm"),
+        ("--for sglang --budget 5bits --formats nvfp4,mxfp4", "sglang does not run mxfp4"),
+    ],
+)
+def test_wrong_calls_get_one_line_before_any_work(
+    words: str, message: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    given = [str({"TEXT": text, "EMPTY": tmp_path / "empty"}.get(word, word)) for word in words.split()]
+    done = CliRunner().invoke(main, ["convert", str(model), *given, "-o", str(tmp_path / "out")])
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"empty"}
+
+
+def test_a_disk_that_is_too_small_is_found_before_any_work(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 100_000})
+    monkeypatch.setattr(stage.shutil, "disk_usage", lambda place: usage)
+    with pytest.raises(OutputError, match="has 100 kB free, the output and what is made on the way need"):
+        made(model, tmp_path / "out", work_of(text), "nvfp4_w4a4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_chooses_the_container(model: Path, tmp_path: Path) -> None:
+    ran("convert", model, "--format", "nvfp4_w4a4", "--for", "trtllm", "-o", tmp_path / "a")
+    ran("convert", model, "--format", "nvfp4_w4a4", "--container", "modelopt", "-o", tmp_path / "b")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+
+
+def test_every_reader_runs_formats_that_its_containers_can_store() -> None:
+    for reader, rows in READERS.items():
+        for scheme, containers in rows.items():
+            assert all(get_container(name).supports(get_scheme(scheme)) is None for name in containers), reader
+
+
+def test_the_docs_have_the_table_of_qualities() -> None:
+    assert markdown() in (Path(ptqpipe.__file__).parents[1] / "docs" / "calibration.md").read_text()
+
+
+def test_plan_chooses_among_what_the_reader_runs_and_warns_of_what_it_gets_wrong(model: Path, tmp_path: Path) -> None:
+    ran("plan", model, "--budget", "6bits", "--for", "sglang", "-o", tmp_path / "a.yaml")
+    text = (tmp_path / "a.yaml").read_text()
+    assert "container: compressed_tensors" in text
+    assert set(re.findall(r"format: (\w+)", text)) <= {"nvfp4", "fp8_dynamic", "keep"}
+    ran("convert", model, "--recipe", tmp_path / "a.yaml", "--for", "sglang", "-o", tmp_path / "out")
+    words = ("plan", model, "--budget", "6bits", "-o", tmp_path / "b.yaml")
+    told = ran(*words, "--formats", "mxfp4a16,fp8")
+    assert "warning: vLLM 0.32 quantizes the activations of mxfp4a16" in told
+    refused = CliRunner().invoke(main, [*map(str, words), "--formats", "mxfp4a16,fp8", "--for", "vllm"])
+    assert refused.exit_code == 2
+    assert "vllm does not run mxfp4a16" in refused.output
