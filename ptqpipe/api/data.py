@@ -4,6 +4,7 @@ What is no file becomes a temporary file of rows, one JSON object a line: texts 
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +58,8 @@ def _is_name(item: Any) -> bool:
     """Whether an item of a list is a file, and no text."""
     if not isinstance(item, str):
         return isinstance(item, Path)
-    return len(item) < 1024 and "\n" not in item and (item.endswith(FILE_NAMES) or Path(item).is_file())
+    named = item.endswith(FILE_NAMES) and not any(letter.isspace() for letter in item)
+    return named or os.path.isfile(item)  # which is False for what is too long for a name
 
 
 def write_rows(data: Any, path: Path) -> None:

@@ -52,6 +52,10 @@ def _stream() -> Iterator[str]:
 
 KINDS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "texts": (lambda: ["one text", "two\nlines"], [{"text": "one text"}, {"text": "two\nlines"}]),
+    "texts that are no names": (
+        lambda: ["a long one " * 40, "see the config.json", "\0"],
+        [{"text": "a long one " * 40}, {"text": "see the config.json"}, {"text": "\0"}],
+    ),
     "a stream of texts": (_stream, [{"text": "one"}, {"text": "two"}]),
     "token lists": (lambda: ROWS.tolist(), TOKENS),
     "token lists of several lengths": (lambda: [[1, 2], [3]], [{"input_ids": [1, 2]}, {"input_ids": [3]}]),
