@@ -15,7 +15,6 @@ from ptqpipe.api.calls import (
     DEVICE,
     RESTART,
     command,
-    folder_of,
     into,
     keywords_of,
     machine_of,
@@ -33,9 +32,9 @@ from ptqpipe.checkpoint import Finished
 from ptqpipe.errors import UsageError
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.quantities import disk_size, number
-from ptqpipe.stages import dequantize as dequantize_stage, generate as generate_stage
+from ptqpipe.stages import generate as generate_stage
 from ptqpipe.stages.calibrate import run as calibrate_stage, text as calibrate_text
-from ptqpipe.stages.common import Done, name_of
+from ptqpipe.stages.common import Done
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import converted_text, missing_config
@@ -45,7 +44,6 @@ from ptqpipe.stages.pipeline.run import Made, pipeline
 from ptqpipe.stages.plan import run as plan_stage, text as plan_text
 from ptqpipe.stages.plan.cost import DEFAULT_TOKENS, Measurement
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS
-from ptqpipe.stages.relayout import run as relayout_stage, text as relayout_text
 from ptqpipe.stages.transform import run as transform_stage, text as transform_text
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.tune import run as tune_stage, text as tune_text
@@ -344,38 +342,3 @@ def plan(
     }
     record = plan_text.to_json(found)
     return Result("plan", found, path=target, record=record, facts=facts, text=lambda: plan_text.render(found))
-
-
-@command(run_keywords(), RESTART)
-def relayout(ckpt: str | Path, container: str, out: str | Path | None = None, **options: Any) -> Result:
-    """Rewrites a quantized checkpoint in another container; nothing is quantized again.
-
-    out      folder to write; None: ``<ckpt>-<container>`` in the working folder
-    options  those of the machine, ``resume`` and ``overwrite``
-
-    >>> ptqpipe.relayout("OUT", "modelopt", "OUT-modelopt")
-    <relayout OUT-modelopt: format nvfp4, weights 21 at 4.50 bits, size 1.20 MB, time ... s>
-    """
-    folder = folder_of(ckpt)
-    target = Path(f"{name_of(folder)}-{container.lower().replace('_', '-')}") if out is None else Path(out)
-    machine, mode = machine_of(options), mode_of(options)
-    done = relayout_stage.relayout(folder, target, container=container, mode=mode, machine=machine)
-    return checkpoint("relayout", done, relayout_text.render)
-
-
-@command(run_keywords(), RESTART)
-def dequantize(ckpt: str | Path, out: str | Path | None = None, *, dtype: str = "bf16", **options: Any) -> Result:
-    """Writes a quantized checkpoint as plain floats, which every tool loads.
-
-    out      folder to write; None: ``<ckpt>-<dtype>`` in the working folder
-    dtype    bf16, fp16 or fp32
-    options  those of the machine, ``resume`` and ``overwrite``
-
-    >>> ptqpipe.dequantize("OUT", "FLOATS")
-    <dequantize FLOATS: weights 21, size 2.89 MB, time ... s>
-    """
-    folder = folder_of(ckpt)
-    target = Path(f"{name_of(folder)}-{dtype}") if out is None else Path(out)
-    machine, mode = machine_of(options), mode_of(options)
-    done = dequantize_stage.dequantize(folder, target, dtype=dtype, mode=mode, machine=machine)
-    return checkpoint("dequantize", done, dequantize_stage.render)
