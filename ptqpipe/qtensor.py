@@ -112,6 +112,9 @@ class QTensor:
                 f"the low-rank part of a {self.shape[0]}x{self.shape[1]} weight is {list(self.low_rank.shape)}"
             )
 
+    def __repr__(self) -> str:
+        return f"<QTensor {self.fmt.name} {self.shape[0]}x{self.shape[1]}, {self.nbytes} bytes>"
+
     @classmethod
     def from_codes(
         cls, codes: torch.Tensor, scales: torch.Tensor, *, fmt: Format, global_scale: torch.Tensor | None = None

@@ -57,6 +57,9 @@ class Rounding:
         """A folder whose index is still in the making: ``content`` has its "weights"."""
         return cls(path, CheckpointReader.open(path), content)
 
+    def __repr__(self) -> str:
+        return f"<Rounding {self.path}: codes of {len(self.content['weights'])} weights>"
+
     def __enter__(self) -> "Rounding":
         return self
 

@@ -69,6 +69,9 @@ class Statistics:
         content = read_versioned(file, _FIELDS, version=STATS_VERSION, remedy="calibrate again")
         return cls(Path(path), CheckpointReader.open(Path(path)), content)
 
+    def __repr__(self) -> str:
+        return f"<Statistics {self.path}: {len(self._modules)} modules>"
+
     @property
     def _modules(self) -> dict[str, Any]:
         found: dict[str, Any] = self.content["modules"]

@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ptqpipe"
 MAY_IMPORT: dict[str, set[str]] = {
     "_version":     set(),
     "dtypes":       set(),
-    "quantities":   set(),
     "errors":       set(),
+    "quantities":   set(),
     "patterns":     set(),
     "inputs":       set(),
     "regular_file": set(),
@@ -70,7 +70,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "record", "measured", "statistics", "rounding", "calibration", "runtime", "evaluation", "report", "engine",
         "server", "collectives", "options", "inputs", "processes", "quantities", "readers", "scan",
     },
-    "api":          {"errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages"},
+    "api":          {
+        "errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages", "checkpoint",
+        "evaluation", "quantities", "runtime",
+    },
     "cli":          {"_version", "checkpoint", "errors", "quantities", "stages", "options"},
     "__main__":     {"cli"},
     # The face of the package: names that load on first use (see the test of torch below).

@@ -28,6 +28,9 @@ class Finished:
     seconds: float
     peak_rss_bytes: int
 
+    def __repr__(self) -> str:
+        return f"<Finished {self.out} in {self.seconds:.1f} s>"
+
 
 class BlockFolder:
     """Use as a context manager; `finish` gives it its name."""

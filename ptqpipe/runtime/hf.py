@@ -119,10 +119,11 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         rules = model.tp_plan
         if ranks.size > 1:  # transformers is left a plan that does nothing, since it insists on one
             model._tp_plan = {_last_module(model): "replicate"}
-        source = Source.open(Path(files[0]).parent)
+        folder = Path(files[0]).parent
 
         def state(model: Any, conversions: Sequence[Any]) -> Filling:
             model._tp_plan = rules
+            source = self.open(folder)
             simulated = config.activations == "simulated"
             self._filling = prepare(
                 model, source, conversions, ranks=ranks, packed=config.packed, activations=simulated
@@ -132,6 +133,11 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 
         # Should this loading fail before it comes to the files, the next one of the class takes the override off.
         override_loading(type(model), lambda load_config: load_config.hf_quantizer is self, state)
+
+    def open(self, folder: Path) -> Source:
+        """The checkpoint that the model is filled from, where transformers was about to load ``folder``. Called when
+        the model stands empty, outside of the defaults (dtype, device) under which transformers makes it."""
+        return Source.open(folder)
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         if self._filling is not None:
@@ -207,6 +213,11 @@ def takes(described: Mapping[str, Any]) -> bool:
     except CheckpointError:  # a scheme that ptqpipe does not read
         return False
     return True
+
+
+def add_quantizer(method: str, kind: type[HfQuantizer]) -> None:
+    """Enters another quantizer into transformers' registry, for configs whose ``quant_method`` is ``method``."""
+    auto.AUTO_QUANTIZER_MAPPING[method] = kind
 
 
 _originals: dict[str, Any] = {}

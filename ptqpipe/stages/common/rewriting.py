@@ -162,6 +162,9 @@ class Done:
     seconds: float
     peak_rss_bytes: int
 
+    def __repr__(self) -> str:
+        return f"<Done {self.out}: {self.written_bytes} bytes in {self.seconds:.1f} s>"
+
     def to_json(self, **facts: Any) -> dict[str, Any]:
         """The outcome as data: where, ``facts``, and the cost."""
         cost = {key: getattr(self, key) for key in ("written_bytes", "seconds", "peak_rss_bytes")}

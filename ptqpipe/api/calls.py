@@ -1,0 +1,206 @@
+"""What the functions of the Python API share: keywords from the option classes, the machine, errors in Python's words.
+
+A function declares its own parameters and ``**options``; `command` says which keywords those may be. Names, types and
+defaults come from the table of options and from the stages' own classes, so that none is written twice.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, get_type_hints
+
+import torch
+
+from ptqpipe.checkpoint import Mode, resolve_source
+from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.options import PipelineOptions, RecipeOptions, check_names, described, recipe_fields, type_of
+from ptqpipe.quantities import bytes_of
+from ptqpipe.stages.common import Machine, compute_threads, default_workers
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+Keywords = Mapping[str, tuple[Any, Any]]
+"""Name of a keyword -> (type, default)."""
+
+DEVICE: Keywords = {"device": (str, "cpu")}
+RESTART: Keywords = {"resume": (bool, False), "overwrite": (bool, False)}
+# Spellings of former versions.
+_FORMER = {"max_memory_bytes": "max_memory"}
+
+
+def run_keywords(memory: str = "2GiB") -> Keywords:
+    """The keywords of the machine, which decide no byte: threads, the limit of resident memory, a progress bar."""
+    return {"workers": (int | None, None), "max_memory": (str | int, memory), "progress": (bool, False)}
+
+
+def keywords_of(kind: type, *but: str) -> Keywords:
+    """The fields of an option class as keywords, without those called ``but``."""
+    hints = get_type_hints(kind)
+    defaults = {
+        one.name: one.default_factory() if one.default_factory is not MISSING else one.default for one in fields(kind)
+    }
+    return {name: (hints[name], default) for name, default in defaults.items() if name not in but}
+
+
+def recipe_keywords(*which: str) -> Keywords:
+    """The options of the table that decide bytes, or those called ``which``; None is one that is not given."""
+    return {name: (type_of(one), None) for name, one in recipe_fields().items() if name in (which or recipe_fields())}
+
+
+def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function one of the API: its ``**options`` are the keywords of ``groups``, its errors speak Python."""
+    known = {name: entry for group in groups for name, entry in group.items()}
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        plain = inspect.signature(function)
+        own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = [*(p.name for p in own), *known]
+
+        @wraps(function)
+        def call(*given: P.args, **options: P.kwargs) -> R:
+            for former, name in _FORMER.items():
+                if former in options and name in known:
+                    options[name] = options.pop(former)
+            with errors_in_python():
+                check_names(options, names, what=function.__name__)
+                return function(*given, **options)
+
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, (kind, default) in known.items()
+        ]
+        call.__signature__ = plain.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def into(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:
+    """An option class from the keywords that are called as its fields are, and ``more``."""
+    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]  # kind is a dataclass
+    return kind(**{name: value for name, value in options.items() if name in names} | more)
+
+
+def recipe_of(options: Mapping[str, Any], *, format: str | None, ignore: Iterable[str]) -> RecipeOptions:
+    """The options that decide bytes, among the keywords of a call."""
+    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    return RecipeOptions(format, patterns, **{name: options[name] for name in recipe_fields() if name in options})
+
+
+def mode_of(options: Mapping[str, Any]) -> Mode:
+    """How the output is opened. UsageError for resume and overwrite at once."""
+    resume, overwrite = (options.get(name, False) for name in RESTART)
+    if resume and overwrite:
+        raise UsageError("resume and overwrite contradict each other; give one of them")
+    return "resume" if resume else "overwrite" if overwrite else "new"
+
+
+def machine_of(options: Mapping[str, Any], *, memory: str = "2GiB", waits: bool = True) -> Machine:
+    """The machine that the keywords of a call describe.
+
+    memory  the limit of memory where the call gives none
+    waits   whether the workers wait for disks: where they only compute, there is one for each physical core
+    """
+    device, workers = options.get("device", "cpu"), options.get("workers")
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from None
+    if workers is None:
+        workers = default_workers() if waits else compute_threads()
+    limit = options.get("max_memory", memory)
+    nbytes = limit if isinstance(limit, int) else bytes_of(str(limit))
+    if nbytes is None:
+        raise UsageError(f"max_memory {limit!r} is not a size; write 2GiB, 800MB or a number of bytes")
+    return Machine(workers, where, nbytes, progress=bool(options.get("progress", False)))
+
+
+def pipeline_of(options: Mapping[str, Any], data: Sequence[str]) -> PipelineOptions:
+    """What a conversion does besides quantizing, among the keywords of a call. ``data``: by its names."""
+    texts = options.get("eval") or ()
+    chosen = {name: value for name, value in options.items() if value is not None}
+    chosen |= {"formats": names_in(chosen["formats"])} if "formats" in chosen else {}
+    chosen |= {"keep_stages": str(chosen["keep_stages"])} if "keep_stages" in chosen else {}
+    named = (texts,) if isinstance(texts, str | Path) else tuple(texts)
+    return into(PipelineOptions, chosen, data=tuple(data), eval=tuple(map(str, named)))
+
+
+def names_in(value: str | Iterable[str]) -> tuple[str, ...]:
+    """Several names: a list, or a text with commas."""
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else tuple(value)
+
+
+def path_or_none(value: str | Path | None) -> Path | None:
+    """A path where one was given."""
+    return None if value is None else Path(value)
+
+
+def folder_of(model: str | Path) -> Path:
+    """The folder of a checkpoint that is named by its path or by its name on the hub. UsageError for neither."""
+    return resolve_source(str(model))
+
+
+@contextmanager
+def errors_in_python() -> Any:
+    """Messages of PtqErrors name options as keywords of Python meanwhile."""
+    try:
+        yield
+    except PtqError as error:
+        error.args = (in_python(str(error)), *error.args[1:])
+        raise
+
+
+# Flags, which are True when they are given, and options whose keyword is not their own name.
+_FLAGS = ("resume", "overwrite", "optimal", "untie", "bias_correction")
+_OTHER_NAMES = {
+    "shard_size": "shard_bytes",
+    "all": "all_blocks",
+    "power_of_two": "powers_of_two",
+    "eval": "evaluation",
+}
+_OPTION = re.compile(
+    r"(?P<code>`[^`]*`|\bptqpipe [a-z]+ [^;,]*)"
+    r"|(?<![\w-])(?:--(?P<name>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)|-(?P<short>o))(?![\w-])"
+    r"(?: (?P<value>'[^']*'|[A-Z]+\b|[\w.:/+-]*\w))?"
+)
+
+
+def in_python(message: str) -> str:
+    """A message of the command line in Python's words: ``overwrite=True`` for ``--overwrite``, ``seqlen=N`` for
+    ``--seqlen N``, ``out`` for ``-o``. Whole commands stay as they are."""
+    return _OPTION.sub(_keyword, message)
+
+
+def _keyword(match: re.Match[str]) -> str:
+    if match["code"] is not None:
+        return match["code"]
+    name, value = (match["name"] or "out").replace("-", "_"), match["value"]
+    name = _OTHER_NAMES.get(name, name)
+    rest = "" if value is None else f" {value}"
+    if name in _FLAGS:
+        return f"{name}=True{rest}"
+    if value is None or not _is_value(value):
+        return f"{name}{rest}"
+    bare = (
+        (value.isalpha() and value.isupper())
+        or value.startswith("'")
+        or re.fullmatch(r"-?\d+(\.\d+)?", value) is not None
+    )
+    return f"{name}={value}" if bare else f'{name}="{value}"'
+
+
+def _is_value(word: str) -> bool:
+    """Whether a word after an option is its value, and not the next word of the sentence."""
+    return word.isupper() or not word.isalpha() or word in _choices()
+
+
+@cache
+def _choices() -> frozenset[str]:
+    options = [described(one) for one in recipe_fields().values()]
+    return frozenset({"cpu", "cuda", *(str(choice) for one in options if one is not None for choice in one.choices)})

@@ -1,0 +1,229 @@
+"""The commands that look at checkpoints, as functions of the same names: they return a `Result` and change nothing."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptqpipe.api.calls import command, folder_of, into, keywords_of, names_in, path_or_none
+from ptqpipe.api.data import Data, data_names
+from ptqpipe.api.result import Result
+from ptqpipe.errors import UsageError
+from ptqpipe.quantities import disk_size, number
+from ptqpipe.stages import diff as diff_stage, inspect as inspect_stage, simulate as simulate_stage
+from ptqpipe.stages.evaluate import run as evaluate_stage, text as evaluate_text
+from ptqpipe.stages.report.run import make_report
+from ptqpipe.stages.verify import run as verify_stage, text as verify_text
+
+
+@command({"workers": (int | None, None)})
+def verify(
+    ckpt: str | Path,
+    *,
+    source: str | Path | None = None,
+    stats: str | Path | None = None,
+    optimal: bool = False,
+    all_blocks: bool = False,
+    **options: Any,
+) -> Result:
+    """Checks a checkpoint's bytes and claims; ``ok`` says whether there is no fault, ``faults`` lists them.
+
+    source      the model that it was made from: its weights are quantized again, and errors are measured
+    stats       the statistics that it was made with, if there were any; needs ``source``
+    optimal     proves block scales optimal once more by brute force, on a sample of blocks; ``all_blocks``: on all
+
+    ``record`` is what ``ptqpipe verify --json`` prints. A fault is no error: this returns.
+
+    >>> ptqpipe.verify("OUT", source="MODEL")
+    <verify OUT: verdict no fault, weights 21, kept tensors 8, notes ...>
+    """
+    if stats is not None and source is None:
+        raise UsageError("stats needs source: with both the weights are quantized again; give source")
+    found = verify_stage.verify(
+        folder_of(ckpt),
+        source=None if source is None else folder_of(source),
+        statistics=path_or_none(stats),
+        optimal=optimal or all_blocks,
+        all_blocks=all_blocks,
+        **options,
+    )
+    faults = [fault.message for fault in found.faults]
+    facts = {
+        "verdict": f"{len(faults)} faults, the first: {faults[0]}" if faults else "no fault",
+        "weights": str(len(found.weights)),
+        "kept tensors": str(found.kept),
+        "notes": str(len(found.notes)),
+    }
+    record, path = verify_text.to_json(found), Path(ckpt)
+    return Result("verify", found, path=path, record=record, facts=facts, text=lambda: verify_text.render(found))
+
+
+@command()
+def inspect(ckpt: str | Path) -> Result:
+    """Formats, sizes and suspicious scales of a checkpoint, by the role of its weights.
+
+    ``record`` is what ``ptqpipe inspect --json`` prints.
+
+    >>> ptqpipe.inspect("OUT")
+    <inspect OUT: container compressed_tensors, parameters 1,443,584, size 1.19 MB (0.413 of bf16)>
+    """
+    found = inspect_stage.inspect(folder_of(ckpt))
+    facts = {
+        "container": found.container,
+        "parameters": f"{found.params:,}",
+        "size": f"{disk_size(found.nbytes)} ({number(found.ratio, 3)} of bf16)",
+    }
+    record, path = inspect_stage.to_json(found), Path(ckpt)
+    return Result("inspect", found, path=path, record=record, facts=facts, text=lambda: inspect_stage.render(found))
+
+
+@command()
+def diff(a: str | Path, b: str | Path) -> Result:
+    """Compares two checkpoints weight by weight, whatever their containers; ``equal`` says whether they are one model.
+
+    ``record`` is what ``ptqpipe diff --json`` prints.
+
+    >>> ptqpipe.diff("OUT", "OUT-modelopt").equal
+    True
+    """
+    found = diff_stage.diff(folder_of(a), folder_of(b))
+    verdict = "identical" if found.identical else "the same model" if found.equal else "different"
+    facts = {"verdict": verdict, "tensors": str(len(found.tensors)), "other": str(b)}
+    record, path = diff_stage.to_json(found), Path(a)
+    return Result("diff", found, path=path, record=record, facts=facts, text=lambda: diff_stage.render(found))
+
+
+_OF_SHARED_NAMES = ("data", "tasks", "window", "cache_limit")  # which this function calls as all others do
+
+
+@command(keywords_of(evaluate_stage.Options, *_OF_SHARED_NAMES), {"seqlen": (int | None, None)})
+def evaluate(
+    ckpt: str | Path,
+    data: Data = None,
+    *,
+    source: str | Path | None = None,
+    tasks: str | Iterable[str] = (),
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+    **options: Any,
+) -> Result:
+    """Measures perplexity, KL divergence and task scores, and writes them to a JSON file.
+
+    data     text to score, as `calibrate` takes it
+    source   the original model: with it the KL divergence is measured, and ``verdict`` says what it means
+    tasks    of lm-eval, or local ones
+    out      file to write; None: ``<ckpt>.eval.json`` beside the checkpoint
+    options  as ``ptqpipe eval`` has them: ``seqlen``, ``stride``, ``max_tokens``, ``task_data``, ``include_path``,
+             ``limit``, ``batch_size``, ``dtype``, ``device``, ``activations``, ``cache_dir``. Without ``cache_dir`` the
+             original's logits are kept nowhere, and both models are in memory
+
+    >>> ptqpipe.evaluate("OUT", "TEXT.txt", source="MODEL", max_tokens=2000).verdict.level
+    'good'
+    """
+    target = evaluate_text.default_out(str(ckpt)) if out is None else Path(out)
+    compared = source is not None and data is not None
+    named = names_in(tasks)
+    evaluate_text.check_target(target, overwrite=overwrite, compared=compared, tasks=bool(named))
+    with data_names(data) as names:
+        folders = {name: path_or_none(options.get(name)) for name in ("task_data", "include_path", "cache_dir")}
+        measured = {"data": tuple(map(Path, names)), "tasks": named, "window": options.get("seqlen"), **folders}
+        chosen = into(evaluate_stage.Options, options, **measured)
+        baseline = None if source is None else str(source)
+        found = evaluate_stage.evaluate(str(ckpt), baseline=baseline, options=chosen, progress=progress)
+    evaluate_text.write(found, target)
+    facts = {f"perplexity on {row['data']}": number(row["checkpoint"]) for row in found["perplexity"]}
+    facts |= {f"{row['task']} {row['metric']}": number(row["checkpoint"]) for row in found["tasks"]}
+    return Result(
+        "evaluate",
+        None,
+        path=target,
+        record=found,
+        facts=facts,
+        text=lambda: evaluate_text.render(found),
+        evaluation=found,
+    )
+
+
+@command()
+def report(
+    ckpt: str | Path,
+    *,
+    source: str | Path | None = None,
+    evaluation: str | Path | None = None,
+    out: str | Path | None = None,
+    format: str | None = None,
+    all_rows: bool = False,
+) -> Result:
+    """Writes a report on a checkpoint: one HTML file that needs no network, or markdown.
+
+    source      the model that it was made from: the errors of all weights are recomputed
+    evaluation  the file that `evaluate` wrote
+    out         file to write; None: ``<ckpt>.report.html``
+    format      html or md; None: by the ending of ``out``
+
+    >>> ptqpipe.report("OUT", source="MODEL", out="report.html")
+    <report report.html: summary 21 weights at 4.501 bits, 8 tensors kept, 21.82 dB>
+    """
+    path, summary = make_report(
+        folder_of(ckpt),
+        source=None if source is None else folder_of(source),
+        evaluation=path_or_none(evaluation),
+        out=path_or_none(out),
+        kind=format,
+        all_rows=all_rows,
+    )
+    facts = {"summary": summary}
+    return Result("report", None, path=path, record=facts, facts=facts, text=lambda: f"{path}: {summary}")
+
+
+_SIMULATED = {
+    "block": (int, 64),
+    "hadamard": (int, 0),
+    "scheme": (str | None, None),
+    "data": (str, "gaussian"),
+    "elements": (int, 1 << 16),
+    "seed": (int, 0),
+    "node": (int, 8),
+    "topology": (str | None, None),
+    "sizes": (tuple[int, ...], ()),
+}
+
+
+@command(_SIMULATED)
+def simulate(ranks: str = "8..512", codec: str = "int8", *, only: str | None = None, **options: Any) -> Result:
+    """Simulates plain and quantized AllReduces: errors with the arithmetic that runs, times by a model.
+
+    ranks    numbers of ranks: "8", "2,4", "8..512", a range that doubles
+    codec    codecs of what is sent, with commas; times are those of the first
+    only     "error" or "time": compute only these
+    options  as ``ptqpipe simulate allreduce`` has them; ``sizes`` are messages in bytes
+
+    ``record`` has the rows of ``errors``, ``times`` and ``break_even``.
+
+    >>> ptqpipe.simulate("8", only="error", elements=4096)
+    <simulate: errors 6 rows, times 0 rows>
+    """
+    if only not in (None, "error", "time"):
+        raise UsageError(f"only {only!r} is unknown; use error or time")
+    given = {name: default for name, (_, default) in _SIMULATED.items()} | options
+    sources = simulate_stage.sources_of(given["data"], elements=given["elements"], seed=given["seed"])
+    codecs = simulate_stage.codecs_of(codec, block=given["block"], hadamard=given["hadamard"])
+    asked = simulate_stage.request_of(
+        ranks, codecs, sources, given["scheme"], given["topology"], given["node"], tuple(given["sizes"])
+    )
+    times, evens = ([], []) if only == "error" else simulate_stage.time_rows(asked)
+    errors = [] if only == "time" else list(simulate_stage.error_rows(asked))
+
+    def text() -> str:
+        halves = [simulate_stage.error_text(errors)] if errors else []
+        return "\n\n".join([*halves, *([simulate_stage.time_text(times, evens, asked.topologies)] if times else [])])
+
+    rows: dict[str, Sequence[Any]] = {"errors": errors, "times": times, "break_even": evens}
+    return Result(
+        "simulate",
+        None,
+        path=None,
+        record={name: [simulate_stage.as_dict(row) for row in found] for name, found in rows.items()},
+        facts={"errors": f"{len(errors)} rows", "times": f"{len(times)} rows"},
+        text=text,
+    )

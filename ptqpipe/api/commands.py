@@ -1,0 +1,344 @@
+"""The commands that prepare a conversion or write a checkpoint, as functions of the same names.
+
+Each takes what the command's options mean, under their names with underscores, and returns a `Result`. Checkpoints and
+models are paths or names on the hub.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ptqpipe.api.calls import (
+    DEVICE,
+    RESTART,
+    command,
+    into,
+    keywords_of,
+    machine_of,
+    mode_of,
+    names_in,
+    path_or_none,
+    pipeline_of,
+    recipe_keywords,
+    recipe_of,
+    run_keywords,
+)
+from ptqpipe.api.data import Data, data_names
+from ptqpipe.api.result import Result
+from ptqpipe.checkpoint import Finished
+from ptqpipe.errors import UsageError
+from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.quantities import disk_size, number
+from ptqpipe.stages import generate as generate_stage
+from ptqpipe.stages.calibrate import run as calibrate_stage, text as calibrate_text
+from ptqpipe.stages.common import Done
+from ptqpipe.stages.convert import run as convert_stage
+from ptqpipe.stages.convert.prepare import best_with, prepare
+from ptqpipe.stages.convert.text import converted_text, missing_config
+from ptqpipe.stages.pipeline import text as pipeline_text
+from ptqpipe.stages.pipeline.call import check_alone, for_reader
+from ptqpipe.stages.pipeline.run import Made, pipeline
+from ptqpipe.stages.plan import run as plan_stage, text as plan_text
+from ptqpipe.stages.plan.cost import DEFAULT_TOKENS, Measurement
+from ptqpipe.stages.plan.units import DEFAULT_FORMATS
+from ptqpipe.stages.transform import run as transform_stage, text as transform_text
+from ptqpipe.stages.transform.plan import TransformOptions
+from ptqpipe.stages.tune import run as tune_stage, text as tune_text
+
+COMPUTING = "8GiB"  # the limit of memory of what runs a model
+
+
+# `data` is one of the function's own: it is more than names.
+_WORK = keywords_of(PipelineOptions, "data")
+WINDOWS = ("samples", "seqlen", "seed")
+
+
+@command(recipe_keywords(), _WORK, RESTART, run_keywords(), DEVICE)
+def convert(
+    model: str | Path,
+    *,
+    format: str | None = None,
+    out: str | Path | None = None,
+    recipe: str | Path | None = None,
+    stats: str | Path | None = None,
+    rounding: str | Path | None = None,
+    ignore: Iterable[str] = (),
+    data: Data = None,
+    **options: Any,
+) -> Result:
+    """Quantizes a model to a checkpoint; the arguments mean what the options of ``ptqpipe convert`` mean.
+
+    out      folder to write; None: ``<model>-<FORMAT>`` in the working folder
+    data     what the model is calibrated on, in the same run: files, data sets by name, "self" for text that the model
+             writes, texts, token ids, a ``datasets`` object or a DataLoader
+    options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``quality``, ``budget``, ``formats``,
+             ``reader`` (the command's ``--for``), ``eval``, ``report``, ``samples``, ``seqlen``, ``seed``,
+             ``keep_stages``; ``resume`` and ``overwrite``; ``workers``, ``device``, ``max_memory`` and ``progress``,
+             which decide no byte
+
+    ``record`` is the content of ptqpipe.json. Raises a kind of PtqError; AlreadyComplete where ``resume`` finds nothing
+    left to do, UsageError with the nearest name for an unknown option.
+
+    >>> ptqpipe.convert("MODEL", format="nvfp4", out="OUT")
+    <convert OUT: format nvfp4, weights 21 at 4.50 bits, size 1.20 MB, time ... s>
+    """
+    given, target, rules = recipe_of(options, format=format, ignore=ignore), path_or_none(out), path_or_none(recipe)
+    useless = next((name for name in WINDOWS if data is None and options.get(name) is not None), None)
+    if useless is not None:
+        raise UsageError(f"{useless} says how data are read; give data, or leave it out")
+    with data_names(data) as names:
+        work = pipeline_of(options, names)
+        if work.asked:
+            check_alone(stats=stats, rounding=rounding)
+            say = print if options.get("progress") else lambda line: None
+            mode, machine = mode_of(options), machine_of(options)
+            made = pipeline(
+                model, recipe=given, recipe_path=rules, out=target, work=work, mode=mode, machine=machine, say=say
+            )
+            return _made(made)
+    if work.reader is not None:
+        given = for_reader(work.reader, given, rules)
+    return _convert(model, given, rules, target, path_or_none(stats), path_or_none(rounding), options)
+
+
+def _convert(
+    model: str | Path,
+    given: RecipeOptions,
+    rules: Path | None,
+    out: Path | None,
+    stats: Path | None,
+    rounding: Path | None,
+    options: Mapping[str, Any],
+) -> Result:
+    """A conversion alone. ``rules``: a recipe file."""
+    best = best_with(given, recipe_path=rules, stats=stats, rounding=rounding)
+    with prepare(model, options=best, recipe_path=rules, out=out, stats=stats, rounding=rounding) as prepared:
+        no_config = missing_config(prepared)
+        if no_config is not None:
+            warnings.warn(no_config, stacklevel=4)
+        done = convert_stage.convert(prepared, mode=mode_of(options), machine=machine_of(options))
+    return checkpoint("convert", done, converted_text)
+
+
+def _made(made: Made) -> Result:
+    """The result of a conversion of several stages."""
+    size = sum(file.stat().st_size for file in made.out.glob("*.safetensors"))
+    facts = {**_weights(made.record), "size": disk_size(size), "time": f"{made.seconds:.1f} s"}
+    shown = partial(pipeline_text.render, made)
+    return Result(
+        "convert", made, path=made.out, record=made.record, facts=facts, text=shown, evaluation=made.evaluation
+    )
+
+
+def checkpoint(name: str, done: Done | None, text: Callable[[Done], str], **more: Any) -> Result:
+    """The result of a command that wrote a checkpoint. ``more``: of `Result`."""
+    assert done is not None  # rank 0 always has a result
+    facts = {**_weights(done.record), "size": disk_size(done.written_bytes), "time": f"{done.seconds:.1f} s"}
+    return Result(name, done, path=done.out, record=done.record, facts=facts, text=lambda: text(done), **more)
+
+
+def _weights(record: Mapping[str, Any]) -> dict[str, str]:
+    """How many weights a checkpoint has, and in which formats where they are quantized, from its record."""
+    weights = (record.get("weights") or {}).values()
+    if not all("scheme" in entry for entry in weights):
+        return {"weights": str(len(weights))}
+    sizes = [(prod(entry["shape"]), entry["bits_per_weight"]) for entry in weights]
+    bits = sum(count * each for count, each in sizes) / sum(count for count, _ in sizes)
+    return {
+        "format": ", ".join(sorted({entry["scheme"] for entry in weights})),
+        "weights": f"{len(weights)} at {bits:.2f} bits",
+    }
+
+
+def finished(name: str, done: Finished, text: Callable[[Finished], str], facts: Mapping[str, str]) -> Result:
+    """The result of a command that wrote a folder or file of its own kind."""
+    facts = {**facts, "time": f"{done.seconds:.1f} s"}
+    return Result(name, done, path=done.out, record=done.content, facts=facts, text=lambda: text(done))
+
+
+@command(keywords_of(calibrate_stage.CalibrateOptions), run_keywords(COMPUTING), RESTART, DEVICE)
+def calibrate(model: str | Path, data: Data, out: str | Path, **options: Any) -> Result:
+    """Collects statistics of a model's linear inputs in a folder, for ``convert(stats=...)``.
+
+    data     files, data sets by name, texts, token ids, a ``datasets`` object or a DataLoader: see docs/python.md
+    options  as ``ptqpipe calibrate`` has them: ``samples``, ``seqlen``, ``seed``, ``field``, ``moments``, ``dtype``,
+             ``holdout``, and those of the machine
+
+    ``record`` is the content of stats.json. Raises UsageError for data that do not fit the model.
+
+    >>> ptqpipe.calibrate("MODEL", "TEXT.txt", "STATS", samples=8, seqlen=64)
+    <calibrate STATS: modules 22, samples 8 of 64 tokens, held out 1, time ... s>
+    """
+    chosen = {**options, **({"moments": names_in(options["moments"])} if "moments" in options else {})}
+    with data_names(data) as names:
+        done = calibrate_stage.calibrate(
+            model,
+            names,
+            Path(out),
+            options=into(calibrate_stage.CalibrateOptions, chosen),
+            mode=mode_of(options),
+            machine=machine_of(options, memory=COMPUTING, waits=False),
+            warn=lambda line: warnings.warn(line, stacklevel=6),
+        )
+    assert done is not None  # rank 0 always has a result
+    read = done.content["data"]
+    facts = {
+        "modules": str(len(done.content["modules"])),
+        "samples": f"{read['samples']} of {read['seqlen']} tokens",
+        "held out": str(read["held_out"]),
+    }
+    return finished("calibrate", done, calibrate_text.render, facts)
+
+
+_WINDOWS = {"samples": (int, 128), "seqlen": (int | None, None), "seed": (int, 0)}
+
+
+@command(_WINDOWS, {"dtype": (str, "float32"), "overwrite": (bool, False)}, run_keywords(COMPUTING), DEVICE)
+def generate(model: str | Path, out: str | Path, **options: Any) -> Result:
+    """Lets a model write its own calibration text: rows of token ids, which `calibrate` and `tune` take as data.
+
+    out      file to write, .jsonl
+    options  as ``ptqpipe generate`` has them: ``samples``, ``seqlen``, ``seed``, ``dtype``, ``overwrite``, and those of
+             the machine
+
+    >>> ptqpipe.generate("MODEL", "OWN.jsonl", samples=8, seqlen=32)
+    <generate OWN.jsonl: windows 8 of 32 tokens, held out 1, time ... s>
+    """
+    own = {name: value for name, value in options.items() if name in (*_WINDOWS, "dtype", "overwrite")}
+    machine = machine_of(options, memory=COMPUTING, waits=False)
+    done = generate_stage.generate(model, Path(out), machine=machine, **own)
+    content = done.content
+    facts = {"windows": f"{content['samples']} of {content['seqlen']} tokens", "held out": str(content["held_out"])}
+    return finished("generate", done, lambda done: f"{done.out}: {facts}", facts)
+
+
+@command(keywords_of(TransformOptions, "apply"), run_keywords(), RESTART)
+def transform(
+    model: str | Path, apply: str | Iterable[str], out: str | Path, *, stats: str | Path | None = None, **options: Any
+) -> Result:
+    """Folds smoothing factors or rotations into a float model, which then computes the same and quantizes better.
+
+    apply    transforms in their order: smoothquant, awq, aqas, smooth_swiglu, rotate
+    stats    folder of `calibrate`; only rotations need none
+    options  as ``ptqpipe transform`` has them: ``alpha``, ``powers_of_two``, ``edges``, ``block``, ``untie``,
+             ``format``, ``dtype``, ``shard_bytes``, and those of the machine
+
+    >>> ptqpipe.transform("MODEL", "smoothquant", "SMOOTH", stats="STATS")
+    <transform SMOOTH: weights 21, size 4.47 MB, time ... s>
+    """
+    chosen = into(TransformOptions, options, apply=",".join(names_in(apply)))
+    done = transform_stage.transform(
+        model,
+        Path(out),
+        stats=path_or_none(stats),
+        options=chosen,
+        mode=mode_of(options),
+        machine=machine_of(options),
+    )
+    return checkpoint("transform", done, transform_text.render)
+
+
+_TUNING = {"steps": (int | None, None), "field": (str | None, None)}
+
+
+@command(
+    keywords_of(tune_stage.TuneOptions, "settings", "data_field"),
+    _TUNING,
+    recipe_keywords("container", "algorithm"),
+    run_keywords(COMPUTING),
+    RESTART,
+    DEVICE,
+)
+def tune(
+    model: str | Path,
+    data: Data,
+    out: str | Path,
+    *,
+    format: str | None = None,
+    recipe: str | Path | None = None,
+    stats: str | Path | None = None,
+    ignore: Iterable[str] = (),
+    **options: Any,
+) -> Result:
+    """Learns how a model's weights are rounded, into a folder of codes for ``convert(rounding=...)``.
+
+    data     as `calibrate` takes them
+    options  as ``ptqpipe tune`` has them: ``samples``, ``seqlen``, ``seed``, ``field``, ``method``, ``share``,
+             ``steps``, ``container``, ``algorithm``, and those of the machine
+
+    ``record`` is the content of rounding.json.
+
+    >>> ptqpipe.tune("MODEL", "TEXT.txt", "CODES", samples=8, seqlen=64, method="learned", steps=5)
+    <tune CODES: method learned, weights 21, decoder layers improved ... of 3, time ... s>
+    """
+    settings = tune_stage.settings_of(options.get("steps"), seed=options.get("seed", 0))
+    with data_names(data) as names:
+        done = tune_stage.tune(
+            model,
+            names,
+            Path(out),
+            recipe=recipe_of(options, format=format, ignore=ignore),
+            recipe_path=path_or_none(recipe),
+            stats=path_or_none(stats),
+            options=into(tune_stage.TuneOptions, options, data_field=options.get("field"), settings=settings),
+            mode=mode_of(options),
+            machine=machine_of(options, memory=COMPUTING, waits=False),
+        )
+    blocks = done.content["blocks"].values()
+    facts = {
+        "method": str(done.content["method"]),
+        "weights": str(len(done.content["weights"])),
+        "decoder layers improved": f"{sum(bool(block['kept']) for block in blocks)} of {len(blocks)}",
+    }
+    return finished("tune", done, tune_text.render, facts)
+
+
+@command({"max_tokens": (int | None, None), "seqlen": (int | None, None)}, run_keywords())
+def plan(
+    model: str | Path,
+    budget: str,
+    out: str | Path,
+    *,
+    formats: str | Iterable[str] = DEFAULT_FORMATS,
+    stats: str | Path | None = None,
+    measure: str | Path | None = None,
+    **options: Any,
+) -> Result:
+    """Chooses a format for every layer under a budget, and writes the recipe for ``convert(recipe=...)``.
+
+    budget   bits per weight, or the size of all weights on disk: "4.75bits", "9GB"
+    stats    folder of `calibrate`: the output error of a layer is its sensitivity. measure: a text on which the KL
+             divergence of each layer is measured instead, with ``seqlen`` and ``max_tokens``
+    options  those of the machine
+
+    ``record`` is what ``ptqpipe plan --json`` prints.
+
+    >>> ptqpipe.plan("MODEL", "5bits", "mixed.yaml", stats="STATS")
+    <plan mixed.yaml: bits per weight ..., formats ..., size ... MB>
+    """
+    target = Path(out)
+    plan_stage.check_recipe_target(target)
+    measurement = None
+    if measure is not None:
+        tokens, kept = options.get("max_tokens") or DEFAULT_TOKENS, target.with_name(f"{target.name}.measured.jsonl")
+        measurement = Measurement(text=Path(measure), record=kept, tokens=tokens, window=options.get("seqlen"))
+    found = plan_stage.plan_mixed(
+        model,
+        plan_stage.Budget.parse(budget),
+        formats=names_in(formats),
+        stats=path_or_none(stats),
+        measurement=measurement,
+        machine=machine_of(options),
+    )
+    plan_stage.write_recipe(found, target)
+    counts = found.counts(found.solution)
+    facts = {
+        "bits per weight": number(found.bits(found.solution), 3),
+        "formats": " ".join(f"{count}x{name}" for name, count in counts.items()),
+        "size": disk_size(found.file_bytes),
+    }
+    record = plan_text.to_json(found)
+    return Result("plan", found, path=target, record=record, facts=facts, text=lambda: plan_text.render(found))

@@ -1,0 +1,147 @@
+"""Calibration data of a call in Python as what the commands take: names of files and data sets.
+
+What is no file becomes a temporary file of rows, one JSON object a line: texts as they are, tokens as ``input_ids``.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from ptqpipe.errors import UsageError
+
+Data = str | Path | Iterable[Any] | None
+"""A file, a data set by its name, or several; or rows: texts, token ids, messages, dicts; a ``datasets`` object or a
+DataLoader, whose batches are tensors or dicts with ``input_ids``."""
+
+FILE_NAMES = (".txt", ".jsonl", ".json", ".parquet", ".raw")
+MOST_BYTES = 64 << 20  # of the rows of a stream, which may have no end
+_KEPT = (str, int, float, list)  # types of the fields that a row of a data set keeps
+
+
+@contextmanager
+def data_names(data: Data) -> Iterator[list[str]]:
+    """Files and data sets by name; rows are written to a temporary file, which is there meanwhile.
+
+    UsageError for rows that are neither text nor token ids.
+    """
+    names = _names(data)
+    if names is not None:
+        yield names
+        return
+    with TemporaryDirectory(prefix="ptqpipe-data-") as folder:
+        path = Path(folder) / "data.jsonl"
+        write_rows(data, path)
+        yield [str(path)]
+
+
+def _names(data: Any) -> list[str] | None:
+    """The names that data are; None for rows. UsageError for a list of both."""
+    if data is None:
+        return []
+    if isinstance(data, str | Path):
+        return [str(data)]
+    if not isinstance(data, list | tuple) or not data:
+        return None
+    named = [_is_name(item) for item in data]
+    if any(named) and not all(named):
+        raise UsageError(f"data has files ({data[named.index(True)]}) and other rows; give one kind")
+    return [str(item) for item in data] if all(named) else None
+
+
+def _is_name(item: Any) -> bool:
+    """Whether an item of a list is a file, and no text."""
+    if not isinstance(item, str):
+        return isinstance(item, Path)
+    named = item.endswith(FILE_NAMES) and not any(letter.isspace() for letter in item)
+    return named or os.path.isfile(item)  # which is False for what is too long for a name
+
+
+def write_rows(data: Any, path: Path) -> None:
+    """Writes rows as JSON lines. UsageError for none, and for rows that are neither text nor token ids."""
+    whole = isinstance(data, torch.Tensor | Mapping)
+    stream, written = not whole and not hasattr(data, "__len__"), 0
+    try:
+        items = enumerate([data] if whole else data)
+    except TypeError:
+        raise UsageError(f"data is a {type(data).__name__}; give files, texts, token ids or batches of them") from None
+    with open(path, "w", encoding="utf-8") as file:
+        for number, item in items:
+            for row in _rows(item, f"data[{number}]"):
+                written += file.write(json.dumps(row) + "\n")
+            if stream and written > MOST_BYTES:
+                break
+    if not written:
+        raise UsageError("data has no rows; give texts, token ids or batches of them")
+
+
+def _rows(item: Any, where: str) -> Iterator[dict[str, Any]]:
+    """The rows of one item of the data: a text, messages, tokens, or a batch."""
+    if isinstance(item, str):
+        yield {"text": item}
+    elif isinstance(item, Mapping) and item.get("input_ids") is not None:
+        for tokens in _tokens(item["input_ids"], item.get("attention_mask"), f"{where}['input_ids']"):
+            yield {"input_ids": tokens}
+    elif isinstance(item, Mapping):
+        yield {str(name): value for name, value in item.items() if isinstance(value, _KEPT)}
+    elif isinstance(item, list | tuple) and item and all(isinstance(part, Mapping) for part in item):
+        yield {"messages": [dict(part) for part in item]}
+    else:  # of a batch of several tensors, the first one has the tokens
+        several = isinstance(item, list | tuple) and item and isinstance(item[0], torch.Tensor) and item[0].dim() > 0
+        for tokens in _tokens(item[0] if several else item, None, where):
+            yield {"input_ids": tokens}
+
+
+def _tokens(value: Any, mask: Any, where: str) -> Iterator[list[int]]:
+    """The token ids of each row of ``[tokens]`` or ``[rows, tokens]``, without those that ``mask`` leaves out."""
+    wrong = UsageError(
+        f"{where} is {type(value).__name__}, expected a text, token ids, or a batch with input_ids [rows, tokens]"
+    )
+    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):  # rows of different lengths
+        for number, row in enumerate(value):
+            yield from _tokens(row, None if mask is None else mask[number], f"{where}[{number}]")
+        return
+    try:
+        ids = torch.as_tensor(value).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise wrong from None
+    if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.dtype == torch.bool or not ids.numel():
+        raise wrong
+    rows = ids.reshape(-1, ids.shape[-1])
+    kept = torch.ones_like(rows) if mask is None else torch.as_tensor(mask).cpu().reshape(rows.shape)
+    for row, used in zip(rows, kept, strict=True):
+        if bool(used.any()):
+            yield row[used.bool()].tolist()
+
+
+def recorded(model: Any, forward_loop: Callable[[Any], Any]) -> list[list[int]]:
+    """The token ids that ``forward_loop(model)`` calls the model with, row by row.
+
+    Calls that go on with a sequence (the steps of ``generate`` behind its prompt) are left out. UsageError where it
+    calls it not once, or without token ids.
+    """
+    found: list[list[int]] = []
+
+    def look(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        past = named.get("past_key_values")
+        if past is not None and past.get_seq_length() > 0:
+            return
+        ids = named.get("input_ids", given[0] if given else None)
+        if not isinstance(ids, torch.Tensor):
+            raise UsageError("forward_loop calls the model without input_ids; calibration runs on token ids alone")
+        found.extend(_tokens(ids, named.get("attention_mask"), "input_ids"))
+
+    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            forward_loop(model)
+    finally:
+        handle.remove()
+    if not found:
+        raise UsageError("forward_loop did not call the model it was given; call it with input_ids, batch by batch")
+    return found

@@ -1,0 +1,187 @@
+"""`quantize_model`: the one call, for a folder, a hub name or a model in memory; `save_checkpoint` for the latter.
+
+A model in memory takes the converter's way: transformers saves it to a temporary folder, the size of its float weights,
+which goes as soon as it is converted. So its bytes are those of a conversion of the saved folder. The packed checkpoint
+lies in ``out``, or in a temporary folder that goes with the packed model. Temporary folders are made where ``out`` is,
+else where ``tempfile`` makes them (``TMPDIR``).
+"""
+
+import shutil
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe.api.calls import (
+    DEVICE,
+    RESTART,
+    Keywords,
+    command,
+    folder_of,
+    keywords_of,
+    recipe_keywords,
+    run_keywords,
+)
+from ptqpipe.api.commands import convert
+from ptqpipe.api.data import Data, recorded
+from ptqpipe.checkpoint import RECORD_FILE, Paths, output_errors
+from ptqpipe.errors import OutputExists, UsageError
+from ptqpipe.options import PipelineOptions
+from ptqpipe.runtime.loading import TOKENIZER_FILES, load_model
+
+DEFAULT_FORMAT = "nvfp4"
+_OWN: Keywords = {"ignore": (Iterable[str], ()), "recipe": (str | Path | None, None)}
+
+
+@command(keywords_of(PipelineOptions, "data"), recipe_keywords(), _OWN, run_keywords(), RESTART, DEVICE)
+def quantize_model(
+    model: str | Path | torch.nn.Module,
+    format: str = DEFAULT_FORMAT,
+    *,
+    data: Data = None,
+    forward_loop: Callable[[Any], Any] | None = None,
+    tokenizer: Any = None,
+    out: str | Path | None = None,
+    **options: Any,
+) -> Any:
+    """Quantizes a model with the best that data allow, and returns a `Result`, or the packed model of one in memory.
+
+    model         a folder, a name on the hub, or a model of transformers in memory
+    format        as `convert` takes it
+    data          what the model is calibrated on: files, data sets by name, texts, token ids, a ``datasets`` object or
+                  a DataLoader; None: no calibration
+    forward_loop  instead of data: ``forward_loop(model)`` calls the model, and the token ids of its calls are the data.
+                  A model that is named by its folder is loaded for that, as a whole
+    tokenizer     of a model in memory, for data that are texts; None: that of the folder it was loaded from
+    out           folder to write; None: as `convert` names it, and for a model in memory a temporary folder
+    options       of `convert`: ``quality`` ("fast", "good" or "best"), ``samples``, ``seqlen``, ``eval``, ...
+
+    A model in memory is left as it is; the packed one computes with the weights of the checkpoint, in the same dtype
+    and on the same device, and `save_checkpoint` writes that checkpoint.
+
+    >>> texts = [Path("TEXT.txt").read_text()]
+    >>> ptqpipe.quantize_model("MODEL", data=texts, quality="fast", samples=8, seqlen=64, out="FAST")
+    <quantize_model FAST: format nvfp4, weights 21 at 4.50 bits, size 1.20 MB, time ... s>
+    """
+    if data is not None and forward_loop is not None:
+        raise UsageError("data and forward_loop are two ways to calibrate; give one of them")
+    if isinstance(model, torch.nn.Module):
+        if forward_loop is not None:
+            data = recorded(model, forward_loop)
+        return _quantize_module(
+            model, tokenizer, None if out is None else Path(out), format=_format(format, options), data=data, **options
+        )
+    if forward_loop is not None:
+        data = recorded(load_model(folder_of(model), dtype="auto"), forward_loop)
+    result = convert(model, format=_format(format, options), data=data, out=out, **options)
+    result.command = "quantize_model"
+    return result
+
+
+def _format(format: str, options: Mapping[str, Any]) -> str | None:
+    """The format of a call, None where a budget or a recipe decides it and none was asked for."""
+    decided = options.get("budget") is not None or options.get("recipe") is not None
+    return None if decided and format == DEFAULT_FORMAT else format
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The checkpoint of a packed model: its folder, and sums of the model's parameters as they were loaded."""
+
+    folder: Path
+    sums: Mapping[str, int]
+
+
+_kept: "weakref.WeakKeyDictionary[torch.nn.Module, _Kept]" = weakref.WeakKeyDictionary()
+
+
+def _quantize_module(model: torch.nn.Module, tokenizer: Any, out: Path | None, **options: Any) -> torch.nn.Module:
+    """The packed model of one in memory."""
+    if not hasattr(model, "save_pretrained") or not hasattr(type(model), "from_pretrained"):
+        raise UsageError(f"{type(model).__name__} is no model of transformers; save it, and name its folder")
+    if out is not None:
+        with _saved(model, tokenizer, Paths.of(out).out.parent) as folder:
+            return _packed(model, convert(folder, out=out, **options).path)
+    home = tempfile.mkdtemp(prefix="ptqpipe-packed-")
+    try:
+        with _saved(model, tokenizer, None) as folder:
+            packed = _packed(model, convert(folder, out=Path(home, "packed"), **options).path)
+    except BaseException:
+        shutil.rmtree(home, ignore_errors=True)
+        raise
+    weakref.finalize(packed, shutil.rmtree, home, ignore_errors=True)
+    return packed
+
+
+@contextmanager
+def _saved(model: Any, tokenizer: Any, place: Path | None) -> Iterator[Path]:
+    """A folder below ``place`` with the model as transformers saves it, and its tokenizer; it goes afterwards."""
+    if place is not None:
+        place.mkdir(parents=True, exist_ok=True)
+    origin = str(getattr(model, "name_or_path", "") or "")
+    with tempfile.TemporaryDirectory(prefix=".ptqpipe-model-", dir=place) as temporary:
+        folder = Path(temporary, Path(origin).name or type(model).__name__)
+        with output_errors(folder):
+            model.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            files = [Path(origin, name) for name in TOKENIZER_FILES if origin and tokenizer is None]
+            for file in filter(Path.is_file, files):
+                shutil.copyfile(file, folder / file.name)
+        yield folder
+
+
+def _packed(model: Any, folder: Path | None) -> torch.nn.Module:
+    """The model of the checkpoint in ``folder``, of the class, dtype and device of ``model``."""
+    assert folder is not None  # a conversion has a path
+    packed: Any = type(model).from_pretrained(folder, dtype=model.dtype).to(model.device)
+    _kept[packed] = _Kept(folder, _sums(packed))
+    return packed  # type: ignore[no-any-return]
+
+
+def _sums(model: torch.nn.Module) -> dict[str, int]:
+    """A checksum of every parameter: of what is not packed."""
+    return {
+        name: zlib.crc32(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for name, parameter in model.named_parameters()
+    }
+
+
+@command()
+def save_checkpoint(model: torch.nn.Module, out: str | Path, *, overwrite: bool = False) -> Path:
+    """Writes the checkpoint of a packed model that `quantize_model` made of one in memory; its folder.
+
+    The weights' files have the bytes that `convert` writes from the folder to which transformers saves the model.
+    UsageError for other models, and for one whose parameters were changed; OutputExists.
+
+    >>> packed = ptqpipe.quantize_model(AutoModelForCausalLM.from_pretrained("MODEL"), "nvfp4")
+    >>> ptqpipe.save_checkpoint(packed, "SAVED")
+    PosixPath('SAVED')
+    """
+    found = _kept.get(model)
+    if found is None:
+        raise UsageError(
+            f"this {type(model).__name__} was not packed by quantize_model; ptqpipe.convert writes the checkpoint of a "
+            "folder"
+        )
+    if _sums(model) != found.sums:
+        raise UsageError("the model was changed since quantize_model packed it; save what quantize_model returned")
+    target = Paths.of(Path(out)).out
+    ours = (target / RECORD_FILE).is_file() or (target.is_dir() and not any(target.iterdir()))
+    if target.exists() and not (overwrite and ours):
+        remedy = "overwrite=True replaces it, or choose another out" if ours else "it is no checkpoint; choose another"
+        raise OutputExists(f"{out} exists; {remedy}")
+    with output_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.partial-", dir=target.parent) as growing:
+            shutil.copytree(found.folder, Path(growing, "new"))
+            if target.exists():
+                target.rename(Path(growing, "old"))
+            Path(growing, "new").rename(target)
+    return Path(out)

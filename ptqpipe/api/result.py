@@ -1,0 +1,75 @@
+"""What a function of the Python API returns: one line as its repr, a small table in a notebook, and the data."""
+
+from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ptqpipe.evaluation.verdict import Verdict, verdict
+
+
+class Result:
+    """What a command did: ``repr`` is one line, ``print`` shows what the command line prints.
+
+    command     the function's name
+    path        what was written, or looked at; None where neither is a file or folder
+    record      the result as data, of JSON's types: for a checkpoint the content of its ptqpipe.json
+    facts       the few numbers that matter, by name, as text
+    evaluation  the content of the eval file where something was measured; None elsewhere
+
+    Every field of the stage's own report is an attribute, too: ``verify(...).faults``, ``convert(...).written_bytes``.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        report: Any,
+        *,
+        path: Path | None,
+        record: Mapping[str, Any],
+        facts: Mapping[str, str],
+        text: Callable[[], str],
+        evaluation: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``report``: what the stage returned; ``text``: gives what the command line prints."""
+        self.command, self.path, self.record, self.evaluation = command, path, record, evaluation
+        self.facts = {**facts, **_measured(evaluation)}
+        self._report, self._text = report, text
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """How near the measured checkpoint is to its original, in words; None where that was not measured."""
+        return None if self.evaluation is None else verdict(self.evaluation)
+
+    @property
+    def kl(self) -> float | None:
+        """Mean KL divergence from the original model, nats per token, on the text with the largest; None where it was
+        not measured."""
+        rows = [row["mean"] for row in (self.evaluation or {}).get("kl") or () if row.get("mean") is not None]
+        return max(map(float, rows), default=None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(self._report, name):
+            raise AttributeError(f"the result of {self.command} has no {name!r}")
+        return getattr(self._report, name)
+
+    def __dir__(self) -> list[str]:
+        own = ["command", "path", "record", "facts", "evaluation", "verdict", "kl"]
+        return sorted({*own, *(name for name in dir(self._report) if not name.startswith("_"))})
+
+    def __repr__(self) -> str:
+        where = "" if self.path is None else f" {self.path}"
+        return f"<{self.command}{where}: {', '.join(f'{name} {value}' for name, value in self.facts.items())}>"
+
+    def __str__(self) -> str:
+        return self._text()
+
+    def _repr_html_(self) -> str:
+        rows = {"path": str(self.path), **self.facts} if self.path is not None else self.facts
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
+        return f"<table><caption>ptqpipe {escape(self.command)}</caption><tbody>{cells}</tbody></table>"
+
+
+def _measured(evaluation: Mapping[str, Any] | None) -> dict[str, str]:
+    found = None if evaluation is None else verdict(evaluation)
+    return {} if found is None else {"quality": str(found)}

@@ -1,0 +1,170 @@
+"""`serve`: a checkpoint served by a process of its own, which ends with the block that started it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Self
+
+from ptqpipe.api.calls import Keywords, command, folder_of
+from ptqpipe.errors import PtqError, UsageError
+
+# The options of ``ptqpipe serve`` that concern this package's own engine, by their names with underscores.
+OPTIONS: Keywords = {
+    "tp": (int | None, None),
+    "allreduce": (str | None, None),
+    "overlap": (bool | None, None),
+    "batch_invariant": (bool | None, None),
+    "host": (str | None, None),
+    "allowed_host": (Iterable[str] | None, None),
+    "api_key": (str | None, None),
+    "served_model_name": (str | None, None),
+    "dtype": (str | None, None),
+    "device": (str | None, None),
+    "decoded": (bool | None, None),
+    "activations": (str | None, None),
+    "max_model_len": (int | None, None),
+    "max_num_seqs": (int | None, None),
+    "max_batch_tokens": (int | None, None),
+    "max_queue": (int | None, None),
+    "kv_cache_size": (str | int | None, None),
+    "no_prefix_caching": (bool | None, None),
+    "threads": (int | None, None),
+    "max_body": (str | int | None, None),
+    "chat_template": (str | Path | None, None),
+    "drain": (float | None, None),
+}
+_NEGATED = ("overlap",)  # False is an option of its own
+_KILL_S = 10.0  # beyond the seconds that requests have to finish
+_LINES = 200  # of the service's log that are kept
+# The child ends when its standard input does: when this process closes it, or has gone, whatever ended it.
+_CHILD = """
+import os, signal, threading
+from ptqpipe.__main__ import run
+def ended():
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=ended, daemon=True).start()
+run()
+"""
+
+
+class Service:
+    """A running service: ``url`` is where it answers, ``log`` its last lines. A context manager; or call ``stop``."""
+
+    def __init__(self, ckpt: Path, arguments: list[str], environment: dict[str, str], *, drain_s: float) -> None:
+        """Starts the process and waits until it answers. UsageError or PtqError with its words where it does not."""
+        self.ckpt, self.url, self.log = ckpt, "", deque[str](maxlen=_LINES)
+        self._drain_s, self._ready = drain_s, threading.Event()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, "serve", str(ckpt), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,  # an interrupted cell of a notebook does not end the service
+        )
+        self._reader = threading.Thread(target=self._read, name="ptqpipe-service-log", daemon=True)
+        self._reader.start()
+        try:
+            self._ready.wait()
+        except BaseException:
+            self.stop()
+            raise
+        if not self.url:
+            self._fail()
+
+    def _read(self) -> None:
+        """Keeps what the service prints, and finds its address there."""
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.log.append(line.rstrip())
+            found = re.search(r"\bready\b.*?(https?://[^\s/]+)", line)
+            if found is not None and not self.url:
+                self.url = found[1]
+                self._ready.set()
+        self._ready.set()
+
+    def _fail(self) -> None:
+        """The error of a service that ended before it answered."""
+        code = self._process.wait()
+        self.stop()
+        lines = [line for line in self.log if line.startswith("Error")] or list(self.log)
+        words = re.sub(r"^Error[^:]*: ", "", lines[-1]) if lines else f"the service ended with code {code}"
+        raise (UsageError if code == UsageError.exit_code else PtqError)(words)
+
+    def stop(self) -> None:
+        """Ends the service: requests under way have the seconds of ``drain`` to finish. Twice is once."""
+        process = self._process
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(self._drain_s + _KILL_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._reader.join(_KILL_S)
+        for stream in (process.stdin, process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = f"at {self.url}" if self._process.poll() is None else "ended"
+        return f"<serve {self.ckpt}: {state}>"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        if self._process.poll() is not None:
+            return escape(repr(self))
+        return f'ptqpipe serves {escape(str(self.ckpt))} at <a href="{escape(self.url)}">{escape(self.url)}</a>'
+
+
+@command(OPTIONS)
+def serve(ckpt: str | Path, *, port: int = 0, **options: Any) -> Service:
+    """Serves a checkpoint with OpenAI's API in a process of its own; ``url`` is its address.
+
+    port     0 takes any free one
+    options  those of ``ptqpipe serve`` for this package's engine, by their names with underscores; None is the default
+             of the command
+
+    Returns when it answers. It ends with the ``with`` block, with ``stop()``, or with this process. Raises UsageError
+    for what cannot be served.
+
+    >>> with ptqpipe.serve("OUT", threads=1) as service:
+    ...     models = urllib.request.urlopen(f"{service.url}/v1/models").read()
+    >>> json.loads(models)["data"][0]["id"]
+    'OUT'
+    """
+    environment = dict(os.environ)
+    if options.get("api_key") is not None:  # a command line is for all to see
+        environment["PTQPIPE_API_KEY"] = str(options.pop("api_key"))
+    drain_s = options.get("drain")
+    arguments = ["--port", str(port), *(word for name, value in options.items() for word in _words(name, value))]
+    drain = 30.0 if drain_s is None else float(drain_s)
+    return Service(folder_of(ckpt), arguments, environment, drain_s=drain)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """A keyword as the command line has it."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is None or (value is False and name not in _NEGATED):
+        return []
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{name}"]
+    if isinstance(value, list | tuple):
+        return [word for one in value for word in (flag, str(one))]
+    return [flag, str(value)]

@@ -1,0 +1,199 @@
+"""Claims about the face of the package: its names, keywords, errors in Python's words, results of one line."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import ptqpipe
+from ptqpipe.api.calls import in_python
+from ptqpipe.api.result import Result
+from ptqpipe.api.service import OPTIONS
+from ptqpipe.cli.serve import serve as serve_command
+from ptqpipe.errors import OutputExists, PtqError, UsageError
+from ptqpipe.options import recipe_fields
+from ptqpipe.rounding import Rounding
+from tests import tiny
+
+COMMANDS = (
+    "calibrate", "convert", "dequantize", "diff", "evaluate", "generate", "inspect", "plan", "quantize_model",
+    "relayout", "report", "serve", "simulate", "transform", "tune", "verify",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("model") / "model", tiny.llama(layers=1, hidden=32, inner=64))
+
+
+def test_dir_shows_the_api_alone_and_all_of_it_is_there() -> None:
+    assert dir(ptqpipe) == sorted(ptqpipe.__all__)
+    assert not {name for name in dir(ptqpipe) if isinstance(getattr(ptqpipe, name), ModuleType)}
+    assert {name for name in COMMANDS if not callable(getattr(ptqpipe, name))} == set()
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        ptqpipe.quantise  # noqa: B018
+
+
+def test_functions_that_are_called_as_subpackages_stay_functions() -> None:
+    code = "import ptqpipe, ptqpipe.plan, ptqpipe.report; from ptqpipe.plan import make_plan; "
+    code += "assert callable(ptqpipe.plan) and callable(ptqpipe.report)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_keywords_have_names_types_and_the_defaults_of_the_stages(name: str) -> None:
+    function = getattr(ptqpipe, name)
+    parameters = inspect.signature(function).parameters
+    assert not [one for one in parameters.values() if one.kind is one.VAR_KEYWORD]
+    assert [one.name for one in parameters.values() if one.annotation is one.empty] == []
+    needed = [one for one in parameters.values() if one.default is one.empty]
+    with pytest.raises(UsageError, match=rf"{name} has no option 'overwriet'"):
+        function(*["nothing"] * len(needed), overwriet=True)
+
+
+def test_the_tables_of_options_are_keywords() -> None:
+    assert recipe_fields().keys() <= inspect.signature(ptqpipe.convert).parameters.keys()
+    assert inspect.signature(ptqpipe.calibrate).parameters["samples"].default == 128
+    assert inspect.signature(ptqpipe.convert).parameters["max_memory"].default == "2GiB"
+    click_names = {
+        str(option.opts[0]).removeprefix("--").replace("-", "_")
+        for option in serve_command.params
+        if option.param_type_name == "option" and not getattr(option, "hidden", False)
+    }
+    vllm = {"engine", "vllm_python", "nnodes", "node_rank", "master_addr", "master_port"}
+    assert click_names - vllm - {"port"} == OPTIONS.keys()
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("--overwrite replaces it, or choose another -o", "overwrite=True replaces it, or choose another out"),
+        ("--samples 0 --seqlen 5: expected 1 or more", "samples=0 seqlen=5: expected 1 or more"),
+        ("give --data FILE: text, about --seqlen tokens", "give data=FILE: text, about seqlen tokens"),
+        ("--max-memory 350MiB is too small", 'max_memory="350MiB" is too small'),
+        ("--format nvfp4 contradicts it, leave --format out", 'format="nvfp4" contradicts it, leave format out'),
+        ("remedy is --algorithm rtn --weighting diagonal", 'remedy is algorithm="rtn" weighting="diagonal"'),
+        ("keep it: --ignore '*down_proj'", "keep it: ignore='*down_proj'"),
+        ("--stats needs --source", "stats needs source"),
+        ("--shard-size 1GB or `ptqpipe plan --all`", 'shard_bytes="1GB" or `ptqpipe plan --all`'),
+        ("with: ptqpipe tune MODEL -o codes; or leave -o", "with: ptqpipe tune MODEL -o codes; or leave out"),
+        ("a well-known model--o, 2 - 1 and --", "a well-known model--o, 2 - 1 and --"),
+    ],
+)
+def test_options_in_messages_are_keywords(said: str, expected: str) -> None:
+    assert in_python(said) == expected
+
+
+def test_errors_are_those_of_the_command_line_in_pythons_words(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "q"
+    calls: dict[str, tuple[type[PtqError], Any]] = {
+        "overwrite=True replaces it, or choose another out": (
+            OutputExists,
+            lambda: ptqpipe.convert(model, format="nvfp4", out=out),
+        ),
+        "resume and overwrite contradict each other": (
+            UsageError,
+            lambda: ptqpipe.convert(model, out=out, resume=True, overwrite=True),
+        ),
+        "give data=FILE": (UsageError, lambda: ptqpipe.calibrate(model, None, tmp_path / "stats")),
+        'max_memory="8MB" is too small': (UsageError, lambda: ptqpipe.convert(model, out=out, max_memory="8MB")),
+        "workers=0 is too few": (UsageError, lambda: ptqpipe.relayout(out, "modelopt", workers=0)),
+        "is not a size; write 2GiB": (UsageError, lambda: ptqpipe.convert(model, out=out, max_memory="much")),
+        "budget=4.75 is a number without a unit; write 4.75bits": (
+            UsageError,
+            lambda: ptqpipe.plan(model, "4.75", tmp_path / "r.yaml"),
+        ),
+        "stats needs source": (UsageError, lambda: ptqpipe.verify(out, stats=tmp_path)),
+        "does not exist, and is not a hub name": (UsageError, lambda: ptqpipe.verify("no/such/folder")),
+        "dtype='int4' is unknown": (UsageError, lambda: ptqpipe.dequantize(out, tmp_path / "f", dtype="int4")),
+        "device 'gpu' is unknown; use cpu, cuda": (UsageError, lambda: ptqpipe.convert(model, out=out, device="gpu")),
+    }
+    ptqpipe.convert(model, format="nvfp4", out=out, workers=1)
+    for message, (kind, call) in calls.items():
+        with pytest.raises(kind) as error:
+            call()
+        assert message in str(error.value), message
+        assert "--" not in str(error.value), str(error.value)
+
+
+def test_a_call_that_was_cut_says_how_to_go_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words are Python's, and so is what they ask for."""
+    from ptqpipe.stages.common import rewriting
+
+    def cut(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rewriting, "_finish", cut)
+        with pytest.raises(KeyboardInterrupt):
+            ptqpipe.convert(model, format="nvfp4", out=tmp_path / "q", workers=1)
+    with pytest.raises(PtqError, match="resume=True continues it, overwrite=True discards it"):
+        ptqpipe.convert(model, format="nvfp4", out=tmp_path / "q", workers=1)
+    assert ptqpipe.convert(model, format="nvfp4", out=tmp_path / "q", workers=1, resume=True).path == tmp_path / "q"
+
+
+def test_results_are_a_line_a_table_and_data(model: Path, tmp_path: Path) -> None:
+    done = ptqpipe.convert(model, format="nvfp4", out=tmp_path / "q<b>", workers=1)
+    assert repr(done).startswith(f"<convert {tmp_path}/q<b>: format nvfp4, weights 7 at 4.52 bits, size ")
+    assert "\n" not in repr(done)
+    html = done._repr_html_()
+    assert [part in html for part in ("q&lt;b&gt;", "<th>size</th>", "<b>")] == [True, True, False]
+    assert "every tensor's record is in" in str(done)
+    assert done.record == json.loads((tmp_path / "q<b>" / "ptqpipe.json").read_text())
+    assert done.written_bytes > 0
+    assert {"path", "record", "written_bytes"} <= set(dir(done))
+    with pytest.raises(AttributeError, match="the result of convert has no 'pathh'"):
+        done.pathh  # noqa: B018
+    assert (done.verdict, done.kl) == (None, None)
+    checked = ptqpipe.verify(done.path, source=model)
+    assert (checked.ok, checked.faults) == (True, ())
+    (tmp_path / "q<b>" / "config.json").unlink()
+    damaged = ptqpipe.verify(done.path)
+    assert not damaged.ok
+    assert " faults, the first: " in repr(damaged)
+
+
+def test_a_measured_result_says_what_it_means() -> None:
+    row = {"data": "t", "mean": 0.002, "top1_agreement": 0.96}
+    measured = Result(
+        "evaluate",
+        None,
+        path=None,
+        record={},
+        facts={},
+        text=lambda: "",
+        evaluation={"kl": [row, {**row, "mean": 0.5}]},
+    )
+    assert measured.kl == 0.5
+    assert str(measured.verdict).endswith(": damaged")
+    assert "KL 5.00e-1, same top token 96.0 %: damaged" in repr(measured)
+    assert "damaged" in measured._repr_html_()
+
+
+def test_large_objects_are_one_short_line(model: Path, tmp_path: Path) -> None:
+    rows = [
+        repr(ptqpipe.quantize(torch.ones(64, 64))),
+        repr(ptqpipe.convert(model, out=tmp_path / "q", workers=1)._report),
+    ]
+    with ptqpipe.load_tensors(tmp_path / "q") as weights:
+        rows.append(repr(weights))
+    (tmp_path / "q" / "rounding.json").write_text(
+        '{"version": 1, "digest": "", "model": {"fingerprint": ""}, "weights": {}}'
+    )
+    with Rounding.open(tmp_path / "q") as rounding:
+        rows.append(repr(rounding))
+    assert [row for row in rows if "\n" in row or len(row) > 60 + len(str(tmp_path))] == []
+
+
+def test_a_service_that_cannot_start_says_why_in_pythons_words(model: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist, and is not a hub name"):
+        ptqpipe.serve("no/such/folder")
+    with pytest.raises(UsageError, match=r"max_queue is -1, expected 0 or more") as error:
+        ptqpipe.serve(model, max_queue=-1)
+    assert "--" not in str(error.value)
