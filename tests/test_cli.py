@@ -290,7 +290,7 @@ def test_ctrl_c_in_a_dry_run_ends_without_a_trace(here: Path, monkeypatch: pytes
     ("command", "stage", "words"),
     [
         (("generate", "model", "-q", "-o", "out"), "generate.generate", "nothing is written"),
-        (("eval", "model", "--data", "file"), "evaluate.run.evaluate", "logits that are complete stay in the cache"),
+        (("eval", "model", "--data", "file"), "evaluate.run.evaluate", "stays in the cache for the next run"),
         (("demo", "-o", "out"), "demo.run_demo", "finished are kept in out"),
         (("simulate", "allreduce"), "simulate.error_rows", "no plots were written"),
         (("plan", "model", "--budget", "5bits", "-o", "out"), "plan.run.plan_mixed", "nothing is written"),
@@ -456,7 +456,10 @@ BAD_USAGE: list[tuple[tuple[str, ...], str]] = [
     (("calibrate", "model", "--data", "file.jsonl", "--seqlen", "0", "-o", "out"), "--seqlen 0"),
     (("tune", "model", "--data", "file.jsonl", "--seqlen", "0", "-o", "out"), "--seqlen 0"),
     (("calibrate", "model", "--data", "file.jsonl", "--moments", ",", "-o", "out"), "--moments names nothing"),
-    (("tune", "model", "--data", "file.jsonl", "--share", "0.3", "-o", "out"), "--share belongs to --method gptq"),
+    (
+        ("tune", "model", "--data", "file.jsonl", "--method", "learned", "--share", "0.3", "-o", "out"),
+        "--share belongs to --method gptq",
+    ),
     (("tune", "model", "--data", "file.jsonl", "--method", "gptq", "--steps", "9", "-o", "out"), "--steps belongs to"),
     (("convert", "model", "-o", "file/out"), "cannot lie in it"),
     (("convert", "model", "-o", "/"), "root folder"),

@@ -92,10 +92,10 @@ def diff(a: str | Path, b: str | Path) -> Result:
     return Result("diff", found, path=path, record=record, facts=facts, text=lambda: diff_stage.render(found))
 
 
-_OF_SHARED_NAMES = ("data", "tasks", "window", "cache_limit")  # which this function calls as all others do
+_OF_SHARED_NAMES = ("data", "tasks", "cache_limit")  # which this function calls as all others do
 
 
-@command(keywords_of(evaluate_stage.Options, *_OF_SHARED_NAMES), {"seqlen": (int | None, None)})
+@command(keywords_of(evaluate_stage.Options, *_OF_SHARED_NAMES))
 def evaluate(
     ckpt: str | Path,
     data: Data = None,
@@ -109,7 +109,7 @@ def evaluate(
 ) -> Result:
     """Measures perplexity, KL divergence and task scores, and writes them to a JSON file.
 
-    data     text to score, as `calibrate` takes it
+    data     text to score, as `calibrate` takes it; None: the sample text of the package, unless there are tasks
     source   the original model: with it the KL divergence is measured, and ``verdict`` says what it means
     tasks    of lm-eval, or local ones
     out      file to write; None: ``<ckpt>.eval.json`` beside the checkpoint
@@ -121,15 +121,15 @@ def evaluate(
     'good'
     """
     target = evaluate_text.default_out(str(ckpt)) if out is None else Path(out)
-    compared = source is not None and data is not None
     named = names_in(tasks)
+    compared = source is not None and (data is not None or not named)
     evaluate_text.check_target(target, overwrite=overwrite, compared=compared, tasks=bool(named))
     with data_names(data) as names:
         folders = {name: path_or_none(options.get(name)) for name in ("task_data", "include_path", "cache_dir")}
-        measured = {"data": tuple(map(Path, names)), "tasks": named, "window": options.get("seqlen"), **folders}
+        measured = {"data": tuple(names), "tasks": named, **folders}
         chosen = into(evaluate_stage.Options, options, **measured)
-        baseline = None if source is None else str(source)
-        found = evaluate_stage.evaluate(str(ckpt), baseline=baseline, options=chosen, progress=progress)
+        original = None if source is None else str(source)
+        found = evaluate_stage.evaluate(str(ckpt), source=original, options=chosen, progress=progress)
     evaluate_text.write(found, target)
     facts = {f"perplexity on {row['data']}": number(row["checkpoint"]) for row in found["perplexity"]}
     facts |= {f"{row['task']} {row['metric']}": number(row["checkpoint"]) for row in found["tasks"]}

@@ -324,7 +324,7 @@ def plan(
     measurement = None
     if measure is not None:
         tokens, kept = options.get("max_tokens") or DEFAULT_TOKENS, target.with_name(f"{target.name}.measured.jsonl")
-        measurement = Measurement(text=Path(measure), record=kept, tokens=tokens, window=options.get("seqlen"))
+        measurement = Measurement(text=Path(measure), record=kept, tokens=tokens, seqlen=options.get("seqlen"))
     found = plan_stage.plan_mixed(
         model,
         plan_stage.Budget.parse(budget),

@@ -1,4 +1,5 @@
-"""One sentence on a measured checkpoint: near-lossless, good or damaged, by the mean KL divergence to its baseline.
+"""One sentence on a measured checkpoint: near-lossless, good or damaged, by the mean KL divergence to its baseline and
+by how often both find the same token most likely.
 
 The thresholds are the only place where a number becomes a word; terminal, report, model card and Python show the same.
 """
@@ -6,9 +7,9 @@ The thresholds are the only place where a number becomes a word; terminal, repor
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# Mean KL divergence to the original model, nats per token. Near-lossless: one token in some hundred differs where both
-# models were unsure; damaged: text that the original finds likely is visibly less so.
-NEAR_LOSSLESS, GOOD = 0.01, 0.1
+# The largest mean KL divergence, in nats per token, and the smallest share of tokens with the same top token. A model
+# that is unsure of everything has a small divergence whatever it predicts; one that is sure of all, the same top token.
+NEAR_LOSSLESS, GOOD = (0.005, 0.95), (0.1, 0.8)
 
 
 class Verdict(NamedTuple):
@@ -32,12 +33,13 @@ def verdict(result: Mapping[str, Any]) -> Verdict | None:
     if not rows:
         return None
     worst = max(rows, key=lambda row: float(row["mean"]))
-    kl = float(worst["mean"])
+    kl, same = float(worst["mean"]), worst.get("top1_agreement")
     words = [f"KL {kl:.2e}".replace("e-0", "e-").replace("e+0", "e+")]
-    if worst.get("top1_agreement") is not None:
-        words.append(f"same top token {100 * float(worst['top1_agreement']):.1f} %")
+    if same is not None:
+        words.append(f"same top token {100 * float(same):.1f} %")
     words += _perplexity(next((row for row in result.get("perplexity") or () if row["data"] == worst["data"]), None))
-    level = "near-lossless" if kl <= NEAR_LOSSLESS else "good" if kl <= GOOD else "damaged"
+    reached = [kl <= most and (same is None or same >= least) for most, least in (NEAR_LOSSLESS, GOOD)]
+    level = "near-lossless" if reached[0] else "good" if reached[1] else "damaged"
     return Verdict(level, ", ".join(words))
 
 

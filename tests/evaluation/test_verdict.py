@@ -19,7 +19,13 @@ def result(mean: float, *, interval: tuple[float, float] = (-0.1, 0.05)) -> dict
 
 @pytest.mark.parametrize(
     ("mean", "level"),
-    [(0.0, "near-lossless"), (NEAR_LOSSLESS, "near-lossless"), (0.0101, "good"), (GOOD, "good"), (0.11, "damaged")],
+    [
+        (0.0, "near-lossless"),
+        (NEAR_LOSSLESS[0], "near-lossless"),
+        (0.0051, "good"),
+        (GOOD[0], "good"),
+        (0.11, "damaged"),
+    ],
 )
 def test_the_level_follows_the_mean_divergence(mean: float, level: str) -> None:
     found = verdict(result(mean))
@@ -29,8 +35,18 @@ def test_the_level_follows_the_mean_divergence(mean: float, level: str) -> None:
 
 def test_the_thresholds_are_those_of_the_documentation() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([\w-]+) \| (?:at most|more than) ([\d.]+) \|$", page, re.MULTILINE)
-    assert rows == [("near-lossless", str(NEAR_LOSSLESS)), ("good", str(GOOD)), ("damaged", str(GOOD))]
+    rows = re.findall(r"^\| ([\w-]+) \| at most ([\d.]+) \| at least ([\d.]+) % \|$", page, re.MULTILINE)
+    limits = {"near-lossless": NEAR_LOSSLESS, "good": GOOD}
+    assert rows == [(name, f"{kl:g}", f"{100 * same:g}") for name, (kl, same) in limits.items()]
+
+
+@pytest.mark.parametrize(
+    ("same", "level"), [(0.95, "near-lossless"), (0.949, "good"), (0.8, "good"), (0.79, "damaged")]
+)
+def test_a_small_divergence_is_not_enough_where_other_tokens_are_chosen(same: float, level: str) -> None:
+    found = verdict({"kl": [{"data": "a.txt", "mean": 1e-3, "top1_agreement": same}]})
+    assert found is not None
+    assert found.level == level
 
 
 def test_the_words_are_the_numbers_of_the_file() -> None:

@@ -72,7 +72,7 @@ def few(text: Path) -> tuple[object, ...]:
 def test_best_is_tune_and_convert_in_one_call_and_leaves_nothing_else(model: Path, text: Path, tmp_path: Path) -> None:
     printed = ran("convert", model, *few(text), "-o", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    for words in ("1 tune: GPTQ in the order of the model", "[1/3] tune", "[3/3] verify", "next: ptqpipe serve"):
+    for words in ("1 tune: GPTQ in the order of the model", "[1/3] tune", "[3/3] verify", "Next: ptqpipe eval"):
         assert words in printed
     ran("tune", model, *few(text), "-o", tmp_path / "codes")
     ran("convert", model, "--rounding", tmp_path / "codes", "-o", tmp_path / "two")

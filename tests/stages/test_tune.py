@@ -19,6 +19,7 @@ from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
+from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.formats import get_format
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import Rounding
@@ -40,7 +41,7 @@ ONE = Machine(workers=1)
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join(str(__builtins__) + (json.__doc__ or "") + (Path.__doc__ or "") for _ in range(12)))
+    path.write_text(SAMPLE.read_text(encoding="utf-8")[:20000], encoding="utf-8")
     return path
 
 

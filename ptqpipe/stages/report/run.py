@@ -52,8 +52,8 @@ from ptqpipe.stages.report.weights import (
 from ptqpipe.stages.verify.run import verify
 
 RULE = (
-    f"Near-lossless: a mean KL of at most {NEAR_LOSSLESS:g} nats per token to the original model; good: of at most "
-    f"{GOOD:g}; damaged: above."
+    f"Near-lossless: a mean KL to the original model of at most {NEAR_LOSSLESS[0]:g} nats per token, and the same top "
+    f"token for at least {100 * NEAR_LOSSLESS[1]:g} %; good: {GOOD[0]:g} and {100 * GOOD[1]:g} %; damaged: worse."
 )
 # What the ending of a report's name says that it is; without an ending it is HTML.
 KINDS = {"": "html", ".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
