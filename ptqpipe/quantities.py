@@ -34,7 +34,8 @@ def bytes_of(text: str) -> int | None:
     if match is None:
         return None
     power = " kmgt".index((match[2] or " ").lower())
-    return int(float(match[1]) * (1 << 10 * power if match[3] else 10 ** (3 * power)))
+    size = float(match[1]) * (1 << 10 * power if match[3] else 10 ** (3 * power))
+    return int(min(size, 2.0**100))  # four hundred digits are an infinite float
 
 
 def option_size(nbytes: int) -> str:
