@@ -33,3 +33,10 @@ def test_every_link_leads_somewhere(name: str) -> None:
         assert target.exists(), f"{name} links to {file}"
         if anchor:
             assert anchor in anchors(target.read_text(encoding="utf-8")), f"{name} links to {file}#{anchor}"
+
+
+def test_the_readme_is_read_in_a_minute() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 1000
+    assert text.index("docs/images/pipeline") < text.index("docs/images/kl") < text.index("scripts/demo.sh")
