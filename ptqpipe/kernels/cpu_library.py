@@ -5,13 +5,14 @@ lock; products and attention run on torch's OpenMP threads as well.
 """
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 
 from ptqpipe.errors import FormatError
 
 LIBRARY = Path(__file__).with_name("_cpu.so")  # where setup.py puts it
-ABI = 13
+ABI = 14
 ISAS = ("avx512", "avx2", "baseline")  # best first
 OK, NOT_FINITE, UNSUPPORTED, NO_MEMORY = 0, 1, 2, 3  # what a call returns
 
@@ -118,14 +119,26 @@ _forced: str | None = None
 
 
 def current_isa() -> str:
-    """The instruction set in use, "none" without the extension."""
-    return _forced or (known_isas() or ("none",))[0]
+    """The instruction set in use, "none" without the extension: the best, unless one was forced, by `force_isa` or for
+    the whole process by PTQPIPE_ISA. FormatError where that names none of this machine's."""
+    return _forced or _of_environment() or (known_isas() or ("none",))[0]
+
+
+@cache
+def _of_environment() -> str | None:
+    name = os.environ.get("PTQPIPE_ISA") or None
+    if name is not None and name not in known_isas():
+        raise FormatError(
+            f"PTQPIPE_ISA is {name!r}, this machine has {', '.join(known_isas()) or 'no kernels'}; unset it"
+        )
+    return name
 
 
 def force_isa(name: str | None) -> None:
     """Uses the kernels of one instruction set from now on (tests, benchmarks); None restores the best one.
 
-    Raises FormatError for a name that this machine does not run. Results do not depend on it, speed does.
+    Raises FormatError for a name that this machine does not run. What is quantized does not depend on it; products with
+    packed weights do, in the order of their sums.
     """
     global _forced
     if name is not None and name not in known_isas():

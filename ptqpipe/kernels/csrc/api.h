@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 13
+#define PTQ_ABI 14
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3,           // element
@@ -167,6 +167,7 @@ struct ptq_ops {
 };
 
 extern "C" const struct ptq_ops ptq_ops_avx512, ptq_ops_avx2, ptq_ops_baseline;
-extern "C" const struct ptq_linear_ops ptq_linear_bf16;  // AVX-512 with BF16 and VBMI, in panels; but `unpack` is for rows
+// In panels: AVX-512 with BF16 and VBMI, whose `unpack` is for rows, and AVX2 with FMA, which has none.
+extern "C" const struct ptq_linear_ops ptq_linear_bf16, ptq_linear_avx2;
 
 #endif

@@ -97,6 +97,14 @@ static void unpack_part(void *argument, int64_t part) {
     c->ops->unpack(c->job, first, last < c->last ? last : c->last, c->job->out + (first - c->first) * c->job->k);
 }
 
+static bool has_fma(void) {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+    return false;
+#endif
+}
+
 static bool has_bf16(const struct ptq_ops *ops) {
 #if defined(__x86_64__)
     return ops == &ptq_ops_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
@@ -109,7 +117,7 @@ static bool has_bf16(const struct ptq_ops *ops) {
 static const struct ptq_linear_ops *linear_called(const char *name, bool panels) {
     const struct ptq_ops *ops = ops_called(name);
 #if defined(__x86_64__)
-    if (panels) return has_bf16(ops) ? &ptq_linear_bf16 : nullptr;
+    if (panels) return has_bf16(ops) ? &ptq_linear_bf16 : ops && ops != &ptq_ops_baseline && has_fma() ? &ptq_linear_avx2 : nullptr;
 #endif
     return ops && !panels ? ops->linear : nullptr;
 }

@@ -1,0 +1,323 @@
+// x times a packed weight on AVX2 with FMA, from one row of x to many. The weight's bytes lie in panels (see api.h), so
+// that each of 16 float lanes is a row of it.
+//
+// E2M1 is multiplied in integers. 16 columns of x become whole numbers of 15 bits over one power of two, so that a number
+// of x is exact unless it is less than 1/64 of the largest of its 16, and is at most 2^-14 of that largest off. Two digits
+// of 8 bits meet twice the codes plus 12, which are bytes without a sign; 12 times the sum of x is subtracted. The sum of
+// these 16 columns is exact, and is added to the sum of the row times the scales of both, by FMA, in the order of columns.
+//
+// The other codes become floats: products and sums are FMA in the order of columns inside a block (32 columns of E8M0
+// scales, 64 else), whose sum is added to the sum of the row times its scale.
+//
+// So the order of a sum depends on K alone: neither threads nor other rows of x change a bit of a row's result.
+#include "system.h"
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+
+namespace {
+
+#define METHOD inline __attribute__((always_inline))
+#define INLINE static METHOD
+#define UNROLL _Pragma("GCC unroll 16")  // sums live in registers only if no loop is left around them
+
+enum { LANES = 16, HALVES = 2, UNIT = 64, BLOCK = 16 };
+enum { CODE_ROWS = 8, FLOAT_ROWS = 6 };  // of x that meet a panel together: as many as the registers hold
+
+INLINE int64_t units_of(const ptq_linear *j) { return (j->k + UNIT - 1) / UNIT; }
+INLINE float from_bf16(uint16_t v) {
+    const uint32_t u = (uint32_t)v << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+INLINE float power_of_two(int e) {
+    const uint32_t u = (uint32_t)(e + 127) << 23;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+// ---- x for codes of E2M1 ----
+
+// 16 columns: digits[0..3] are the high, [4..7] the low digits of columns 0 2 4 6, 1 3 5 7, 8 10 12 14, 9 11 13 15, a byte
+// each; -12 times their sum; half of what 1 of them stands for.
+struct Columns {
+    int32_t digits[8], offset;
+    float scale;
+};
+
+void prepare_codes(const uint16_t *x, int64_t count, Columns *to) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) largest = (x[i] & 0x7FFFu) > largest ? x[i] & 0x7FFFu : largest;
+    memset(to, 0, sizeof *to);
+    if (largest >= 0x7F80u) {  // what is not finite makes NaN of the row's sums
+        to->scale = __builtin_nanf("");
+        return;
+    }
+    int e = (int)(largest >> 7) - 127;
+    if (e < -100) e = -100;
+    const float up = power_of_two(13 - e);
+    int8_t *bytes = (int8_t *)to->digits;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const int32_t q = _mm_cvtss_si32(_mm_set_ss(from_bf16(x[i]) * up)), low = ((q + 128) & 255) - 128;
+        const int64_t at = i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
+        bytes[at] = (int8_t)((q - low) / 256);
+        bytes[16 + at] = (int8_t)low;
+        sum += q;
+    }
+    to->offset = -12 * sum;
+    to->scale = power_of_two(e - 14);
+}
+
+// ---- x for the other codes: floats, zeros behind the last ----
+
+INLINE bool is_code(const ptq_linear *j) { return j->element == PTQ_E2M1; }
+
+int64_t bytes(const ptq_linear *j) {
+    return j->m * units_of(j) * (is_code(j) ? (int64_t)sizeof(Columns) * (UNIT / BLOCK) : UNIT * 4);
+}
+
+void prepare(const ptq_linear *j, void *out, int64_t first, int64_t last) {
+    const int64_t columns = units_of(j) * UNIT;
+    for (int64_t m = first; m < last; ++m) {
+        const uint16_t *from = j->x + m * j->k;
+        if (is_code(j)) {
+            Columns *to = (Columns *)out + m * (columns / BLOCK);
+            for (int64_t c = 0; c < columns; c += BLOCK)
+                prepare_codes(from + c, c >= j->k ? 0 : j->k - c < BLOCK ? j->k - c : BLOCK, to++);
+        } else {
+            float *to = (float *)out + m * columns;
+            for (int64_t c = 0; c < columns; ++c) to[c] = c < j->k ? from_bf16(from[c]) : 0.0f;
+        }
+    }
+}
+
+// ---- scales ----
+
+// Byte i of every dword, a code of E4M3, as a float.
+INLINE __m256 e4m3(__m256i v, int i) {
+    const __m256i top = _mm256_slli_epi32(v, 24 - 8 * i);
+    const __m256i bits = _mm256_and_si256(_mm256_srai_epi32(top, 4), _mm256_set1_epi32((int)0x87F00000));
+    return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+}
+
+INLINE __m256 e4m3_or_nan(__m256i v, int i) {
+    const __m256i code = _mm256_and_si256(_mm256_srli_epi32(v, 8 * i), _mm256_set1_epi32(127));
+    const __m256i nan = _mm256_cmpeq_epi32(code, _mm256_set1_epi32(127));
+    return _mm256_or_ps(e4m3(v, i), _mm256_castsi256_ps(nan));
+}
+
+INLINE __m256 e8m0(__m256i v, int down) {
+    const __m256i code = _mm256_and_si256(_mm256_srl_epi32(v, _mm_cvtsi32_si128(down)), _mm256_set1_epi32(255));
+    const __m256i bits = _mm256_max_epi32(_mm256_slli_epi32(code, 23), _mm256_set1_epi32(0x00400000));
+    const __m256i nan = _mm256_cmpeq_epi32(code, _mm256_set1_epi32(255));
+    return _mm256_blendv_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(__builtin_nanf("")), _mm256_castsi256_ps(nan));
+}
+
+// Half h of the dword of scales that a unit of the panel at `row` begins with.
+template <int SCALE> INLINE __m256i scale_bytes(const ptq_linear *j, int64_t row, int64_t unit, int h) {
+    const int64_t dword = SCALE == PTQ_BLOCK_E8M0 ? unit / 2 : unit;
+    return _mm256_loadu_si256((const __m256i *)((const uint8_t *)j->scales + row * j->scale_stride + 64 * dword + 32 * h));
+}
+
+// ---- sums to bfloat16 ----
+
+INLINE uint16_t to_bf16(float v) {
+    uint32_t u;
+    memcpy(&u, &v, 4);
+    if ((u & 0x7FFFFFFF) > 0x7F800000) return (uint16_t)(u >> 16 | 0x40);
+    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+
+INLINE void write(const ptq_linear *j, const __m256 *sums, int64_t m, int64_t row, int64_t last) {
+    alignas(32) float y[LANES];
+    for (int h = 0; h < HALVES; ++h) _mm256_store_ps(y + 8 * h, sums[h]);
+    const int64_t rows = last - row < LANES ? last - row : LANES;
+    for (int64_t r = 0; r < rows; ++r) {
+        float v = y[r];
+        if (j->factor) v *= j->factor[(row + r) * j->factor_step];
+        if (j->bias) v += j->bias[row + r];
+        j->out[m * j->n + row + r] = to_bf16(v);
+    }
+}
+
+// ---- E2M1 ----
+
+template <int SCALE, int T> void codes_tile(const ptq_linear *j, const void *prepared, int64_t row, int64_t last, int64_t m0) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), high_digit = _mm256_set1_epi16(256);
+    const int64_t units = units_of(j), stride = units * (UNIT / BLOCK);
+    const uint8_t *d = j->data + row * j->data_stride;
+    const Columns *x = (const Columns *)prepared + m0 * stride;
+    __m256 sums[T][HALVES];
+    UNROLL for (int t = 0; t < T; ++t) UNROLL for (int h = 0; h < HALVES; ++h) sums[t][h] = _mm256_setzero_ps();
+    for (int64_t unit = 0; unit < units; ++unit, x += UNIT / BLOCK) {
+        __m256i codes_of_scales[HALVES];
+        UNROLL for (int h = 0; h < HALVES; ++h) codes_of_scales[h] = scale_bytes<SCALE>(j, row, unit, h);
+        for (int b = 0; b < UNIT / BLOCK; ++b, d += 128) {
+            _mm_prefetch((const char *)(d + 2048), _MM_HINT_T0);
+            _mm_prefetch((const char *)(d + 2112), _MM_HINT_T0);
+            __m256i w[HALVES][4];
+            __m256 s[HALVES];
+            UNROLL for (int h = 0; h < HALVES; ++h) {
+                UNROLL for (int i = 0; i < 2; ++i) {
+                    const __m256i v = _mm256_loadu_si256((const __m256i *)(d + 64 * i + 32 * h));
+                    w[h][2 * i] = _mm256_shuffle_epi8(table, _mm256_and_si256(v, nibble));
+                    w[h][2 * i + 1] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(v, 4), nibble));
+                }
+                const int down = SCALE == PTQ_BLOCK_E8M0 ? (int)(unit % 2) * 16 + b / 2 * 8 : 8 * b;
+                const __m256i of_block = _mm256_srl_epi32(codes_of_scales[h], _mm_cvtsi32_si128(down));
+                s[h] = SCALE == PTQ_BLOCK_E8M0 ? e8m0(of_block, 0) : e4m3_or_nan(of_block, 0);
+            }
+            UNROLL for (int t = 0; t < T; ++t) {
+                const Columns *in = x + t * stride + b;
+                UNROLL for (int h = 0; h < HALVES; ++h) {
+                    __m256i digit[2];
+                    UNROLL for (int i = 0; i < 2; ++i) {
+                        digit[i] = _mm256_maddubs_epi16(w[h][0], _mm256_set1_epi32(in->digits[4 * i]));
+                        UNROLL for (int c = 1; c < 4; ++c)
+                            digit[i] = _mm256_add_epi16(digit[i], _mm256_maddubs_epi16(w[h][c], _mm256_set1_epi32(in->digits[4 * i + c])));
+                    }
+                    const __m256i whole = _mm256_add_epi32(_mm256_madd_epi16(digit[0], high_digit), _mm256_madd_epi16(digit[1], ones));
+                    const __m256i sum = _mm256_add_epi32(whole, _mm256_set1_epi32(in->offset));
+                    const __m256 scale = _mm256_mul_ps(s[h], _mm256_set1_ps(in->scale));
+                    sums[t][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, sums[t][h]);
+                }
+            }
+        }
+    }
+    UNROLL for (int t = 0; t < T; ++t) write(j, sums[t], m0 + t, row, last);
+}
+
+// ---- the other codes ----
+
+template <int ELEMENT> struct Shape {
+    enum { SIX = ELEMENT == PTQ_E2M3 || ELEMENT == PTQ_E3M2, DWORDS = ELEMENT == PTQ_BF16_ELEMENT ? 32 : SIX ? 12 : 16 };
+    enum { STEP = ELEMENT == PTQ_BF16_ELEMENT ? 2 : SIX ? 16 : 4, STEP_DWORDS = SIX ? 3 : 1 };  // columns that whole dwords hold
+};
+
+// Column c of a step whose dwords are `v`, 64 bytes apart.
+template <int ELEMENT, bool NANS> INLINE __m256 column(const uint8_t *v, int c) {
+    const __m256i *d = (const __m256i *)v;
+    if (ELEMENT == PTQ_BF16_ELEMENT) {
+        const __m256i pair = _mm256_loadu_si256(d);
+        return _mm256_castsi256_ps(c ? _mm256_and_si256(pair, _mm256_set1_epi32((int)0xFFFF0000)) : _mm256_slli_epi32(pair, 16));
+    }
+    if (ELEMENT == PTQ_E4M3) return NANS ? e4m3_or_nan(_mm256_loadu_si256(d), c) : e4m3(_mm256_loadu_si256(d), c);
+    const int at = 6 * c / 32, down = 6 * c % 32;
+    __m256i code = _mm256_srli_epi32(_mm256_loadu_si256(d + 2 * at), down);
+    if (down > 26) code = _mm256_or_si256(code, _mm256_slli_epi32(_mm256_loadu_si256(d + 2 * at + 2), 32 - down));
+    const int up = ELEMENT == PTQ_E2M3 ? 20 : 21;
+    const __m256i magnitude = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(31)), up);
+    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(32)), 26);
+    const __m256 scale = _mm256_set1_ps(ELEMENT == PTQ_E2M3 ? 0x1p126f : 0x1p124f);
+    return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_or_si256(magnitude, sign)), scale);
+}
+
+template <int ELEMENT, int SCALE, bool NANS, int T>
+void floats_tile(const ptq_linear *j, const void *prepared, int64_t row, int64_t last, int64_t m0) {
+    typedef Shape<ELEMENT> S;
+    enum { BLOCKS = SCALE == PTQ_BLOCK_E8M0 ? 2 : 1, STEPS = UNIT / S::STEP / BLOCKS };
+    const int64_t units = units_of(j), stride = units * UNIT;
+    const uint8_t *d = j->data + row * j->data_stride;
+    const float *x = (const float *)prepared + m0 * stride;
+    __m256 sums[T][HALVES];
+    UNROLL for (int t = 0; t < T; ++t) UNROLL for (int h = 0; h < HALVES; ++h) sums[t][h] = _mm256_setzero_ps();
+    for (int64_t unit = 0; unit < units; ++unit) {
+        for (int b = 0; b < BLOCKS; ++b) {
+            __m256 part[T][HALVES];
+            UNROLL for (int t = 0; t < T; ++t) UNROLL for (int h = 0; h < HALVES; ++h) part[t][h] = _mm256_setzero_ps();
+            for (int q = 0; q < STEPS; ++q, d += 64 * S::STEP_DWORDS, x += S::STEP) {
+                _mm_prefetch((const char *)(d + 2048), _MM_HINT_T0);
+                UNROLL for (int c = 0; c < S::STEP; ++c) {
+                    const __m256 w[HALVES] = {column<ELEMENT, NANS>(d, c), column<ELEMENT, NANS>(d + 32, c)};
+                    UNROLL for (int t = 0; t < T; ++t) {
+                        const __m256 v = _mm256_broadcast_ss(x + t * stride + c);
+                        UNROLL for (int h = 0; h < HALVES; ++h) part[t][h] = _mm256_fmadd_ps(w[h], v, part[t][h]);
+                    }
+                }
+            }
+            UNROLL for (int h = 0; h < HALVES; ++h) {
+                __m256 s = _mm256_set1_ps(1.0f);
+                if (SCALE == PTQ_BLOCK_E8M0) s = e8m0(scale_bytes<SCALE>(j, row, unit, h), (int)(unit % 2) * 16 + 8 * b);
+                if (SCALE == PTQ_BLOCK_FLOAT)
+                    s = _mm256_set1_ps(((const float *)j->scales)[row / j->scale_rows * j->scale_stride + unit / 2]);
+                UNROLL for (int t = 0; t < T; ++t)
+                    sums[t][h] = SCALE == PTQ_NO_SCALES ? _mm256_add_ps(part[t][h], sums[t][h]) : _mm256_fmadd_ps(part[t][h], s, sums[t][h]);
+            }
+        }
+    }
+    UNROLL for (int t = 0; t < T; ++t) write(j, sums[t], m0 + t, row, last);
+}
+
+// Whether the panel at `row` has a code of E4M3 that is NaN.
+bool has_nan(const ptq_linear *j, int64_t row) {
+    const __m256i nan = _mm256_set1_epi8(127);
+    __m256i found = _mm256_setzero_si256();
+    const uint8_t *d = j->data + row * j->data_stride;
+    for (int64_t i = 0; i < j->data_stride * LANES; i += 32)
+        found = _mm256_or_si256(found, _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_loadu_si256((const __m256i *)(d + i)), nan), nan));
+    return !_mm256_testz_si256(found, found);
+}
+
+// ---- every row of x, in tiles as equal as they can be ----
+
+template <int SCALE> struct Codes {
+    enum { MOST = CODE_ROWS };
+    template <int T> static void tile(const ptq_linear *j, const void *x, int64_t row, int64_t last, int64_t m0) {
+        codes_tile<SCALE, T>(j, x, row, last, m0);
+    }
+};
+
+template <int ELEMENT, int SCALE, bool NANS> struct Numbers {
+    enum { MOST = FLOAT_ROWS };
+    template <int T> static void tile(const ptq_linear *j, const void *x, int64_t row, int64_t last, int64_t m0) {
+        floats_tile<ELEMENT, SCALE, NANS, T>(j, x, row, last, m0);
+    }
+};
+
+template <class KIND, int T> INLINE void tile_of(int64_t t, const ptq_linear *j, const void *x, int64_t row, int64_t last, int64_t m0) {
+    if (t == T) KIND::template tile<T>(j, x, row, last, m0);
+    else if constexpr (T > 1) tile_of<KIND, T - 1>(t, j, x, row, last, m0);
+}
+
+template <class KIND> void panel(const ptq_linear *j, const void *x, int64_t row, int64_t last) {
+    for (int64_t tiles = (j->m + KIND::MOST - 1) / KIND::MOST, m = 0, t; tiles; --tiles, m += t) {
+        t = (j->m - m + tiles - 1) / tiles;
+        tile_of<KIND, KIND::MOST>(t, j, x, row, last, m);
+    }
+}
+
+template <int ELEMENT, int SCALE> void float_panel(const ptq_linear *j, const void *x, int64_t row, int64_t last) {
+    if (ELEMENT == PTQ_E4M3 && has_nan(j, row)) panel<Numbers<ELEMENT, SCALE, true>>(j, x, row, last);
+    else panel<Numbers<ELEMENT, SCALE, false>>(j, x, row, last);
+}
+
+void rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
+    void (*one)(const ptq_linear *, const void *, int64_t, int64_t) = nullptr;
+    if (j->element == PTQ_E2M1) one = j->scale_kind == PTQ_BLOCK_E4M3 ? panel<Codes<PTQ_BLOCK_E4M3>> : panel<Codes<PTQ_BLOCK_E8M0>>;
+    else if (j->element == PTQ_BF16_ELEMENT) one = float_panel<PTQ_BF16_ELEMENT, PTQ_NO_SCALES>;
+    else if (j->element == PTQ_E2M3) one = float_panel<PTQ_E2M3, PTQ_BLOCK_E8M0>;
+    else if (j->element == PTQ_E3M2) one = float_panel<PTQ_E3M2, PTQ_BLOCK_E8M0>;
+    else if (j->scale_kind == PTQ_NO_SCALES) one = float_panel<PTQ_E4M3, PTQ_NO_SCALES>;
+    else if (j->scale_kind == PTQ_BLOCK_E8M0) one = float_panel<PTQ_E4M3, PTQ_BLOCK_E8M0>;
+    else one = float_panel<PTQ_E4M3, PTQ_BLOCK_FLOAT>;
+    for (int64_t row = first; row < last; row += LANES) one(j, x, row, last);
+}
+
+}  // namespace
+
+extern "C" const struct ptq_linear_ops ptq_linear_avx2 = {bytes, prepare, rows, nullptr};
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
