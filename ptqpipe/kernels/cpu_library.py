@@ -110,6 +110,13 @@ def known_isas() -> tuple[str, ...]:
     return () if found is None else tuple(name for name in ISAS if found.ptq_has(name.encode()))
 
 
+def multiplies_bf16() -> bool:
+    """Whether the instruction set in use has products of bfloat16 numbers: AVX512-BF16 and VBMI. Attention over more than
+    one query has compiled kernels there alone."""
+    found = library()
+    return found is not None and bool(found.ptq_has_bf16(current_isa().encode()))
+
+
 def available() -> bool:
     """Whether the extension was built and this CPU runs it."""
     return bool(known_isas())

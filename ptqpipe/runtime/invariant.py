@@ -8,7 +8,7 @@ to let nothing else multiply. Knows modules; must not know batches or caches.
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.kernels import cpu_linear
+from ptqpipe.kernels import cpu_library, cpu_linear
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.linear import PackedLinear
 
@@ -21,7 +21,7 @@ def make_batch_invariant(model: torch.nn.Module) -> None:
     All linear layers that stayed float go to panels, if need be as a copy. NVFP4 takes 3 to 11 % longer from 32 rows
     on.
     """
-    if cpu_linear.limit(panels=True) < _ANY_ROWS:
+    if not cpu_library.multiplies_bf16() or cpu_linear.limit(panels=True) < _ANY_ROWS:
         raise UsageError(
             "--batch-invariant needs a CPU with AVX512-BF16 and VBMI, and without AMX, whose products are torch's; "
             "serve without it"

@@ -10,7 +10,7 @@ import torch
 from ptqpipe.engine.engine import Engine, EngineOptions, Piece, Request
 from ptqpipe.engine.runner import CacheOptions, Runner
 from ptqpipe.engine.sequence import SamplingParams
-from ptqpipe.kernels import cpu_linear
+from ptqpipe.kernels import cpu_library, cpu_linear
 from ptqpipe.runtime import load_model
 
 DEMO = Path(__file__).resolve().parents[2] / "ptqpipe" / "demo_model"
@@ -26,6 +26,11 @@ PROMPTS = (
 def has_panels() -> bool:
     """Whether this machine multiplies bfloat16 in panels, any number of rows."""
     return cpu_linear.Bf16Panels.fastest()
+
+
+def has_one_order() -> bool:
+    """Whether on this machine a token's result can be the same bits whatever else is computed: attention, too."""
+    return has_panels() and cpu_library.multiplies_bf16()
 
 
 @cache

@@ -33,7 +33,7 @@ from ptqpipe.kernels.cpu_attention import PagedSpans, paged_prefill
 from ptqpipe.runtime import load, load_model
 from ptqpipe.stages.serve import run as serve
 from tests.collectives.ranks import on_ranks
-from tests.engine.models import ask, generate, greedy_of
+from tests.engine.models import DEMO, ask, generate, greedy_of
 from tests.runtime.models import quantized, save_source
 
 BLOCK = 8
@@ -397,6 +397,6 @@ def test_a_rank_that_dies_in_a_half_is_an_error_of_the_leader(paths: dict[str, P
 def test_serve_overlaps_unless_told(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], expected: bool) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(serve, "serve", lambda options, place, **_: asked.append(options.overlap))
-    done = CliRunner().invoke(main, ["serve", "anything", "--tp", "2", *words])
+    done = CliRunner().invoke(main, ["serve", str(DEMO), "--tp", "2", *words])
     assert done.exit_code == 0, done.output
     assert asked == [expected]

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 import ptqpipe
-from tests.engine.models import DEMO, PROMPTS, greedy, has_panels, tokenizer
+from tests.engine.models import DEMO, PROMPTS, greedy, has_one_order, tokenizer
 from tests.server.test_api import text
 
 BODY = {"prompt": PROMPTS[2], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -161,7 +161,7 @@ def test_a_packed_model_says_on_any_number_of_ranks_what_transformers_says(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_panels(), reason="this machine has no kernel for bfloat16 panels, or a faster way")
+@pytest.mark.skipif(not has_one_order(), reason="this machine has no products of bfloat16, or a faster way")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_batch_invariant_service_says_the_same_to_the_bit_under_load(ranks: int, tmp_path: Path) -> None:
     packed = ptqpipe.convert(DEMO, format="nvfp4", out=tmp_path / "nvfp4").out

@@ -113,6 +113,9 @@ static bool has_bf16(const struct ptq_ops *ops) {
 #endif
 }
 
+// Whether the kernels called `name` multiply bfloat16 numbers on this machine.
+EXPORT int32_t ptq_has_bf16(const char *name) { return has_bf16(ops_called(name)); }
+
 // The kernels for a layout, null where there are none.
 static const struct ptq_linear_ops *linear_called(const char *name, bool panels) {
     const struct ptq_ops *ops = ops_called(name);
