@@ -111,8 +111,8 @@ def known_isas() -> tuple[str, ...]:
 
 
 def multiplies_bf16() -> bool:
-    """Whether the instruction set in use has products of bfloat16 numbers: AVX512-BF16 and VBMI. Attention over more than
-    one query has compiled kernels there alone."""
+    """Whether the instruction set in use has products of bfloat16 numbers: AVX512-BF16 and VBMI. Attention over more
+    than one query has compiled kernels there alone."""
     found = library()
     return found is not None and bool(found.ptq_has_bf16(current_isa().encode()))
 
