@@ -72,7 +72,7 @@ def test_a_question_through_a_pipe_is_answered_by_a_service(server: Server) -> N
 
 
 def test_a_checkpoint_is_loaded_and_continues_a_text_where_it_has_no_template() -> None:
-    result = piped(PROMPTS[0], DEMO, "--temperature", 0, "--max-tokens", 12, "--dtype", "fp32", "--threads", 1)
+    result = piped(PROMPTS[0], DEMO, "--temperature", 0, "--max-tokens", 12, "--dtype", "fp32", "--workers", 1)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == text(greedy(tokenizer()(PROMPTS[0]).input_ids, 12)) + "\n"
 
