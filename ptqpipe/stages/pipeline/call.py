@@ -34,6 +34,10 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
         raise UsageError(
             f"--quality {work.quality} says how much is computed with a text; add --data FILE, or --data self"
         )
+    windows = {name: getattr(work, name) for name in ("samples", "seqlen", "seed")}
+    chosen = next((name for name, value in windows.items() if value != getattr(PipelineOptions(), name)), None)
+    if chosen is not None and not work.data:
+        raise UsageError(f"--{chosen} {windows[chosen]} says how --data is read; add --data FILE, or leave it out")
     if work.formats is not None and work.budget is None:
         raise UsageError("--formats names what --budget chooses from; add --budget, or give one --format")
     given = "--recipe" if recipe_path is not None else "--format" if recipe.scheme is not None else ""
