@@ -28,7 +28,7 @@ from ptqpipe.api.calls import (
     recipe_keywords,
     run_keywords,
 )
-from ptqpipe.api.commands import convert
+from ptqpipe.api.commands import PUSH, convert
 from ptqpipe.api.data import Data, recorded
 from ptqpipe.checkpoint import RECORD_FILE, Paths, output_errors
 from ptqpipe.errors import OutputExists, UsageError
@@ -39,7 +39,7 @@ DEFAULT_FORMAT = "nvfp4"
 _OWN: Keywords = {"ignore": (Iterable[str], ()), "recipe": (str | Path | None, None)}
 
 
-@command(keywords_of(PipelineOptions, "data"), recipe_keywords(), _OWN, run_keywords(), RESTART, DEVICE)
+@command(keywords_of(PipelineOptions, "data"), recipe_keywords(), _OWN, PUSH, run_keywords(), RESTART, DEVICE)
 def quantize_model(
     model: str | Path | torch.nn.Module,
     format: str = DEFAULT_FORMAT,

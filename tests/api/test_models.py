@@ -100,7 +100,7 @@ def test_what_is_no_longer_the_checkpoint_is_not_saved(sources: dict[str, Path],
 def test_what_is_no_model_of_transformers_is_one_line() -> None:
     with pytest.raises(UsageError, match="Linear is no model of transformers; save it, and name its folder"):
         ptqpipe.quantize_model(torch.nn.Linear(16, 16))
-    with pytest.raises(UsageError, match="samples says how data are read; give data"):
+    with pytest.raises(UsageError, match="samples=8 says how data is read; add data=FILE"):
         ptqpipe.quantize_model("MODEL", samples=8)
 
 
