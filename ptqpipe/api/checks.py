@@ -170,20 +170,19 @@ def report(
     all_rows    whether scale searches are compared on all rows instead of a sample
 
     >>> ptqpipe.report("OUT", source="MODEL", out="report.html")
-    <report report.html: summary 21 weights at 4.501 bits, 8 tensors kept, 21.82 dB>
+    <report report.html: summary OUT: 21 weights at 4.501 bits, 8 tensors kept, weight error 21.82 dB>
     """
     first, target = folder_of(ckpt), path_or_none(out)
     if others:
         if source is not None or evaluation is not None or all_rows:
             raise UsageError("source, evaluation and all_rows are for a report on one checkpoint; leave them out")
-        path, summary = compare([first, *map(folder_of, others)], out=target, kind=kind)
+        path, said = compare([first, *map(folder_of, others)], out=target, kind=kind)
+        facts = {"compared": ", ".join(str(one) for one in (ckpt, *others))}
     else:
         original, measured = None if source is None else folder_of(source), path_or_none(evaluation)
-        path, summary = make_report(
-            first, source=original, evaluation=measured, out=target, kind=kind, all_rows=all_rows
-        )
-    facts = {"summary": summary}
-    return Result("report", None, path=path, record=facts, facts=facts, text=lambda: f"{path}: {summary}")
+        path, said = make_report(first, source=original, evaluation=measured, out=target, kind=kind, all_rows=all_rows)
+        facts = {"summary": said.partition("\n")[0]}
+    return Result("report", None, path=path, record={**facts, "said": said}, facts=facts, text=lambda: said)
 
 
 _SIMULATED = {

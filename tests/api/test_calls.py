@@ -99,7 +99,7 @@ def test_an_option_goes_by_the_keyword_of_the_function_that_was_called(model: Pa
         ptqpipe.evaluate(model, cache_size="much", out=tmp_path / "e.json")
     with pytest.raises(UsageError, match="evaluate has no option 'command'"):
         ptqpipe.evaluate(model, command="rm -rf")
-    with pytest.raises(UsageError, match="^push='nobody' has no owner"):
+    with pytest.raises(UsageError, match=r"^push='nobody' has no owner"):
         ptqpipe.convert(model, out=tmp_path / "q", push="nobody")
     assert not list(tmp_path.iterdir())
 
@@ -107,6 +107,7 @@ def test_an_option_goes_by_the_keyword_of_the_function_that_was_called(model: Pa
 def test_several_checkpoints_are_compared(model: Path, tmp_path: Path) -> None:
     both = [ptqpipe.convert(model, format=name, out=tmp_path / name, workers=1).path for name in ("fp8", "nvfp4")]
     found = ptqpipe.report(*both, out=tmp_path / "both.md")
+    assert "\n" not in repr(found)
     assert "fp8: 8." in str(found)
     assert "nvfp4: 4." in str(found)
     assert "nvfp4" in (tmp_path / "both.md").read_text()
