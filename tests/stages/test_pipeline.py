@@ -74,6 +74,9 @@ def test_best_is_tune_and_convert_in_one_call_and_leaves_nothing_else(model: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     for words in ("1 tune: GPTQ in the order of the model", "[1/3] tune", "[3/3] verify", "Next: ptqpipe eval"):
         assert words in printed
+    again = ran("convert", model, "--eval", text, "-o", tmp_path / "measured", "--workers", 1)
+    assert f"Next: ptqpipe report {tmp_path / 'measured'} --source {model}" in again
+    assert json.loads((tmp_path / "measured.eval.json").read_text())["made"]["command"].startswith("ptqpipe")
     ran("tune", model, *few(text), "-o", tmp_path / "codes")
     ran("convert", model, "--rounding", tmp_path / "codes", "-o", tmp_path / "two")
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")

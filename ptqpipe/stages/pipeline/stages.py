@@ -58,6 +58,7 @@ class Pipeline:
     texts     files of --data, empty where the model writes its own
     identity  what decides the bytes, by its name in a message
     replaces  whether the run, or the one that it continues, was begun with --overwrite
+    command   the call, which eval file and report show
     """
 
     path: Path
@@ -78,6 +79,7 @@ class Pipeline:
     evaluation: Mapping[str, Any] | None = None
     report: Path | None = None
     replaces: bool = False
+    command: str = ""
 
     def __post_init__(self) -> None:
         self.floats, self.begun, self.identity = self.path, Paths.of(self.out).stages, self._identity()
@@ -239,6 +241,7 @@ class Pipeline:
             data=tuple(self.work.eval),
             device=str(self.machine.device),
             cache_dir=self.begun / "logits",
+            command=self.command,
         )
         shown = self.machine.progress
         self.evaluation = evaluation.evaluate(str(self.out), source=str(self.path), options=options, progress=shown)
@@ -247,7 +250,9 @@ class Pipeline:
 
     def _report(self) -> None:
         measured = self.beside("eval.json") if self.work.eval else None
-        self.report, _ = make_report(self.out, source=self.floats, evaluation=measured, out=self.beside("report.html"))
+        self.report, _ = make_report(
+            self.out, source=self.floats, evaluation=measured, out=self.beside("report.html"), command=self.command
+        )
 
 
 def _content(name: str) -> str:
