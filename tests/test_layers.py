@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_version", "dtypes", "errors", "formats", "schemes", "qtensor", "patterns", "regular_file", "global_scale",
         "kernels", "search", "algorithms", "transforms", "containers", "checkpoint", "recipe", "plan", "source",
         "record", "measured", "statistics", "rounding", "calibration", "runtime", "evaluation", "report", "engine",
-        "server", "collectives", "options", "inputs", "processes", "quantities", "readers", "scan",
+        "server", "collectives", "options", "inputs", "processes", "quantities", "readers", "rows", "scan",
     },
     "api":          {
         "errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages", "checkpoint",

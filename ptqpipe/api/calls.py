@@ -6,7 +6,7 @@ defaults come from the table of options and from the stages' own classes, so tha
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import cache, wraps
@@ -31,7 +31,7 @@ Keywords = Mapping[str, tuple[Any, Any]]
 DEVICE: Keywords = {"device": (str, "cpu")}
 RESTART: Keywords = {"resume": (bool, False), "overwrite": (bool, False)}
 # Spellings of former versions.
-_FORMER = {"max_memory_bytes": "max_memory"}
+_FORMER = {"max_memory_bytes": "max_memory", "threads": "workers", "format": "kind"}
 
 
 def run_keywords(memory: str = "2GiB") -> Keywords:
@@ -65,9 +65,9 @@ def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @wraps(function)
         def call(*given: P.args, **options: P.kwargs) -> R:
             for former, name in _FORMER.items():
-                if former in options and name in known:
+                if former in options and former not in names and name in names:
                     options[name] = options.pop(former)
-            with errors_in_python():
+            with errors_in_python(names):
                 check_names(options, names, what=function.__name__)
                 return function(*given, **options)
 
@@ -114,11 +114,16 @@ def machine_of(options: Mapping[str, Any], *, memory: str = "2GiB", waits: bool 
         raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from None
     if workers is None:
         workers = default_workers() if waits else compute_threads()
-    limit = options.get("max_memory", memory)
-    nbytes = limit if isinstance(limit, int) else bytes_of(str(limit))
-    if nbytes is None:
-        raise UsageError(f"max_memory {limit!r} is not a size; write 2GiB, 800MB or a number of bytes")
+    nbytes = size_of(options.get("max_memory", memory), name="max_memory")
     return Machine(workers, where, nbytes, progress=bool(options.get("progress", False)))
+
+
+def size_of(value: str | int, *, name: str) -> int:
+    """The bytes of a size that a call gives as ``name``. UsageError for what is none."""
+    nbytes = value if isinstance(value, int) else bytes_of(str(value))
+    if nbytes is None:
+        raise UsageError(f"{name} {value!r} is not a size; write 2GiB, 800MB or a number of bytes")
+    return nbytes
 
 
 def pipeline_of(options: Mapping[str, Any], data: Sequence[str]) -> PipelineOptions:
@@ -147,12 +152,12 @@ def folder_of(model: str | Path) -> Path:
 
 
 @contextmanager
-def errors_in_python() -> Any:
-    """Messages of PtqErrors name options as keywords of Python meanwhile."""
+def errors_in_python(names: Collection[str]) -> Any:
+    """Messages of PtqErrors name options as keywords of Python meanwhile. ``names``: those of the function."""
     try:
         yield
     except PtqError as error:
-        error.args = (in_python(str(error)), *error.args[1:])
+        error.args = (in_python(str(error), names), *error.args[1:])
         raise
 
 
@@ -163,6 +168,7 @@ _OTHER_NAMES = {
     "all": "all_blocks",
     "power_of_two": "powers_of_two",
     "eval": "evaluation",
+    "for": "reader",
 }
 _OPTION = re.compile(
     r"(?P<code>`[^`]*`|\bptqpipe [a-z]+ [^;,]*)"
@@ -171,17 +177,18 @@ _OPTION = re.compile(
 )
 
 
-def in_python(message: str) -> str:
+def in_python(message: str, names: Collection[str] = ()) -> str:
     """A message of the command line in Python's words: ``overwrite=True`` for ``--overwrite``, ``seqlen=N`` for
-    ``--seqlen N``, ``out`` for ``-o``. Whole commands stay as they are."""
-    return _OPTION.sub(_keyword, message)
+    ``--seqlen N``, ``out`` for ``-o``. Whole commands stay as they are. ``names``: keywords that are called as their
+    options, though the same options have other keywords in other functions."""
+    return _OPTION.sub(lambda match: _keyword(match, names), message)
 
 
-def _keyword(match: re.Match[str]) -> str:
+def _keyword(match: re.Match[str], names: Collection[str]) -> str:
     if match["code"] is not None:
         return match["code"]
     name, value = (match["name"] or "out").replace("-", "_"), match["value"]
-    name = _OTHER_NAMES.get(name, name)
+    name = name if name in names else _OTHER_NAMES.get(name, name)
     rest = "" if value is None else f" {value}"
     if name in _FLAGS:
         return f"{name}=True{rest}"

@@ -1,16 +1,19 @@
 """The commands that look at checkpoints, as functions of the same names: they return a `Result` and change nothing."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.api.calls import command, folder_of, into, keywords_of, names_in, path_or_none
+from ptqpipe.api.calls import command, folder_of, into, keywords_of, names_in, path_or_none, size_of
 from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.errors import UsageError
+from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.quantities import disk_size, number
 from ptqpipe.stages import diff as diff_stage, inspect as inspect_stage, simulate as simulate_stage
 from ptqpipe.stages.evaluate import run as evaluate_stage, text as evaluate_text
+from ptqpipe.stages.report.compare import compare
 from ptqpipe.stages.report.run import make_report
 from ptqpipe.stages.verify import run as verify_stage, text as verify_text
 
@@ -92,10 +95,10 @@ def diff(a: str | Path, b: str | Path) -> Result:
     return Result("diff", found, path=path, record=record, facts=facts, text=lambda: diff_stage.render(found))
 
 
-_OF_SHARED_NAMES = ("data", "tasks", "cache_limit")  # which this function calls as all others do
+_NOT_OPTIONS = ("data", "tasks", "cache_limit", "command")  # of `evaluate`: keywords of its own, and what is recorded
 
 
-@command(keywords_of(evaluate_stage.Options, *_OF_SHARED_NAMES))
+@command(keywords_of(evaluate_stage.Options, *_NOT_OPTIONS), {"cache_size": (str | int, DEFAULT_LIMIT)})
 def evaluate(
     ckpt: str | Path,
     data: Data = None,
@@ -114,8 +117,9 @@ def evaluate(
     tasks    of lm-eval, or local ones
     out      file to write; None: ``<ckpt>.eval.json`` beside the checkpoint
     options  as ``ptqpipe eval`` has them: ``seqlen``, ``stride``, ``max_tokens``, ``task_data``, ``include_path``,
-             ``limit``, ``batch_size``, ``dtype``, ``device``, ``activations``, ``cache_dir``. Without ``cache_dir`` the
-             original's logits are kept nowhere, and both models are in memory
+             ``limit``, ``batch_size``, ``dtype``, ``device``, ``activations``, ``samples`` (of text that both models
+             write), ``cache_dir`` and its limit ``cache_size``. Without ``cache_dir`` the original's logits are kept
+             nowhere, and both models are in memory
 
     >>> ptqpipe.evaluate("OUT", "TEXT.txt", source="MODEL", max_tokens=2000).verdict.level
     'good'
@@ -126,11 +130,12 @@ def evaluate(
     evaluate_text.check_target(target, overwrite=overwrite, compared=compared, tasks=bool(named))
     with data_names(data) as names:
         folders = {name: path_or_none(options.get(name)) for name in ("task_data", "include_path", "cache_dir")}
-        measured = {"data": tuple(names), "tasks": named, **folders}
+        limit = size_of(options.get("cache_size", DEFAULT_LIMIT), name="cache_size")
+        measured = {"data": tuple(names), "tasks": named, "cache_limit": limit, **folders}
         chosen = into(evaluate_stage.Options, options, **measured)
         original = None if source is None else str(source)
         found = evaluate_stage.evaluate(str(ckpt), source=original, options=chosen, progress=progress)
-    evaluate_text.write(found, target)
+    evaluate_text.write(found, target, ckpt=Path(ckpt), warn=lambda line: warnings.warn(line, stacklevel=4))
     facts = {f"perplexity on {row['data']}": number(row["checkpoint"]) for row in found["perplexity"]}
     facts |= {f"{row['task']} {row['metric']}": number(row["checkpoint"]) for row in found["tasks"]}
     return Result(
@@ -147,33 +152,37 @@ def evaluate(
 @command()
 def report(
     ckpt: str | Path,
-    *,
+    *others: str | Path,
     source: str | Path | None = None,
     evaluation: str | Path | None = None,
     out: str | Path | None = None,
-    format: str | None = None,
+    kind: str | None = None,
     all_rows: bool = False,
 ) -> Result:
-    """Writes a report on a checkpoint: one HTML file that needs no network, or markdown.
+    """Writes a report on a checkpoint, or compares several of one model: one HTML file that needs no network, or
+    markdown.
 
+    others      checkpoints to compare with: quality against size, layer by layer
     source      the model that it was made from: the errors of all weights are recomputed
     evaluation  the file that `evaluate` wrote
     out         file to write; None: ``<ckpt>.report.html``
-    format      html or md; None: by the ending of ``out``
+    kind        html or md; None: by the ending of ``out``
+    all_rows    whether scale searches are compared on all rows instead of a sample
 
     >>> ptqpipe.report("OUT", source="MODEL", out="report.html")
-    <report report.html: summary 21 weights at 4.501 bits, 8 tensors kept, 21.82 dB>
+    <report report.html: summary OUT: 21 weights at 4.501 bits, 8 tensors kept, weight error 21.82 dB>
     """
-    path, summary = make_report(
-        folder_of(ckpt),
-        source=None if source is None else folder_of(source),
-        evaluation=path_or_none(evaluation),
-        out=path_or_none(out),
-        kind=format,
-        all_rows=all_rows,
-    )
-    facts = {"summary": summary}
-    return Result("report", None, path=path, record=facts, facts=facts, text=lambda: f"{path}: {summary}")
+    first, target = folder_of(ckpt), path_or_none(out)
+    if others:
+        if source is not None or evaluation is not None or all_rows:
+            raise UsageError("source, evaluation and all_rows are for a report on one checkpoint; leave them out")
+        path, said = compare([first, *map(folder_of, others)], out=target, kind=kind)
+        facts = {"compared": ", ".join(str(one) for one in (ckpt, *others))}
+    else:
+        original, measured = None if source is None else folder_of(source), path_or_none(evaluation)
+        path, said = make_report(first, source=original, evaluation=measured, out=target, kind=kind, all_rows=all_rows)
+        facts = {"summary": said.partition("\n")[0]}
+    return Result("report", None, path=path, record={**facts, "said": said}, facts=facts, text=lambda: said)
 
 
 _SIMULATED = {

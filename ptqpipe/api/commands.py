@@ -14,6 +14,7 @@ from typing import Any
 from ptqpipe.api.calls import (
     DEVICE,
     RESTART,
+    Keywords,
     command,
     into,
     keywords_of,
@@ -29,7 +30,6 @@ from ptqpipe.api.calls import (
 from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.checkpoint import Finished
-from ptqpipe.errors import UsageError
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.quantities import disk_size, number
 from ptqpipe.stages import generate as generate_stage
@@ -39,11 +39,11 @@ from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.text import converted_text, missing_config
 from ptqpipe.stages.pipeline import text as pipeline_text
-from ptqpipe.stages.pipeline.call import check_alone, for_reader
+from ptqpipe.stages.pipeline.call import check_alone, container_of_all, for_reader, formats_for
 from ptqpipe.stages.pipeline.run import Made, pipeline
 from ptqpipe.stages.plan import run as plan_stage, text as plan_text
 from ptqpipe.stages.plan.cost import DEFAULT_TOKENS, Measurement
-from ptqpipe.stages.plan.units import DEFAULT_FORMATS
+from ptqpipe.stages.push import check_push, push
 from ptqpipe.stages.transform import run as transform_stage, text as transform_text
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.tune import run as tune_stage, text as tune_text
@@ -53,10 +53,12 @@ COMPUTING = "8GiB"  # the limit of memory of what runs a model
 
 # `data` is one of the function's own: it is more than names.
 _WORK = keywords_of(PipelineOptions, "data")
-WINDOWS = ("samples", "seqlen", "seed")
 
 
-@command(recipe_keywords(), _WORK, RESTART, run_keywords(), DEVICE)
+PUSH: Keywords = {"push": (str | None, None)}
+
+
+@command(recipe_keywords(), _WORK, RESTART, run_keywords(), DEVICE, PUSH)
 def convert(
     model: str | Path,
     *,
@@ -76,8 +78,8 @@ def convert(
              writes, texts, token ids, a ``datasets`` object or a DataLoader
     options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``quality``, ``budget``, ``formats``,
              ``reader`` (the command's ``--for``), ``eval``, ``report``, ``samples``, ``seqlen``, ``seed``,
-             ``keep_stages``; ``resume`` and ``overwrite``; ``workers``, ``device``, ``max_memory`` and ``progress``,
-             which decide no byte
+             ``keep_stages``; ``push``, the hub's repository to which the result is uploaded; ``resume`` and
+             ``overwrite``; ``workers``, ``device``, ``max_memory`` and ``progress``, which decide no byte
 
     ``record`` is the content of ptqpipe.json. Raises a kind of PtqError; AlreadyComplete where ``resume`` finds nothing
     left to do, UsageError with the nearest name for an unknown option.
@@ -86,9 +88,9 @@ def convert(
     <convert OUT: format nvfp4, weights 21 at 4.50 bits, size 1.20 MB, time ... s>
     """
     given, target, rules = recipe_of(options, format=format, ignore=ignore), path_or_none(out), path_or_none(recipe)
-    useless = next((name for name in WINDOWS if data is None and options.get(name) is not None), None)
-    if useless is not None:
-        raise UsageError(f"{useless} says how data are read; give data, or leave it out")
+    repository = options.get("push")
+    if repository is not None:
+        check_push(repository)
     with data_names(data) as names:
         work = pipeline_of(options, names)
         if work.asked:
@@ -98,10 +100,14 @@ def convert(
             made = pipeline(
                 model, recipe=given, recipe_path=rules, out=target, work=work, mode=mode, machine=machine, say=say
             )
-            return _made(made)
-    if work.reader is not None:
-        given = for_reader(work.reader, given, rules)
-    return _convert(model, given, rules, target, path_or_none(stats), path_or_none(rounding), options)
+            result = _made(made)
+        else:
+            given = given if work.reader is None else for_reader(work.reader, given, rules)
+            result = _convert(model, given, rules, target, path_or_none(stats), path_or_none(rounding), options)
+    if repository is not None:
+        assert result.path is not None  # a conversion has one
+        result.facts["uploaded to"] = push(result.path, repository)
+    return result
 
 
 def _convert(
@@ -296,13 +302,13 @@ def tune(
     return finished("tune", done, tune_text.render, facts)
 
 
-@command({"max_tokens": (int | None, None), "seqlen": (int | None, None)}, run_keywords())
+@command({"max_tokens": (int | None, None), "seqlen": (int | None, None), "reader": (str | None, None)}, run_keywords())
 def plan(
     model: str | Path,
     budget: str,
     out: str | Path,
     *,
-    formats: str | Iterable[str] = DEFAULT_FORMATS,
+    formats: str | Iterable[str] | None = None,
     stats: str | Path | None = None,
     measure: str | Path | None = None,
     **options: Any,
@@ -310,16 +316,19 @@ def plan(
     """Chooses a format for every layer under a budget, and writes the recipe for ``convert(recipe=...)``.
 
     budget   bits per weight, or the size of all weights on disk: "4.75bits", "9GB"
+    formats  to choose from; None: the usual ones, as far as ``reader`` runs them
     stats    folder of `calibrate`: the output error of a layer is its sensitivity. measure: a text on which the KL
              divergence of each layer is measured instead, with ``seqlen`` and ``max_tokens``
-    options  those of the machine
+    options  ``reader``, the program that will load the result (the command's ``--for``), and those of the machine
 
     ``record`` is what ``ptqpipe plan --json`` prints.
 
     >>> ptqpipe.plan("MODEL", "5bits", "mixed.yaml", stats="STATS")
     <plan mixed.yaml: bits per weight ..., formats ..., size ... MB>
     """
-    target = Path(out)
+    target, reader = Path(out), options.get("reader")
+    asked = PipelineOptions(formats=None if formats is None else names_in(formats), reader=reader)
+    chosen = formats_for(asked)
     plan_stage.check_recipe_target(target)
     measurement = None
     if measure is not None:
@@ -328,10 +337,11 @@ def plan(
     found = plan_stage.plan_mixed(
         model,
         plan_stage.Budget.parse(budget),
-        formats=names_in(formats),
+        formats=chosen,
         stats=path_or_none(stats),
         measurement=measurement,
         machine=machine_of(options),
+        container=None if reader is None else container_of_all(reader, chosen),
     )
     plan_stage.write_recipe(found, target)
     counts = found.counts(found.solution)

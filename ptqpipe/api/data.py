@@ -64,8 +64,8 @@ def _is_name(item: Any) -> bool:
 
 def write_rows(data: Any, path: Path) -> None:
     """Writes rows as JSON lines. UsageError for none, and for rows that are neither text nor token ids."""
-    whole = isinstance(data, torch.Tensor | Mapping)
-    stream, written = not whole and not hasattr(data, "__len__"), 0
+    whole, written = isinstance(data, torch.Tensor | Mapping), 0
+    stream = not whole and not _has_length(data)
     try:
         items = enumerate([data] if whole else data)
     except TypeError:
@@ -78,6 +78,14 @@ def write_rows(data: Any, path: Path) -> None:
                 break
     if not written:
         raise UsageError("data has no rows; give texts, token ids or batches of them")
+
+
+def _has_length(data: Any) -> bool:
+    """Whether data end. A DataLoader of a stream has a length by its class alone."""
+    try:
+        return len(data) >= 0
+    except TypeError:
+        return False
 
 
 def _rows(item: Any, where: str) -> Iterator[dict[str, Any]]:

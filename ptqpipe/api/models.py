@@ -28,9 +28,9 @@ from ptqpipe.api.calls import (
     recipe_keywords,
     run_keywords,
 )
-from ptqpipe.api.commands import convert
+from ptqpipe.api.commands import PUSH, convert
 from ptqpipe.api.data import Data, recorded
-from ptqpipe.checkpoint import RECORD_FILE, Paths, output_errors
+from ptqpipe.checkpoint import RECORD_FILE, Paths, cached_file, output_errors
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.options import PipelineOptions
 from ptqpipe.runtime.loading import TOKENIZER_FILES, load_model
@@ -39,7 +39,7 @@ DEFAULT_FORMAT = "nvfp4"
 _OWN: Keywords = {"ignore": (Iterable[str], ()), "recipe": (str | Path | None, None)}
 
 
-@command(keywords_of(PipelineOptions, "data"), recipe_keywords(), _OWN, run_keywords(), RESTART, DEVICE)
+@command(keywords_of(PipelineOptions, "data"), recipe_keywords(), _OWN, PUSH, run_keywords(), RESTART, DEVICE)
 def quantize_model(
     model: str | Path | torch.nn.Module,
     format: str = DEFAULT_FORMAT,
@@ -58,7 +58,8 @@ def quantize_model(
                   a DataLoader; None: no calibration
     forward_loop  instead of data: ``forward_loop(model)`` calls the model, and the token ids of its calls are the data.
                   A model that is named by its folder is loaded for that, as a whole
-    tokenizer     of a model in memory, for data that are texts; None: that of the folder it was loaded from
+    tokenizer     of a model in memory, for data that are texts; None: that of the folder it was loaded from,
+                  or of its name on the hub as far as it is in the cache
     out           folder to write; None: as `convert` names it, and for a model in memory a temporary folder
     options       of `convert`: ``quality`` ("fast", "good" or "best"), ``samples``, ``seqlen``, ``eval``, ...
 
@@ -131,10 +132,16 @@ def _saved(model: Any, tokenizer: Any, place: Path | None) -> Iterator[Path]:
             model.save_pretrained(folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            files = [Path(origin, name) for name in TOKENIZER_FILES if origin and tokenizer is None]
+            files = [_file_of(origin, name) for name in TOKENIZER_FILES if origin and tokenizer is None]
             for file in filter(Path.is_file, files):
                 shutil.copyfile(file, folder / file.name)
         yield folder
+
+
+def _file_of(origin: str, name: str) -> Path:
+    """A file of the model that was loaded from a folder, or by its name on the hub: then as it lies in the hub's cache.
+    It need not exist."""
+    return (None if Path(origin).is_dir() else cached_file(origin, name)) or Path(origin, name)
 
 
 def _packed(model: Any, folder: Path | None) -> torch.nn.Module:

@@ -34,10 +34,11 @@ OPTIONS: Keywords = {
     "max_queue": (int | None, None),
     "kv_cache_size": (str | int | None, None),
     "no_prefix_caching": (bool | None, None),
-    "threads": (int | None, None),
+    "workers": (int | None, None),
     "max_body": (str | int | None, None),
     "chat_template": (str | Path | None, None),
     "drain": (float | None, None),
+    "access_log": (bool | None, None),
 }
 _NEGATED = ("overlap",)  # False is an option of its own
 _KILL_S = 10.0  # beyond the seconds that requests have to finish
@@ -144,7 +145,7 @@ def serve(ckpt: str | Path, *, port: int = 0, **options: Any) -> Service:
     Returns when it answers. It ends with the ``with`` block, with ``stop()``, or with this process. Raises UsageError
     for what cannot be served.
 
-    >>> with ptqpipe.serve("OUT", threads=1) as service:
+    >>> with ptqpipe.serve("OUT", workers=1) as service:
     ...     models = urllib.request.urlopen(f"{service.url}/v1/models").read()
     >>> json.loads(models)["data"][0]["id"]
     'OUT'
@@ -165,6 +166,6 @@ def _words(name: str, value: Any) -> list[str]:
         return []
     if isinstance(value, bool):
         return [flag if value else f"--no-{name}"]
-    if isinstance(value, list | tuple):
+    if isinstance(value, Iterable) and not isinstance(value, str):
         return [word for one in value for word in (flag, str(one))]
     return [flag, str(value)]

@@ -29,7 +29,7 @@ from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.partial import Paths, check_output, check_unfinished, completed_run, output_errors
 from ptqpipe.checkpoint.reader import CheckpointReader, Memory
 from ptqpipe.checkpoint.single_file import check_file, write_file
-from ptqpipe.checkpoint.source import check_disjoint, nearest_path, resolve_source
+from ptqpipe.checkpoint.source import cached_file, check_disjoint, nearest_path, resolve_source
 from ptqpipe.checkpoint.tensor_file import write_tensors
 from ptqpipe.checkpoint.writer import COPY_BYTES, CheckpointWriter, Mode, TensorWriter
 
@@ -55,6 +55,7 @@ __all__ = [
     "TensorSpec",
     "TensorWriter",
     "bytes_of",
+    "cached_file",
     "check_disjoint",
     "check_file",
     "check_output",

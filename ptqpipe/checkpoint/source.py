@@ -48,6 +48,18 @@ def resolve_source(model: str, *, revision: str | None = None) -> Path:
     return check_folder(_download(model, revision))
 
 
+def cached_file(model: str, name: str) -> Path | None:
+    """A file of a model on the hub, where it lies in the hub's cache already; None where it does not."""
+    if not is_hub_name(model):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    found = try_to_load_from_cache(model, name)
+    return Path(found) if isinstance(found, str) else None
+
+
 def is_hub_name(model: str) -> bool:
     """Whether the hub could have a model of this name; a local folder of the name goes first."""
     return _HUB_NAME.fullmatch(model) is not None and ".." not in model

@@ -13,7 +13,7 @@ from ptqpipe.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., object])
 
-_OF_SERVE = ("api_key", "chat_template", "max_model_len", "dtype", "device", "threads")
+_OF_SERVE = ("api_key", "chat_template", "max_model_len", "dtype", "device", "workers")
 
 
 def _options_of_serve(function: F) -> F:
@@ -56,9 +56,11 @@ def chat(given: Given) -> None:
 
 def _served(given: Given) -> AbstractContextManager[str]:
     """A service of the checkpoint for this talk alone, on a free port of this machine; its URL."""
+    from ptqpipe.checkpoint import resolve_source
     from ptqpipe.stages.serve.run import ServeOptions, serving
 
-    options = given.into(ServeOptions, port=0, max_len=given.max_model_len, max_seqs=1)
+    given_here = {"port": 0, "max_len": given.max_model_len, "threads": given.workers, "max_seqs": 1}
+    options = given.into(ServeOptions, ckpt=str(resolve_source(given.ckpt)), **given_here)
     shown = sys.stderr.isatty()
     return serving(options, log=lambda line: click.secho(line, dim=True, err=True) if shown else None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ptqpipe.cli import next_steps
-from ptqpipe.cli.common import Given, command, machine_of, ranks_of, says_how_to_resume
+from ptqpipe.cli.common import Given, command, machine_of, ranks_of, says_how_to_resume, this_call
 from ptqpipe.cli.parameters import (
     DEVICE,
     MODEL,
@@ -115,12 +115,14 @@ def _pipeline(given: Given, work: PipelineOptions) -> None:
         raise UsageError("a run of several stages is one process; start it without torchrun")
     mode, machine = given.mode, given.machine(given.device)
     prepared = prepare(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
+    prepared.command = this_call()
     with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
         say = (lambda line: None) if given.as_json else click.echo
         made = stage.run(prepared, say=say)
     click.echo(json.dumps(text.to_json(made)) if given.as_json else text.render(made))
     _upload(given, made.out)
-    next_steps.say_next(given, next_steps.convert, made.out, made.record["container"] != "ptqpipe")
+    elsewhere = made.record["container"] != "ptqpipe"
+    next_steps.say_next(given, next_steps.convert, made.out, elsewhere, made.evaluation is not None, made.report)
 
 
 def _warn(line: str | None) -> None:

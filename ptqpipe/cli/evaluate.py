@@ -11,7 +11,7 @@ import click
 from ptqpipe.cli import next_steps
 from ptqpipe.cli.common import Given, command, main, this_call
 from ptqpipe.cli.parameters import JSON, PATH, QUIET, Dtype, Existing, Size, names
-from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.errors import UsageError
 
 
 @command(
@@ -107,21 +107,10 @@ def evaluate(given: Given) -> None:
     try:
         click.echo(json.dumps(result) if given.as_json else f"{report.render(result)}\n")
     finally:  # shown even if it cannot be written, written even if nobody reads on
-        report.write(result, target)
-        _into_card(Path(given.ckpt), result)
+        report.write(result, target, ckpt=Path(given.ckpt), warn=lambda line: click.echo(f"warning: {line}", err=True))
     if not given.as_json:
         click.echo(f"written to {target}")
         next_steps.say_next(given, next_steps.evaluate, target)
-
-
-def _into_card(ckpt: Path, result: dict[str, Any]) -> None:
-    """Puts what was measured into the model card, where it has a place for it; a card that cannot be written stays."""
-    from ptqpipe.stages.common.card import write_quality
-
-    try:
-        write_quality(ckpt, result)
-    except PtqError as error:
-        click.echo(f"warning: the model card stays as it is: {error}", err=True)
 
 
 def _user_cache() -> Path:

@@ -30,9 +30,18 @@ def _word(value: object) -> str:
     return f"./{value}" if isinstance(value, Path) and str(value).startswith("-") else str(value)
 
 
-def convert(given: Given, out: Path, elsewhere: bool = True) -> Iterator[Call]:
-    """Measure it, and serve it. ``elsewhere``: whether vLLM reads the layout."""
-    yield "ptqpipe", "eval", out, "--source", given.model
+def convert(
+    given: Given, out: Path, elsewhere: bool = True, measured: bool = False, page: Path | None = None
+) -> Iterator[Call]:
+    """Measure it, or see what was measured, and serve it.
+
+    elsewhere  whether vLLM reads the layout
+    measured   whether this call has measured it; page: the report that it made
+    """
+    if page is not None:
+        yield from report(given, page)
+    else:
+        yield "ptqpipe", "report" if measured else "eval", out, "--source", given.model
     yield "ptqpipe", "serve", out
     if elsewhere:
         yield "vllm", "serve", out

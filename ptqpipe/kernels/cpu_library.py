@@ -6,10 +6,13 @@ lock; products and attention run on torch's OpenMP threads as well.
 
 import ctypes
 import os
+import platform
+from contextlib import suppress
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
-from ptqpipe.errors import FormatError
+from ptqpipe.errors import FormatError, one_line
 
 LIBRARY = Path(__file__).with_name("_cpu.so")  # where setup.py puts it
 ABI = 14
@@ -165,3 +168,13 @@ def call(function: str, *arguments: object) -> int:
         raise MemoryError(f"the system has no memory for the working space of the compiled {function}")
     assert status in (OK, NOT_FINITE, UNSUPPORTED), f"{function} returned {status}; build the kernels again"
     return status
+
+
+def processor() -> tuple[str, set[str]]:
+    """What the first processor calls itself, and its flags, from /proc; the architecture and none where that is not."""
+    found: dict[str, str] = {}
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in takewhile(str.strip, file):
+            key, _, value = line.partition(":")
+            found[key.strip()] = value.strip()
+    return one_line(found.get("model name") or platform.machine(), limit=100), set(found.get("flags", "").split())

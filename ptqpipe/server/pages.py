@@ -6,6 +6,7 @@ Each has a policy that lets its own scripts run alone and talk to this server al
 import base64
 import hashlib
 import re
+from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +44,7 @@ def add_pages(app: FastAPI) -> None:
             raise ApiError(501, "/docs needs fastapi-offline; pip install 'ptqpipe[serve]'. /openapi.json has the same")
         made = get_swagger_ui_html(
             openapi_url="openapi.json",
-            title=app.title,
+            title=escape(app.title),
             swagger_js_url=f"{_FILES[1:]}/swagger-ui-bundle.js",
             swagger_css_url=f"{_FILES[1:]}/swagger-ui.css",
             swagger_favicon_url=_ICON,

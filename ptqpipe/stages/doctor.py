@@ -53,7 +53,7 @@ def _python() -> Check:
 
 def _cpu() -> Iterator[Check]:
     """The processor, and which kernels run on it."""
-    model, flags = _cpuinfo()
+    model, flags = cpu_library.processor()
     cores = len(os.sched_getaffinity(0))
     found = [flag for flag in FLAGS if flag in flags]
     facts = {"model": model, "processors": cores, "flags": found}
@@ -66,16 +66,6 @@ def _cpu() -> Iterator[Check]:
         return
     what, _, remedy = reason.partition("; ")
     yield Check("kernels", "missing", f"{what}: the same bytes come from torch, many times slower", remedy, facts)
-
-
-def _cpuinfo() -> tuple[str, set[str]]:
-    """Name and flags of the first processor, from /proc."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    rows = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
-    return rows.get("model name", platform.machine()), set(rows.get("flags", "").split())
 
 
 def _torch() -> Iterator[Check]:

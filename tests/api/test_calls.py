@@ -90,6 +90,33 @@ def test_options_in_messages_are_keywords(said: str, expected: str) -> None:
     assert in_python(said) == expected
 
 
+def test_an_option_goes_by_the_keyword_of_the_function_that_was_called(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r'^eval="none.txt" is no file that exists'):
+        ptqpipe.convert(model, out=tmp_path / "q", eval="none.txt")
+    with pytest.raises(UsageError, match=r"^reader='vllmm' is unknown; did you mean vllm\?"):
+        ptqpipe.plan(model, "5bits", tmp_path / "r.yaml", reader="vllmm")
+    with pytest.raises(UsageError, match=r"^cache_size 'much' is not a size; write 2GiB"):
+        ptqpipe.evaluate(model, cache_size="much", out=tmp_path / "e.json")
+    with pytest.raises(UsageError, match="evaluate has no option 'command'"):
+        ptqpipe.evaluate(model, command="rm -rf")
+    with pytest.raises(UsageError, match=r"^push='nobody' has no owner"):
+        ptqpipe.convert(model, out=tmp_path / "q", push="nobody")
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_checkpoints_are_compared(model: Path, tmp_path: Path) -> None:
+    both = [ptqpipe.convert(model, format=name, out=tmp_path / name, workers=1).path for name in ("fp8", "nvfp4")]
+    found = ptqpipe.report(*both, out=tmp_path / "both.md")
+    assert "\n" not in repr(found)
+    assert "fp8: 8." in str(found)
+    assert "nvfp4: 4." in str(found)
+    assert "nvfp4" in (tmp_path / "both.md").read_text()
+    with pytest.raises(UsageError, match="are for a report on one checkpoint; leave them out"):
+        ptqpipe.report(*both, source=model)
+    assert ptqpipe.report(both[0], out=tmp_path / "one", format="md").path == tmp_path / "one"  # a former spelling
+    assert (tmp_path / "one").read_text().startswith("<!-- ptqpipe report -->")
+
+
 def test_errors_are_those_of_the_command_line_in_pythons_words(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "q"
     calls: dict[str, tuple[type[PtqError], Any]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import DynamicCache
 
 from ptqpipe.api import data as module
@@ -97,13 +97,16 @@ def test_files_and_data_sets_go_by_their_names(tmp_path: Path) -> None:
             assert names == expected
 
 
-def test_a_stream_without_an_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    def endless() -> Iterator[str]:
+class Endless(IterableDataset[str]):
+    def __iter__(self) -> Iterator[str]:
         while True:
             yield "words " * 10
 
+
+@pytest.mark.parametrize("data", [iter(Endless()), DataLoader(Endless(), batch_size=None)], ids=["stream", "loader"])
+def test_a_stream_without_an_end_is_cut(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 1000)
-    assert 13 <= len(rows_of(endless())) <= 15
+    assert 13 <= len(rows_of(data)) <= 15
 
 
 @pytest.mark.parametrize(

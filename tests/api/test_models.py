@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ptqpipe
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.runtime.linear import PackedLinear
+from ptqpipe.stages.demo import MODEL
 from tests.runtime.models import logits, save_source
 
 
@@ -97,10 +99,24 @@ def test_what_is_no_longer_the_checkpoint_is_not_saved(sources: dict[str, Path],
     assert not (tmp_path / "other").exists()
 
 
+def test_a_model_that_was_loaded_by_its_name_on_the_hub_keeps_its_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "cache" / "models--owner--tiny" / "snapshots" / "0123"
+    shutil.copytree(MODEL, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    model.name_or_path = "owner/tiny"
+    ptqpipe.quantize_model(model, "fp8", out=tmp_path / "out", workers=1)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
+
+
 def test_what_is_no_model_of_transformers_is_one_line() -> None:
     with pytest.raises(UsageError, match="Linear is no model of transformers; save it, and name its folder"):
         ptqpipe.quantize_model(torch.nn.Linear(16, 16))
-    with pytest.raises(UsageError, match="samples says how data are read; give data"):
+    with pytest.raises(UsageError, match="samples=8 says how data is read; add data=FILE"):
         ptqpipe.quantize_model("MODEL", samples=8)
 
 

@@ -2,9 +2,11 @@
 
 import builtins
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -72,9 +74,47 @@ def test_a_question_through_a_pipe_is_answered_by_a_service(server: Server) -> N
 
 
 def test_a_checkpoint_is_loaded_and_continues_a_text_where_it_has_no_template() -> None:
-    result = piped(PROMPTS[0], DEMO, "--temperature", 0, "--max-tokens", 12, "--dtype", "fp32", "--threads", 1)
+    result = piped(PROMPTS[0], DEMO, "--temperature", 0, "--max-tokens", 12, "--dtype", "fp32", "--workers", 1)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == text(greedy(tokenizer()(PROMPTS[0]).input_ids, 12)) + "\n"
+
+
+class Other(BaseHTTPRequestHandler):
+    """A server that is another's, or one that goes in the middle of an answer."""
+
+    models: bytes
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.models)
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'data: {"choices": [{"text": "Once"}]}\n\n')
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (b"<html>a page</html>", "is no service of OpenAI's API; check --url"),
+        (b'{"data": []}', "is no service of OpenAI's API"),
+        (b"[1]", "is no service of OpenAI's API"),
+        (b'{"data": [{"id": "m", "chat": false}]}', "the answer broke off: the service has closed the connection"),
+    ],
+)
+def test_another_server_and_an_answer_without_its_end_are_a_line(models: bytes, message: str) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("_", (Other,), {"models": models})) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        result = piped("a", "--url", f"http://127.0.0.1:{other.server_port}")
+        other.shutdown()
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_talk_sends_what_was_said_and_the_system_prompt(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

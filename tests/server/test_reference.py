@@ -5,7 +5,10 @@ import json
 import re
 
 import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
 
+from ptqpipe.server.pages import add_pages
 from tests.server.conftest import Server
 
 
@@ -55,6 +58,16 @@ def test_docs_say_what_to_install_or_bring_their_own_files(server: Server) -> No
             if not file.startswith("data:"):
                 assert http.get(f"/{file}").status_code == 200
         assert http.get("/docs/files/../../app.py").status_code == 404
+
+
+def test_a_model_whose_name_is_markup_runs_nothing_in_docs() -> None:
+    pytest.importorskip("fastapi_offline")
+    app = FastAPI(title="</title><script>alert(1)</script>", docs_url=None)
+    add_pages(app)
+    page = TestClient(app).get("/docs")
+    assert page.status_code == 200
+    assert "<script>alert" not in page.text
+    assert "&lt;script&gt;alert(1)" in page.text
 
 
 def test_swagger_ui_shows_the_routes_within_its_policy(server: Server) -> None:

@@ -96,6 +96,11 @@ def test_what_is_measured_goes_into_the_card_and_what_a_person_wrote_stays(
         assert "perplexity +0.50 %" in text
         assert card_sha256(out / "README.md") == fresh
         assert ModelCard.load(out / "README.md").data.base_model == "owner/tiny"
+    odd = {"kl": [RESULT["kl"][0] | {"data": "a<!-- end -->.txt"}]}  # the name of a text is anyone's
+    assert write_quality(out, RESULT | odd)
+    assert card_sha256(out / "README.md") == fresh
+    assert write_quality(out, RESULT)
+    text = (out / "README.md").read_text()
     report = verify(out, source=source)
     assert not report.faults
     assert not [note for note in report.notes if note.check == "files"]

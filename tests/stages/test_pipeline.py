@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.containers import get_container
-from ptqpipe.errors import AlreadyComplete, OutputError
+from ptqpipe.errors import AlreadyComplete, OutputError, UsageError, WrongOutput
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.readers import READERS
 from ptqpipe.schemes import get_scheme
@@ -74,6 +74,9 @@ def test_best_is_tune_and_convert_in_one_call_and_leaves_nothing_else(model: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     for words in ("1 tune: GPTQ in the order of the model", "[1/3] tune", "[3/3] verify", "Next: ptqpipe eval"):
         assert words in printed
+    again = ran("convert", model, "--eval", text, "-o", tmp_path / "measured", "--workers", 1)
+    assert f"Next: ptqpipe report {tmp_path / 'measured'} --source {model}" in again
+    assert json.loads((tmp_path / "measured.eval.json").read_text())["made"]["command"].startswith("ptqpipe")
     ran("tune", model, *few(text), "-o", tmp_path / "codes")
     ran("convert", model, "--rounding", tmp_path / "codes", "-o", tmp_path / "two")
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
@@ -97,7 +100,7 @@ def test_good_has_the_codes_of_statistics_with_full_moments(
 def test_fast_weights_scales_by_small_statistics(model: Path, text: Path, tmp_path: Path) -> None:
     done = made(model, tmp_path / "out", work_of(text, quality="fast", keep_stages=str(tmp_path / "kept")))
     assert {entry["weighting"] for entry in done.record["weights"].values()} == {"diagonal"}
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["statistics"]
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"pipeline.json", "statistics"}
     columns = {
         name: t.numel() for file in (tmp_path / "kept").rglob("*.safetensors") for name, t in load_file(file).items()
     }
@@ -164,6 +167,7 @@ def whole(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     assert done.report == out.parent / "out.report.html"
     assert done.evaluation is not None
     assert done.evaluation["kl"][0]["mean"] > 0
+    assert "## Quality" in (out / "README.md").read_text()
     return files_of(out)
 
 
@@ -245,6 +249,44 @@ def test_the_call_that_continues_is_told_and_another_one_is_refused(
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
+def test_a_run_that_replaces_an_output_goes_on_where_it_was_stopped(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former output is there until the new one is whole; --resume need not say --overwrite again."""
+    work = work_of(text)
+    ptqpipe.convert(model, format="fp8", out=tmp_path / "out", workers=1)
+    former = files_of(tmp_path / "out")
+    with pytest.raises(WrongOutput, match="no unfinished run next to it and is no output of this run; --overwrite"):
+        made(model, tmp_path / "out", work, mode="resume")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}  # it is told before any work
+    with monkeypatch.context() as patch:
+        patch.setattr(tune_stage, "follow", stops(tune_stage.follow, at=2))
+        with pytest.raises(KeyboardInterrupt):
+            made(model, tmp_path / "out", work, mode="overwrite")
+    assert files_of(tmp_path / "out") == former
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "verify", stops(stages.verify, at=1))
+        with pytest.raises(KeyboardInterrupt):
+            made(model, tmp_path / "out", work, mode="resume")
+    made(model, tmp_path / "out", work, mode="resume")
+    made(model, tmp_path / "new", work)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "new")
+
+
+def test_the_stages_that_another_call_kept_are_not_taken_for_ones_own(model: Path, text: Path, tmp_path: Path) -> None:
+    """A recipe that was planned for another budget, a text that another model wrote."""
+    kept = str(tmp_path / "kept")
+    made(model, tmp_path / "a", PipelineOptions(budget="6.5bits", keep_stages=kept))
+    recipe = (tmp_path / "kept" / "recipe.yaml").read_bytes()
+    with pytest.raises(UsageError, match="has the stages of a run with another value of --budget; name another folder"):
+        made(model, tmp_path / "b", PipelineOptions(budget="9bits", keep_stages=kept))
+    made(model, tmp_path / "c", PipelineOptions(budget="6.5bits", keep_stages=kept))
+    assert (tmp_path / "kept" / "recipe.yaml").read_bytes() == recipe
+    with pytest.raises(UsageError, match="has files that no run left there; name an empty folder"):
+        made(model, tmp_path / "d", work_of(text, keep_stages=str(text.parent)))
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "c", "kept"}
+
+
 def test_a_run_that_fails_before_any_work_leaves_nothing(model: Path, text: Path, tmp_path: Path) -> None:
     short = CliRunner().invoke(main, ["convert", str(model), "--data", str(text), "-o", str(tmp_path / "out")])
     assert short.exit_code == 2
@@ -261,7 +303,7 @@ def test_a_budget_is_kept_and_its_layers_are_tuned(model: Path, text: Path, tmp_
     assert sum(b * n for b, n in bits) / sum(n for _, n in bits) <= 6.5
     assert len({entry["format"] for entry in record["weights"].values()}) > 1
     assert {entry["algorithm"] for entry in record["weights"].values()} == {"learned"}
-    assert {path.name for path in kept.iterdir()} == {"statistics", "recipe.yaml", "codes"}
+    assert {path.name for path in kept.iterdir()} == {"pipeline.json", "statistics", "recipe.yaml", "codes"}
     assert not {"mxfp4a16", "mxfp8a16"} & {entry["scheme"] for entry in record["weights"].values()}
 
 
@@ -294,6 +336,8 @@ def test_a_folder_stands_for_the_texts_in_it_and_python_takes_the_same_options(
     [
         ("--quality best", "--quality best says how much is computed with a text; add --data"),
         ("--formats nvfp4,fp8", "add --budget, or give one --format"),
+        ("--samples 8", "--samples 8 says how --data is read; add --data FILE"),
+        ("--seqlen 8 --eval TEXT", "--seqlen 8 says how --data is read"),
         ("--budget 5bits --format nvfp4", "--budget chooses the formats, and --format does; give one of them"),
         ("--budget 5", "--budget 5 is a number without a unit; write 5bits"),
         ("--budget 1bits", "--budget 1bits is too small; the smallest possible is"),

@@ -12,6 +12,7 @@ import huggingface_hub.constants
 import pytest
 from click.testing import CliRunner, Result
 
+import ptqpipe
 from ptqpipe.cli import main
 from tests.tiny import bytes_of, llama, save
 
@@ -117,6 +118,12 @@ def test_every_file_of_the_checkpoint_arrives(hub: Hub, source: Path, tmp_path: 
     assert hub.files == bytes_of(tmp_path / "out")
     assert all(call.endswith("Bearer hf_secret") for call in hub.calls if "/api/repos" in call or "/commit/" in call)
     assert "hf_secret" not in done.output
+
+
+def test_python_uploads_as_the_command_does(hub: Hub, source: Path, tmp_path: Path) -> None:
+    done = ptqpipe.convert(source, format="fp8", out=tmp_path / "out", push="owner/tiny")
+    assert done.facts["uploaded to"] == f"{hub.address}/owner/tiny"
+    assert hub.files == bytes_of(tmp_path / "out")
 
 
 @pytest.mark.parametrize(("status", "words"), [(401, "token is not valid"), (403, "may not write"), (500, "500")])

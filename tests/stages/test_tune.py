@@ -53,6 +53,22 @@ def rows(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_windows(tmp_path_factory.mktemp("rows") / "rows.jsonl", torch.tensor(ids).view(16, 64))
 
 
+@pytest.mark.parametrize(("large", "threads"), [(tune.LARGE, 1), (1, 2)], ids=["small", "large"])
+def test_small_weights_are_computed_by_one_thread(
+    large: int, threads: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two would wait for each other longer than they compute: ten times the seconds on a busy machine."""
+    monkeypatch.setattr(tune, "LARGE", large)
+    monkeypatch.setattr("ptqpipe.stages.common.machine.processors", lambda: [0, 1])
+
+    def begins(line: str) -> None:
+        assert torch.get_num_threads() == threads
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune(DEMO, [str(text)], tmp_path / "codes", options=OPTIONS, machine=Machine(workers=2), log=begins)
+
+
 @pytest.fixture(scope="module", params=["nvfp4", "mxfp4"])
 def tuned(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     out = tmp_path_factory.mktemp("tuned") / "codes"

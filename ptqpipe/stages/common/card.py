@@ -160,8 +160,8 @@ def hub_name(path: Path) -> str | None:
 
 
 def _code(text: object) -> str:
-    """Untrusted text in code style: nothing in it is markup."""
-    return "`" + one_line(str(text), limit=200).replace("`", "'") + "`"
+    """Untrusted text in code style: nothing in it is markup, nor the end of a section."""
+    return "`" + one_line(str(text), limit=200).replace("`", "'").replace("<!--", "<!- -") + "`"
 
 
 def _cell(text: str) -> str:

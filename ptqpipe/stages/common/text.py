@@ -13,6 +13,7 @@ from typing import Any
 
 from ptqpipe.containers import short_json
 from ptqpipe.errors import one_line
+from ptqpipe.kernels.cpu_library import processor
 from ptqpipe.quantities import table
 from ptqpipe.report import content
 
@@ -43,7 +44,7 @@ def run_facts(command: str = "") -> dict[str, str]:
     words = [_without_folders(word) for word in shlex.split(command)]
     cores = f"{os.cpu_count()} processors, {platform.system()}"
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return {"date": now, "machine": f"{_processor()}, {cores}", "command": shlex.join(words)}
+    return {"date": now, "machine": f"{processor()[0]}, {cores}", "command": shlex.join(words)}
 
 
 def _without_folders(word: str) -> str:
@@ -52,16 +53,6 @@ def _without_folders(word: str) -> str:
     path = Path(value)
     hidden = path.is_absolute() or value.startswith((".", "~")) or os.path.exists(path.parent)
     return f"{option}{equals}{path.name}" if hidden and path.name else word
-
-
-def _processor() -> str:
-    """What the processor calls itself."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-            return one_line(next(names, platform.machine()), limit=100)
-    except OSError:
-        return platform.machine()
 
 
 def same_json(a: Any, b: Any) -> bool:

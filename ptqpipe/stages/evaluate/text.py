@@ -1,17 +1,17 @@
 """Where the eval file of a checkpoint goes, and its tables for a terminal."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint import check_file, write_file
-from ptqpipe.errors import OutputExists
+from ptqpipe.errors import OutputExists, PtqError
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.quantities import number
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
-from ptqpipe.stages.common import name_of, table
+from ptqpipe.stages.common import name_of, table, write_quality
 
 _NAME = 16  # characters of the name of a text or task
 
@@ -52,9 +52,16 @@ def check_target(out: Path, *, overwrite: bool, compared: bool, tasks: bool) -> 
         )
 
 
-def write(result: Mapping[str, Any], out: Path) -> None:
-    """Writes the JSON in one step. OutputError where it cannot be written."""
+def write(result: Mapping[str, Any], out: Path, *, ckpt: Path, warn: Callable[[str], None]) -> None:
+    """Writes the JSON in one step, and what it says into the model card of ``ckpt``, where that has a place for it.
+
+    OutputError where the JSON cannot be written. A card that cannot be stays as it is: ``warn`` is called with a line.
+    """
     write_file(out, json.dumps(result, indent=1) + "\n")
+    try:
+        write_quality(ckpt, result)
+    except PtqError as error:
+        warn(f"the model card stays as it is: {error}")
 
 
 def render(result: Mapping[str, Any]) -> str:

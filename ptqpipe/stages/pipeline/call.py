@@ -10,11 +10,11 @@ from ptqpipe.errors import UsageError
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.readers import container_for, formats_of
 from ptqpipe.recipe import Recipe, build_recipe
+from ptqpipe.rows import files_of
 from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.plan.units import DEFAULT_FORMATS, KEEP
 
 SELF = "self"
-_TEXTS = (".txt", ".jsonl", ".parquet")
 _BY_QUALITY = ("algorithm", "weighting", "damping", "refine", "low_rank", "low_rank_dtype")
 
 
@@ -34,6 +34,10 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
         raise UsageError(
             f"--quality {work.quality} says how much is computed with a text; add --data FILE, or --data self"
         )
+    windows = {name: getattr(work, name) for name in ("samples", "seqlen", "seed")}
+    chosen = next((name for name, value in windows.items() if value != getattr(PipelineOptions(), name)), None)
+    if chosen is not None and not work.data:
+        raise UsageError(f"--{chosen} {windows[chosen]} says how --data is read; add --data FILE, or leave it out")
     if work.formats is not None and work.budget is None:
         raise UsageError("--formats names what --budget chooses from; add --budget, or give one --format")
     given = "--recipe" if recipe_path is not None else "--format" if recipe.scheme is not None else ""
@@ -52,21 +56,11 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
 
 def texts_of(data: Sequence[str]) -> list[str]:
     """The files and data sets of --data: a folder stands for the texts in it. UsageError where it has none."""
-    found: list[str] = []
-    for name in data:
-        path = Path(name).expanduser()
-        if name == SELF and not path.exists():
-            if len(data) > 1:
-                raise UsageError("--data self is the model's own text; give it alone, or files")
-            return []
-        if not path.is_dir():
-            found.append(name)
-            continue
-        inside = sorted(str(file) for file in path.iterdir() if file.suffix in _TEXTS and file.is_file())
-        if not inside:
-            raise UsageError(f"--data {name} is a folder without {', '.join(_TEXTS)} files; name a file, or another")
-        found += inside
-    return found
+    if SELF in data and not Path(SELF).exists():
+        if len(data) > 1:
+            raise UsageError("--data self is the model's own text; give it alone, or files")
+        return []
+    return files_of(data)
 
 
 def formats_for(work: PipelineOptions) -> tuple[str, ...]:

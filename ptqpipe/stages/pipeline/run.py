@@ -27,8 +27,9 @@ from ptqpipe.checkpoint import (
     output_errors,
     read_json_object,
     run_id_of,
+    write_file,
 )
-from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, UsageError
+from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, UsageError, WrongOutput
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.quantities import disk_size
@@ -40,6 +41,7 @@ from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.stages import Pipeline
 
 CALL_FILE = "pipeline.json"
+REPLACES = "replaces"  # in it: the run was begun with --overwrite
 Say = Callable[[str], None]
 
 
@@ -122,19 +124,45 @@ def _open(run: Pipeline, identity: Mapping[str, str]) -> None:
         raise OutputExists(f"{begun} is left from an unfinished run; --resume continues it, --overwrite discards it")
     if former is None and run.mode != "overwrite" and out.exists() and any(out.iterdir()):
         _refuse(run, identity)
-    changed = [name for name in identity if former is not None and former.get(name) != identity[name]]
+    changed = _changed(former, identity)
     if changed:
         raise UsageError(
-            f"{begun} was begun with another value of {changed[0].removeprefix('the ')}; give what it had and "
-            "--resume, or --overwrite to begin again"
+            f"{begun} was begun with another value of {changed}; give what it had and --resume, or --overwrite to "
+            "begin again"
         )
+    if run.work.keep_stages is not None:
+        _keep(run.folder, identity)
     if former is None:
         _check_disk(run)
+        former = {**identity, **({REPLACES: True} if run.mode == "overwrite" else {})}
         with output_errors(begun):
             begun.mkdir(parents=True, exist_ok=True)
-            (begun / CALL_FILE).write_bytes(json_bytes(dict(identity)))
-    with output_errors(run.folder):
-        run.folder.mkdir(parents=True, exist_ok=True)
+            (begun / CALL_FILE).write_bytes(json_bytes(former))
+    run.replaces = bool(former.get(REPLACES))
+
+
+def _changed(former: Mapping[str, Any] | None, identity: Mapping[str, str]) -> str:
+    """What another call decided otherwise, in words; empty for nothing, and for no call."""
+    changed = [name for name in identity if former is not None and former.get(name) != identity[name]]
+    return changed[0].removeprefix("the ") if changed else ""
+
+
+def _keep(folder: Path, identity: Mapping[str, str]) -> None:
+    """Makes the folder of --keep-stages one of this call, since what lies there is used as this call's own.
+    UsageError for a folder with other files, and for that of a call that decided otherwise."""
+    with output_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        others = any(folder.iterdir())
+    if (folder / CALL_FILE).exists():
+        changed = _changed(read_json_object(folder / CALL_FILE), identity)
+        if changed:
+            raise UsageError(
+                f"--keep-stages {folder} has the stages of a run with another value of {changed}; name another folder"
+            )
+    elif others:
+        raise UsageError(f"--keep-stages {folder} has files that no run left there; name an empty folder, or a new one")
+    else:
+        write_file(folder / CALL_FILE, json_bytes(dict(identity)).decode())
 
 
 def _refuse(run: Pipeline, identity: Mapping[str, str]) -> None:
@@ -145,6 +173,11 @@ def _refuse(run: Pipeline, identity: Mapping[str, str]) -> None:
     record = read_json_object(run.out / RECORD_FILE) if own else {}
     if record.get("pipeline", {}).get("run") == run_id_of(identity):
         raise AlreadyComplete(f"{run.out} is already complete, by this very run; nothing is left to do")
+    if run.way is not None or run.work.budget is not None:
+        raise WrongOutput(
+            f"{run.out} has no unfinished run next to it and is no output of this run; --overwrite replaces it, or "
+            "choose another -o"
+        )
 
 
 def _check_disk(run: Pipeline) -> None:

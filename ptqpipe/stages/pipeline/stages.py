@@ -4,9 +4,11 @@ Must not know how a stage works, nor how a call is checked.
 """
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from ptqpipe.checkpoint import (
     Paths,
     file_sha256,
     run_id_of,
-    write_file,
 )
 from ptqpipe.errors import AlreadyComplete, VerifyError
 from ptqpipe.options import PipelineOptions, RecipeOptions
@@ -27,6 +28,7 @@ from ptqpipe.stages.common import Machine, compute_threads, name_of, named_sourc
 from ptqpipe.stages.convert import run as conversion
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.evaluate import run as evaluation
+from ptqpipe.stages.evaluate.text import write as write_evaluation
 from ptqpipe.stages.generate import generate
 from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.table import Way, words_of
@@ -55,6 +57,8 @@ class Pipeline:
     folder    where the stages' outputs lie; ``begun`` the hidden folder that says that a run is unfinished
     texts     files of --data, empty where the model writes its own
     identity  what decides the bytes, by its name in a message
+    replaces  whether the run, or the one that it continues, was begun with --overwrite
+    command   the call, which eval file and report show
     """
 
     path: Path
@@ -74,6 +78,8 @@ class Pipeline:
     identity: Mapping[str, str] = field(init=False)
     evaluation: Mapping[str, Any] | None = None
     report: Path | None = None
+    replaces: bool = False
+    command: str = ""
 
     def __post_init__(self) -> None:
         self.floats, self.begun, self.identity = self.path, Paths.of(self.out).stages, self._identity()
@@ -202,10 +208,12 @@ class Pipeline:
         path = self.recipe_file if codes is None else None
         where: dict[str, Any] = {"recipe_path": path, "stats": stats, "rounding": codes}
         options = RecipeOptions() if codes is not None else best_with(self.recipe, **where)
-        more = self._entry()
+        begun = self.begun / "converting"  # an output that may be replaced is replaced once
+        mode: Mode = "overwrite" if self.replaces and not begun.exists() else "resume"
         with prepare(self.floats, options=options, out=self.out, **where) as prepared:
-            job = prepared.with_more(more, consumes=self.work.keep_stages is None)
-            conversion.convert(job, mode="resume" if self.mode == "new" else self.mode, machine=self.machine)
+            job = prepared.with_more(self._entry(), consumes=self.work.keep_stages is None)
+            begun.touch()
+            conversion.convert(job, mode=mode, machine=self.machine)
 
     def _entry(self) -> dict[str, Any]:
         """What the record says of this run; nothing where it is the one of a plain conversion."""
@@ -233,14 +241,18 @@ class Pipeline:
             data=tuple(self.work.eval),
             device=str(self.machine.device),
             cache_dir=self.begun / "logits",
+            command=self.command,
         )
         shown = self.machine.progress
         self.evaluation = evaluation.evaluate(str(self.out), source=str(self.path), options=options, progress=shown)
-        write_file(self.beside("eval.json"), json.dumps(self.evaluation, indent=1) + "\n")
+        warn = partial(warnings.warn, stacklevel=2)
+        write_evaluation(self.evaluation, self.beside("eval.json"), ckpt=self.out, warn=warn)
 
     def _report(self) -> None:
         measured = self.beside("eval.json") if self.work.eval else None
-        self.report, _ = make_report(self.out, source=self.floats, evaluation=measured, out=self.beside("report.html"))
+        self.report, _ = make_report(
+            self.out, source=self.floats, evaluation=measured, out=self.beside("report.html"), command=self.command
+        )
 
 
 def _content(name: str) -> str:

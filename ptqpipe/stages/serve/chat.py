@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.client import HTTPException
 from typing import Any
 
 from ptqpipe.errors import PtqError, UsageError, one_line
@@ -42,7 +43,10 @@ class Chat:
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
         with self._open("/v1/models") as response:
-            found = json.load(response)["data"][0]
+            try:
+                found = json.load(response)["data"][0]
+            except (ValueError, LookupError, TypeError, HTTPException):
+                raise PtqError(f"what answers at {self._url} is no service of OpenAI's API; check --url") from None
         self.model, self.chats = str(found["id"]), bool(found.get("chat", True))
         self._context = found.get("max_model_len")
         self._sampling = {name: value for name, value in sampling.items() if value is not None}
@@ -92,7 +96,7 @@ class Chat:
             return urllib.request.build_opener(proxies).open(asked, timeout=_ANSWER_S)
         except urllib.error.HTTPError as error:
             raise PtqError(_reason(error)) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise PtqError(f"no service answers at {self._url}: {one_line(str(reason))}; check --url") from None
 
@@ -115,8 +119,9 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
                 yield event
             elif line.startswith(b"data: [DONE]"):
                 return
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise PtqError(f"the answer broke off: {one_line(str(error))}") from None
+    raise PtqError("the answer broke off: the service has closed the connection")
 
 
 def visible(text: str) -> str:

@@ -10,7 +10,6 @@ start's codes, so the float stream is enough. A killed run runs the finished lay
 """
 
 import contextlib
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,23 +25,24 @@ from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
 from ptqpipe.calibration.rounding import Learned, Settings, learn
-from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, write_tensors
+from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint
 from ptqpipe.errors import UsageError
-from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.rounding import ROUNDING_FILE, ROUNDING_VERSION, Rounding
+from ptqpipe.rounding import ROUNDING_FILE
 from ptqpipe.runtime.loading import default_length, read_config
 from ptqpipe.stages.common import BASE_BYTES, Machine, compute_threads, counting_bar, name_of, peak_bytes, threads
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.run import Conversion
+from ptqpipe.stages.tune import codes as codes_of
 from ptqpipe.stages.tune.block import BlockWork, follow, observe
 from ptqpipe.statistics import Statistics
 
 METHODS = ("gptq", "layerwise", "gptq+learned", "learned")
 SHARE = 0.5
+LARGE = 1 << 20  # numbers in a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,7 @@ def tune(
     """
     begun = time.monotonic()
     options, machine = options or TuneOptions(), machine or Machine(compute_threads())
-    if options.method not in METHODS:
-        raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
-    if not 0.0 <= options.share <= 1.0:
-        raise UsageError(f"--share {options.share} is out of range; use 0 (no compensation) to 1 (full compensation)")
+    _check(options)
     full = stats is not None and _has_full(stats)
     collects = options.method != "learned" and not full
     if options.method != "learned" and full:
@@ -120,24 +117,47 @@ def tune(
             field=options.data_field,
             holdout=None if collects else 0,
         )
-        parts = {
-            "stage": "tune",
-            "the model": source.reader.fingerprint(),
-            "the recipe": prepared.run_parts["recipe"],
-            "the statistics": prepared.run_parts.get("statistics", ""),
-            "the data": samples.sha256,
-            **({"the held-out data": tokens_digest(samples.held_out)} if collects else {}),
-            "the settings": json.dumps([options.method, options.share, asdict(options.settings)]),
-            "the version of ptqpipe": __version__,
-        }
+        parts = _identity(prepared, samples, options, collects=collects)
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
-        with folder, threads(machine.workers):
+        with folder, threads(machine.workers if _is_large(prepared) else 1):
             if log is not None:
                 log(_described(prepared, samples, options))
             _run(prepared, samples, folder, options, machine, collects=collects)
-            content = _content(prepared, samples, options, folder, collects=collects)
+            content = codes_of.content(prepared, samples, _how(options), folder, seed=options.seed, collects=collects)
             folder.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
+
+
+def _check(options: TuneOptions) -> None:
+    """UsageError for a method that there is not, and for a share out of range."""
+    if options.method not in METHODS:
+        raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
+    if not 0.0 <= options.share <= 1.0:
+        raise UsageError(f"--share {options.share} is out of range; use 0 (no compensation) to 1 (full compensation)")
+
+
+def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, collects: bool) -> dict[str, str]:
+    """What decides the codes, by its name in a message."""
+    return {
+        "stage": "tune",
+        "the model": prepared.source.reader.fingerprint(),
+        "the recipe": prepared.run_parts["recipe"],
+        "the statistics": prepared.run_parts.get("statistics", ""),
+        "the data": samples.sha256,
+        **({"the held-out data": tokens_digest(samples.held_out)} if collects else {}),
+        "the settings": json.dumps([options.method, options.share, asdict(options.settings)]),
+        "the version of ptqpipe": __version__,
+    }
+
+
+def _how(options: TuneOptions) -> dict[str, Any]:
+    return {"method": options.method, "share": options.share, "settings": asdict(options.settings)}
+
+
+def _is_large(prepared: Conversion) -> bool:
+    """Whether a weight is so large that torch's threads gain more than they cost by waiting for each other: operations
+    on fewer numbers take microseconds, and there are hundreds for each weight."""
+    return any(m.shape[0] * m.shape[1] >= LARGE for unit in prepared.outputs.plan.units for m in unit.members)
 
 
 def _has_full(stats: Path) -> bool:
@@ -231,7 +251,7 @@ def _layerwise(work: BlockWork, runner: Runner, folder: BlockFolder, *, collects
     codes = work.start(inputs)
     entry: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0, "held_out": False}
     entry |= {"not_learned": []}
-    folder.commit(work.block.name, entry | _write(folder.paths.growing, work.block.name, codes))
+    folder.commit(work.block.name, entry | codes_of.write(folder.paths.growing, work.block.name, codes))
 
 
 def _tune_block(
@@ -258,11 +278,11 @@ def _tune_block(
 
     if block.name in folder.done:
         run(lambda batch: None)
-        codes = _read_codes(folder, block, work.units)
+        codes = codes_of.read(folder, block, work.units)
     else:
         inputs = observe(block, runner, run) if collects else run(lambda batch: None)
         codes, record = _find(work, options, work.start(inputs), streams, on_part=on_part)
-        record |= _write(folder.paths.growing, block.name, codes)
+        record |= codes_of.write(folder.paths.growing, block.name, codes)
         folder.commit(block.name, record)
     decoded = {key: q.dequantize() for key, q in codes.items()}
     with torch.no_grad():
@@ -341,56 +361,3 @@ def _learn(
         for key, q in start.items()
     }
     return codes, learned
-
-
-def _write(folder: Path, block: str, codes: Mapping[str, QTensor]) -> dict[str, Any]:
-    """One safetensors file, on disk when this returns; its entry in the index."""
-    tensors: dict[str, torch.Tensor] = {}
-    for key, q in codes.items():
-        tensors |= {f"{key}.data": q.data, f"{key}.scales": q.scales}
-        if q.global_scale is not None:
-            tensors[f"{key}.global_scale"] = q.global_scale.reshape(1)
-    path = folder / f"{block}.safetensors"
-    return {
-        "file": path.name,
-        "sha256": write_tensors(path, tensors),
-        "weights": {key: {"format": q.fmt.name, "shape": list(q.shape)} for key, q in codes.items()},
-    }
-
-
-def _read_codes(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dict[str, QTensor]:
-    """What a former run has learned of a block."""
-    content = {"weights": folder.done[block.name]["weights"]}
-    with Rounding.of_files(folder.paths.growing, content) as stored:
-        return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
-
-
-def _content(
-    prepared: Conversion, samples: Samples, options: TuneOptions, folder: BlockFolder, *, collects: bool
-) -> dict[str, Any]:
-    """rounding.json. ``start``: the algorithm of the codes that were started from, where it is not the recipe's."""
-    blocks = folder.done
-    source = prepared.source
-    return {
-        "version": ROUNDING_VERSION,
-        "ptqpipe": __version__,
-        "run_id": folder.run_id,
-        "digest": hashlib.sha256(json.dumps(blocks, sort_keys=True).encode()).hexdigest(),
-        "model": {"name": name_of(prepared.source.reader.path), "fingerprint": source.reader.fingerprint()},
-        "recipe": prepared.outputs.recipe.to_json(),
-        "statistics": prepared.run_parts.get("statistics"),
-        "data": {
-            "files": [asdict(file) for file in samples.files],
-            "sha256": samples.sha256,
-            "samples": samples.windows.shape[0],
-            "seqlen": samples.windows.shape[1],
-            "seed": options.seed,
-            **({"held_out": samples.held_out.shape[0]} if len(samples.held_out) else {}),
-        },
-        "method": options.method,
-        "share": options.share,
-        **({"start": "gptq"} if collects else {}),
-        "settings": asdict(options.settings),
-        "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in blocks.items()},
-        "weights": {key: entry for block in blocks.values() for key, entry in block["weights"].items()},
-    }

@@ -1,0 +1,77 @@
+"""The folder of learned codes: what is written of each decoder layer, read of a finished one, and its rounding.json."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptqpipe._version import __version__
+from ptqpipe.calibration.data import Samples
+from ptqpipe.calibration.runner import Block
+from ptqpipe.checkpoint import BlockFolder, write_tensors
+from ptqpipe.plan import Unit
+from ptqpipe.qtensor import QTensor
+from ptqpipe.rounding import ROUNDING_VERSION, Rounding
+from ptqpipe.stages.common import name_of
+from ptqpipe.stages.convert.run import Conversion
+
+
+def write(folder: Path, block: str, codes: Mapping[str, QTensor]) -> dict[str, Any]:
+    """One safetensors file, on disk when this returns; its entry in the index."""
+    tensors: dict[str, torch.Tensor] = {}
+    for key, q in codes.items():
+        tensors |= {f"{key}.data": q.data, f"{key}.scales": q.scales}
+        if q.global_scale is not None:
+            tensors[f"{key}.global_scale"] = q.global_scale.reshape(1)
+    path = folder / f"{block}.safetensors"
+    return {
+        "file": path.name,
+        "sha256": write_tensors(path, tensors),
+        "weights": {key: {"format": q.fmt.name, "shape": list(q.shape)} for key, q in codes.items()},
+    }
+
+
+def read(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dict[str, QTensor]:
+    """What a former run has learned of a block."""
+    content = {"weights": folder.done[block.name]["weights"]}
+    with Rounding.of_files(folder.paths.growing, content) as stored:
+        return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
+
+
+def content(
+    prepared: Conversion, samples: Samples, how: Mapping[str, Any], folder: BlockFolder, *, seed: int, collects: bool
+) -> dict[str, Any]:
+    """rounding.json.
+
+    how       the method, its share and its settings
+    collects  whether tune collected the moments; then GPTQ's codes were started from, which are not the recipe's
+    """
+    blocks = folder.done
+    source = prepared.source
+    return {
+        "version": ROUNDING_VERSION,
+        "ptqpipe": __version__,
+        "run_id": folder.run_id,
+        "digest": hashlib.sha256(json.dumps(blocks, sort_keys=True).encode()).hexdigest(),
+        "model": {"name": name_of(prepared.source.reader.path), "fingerprint": source.reader.fingerprint()},
+        "recipe": prepared.outputs.recipe.to_json(),
+        "statistics": prepared.run_parts.get("statistics"),
+        "data": {
+            "files": [asdict(file) for file in samples.files],
+            "sha256": samples.sha256,
+            "samples": samples.windows.shape[0],
+            "seqlen": samples.windows.shape[1],
+            "seed": seed,
+            **({"held_out": samples.held_out.shape[0]} if len(samples.held_out) else {}),
+        },
+        "method": how["method"],
+        "share": how["share"],
+        **({"start": "gptq"} if collects else {}),
+        "settings": how["settings"],
+        "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in blocks.items()},
+        "weights": {key: entry for block in blocks.values() for key, entry in block["weights"].items()},
+    }
