@@ -56,9 +56,12 @@ def chat(given: Given) -> None:
 
 def _served(given: Given) -> AbstractContextManager[str]:
     """A service of the checkpoint for this talk alone, on a free port of this machine; its URL."""
+    from ptqpipe.checkpoint import resolve_source
     from ptqpipe.stages.serve.run import ServeOptions, serving
 
-    options = given.into(ServeOptions, port=0, max_len=given.max_model_len, max_seqs=1)
+    options = given.into(
+        ServeOptions, ckpt=str(resolve_source(given.ckpt)), port=0, max_len=given.max_model_len, max_seqs=1
+    )
     shown = sys.stderr.isatty()
     return serving(options, log=lambda line: click.secho(line, dim=True, err=True) if shown else None)
 

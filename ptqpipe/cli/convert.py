@@ -30,8 +30,9 @@ from ptqpipe.options import PipelineOptions
 
 @command(
     example="""
-ptqpipe convert MODEL --format nvfp4 -o OUT
-ptqpipe convert MODEL --format nvfp4_w4a4 --stats stats -o OUT
+ptqpipe convert MODEL
+ptqpipe convert MODEL --data text.jsonl --eval held-out.txt --report
+ptqpipe convert MODEL --budget 4.75bits --data self --for vllm -o OUT
 """
 )
 @click.argument("model")
@@ -120,7 +121,7 @@ def _pipeline(given: Given, work: PipelineOptions) -> None:
         made = stage.run(prepared, say=say)
     click.echo(json.dumps(text.to_json(made)) if given.as_json else text.render(made))
     _upload(given, made.out)
-    next_steps.say_next(given, next_steps.convert, made.out, made.record["container"] != "ptqpipe")
+    next_steps.say_next(given, next_steps.convert, made.out, made.record["container"] != "ptqpipe", made.report)
 
 
 def _warn(line: str | None) -> None:

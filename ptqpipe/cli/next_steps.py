@@ -30,9 +30,18 @@ def _word(value: object) -> str:
     return f"./{value}" if isinstance(value, Path) and str(value).startswith("-") else str(value)
 
 
-def convert(given: Given, out: Path, elsewhere: bool = True) -> Iterator[Call]:
-    """Measure it, and serve it. ``elsewhere``: whether vLLM reads the layout."""
-    yield "ptqpipe", "eval", out, "--source", given.model
+def convert(given: Given, out: Path, elsewhere: bool, shown: Path | None = None) -> Iterator[Call]:
+    """Measure it, or look at what was measured, and serve it.
+
+    elsewhere  whether vLLM reads the layout
+    shown      a report that is written already
+    """
+    if shown is not None:
+        yield from report(given, shown)
+    elif given.pipeline.eval:
+        yield "ptqpipe", "report", out, "--source", given.model
+    if not given.pipeline.eval:
+        yield "ptqpipe", "eval", out, "--source", given.model
     yield "ptqpipe", "serve", out
     if elsewhere:
         yield "vllm", "serve", out
@@ -53,7 +62,8 @@ def dequantize(given: Given, out: Path) -> Iterator[Call]:
 
 
 def generate(given: Given, windows: Call) -> Iterator[Call]:
-    """Run the model on its text."""
+    """Quantize with its text at once, or by way of statistics."""
+    yield "ptqpipe", "convert", given.model, "--data", given.out, *windows
     stats = given.out.with_name(f"{given.out.stem}-stats")
     yield "ptqpipe", "calibrate", given.model, "--data", given.out, *windows, "-o", stats
 

@@ -51,7 +51,8 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
 
 
 def texts_of(data: Sequence[str]) -> list[str]:
-    """The files and data sets of --data: a folder stands for the texts in it. UsageError where it has none."""
+    """The files and data sets of --data: a folder stands for the texts in it. UsageError where it has none, and for a
+    file that does not exist."""
     found: list[str] = []
     for name in data:
         path = Path(name).expanduser()
@@ -60,6 +61,10 @@ def texts_of(data: Sequence[str]) -> list[str]:
                 raise UsageError("--data self is the model's own text; give it alone, or files")
             return []
         if not path.is_dir():
+            if not path.exists() and (path.suffix in _TEXTS or ":" not in name):
+                raise UsageError(
+                    f"--data {name} does not exist; give a {', '.join(_TEXTS)} file, a folder of them, or a data set"
+                )
             found.append(name)
             continue
         inside = sorted(str(file) for file in path.iterdir() if file.suffix in _TEXTS and file.is_file())

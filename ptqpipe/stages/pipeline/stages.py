@@ -23,7 +23,7 @@ from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe import build_recipe
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.stages.common import Machine, compute_threads, name_of, named_source
+from ptqpipe.stages.common import Machine, compute_threads, name_of, named_source, write_quality
 from ptqpipe.stages.convert import run as conversion
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.evaluate import run as evaluation
@@ -233,10 +233,12 @@ class Pipeline:
             data=tuple(self.work.eval),
             device=str(self.machine.device),
             cache_dir=self.begun / "logits",
+            samples=3,
         )
         shown = self.machine.progress
         self.evaluation = evaluation.evaluate(str(self.out), source=str(self.path), options=options, progress=shown)
         write_file(self.beside("eval.json"), json.dumps(self.evaluation, indent=1) + "\n")
+        write_quality(self.out, self.evaluation)
 
     def _report(self) -> None:
         measured = self.beside("eval.json") if self.work.eval else None
