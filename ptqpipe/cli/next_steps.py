@@ -113,7 +113,9 @@ def diff(given: Given, equal: bool) -> Iterator[Call]:
 
 
 def evaluate(given: Given, target: Path) -> Iterator[Call]:
-    """A page of it all."""
+    """A page of it all; nothing for a plain model, about which there is no report."""
+    if not (resolve_source(given.ckpt) / RECORD_FILE).is_file():
+        return
     source = () if given.source is None else ("--source", given.source)
     yield "ptqpipe", "report", given.ckpt, *source, "--eval", target
 
