@@ -112,9 +112,9 @@ def diff(given: Given, equal: bool) -> Iterator[Call]:
         yield "ptqpipe", "eval", given.b, "--source", given.a
 
 
-def evaluate(given: Given, target: Path) -> Iterator[Call]:
+def evaluate(given: Given, target: Path, quantized: bool) -> Iterator[Call]:
     """A page of it all; nothing for a plain model, about which there is no report."""
-    if not (resolve_source(given.ckpt) / RECORD_FILE).is_file():
+    if not quantized:
         return
     source = () if given.source is None else ("--source", given.source)
     yield "ptqpipe", "report", given.ckpt, *source, "--eval", target
