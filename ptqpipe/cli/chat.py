@@ -13,7 +13,7 @@ from ptqpipe.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., object])
 
-_OF_SERVE = ("api_key", "chat_template", "max_model_len", "dtype", "device", "threads")
+_OF_SERVE = ("api_key", "chat_template", "max_model_len", "dtype", "device", "workers")
 
 
 def _options_of_serve(function: F) -> F:
@@ -60,7 +60,12 @@ def _served(given: Given) -> AbstractContextManager[str]:
     from ptqpipe.stages.serve.run import ServeOptions, serving
 
     options = given.into(
-        ServeOptions, ckpt=str(resolve_source(given.ckpt)), port=0, max_len=given.max_model_len, max_seqs=1
+        ServeOptions,
+        ckpt=str(resolve_source(given.ckpt)),
+        port=0,
+        threads=given.workers,
+        max_len=given.max_model_len,
+        max_seqs=1,
     )
     shown = sys.stderr.isatty()
     return serving(options, log=lambda line: click.secho(line, dim=True, err=True) if shown else None)
