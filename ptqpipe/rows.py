@@ -22,14 +22,15 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+){0,2}
 
 
 def files_of(names: Iterable[str]) -> list[str]:
-    """The files that ``names`` mean: of a folder all .txt, .jsonl and .parquet files in it, by name.
+    """The files and data sets that ``names`` mean: of a folder all .txt, .jsonl and .parquet files in it, by name.
 
-    UsageError for a folder without any.
+    UsageError for a folder without any, and for a file that does not exist.
     """
     found: list[str] = []
     for name in names:
         folder = Path(name).expanduser()
         if not folder.is_dir():
+            _check_there(name, folder)
             found.append(name)
             continue
         files = sorted(str(file) for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file())
@@ -39,6 +40,13 @@ def files_of(names: Iterable[str]) -> list[str]:
             )
         found += files
     return found
+
+
+def _check_there(name: str, path: Path) -> None:
+    """UsageError for a name that is no file, and none of a data set either."""
+    if not path.exists() and (path.suffix in (*_SUFFIXES, ".raw", ".json") or not _HUB_NAME.fullmatch(name)):
+        remedy = nearest_path(Path(name)) or "give --data a .txt, .jsonl or .parquet file"
+        raise UsageError(f"{name} does not exist; {remedy}")
 
 
 def read_rows(name: str, *, field: str | None = None) -> Iterator[tuple[str, Any]]:
@@ -55,9 +63,7 @@ def read_rows(name: str, *, field: str | None = None) -> Iterator[tuple[str, Any
         if path.exists():
             kind = kind_of(path.stat().st_mode)
             raise UsageError(f"{name} is {kind}, expected a file with text; write the text to a file first")
-        if path.suffix in (".txt", ".jsonl", ".parquet", ".raw", ".json") or not _HUB_NAME.fullmatch(name):
-            remedy = nearest_path(Path(name)) or "give --data a .txt, .jsonl or .parquet file"
-            raise UsageError(f"{name} does not exist; {remedy}")
+        _check_there(name, path)
         yield from _fields(_dataset_rows(name), name, "row", field)
     elif path.suffix == ".jsonl":
         yield from _fields(_json_rows(path), str(path), "line", field)

@@ -95,6 +95,7 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     (("inspect", "./model-NVFP4A61"), 2, "did you mean"),
     (("diff", "model", "modle"), 2, "did you mean 'model'?"),
     (("serve", "modle"), 2, "did you mean 'model'?"),
+    (("chat", "modle"), 2, "did you mean 'model'?"),
     (("serve", "gguf"), 1, "GGUF"),
     (("serve", "model", "--engine", "vllm"), 2, "pip install --no-deps /"),
     (("serve", "images"), 1, "'llava' model of images and text, and ptqpipe cannot run one yet"),

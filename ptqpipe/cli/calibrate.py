@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @command(
     example="""
 ptqpipe calibrate MODEL --data text.jsonl -o stats
-ptqpipe calibrate MODEL --data wikitext:wikitext-2-raw-v1:train --samples 256 -o stats
+ptqpipe calibrate MODEL --data wikitext:wikitext-2-raw-v1:train -o stats
 """
 )
 @click.argument("model")
@@ -151,7 +151,7 @@ def generate(given: Given) -> None:
 @command(
     example="""
 ptqpipe tune MODEL --data text.jsonl -o codes
-ptqpipe tune MODEL --data text.jsonl --stats stats --method gptq+learned --format mxfp4 -o codes
+ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
 """
 )
 @click.argument("model")
@@ -238,7 +238,7 @@ def _left_of_plan(given: Given) -> str:
 @command(
     example="""
 ptqpipe plan MODEL --budget 5.5bits --stats stats -o mixed.yaml
-ptqpipe plan MODEL --budget 9GB --measure text.txt --formats nvfp4,fp8_dynamic -o mixed.yaml
+ptqpipe plan MODEL --budget 9GB --measure text.txt --for vllm -o mixed.yaml
 """,
     leaves=_left_of_plan,
 )

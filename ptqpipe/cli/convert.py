@@ -30,8 +30,9 @@ from ptqpipe.options import PipelineOptions
 
 @command(
     example="""
-ptqpipe convert MODEL --format nvfp4 -o OUT
-ptqpipe convert MODEL --format nvfp4_w4a4 --stats stats -o OUT
+ptqpipe convert MODEL
+ptqpipe convert MODEL --data text.jsonl --eval held-out.txt --report
+ptqpipe convert MODEL --budget 4.75bits --data self --for vllm -o OUT
 """
 )
 @click.argument("model")

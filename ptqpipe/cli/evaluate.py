@@ -90,6 +90,7 @@ def evaluate(given: Given) -> None:
     CKPT is a folder, or a name on the hub. Packed weights are decoded exactly, and the inputs of linear layers are
     quantized as the format says.
     """
+    from ptqpipe.checkpoint import read_json_object, resolve_source
     from ptqpipe.stages.evaluate import run as stage, text as report
 
     options = given.into(
@@ -110,7 +111,8 @@ def evaluate(given: Given) -> None:
         report.write(result, target, ckpt=Path(given.ckpt), warn=lambda line: click.echo(f"warning: {line}", err=True))
     if not given.as_json:
         click.echo(f"written to {target}")
-        next_steps.say_next(given, next_steps.evaluate, target)
+        config = read_json_object(resolve_source(given.ckpt) / "config.json")
+        next_steps.say_next(given, next_steps.evaluate, target, "quantization_config" in config)
 
 
 def _user_cache() -> Path:

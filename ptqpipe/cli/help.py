@@ -27,7 +27,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Text": (
         "data", "field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
-        "task_data", "include_path", "limit", "batch_size",
+        "task_data", "include_path", "limit", "batch_size", "system", "temperature", "top_p",
     ),
     "Quality": (
         "quality", "stats", "rounding", "source", "apply", "search", "global_scale", "algorithm",
@@ -35,7 +35,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "steps", "alpha", "powers_of_two", "edges", "block", "untie", "evaluation", "eval", "report",
     ),
     "Activations and key-value cache": ("activations", "input_amax", "input_scale", "headroom", "kv_cache"),
-    "Address": ("host", "port", "allowed_hosts", "api_key", "name", "access_log"),
+    "Address": ("url", "host", "port", "allowed_hosts", "api_key", "name", "access_log"),
     "Limits": (
         "max_model_len", "max_num_seqs", "max_batch_tokens", "max_queue", "max_body", "kv_cache_size", "drain_s",
     ),

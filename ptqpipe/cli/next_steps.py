@@ -62,7 +62,8 @@ def dequantize(given: Given, out: Path) -> Iterator[Call]:
 
 
 def generate(given: Given, windows: Call) -> Iterator[Call]:
-    """Run the model on its text."""
+    """Quantize with its text at once, or by way of statistics."""
+    yield "ptqpipe", "convert", given.model, "--data", given.out, *windows
     stats = given.out.with_name(f"{given.out.stem}-stats")
     yield "ptqpipe", "calibrate", given.model, "--data", given.out, *windows, "-o", stats
 
@@ -111,8 +112,10 @@ def diff(given: Given, equal: bool) -> Iterator[Call]:
         yield "ptqpipe", "eval", given.b, "--source", given.a
 
 
-def evaluate(given: Given, target: Path) -> Iterator[Call]:
-    """A page of it all."""
+def evaluate(given: Given, target: Path, quantized: bool) -> Iterator[Call]:
+    """A page of it all; nothing for a plain model, about which there is no report."""
+    if not quantized:
+        return
     source = () if given.source is None else ("--source", given.source)
     yield "ptqpipe", "report", given.ckpt, *source, "--eval", target
 

@@ -170,7 +170,7 @@ def render(done: Done) -> str:
     """What was done, for a terminal."""
     dropped = done.record["dropped"]
     lines = [
-        f"{done.out}: {len(done.record['weights'])} weights decoded, {len(done.record['kept'])} tensors kept; "
+        f"Done: {done.out}: {len(done.record['weights'])} weights decoded, {len(done.record['kept'])} tensors kept; "
         f"{disk_size(done.written_bytes)} in {done.seconds:.1f} s, peak memory {memory_size(done.peak_rss_bytes)}"
     ]
     if dropped:

@@ -198,7 +198,7 @@ def test_calibrated_weights_are_judged_by_their_output_error_first(
     told = invoked("convert", model, "-o", tmp_path / "out", "--stats", folder, "-q")
     weights = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())["weights"]
     assert columns(told) == [
-        "role", "format", "output error", "count", "bits/weight", "SQNR dB", "relative MSE", "vs abs-max",
+        "role", "format", "output error", "count", "bits", "SQNR dB", "rel. MSE", "vs abs-max",
     ]  # fmt: skip
     ratios = [entry["versus_rtn"] for name, entry in weights.items() if "o_proj" in name]
     assert re.search(rf"^o_proj +nvfp4 +{sum(ratios) / len(ratios):.3f} ", told, re.MULTILINE)
@@ -222,7 +222,7 @@ def test_calibrated_weights_are_judged_by_their_output_error_first(
 def test_weights_without_statistics_are_shown_as_before(model: Path, tmp_path: Path) -> None:
     told = invoked("convert", model, "-o", tmp_path / "out", "-q")
     assert columns(told) == [
-        "role", "format", "scales proven", "count", "SQNR dB", "relative MSE", "vs abs-max", "bits/weight",
+        "role", "format", "scales proven", "count", "SQNR dB", "rel. MSE", "vs abs-max", "bits",
     ]  # fmt: skip
     assert "optimal" in told
     assert "output error" not in told + invoked("verify", tmp_path / "out", "--source", model)

@@ -338,7 +338,10 @@ def test_the_commands_that_generate_transform_and_plan_print_do_their_work(
 ) -> None:
     written = tmp_path / "own text.jsonl"
     printed = ran("generate", model, "--samples", "8", "--seqlen", "16", "-o", written)
-    again = pasted(printed)
+    at_once, by_statistics = (call[1:] for call in offered(printed))
+    ran(*at_once, "--quality", "fast", "-o", tmp_path / "at once")
+    assert record(tmp_path / "at once")["statistics"]["data"]["samples"] == 8
+    again = ran(*by_statistics)
     assert (tmp_path / "own text-stats" / "stats.json").is_file()
     pasted(again, "-o", tmp_path / "own")
     assert record(tmp_path / "own")["statistics"]["data"]["samples"] == 8

@@ -167,8 +167,14 @@ def whole(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     assert done.report == out.parent / "out.report.html"
     assert done.evaluation is not None
     assert done.evaluation["kl"][0]["mean"] > 0
+    assert len(done.evaluation["samples"]) == 3
     assert "## Quality" in (out / "README.md").read_text()
-    return files_of(out)
+    found = files_of(out)
+    card = found["README.md"].decode()
+    assert "KL divergence, nats per token" in card
+    assert f"--data TEXT --samples 8 --seqlen {LENGTH} --quality best" in card
+    assert "codes by tune gptq" in card
+    return found
 
 
 @pytest.mark.parametrize(("where", "name", "at"), STAGES, ids=[f"{name}-{at}" for _, name, at in STAGES])
@@ -361,6 +367,7 @@ def test_wrong_calls_get_one_line_before_any_work(
     done = CliRunner().invoke(main, ["convert", str(model), *given, "-o", str(tmp_path / "out")])
     assert done.exit_code == 2, done.output
     assert message in done.output
+    assert " -> " not in done.output, "a header that says what will be done"
     assert {path.name for path in tmp_path.iterdir()} == {"empty"}
 
 

@@ -86,7 +86,7 @@ def render(done: Finished) -> str:
     unused = sorted({name_pattern(name) for name in content["unplaced"]})
     lines += _short("tensors of the checkpoint that the model in transformers does not use", unused)
     lines.append(
-        f"{done.out}: {len(content['modules'])} modules in {done.seconds:.1f} s, peak memory "
+        f"Done: {done.out}: {len(content['modules'])} modules in {done.seconds:.1f} s, peak memory "
         f"{memory_size(done.peak_rss_bytes)}; digest {content['digest'][:16]}"
     )
     return "\n".join(lines)

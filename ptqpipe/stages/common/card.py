@@ -217,9 +217,7 @@ def _elements(entry: Mapping[str, Any]) -> int:
 def _data(record: Mapping[str, Any]) -> str:
     """The text that statistics or learned codes are of."""
     for key in ("statistics", "rounding"):
-        found = record.get(key)
-        data = found.get("data") if isinstance(found, Mapping) else None
-        if isinstance(data, Mapping):
+        if (data := _texts(record, key)) is not None:
             files = [file for file in _list(data.get("files")) if isinstance(file, Mapping)]
             names = ", ".join(_code(file.get("name")) for file in files)
             return _words(f"{data.get('samples')} samples of {data.get('seqlen')} tokens") + f" of {names}"
@@ -243,16 +241,41 @@ def _made(record: Mapping[str, Any]) -> list[str]:
     rules = [rule for rule in _list(recipe.get("rules")) if isinstance(rule, Mapping)]
     one = rules[0] if len(rules) == 1 and rules[0].get("match") == "*" else None
     how = "--recipe FILE" if one is None else f"--format {one.get('scheme')}"
-    given = "".join(f" --{option} DIR" for key, option in _FOLDERS.items() if isinstance(record.get(key), Mapping))
+    run, tuned = record.get("pipeline"), record.get("rounding")
+    if isinstance(run, Mapping) and run.get("budget"):
+        how = f"--budget {one_line(str(run['budget']), limit=40)}"
+    given = _given(record, run) if isinstance(run, Mapping) else "".join(
+        f" --{option} DIR" for key, option in _FOLDERS.items() if isinstance(record.get(key), Mapping)
+    )  # fmt: skip
     lines = ["Made by", "", f"    ptqpipe convert MODEL {how} --container {record.get('container')}{given}", "", "with"]
-    return [*lines, "", *(f"- {_code(rule.get('match'))}: {_rule(rule)}" for rule in rules)]
+    method = str(tuned.get("method")) if isinstance(tuned, Mapping) else ""
+    return [*lines, "", *(f"- {_code(rule.get('match'))}: {_rule(rule, method)}" for rule in rules)]
 
 
 _FOLDERS = {"statistics": "stats", "rounding": "rounding"}
+_BY_TUNE = ("algorithm", "weighting", "damping", "order", "scales", "refine")  # said of codes that tune does not choose
 
 
-def _rule(rule: Mapping[str, Any]) -> str:
+def _given(record: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """The options of a run of several stages that name its text."""
+    data = next((found for key in _FOLDERS if (found := _texts(record, key))), None)
+    if data is None:
+        return ""
+    size = "".join(f" --{key} {data[key]}" for key in ("samples", "seqlen") if isinstance(data.get(key), int))
+    return f" --data TEXT{size} --quality {one_line(str(run.get('quality')), limit=20)}"
+
+
+def _texts(record: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
+    """What an entry of the record says of its text."""
+    found = record.get(key)
+    data = found.get("data") if isinstance(found, Mapping) else None
+    return data if isinstance(data, Mapping) else None
+
+
+def _rule(rule: Mapping[str, Any], method: str = "") -> str:
     shown = {key: value for key, value in rule.items() if key not in ("match", "scheme")}
+    if method:
+        shown = {key: value for key, value in shown.items() if key not in _BY_TUNE} | {"codes by tune": method}
     if not shown.get("low_rank"):
         shown = {key: value for key, value in shown.items() if not key.startswith("low_rank")}
     return ", ".join([_code(rule.get("scheme")), *(_words(f"{key} {value}") for key, value in shown.items())])

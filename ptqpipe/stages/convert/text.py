@@ -21,7 +21,7 @@ from ptqpipe.stages.common import (
 from ptqpipe.stages.convert.run import Conversion
 
 _WEIGHT_ERROR = (
-    "SQNR, relative MSE and vs abs-max are errors of the weights, which codes that are chosen by data let grow where "
+    "SQNR, rel. MSE and vs abs-max are errors of the weights, which codes that are chosen by data let grow where "
     "inputs are small"
 )
 
@@ -265,9 +265,9 @@ def _roles_table(roles: list[dict[str, Any]], *, by_data: bool) -> str:
         cells += [ratio] if calibrated else []
         rows.append([*cells, str(row["count"]), *([bits, *error] if by_data else [*error, bits])])
     head = ["role", "format", *(["scales proven"] if provable else [])]
-    error = ["SQNR dB", "relative MSE", "vs abs-max"]
+    error = ["SQNR dB", "rel. MSE", "vs abs-max"]
     head += ["output error"] if calibrated else []
-    head += ["count", *(["bits/weight", *error] if by_data else [*error, "bits/weight"])]
+    head += ["count", *(["bits", *error] if by_data else [*error, "bits"])]
     return table(head, rows, left=2 + provable)
 
 

@@ -55,7 +55,8 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
 
 
 def texts_of(data: Sequence[str]) -> list[str]:
-    """The files and data sets of --data: a folder stands for the texts in it. UsageError where it has none."""
+    """The files and data sets of --data: a folder stands for the texts in it. UsageError where it has none, and for a
+    file that does not exist."""
     if SELF in data and not Path(SELF).exists():
         if len(data) > 1:
             raise UsageError("--data self is the model's own text; give it alone, or files")

@@ -242,6 +242,7 @@ class Pipeline:
             device=str(self.machine.device),
             cache_dir=self.begun / "logits",
             command=self.command,
+            samples=3,
         )
         shown = self.machine.progress
         self.evaluation = evaluation.evaluate(str(self.out), source=str(self.path), options=options, progress=shown)

@@ -30,9 +30,7 @@ def render(made: "Made") -> str:
         lines.append(str(found))
     also = [str(path) for path in (_measured(made), made.report) if path is not None]
     lines += [f"written: {', '.join(also)}"] if also else []
-    lines.append(
-        f"{made.out}: {disk_size(_size(made))} in {made.seconds:.1f} s, peak memory {memory_size(peak_bytes())}"
-    )
+    lines.append(f"Done: {made.out} {disk_size(_size(made))}, {made.seconds:.1f} s, peak {memory_size(peak_bytes())}")
     return "\n".join(lines)
 
 

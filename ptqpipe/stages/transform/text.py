@@ -15,7 +15,7 @@ def render(done: Done) -> str:
     if not record["exact"] and record["rounding"] > FLOAT32_ROUNDING:
         how += f", a relative MSE of {scientific(record['rounding'], 2)}"
     return (
-        f"{done.out}: {' then '.join(record['transforms'])}, {len(record['foldings'])} foldings into "
+        f"Done: {done.out}: {' then '.join(record['transforms'])}, {len(record['foldings'])} foldings into "
         f"{len(record['weights'])} tensors, {len(record['kept'])} kept; {how}; {disk_size(done.written_bytes)} in "
         f"{done.seconds:.1f} s, peak memory {memory_size(done.peak_rss_bytes)}"
     )

@@ -35,7 +35,7 @@ def render(done: Finished) -> str:
     if left:
         lines.append(f"skipped: unsupported parameter layout in this model: {', '.join(left)}")
     lines.append(
-        f"{done.out}: {len(done.content['weights'])} weights in {done.seconds:.1f} s, peak memory "
+        f"Done: {done.out}: {len(done.content['weights'])} weights in {done.seconds:.1f} s, peak memory "
         f"{memory_size(done.peak_rss_bytes)}"
     )
     return "\n".join(lines)

@@ -144,7 +144,7 @@ def _weights_table(weights: Iterable[WeightReport]) -> str:
             ]
         )
     header = ["role", "format", "weights", *(["output error"] if calibrated else [])]
-    header += ["SQNR dB", "rel. MSE", "largest", "vs abs-max", "optimal blocks"]
+    header += ["SQNR dB", "rel. MSE", "largest", "vs abs-max", "optimal"]
     lines = [table(header, rows, left=2)]
     if calibrated:
         lines.append("output error: relative to plain rounding to nearest, as recorded in ptqpipe.json")
