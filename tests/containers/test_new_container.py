@@ -155,6 +155,6 @@ def test_what_it_cannot_store_is_refused_in_its_own_words(drawer: str, model: Pa
         ptqpipe.convert(model, out=tmp_path / "out", format="mxfp4", container=drawer)
     with pytest.raises(PtqError, match="no reader of drawer adds a low-rank part"):
         ptqpipe.convert(model, out=tmp_path / "out", format="nvfp4", container=drawer, low_rank=4)
-    with pytest.raises(UsageError, match="drawer has one KV-cache scale per layer; use --kv-cache fp8, or compressed"):
+    with pytest.raises(UsageError, match='drawer has one KV-cache scale per layer; use kv_cache="fp8", or compr'):
         ptqpipe.convert(model, out=tmp_path / "out", format="nvfp4", container=drawer, kv_cache="fp8_per_head")
     assert not (tmp_path / "out").exists()

@@ -458,7 +458,7 @@ def test_an_eval_file_is_shown(pair: tuple[Path, Path], tmp_path: Path) -> None:
 def measured(folder: Path, mean: float, **kl: Any) -> None:
     """An eval file beside a checkpoint, of that checkpoint's run."""
     run_id = json.loads((folder / "ptqpipe.json").read_text())["run_id"]
-    row = EVAL["kl"][0] | {"mean": mean, "interval": [0.9 * mean, 1.1 * mean]} | kl
+    row = EVAL["kl"][0] | {"mean": mean, "interval": [0.9 * mean, 1.1 * mean], "top1_agreement": 0.965} | kl
     content = EVAL | {"checkpoint": {"name": folder.name, "run_id": run_id}, "kl": [row]}
     (folder.parent / f"{folder.name}.eval.json").write_text(json.dumps(content))
 

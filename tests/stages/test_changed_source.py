@@ -128,7 +128,8 @@ def test_a_resume_notices_a_source_that_only_looks_the_same(
     assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     with CheckpointReader.open(source) as reader:
         assert reader.fingerprint() == fingerprint
-    with pytest.raises(OutputError, match=rf"source's '{weights.name}' was written to, replaced .*--overwrite begins"):
+    changed = rf"source's '{weights.name}' was written to, replaced .*(--overwrite|overwrite=True) begins"
+    with pytest.raises(OutputError, match=changed):
         COMMANDS[command](source, out, "resume")
     assert not out.exists()
     assert (tmp_path / ".out.partial" / "journal-0.jsonl").is_file()  # nothing is thrown away unasked

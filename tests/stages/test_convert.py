@@ -215,7 +215,7 @@ def test_nan_in_the_config_is_the_same_config(tmp_path: Path) -> None:
 def test_an_existing_output_is_refused_and_kept(model: Path, tmp_path: Path) -> None:
     out = ptqpipe.convert(model, out=tmp_path / "out").out
     before = tiny.bytes_of(out)
-    with pytest.raises(OutputError, match="--overwrite"):
+    with pytest.raises(OutputError, match="overwrite=True"):
         ptqpipe.convert(model, format="mxfp4", out=out)
     assert tiny.bytes_of(out) == before
     ptqpipe.convert(model, format="mxfp4", out=out, overwrite=True)

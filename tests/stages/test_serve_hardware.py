@@ -12,6 +12,7 @@ from ptqpipe.cli import main
 from ptqpipe.cli.serve import _place
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.memory import available_bytes, cgroup_bytes, room
+from ptqpipe.stages import demo
 from ptqpipe.stages.common import machine as machine_facts
 from ptqpipe.stages.serve import lead, ranks, run
 from ptqpipe.stages.serve.ranks import Place, parse_place
@@ -63,11 +64,9 @@ def test_ranks_of_torchrun_take_their_local_rank(monkeypatch: pytest.MonkeyPatch
     assert _place(None, None) == Place(5, 8, 8, 5, torchrun=True)
 
 
-def test_a_machine_with_too_few_gpus_is_refused_before_ranks_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_machine_with_too_few_gpus_is_refused_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    found = CliRunner().invoke(main, ["serve", str(tmp_path), "--device", "cuda", "--tp", "2"])
+    found = CliRunner().invoke(main, ["serve", str(demo.MODEL), "--device", "cuda", "--tp", "2"])
     assert found.exit_code == UsageError.exit_code
     assert "device cuda:1 needs a GPU that torch can use; it sees 1" in found.output
 

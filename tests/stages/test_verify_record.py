@@ -43,6 +43,7 @@ NEEDS = {
     r"\w+ torch": "nothing",
     r"\w+ weights\..*rechecked": "nothing",  # what convert looked at while it ran
     r"(rtn|gptq) source\.name": "nothing",
+    r"\w+ files\.README\.md": "nothing",  # the model card is for people to edit: a note
     r"transformed foldings\..*\.(edge|kind|channels|least|largest|changed|alpha)": "nothing",
 }
 
@@ -75,10 +76,11 @@ def sources(made: Path, output: str) -> dict[str, dict[str, Path]]:
 
 
 def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Every field of a record: of what is listed, the first entry."""
+    """Every field of a record: of what is listed, the first entry; of files two, the model card and another."""
     if isinstance(value, dict) and value:
         entries = list(value.items())
-        for key, inner in entries[:1] if path and path[-1] in ("weights", "kept", "files") else entries:
+        most = {"weights": 1, "kept": 1, "files": 2}.get(str(path[-1])) if path else None
+        for key, inner in entries[:most]:
             yield from leaves(inner, (*path, key))
     elif isinstance(value, list) and value:
         yield from leaves(value[0], (*path, 0))
