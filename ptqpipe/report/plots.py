@@ -17,6 +17,7 @@ from ptqpipe.report.charts import NARROW, WIDE
 from ptqpipe.report.svg import Axis, canvas, colour, line, marker, node, text
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 26, 44
+_LETTER = 6.5  # about the width of one below an axis
 
 
 def _size(wide: bool) -> tuple[float, float]:
@@ -126,16 +127,16 @@ def kl_by_position(rows: Sequence[Mapping[str, Any]], *, wide: bool) -> Markup:
     parts = [text(0, 14, "mean KL, nats", kind="unit"), *_upright(axis, width)]
     spots = [(_LEFT + (i + 0.5) * pitch, axis.at(row["mean"])) for i, row in enumerate(rows)]
     parts.append(node("polyline", {"points": " ".join(f"{x:.1f},{y:.1f}" for x, y in spots), "class": "line s1"}))
-    step = 1 if wide or len(rows) <= 7 else 2
-    for i, (row, (x, y)) in enumerate(zip(rows, spots, strict=True)):
+    names = [str(row["first"]) if row["first"] == row["last"] else f"{row['first']}–{row['last']}" for row in rows]
+    step = math.ceil(_LETTER * (max(map(len, names)) + 1) / pitch)  # as many names as do not touch
+    for i, (row, name, (x, y)) in enumerate(zip(rows, names, spots, strict=True)):
         error = row["standard_error"]
-        name = str(row["first"]) if row["first"] == row["last"] else f"{row['first']}–{row['last']}"
         tip = f"{name} tokens of context: {numbers.sci(row['mean'])}, {row['tokens']:,} tokens"
         if error is not None:
             low, high = max(0.0, row["mean"] - 2 * error), row["mean"] + 2 * error
             parts.append(line(x, axis.at(low), x, axis.at(high), "range s1"))
         parts.append(marker(0, x, y, kind=colour(0), tip=tip, radius=4))
-        if i % step == 0:
+        if (len(rows) - 1 - i) % step == 0:
             parts.append(text(x, base + 18, name, anchor="middle"))
     parts.append(text(width - _RIGHT, height - 6, "tokens of context", kind="unit", anchor="end"))
     return canvas(width, height, "mean KL divergence by position", parts, kind=_kind(wide))
