@@ -67,6 +67,9 @@ def read_once(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k.startswith(_READ_ONCE) and k not in _NOT_READ_ONCE}
 
 
+AT_START = read_once(os.environ)  # of this process
+
+
 def starter(channel: Callable[[], socket.socket | None], settled: dict[str, str]) -> Callable[..., None]:
     """What takes the place of ``subprocess.Popen._execute_child``: forks where it can, else starts as ever.
 

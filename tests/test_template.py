@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.template import AT_START, read_once
+
 SEEN = """
 import json, os, sys
 from pathlib import Path
@@ -31,7 +33,11 @@ pytestmark = pytest.mark.usefixtures("forks")
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the libraries of a template have it."""
+    """As the libraries of a template have it, and no variable of another test."""
+    for name in read_once(os.environ).keys() - AT_START.keys():
+        monkeypatch.delenv(name)
+    for name, value in AT_START.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 

@@ -220,12 +220,11 @@ main(sys.argv[1:])
 def test_codes_that_are_written_are_gone_and_a_killed_run_goes_on_without_them(
     model: Path, text: Path, tmp_path: Path
 ) -> None:
-    """The first decoder layer's codes go while the other one's are written; kill -9 comes at that moment."""
+    """One decoder layer's codes go before the other one's are written; kill -9 comes at that moment."""
     words = ["convert", model, *few(text), "-o", tmp_path / "out"]
     done = subprocess.run([sys.executable, "-c", KILLED, *map(str, words)], capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert "model.layers.0.safetensors" not in done.stdout
-    assert "model.layers.1.safetensors" in done.stdout
+    assert sum(f"model.layers.{layer}.safetensors" in done.stdout for layer in (0, 1)) == 1
     assert {path.name for path in tmp_path.iterdir()} == {".out.partial", ".out.stages"}
     refused = CliRunner().invoke(main, [*map(str, words)])
     assert refused.exit_code == 2
