@@ -55,11 +55,13 @@ def begin() -> Callable[..., None]:
     """Starts a template, which ends with this process; its `starter`."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["OMP_NUM_THREADS"] = "1"  # else libraries start threads; who wants another number gets an interpreter
+    for name in read_once(environment):  # whatever the test that comes first has changed
+        del environment[name]
+    environment |= SETTLED
     with there:
         command = [sys.executable, __file__, str(there.fileno())]
         subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()])
-    return starter(lambda: here, read_once(environment))
+    return starter(lambda: here, SETTLED)
 
 
 def read_once(environment: Mapping[str, str]) -> dict[str, str]:
@@ -67,7 +69,8 @@ def read_once(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k.startswith(_READ_ONCE) and k not in _NOT_READ_ONCE}
 
 
-AT_START = read_once(os.environ)  # of this process
+# With what a template's libraries are imported: offline as all tests are, and no threads, which no fork would have.
+SETTLED = read_once(os.environ) | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def starter(channel: Callable[[], socket.socket | None], settled: dict[str, str]) -> Callable[..., None]:

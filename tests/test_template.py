@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.template import AT_START, read_once
+from tests.template import SETTLED, read_once
 
 SEEN = """
 import json, os, sys
@@ -34,11 +34,10 @@ pytestmark = pytest.mark.usefixtures("forks")
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the libraries of a template have it, and no variable of another test."""
-    for name in read_once(os.environ).keys() - AT_START.keys():
+    for name in read_once(os.environ).keys() - SETTLED.keys():
         monkeypatch.delenv(name)
-    for name, value in AT_START.items():
+    for name, value in SETTLED.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def both(*arguments: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> list["subprocess.CompletedProcess[str]"]:
