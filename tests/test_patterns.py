@@ -10,10 +10,10 @@ import pytest
 
 from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError, RecipeError
+from ptqpipe.families import DEFAULT_KEEP
 from ptqpipe.patterns import Expression
 from ptqpipe.recipe import matches
 from ptqpipe.recipe.model import check_pattern
-from ptqpipe.recipe.structure import DEFAULT_KEEP
 
 NAME = "model.language_model.layers.12.mlp.experts.101.gate_proj"
 # Of published checkpoints' ignore lists and recipes, and what our own containers write.

@@ -13,10 +13,9 @@ from click.testing import CliRunner
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import FormatError, RecipeError, UsageError
+from ptqpipe.families import DEFAULT_FUSE, Keep
 from ptqpipe.options import CheckpointOptions, CodeOptions, described, recipe_fields
 from ptqpipe.recipe import (
-    DEFAULT_FUSE,
-    Keep,
     Recipe,
     RecipeOptions,
     Rule,

@@ -10,7 +10,6 @@ the *kept* ones, with the reason. No weight is read. The plan must not know how 
 """
 
 from ptqpipe.plan.make import (
-    INTERLEAVED_GATE_UP,
     check_ignored,
     conv1d_leaves,
     is_matrix,
@@ -22,7 +21,6 @@ from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Slice, Unit
 
 __all__ = [
     "FLOAT_DTYPES",
-    "INTERLEAVED_GATE_UP",
     "Kept",
     "Member",
     "Plan",

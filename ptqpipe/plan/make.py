@@ -10,14 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.families import family_of
 from ptqpipe.plan.groups import fused_groups, keep_whole_groups, reject_split_stacks, siblings_outside
 from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Shapes, Slice, Unit
 from ptqpipe.recipe import BY_RECIPE, IGNORED, Named, Recipe, Rule, matches
 from ptqpipe.schemes import Abilities
 
-# Architectures whose fused gate_up_proj alternates gate and up rows instead of stacking them: a fact of the published
-# files that no shape shows.
-INTERLEAVED_GATE_UP = frozenset({"gpt_oss"})
 # Stacks whose module is not called "experts": a gate's and an up part's rows, and what follows them.
 _WHOLE_STACKS = ("input_linear", "output_linear")
 _PROJECTIONS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -105,7 +103,7 @@ def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], *, st
         ], ""
     if rows % 2:
         return [], "an odd number of rows cannot be gate and up"
-    interleaved = str(config.get("model_type")) in INTERLEAVED_GATE_UP
+    interleaved = family_of(config).interleaved
     members = []
     for e in experts:
         for index, part in enumerate(("gate_proj", "up_proj")):

@@ -3,7 +3,6 @@
 A recipe decides bytes: which weights are quantized to what, by which search, stored in which container. It must not
 know machines (workers, devices, memory).
 
-    structure.py  what is known of model families: the defaults
     model.py      Rule and Recipe, patterns of names, and their JSON
     recipes/      those that come with ptqpipe and go by name
     file.py       the YAML file, and the options of a call that override it (their table is ``ptqpipe/options.py``)
@@ -12,27 +11,22 @@ know machines (workers, devices, memory).
 
 from ptqpipe.options import RecipeOptions
 from ptqpipe.recipe.file import build_recipe, load_recipe, named_recipes, parse_recipe
-from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Named, Recipe, Rule, failing_rows, matches
-from ptqpipe.recipe.structure import DEFAULT_FUSE, Keep, Row, rows_of
+from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Named, Recipe, Rule, failing_facts, matches
 from ptqpipe.recipe.write import exact_patterns, recipe_text
 
 __all__ = [
     "BY_RECIPE",
-    "DEFAULT_FUSE",
     "IGNORED",
-    "Keep",
     "Named",
     "Recipe",
     "RecipeOptions",
-    "Row",
     "Rule",
     "build_recipe",
     "exact_patterns",
-    "failing_rows",
+    "failing_facts",
     "load_recipe",
     "matches",
     "named_recipes",
     "parse_recipe",
     "recipe_text",
-    "rows_of",
 ]

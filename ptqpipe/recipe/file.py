@@ -16,9 +16,9 @@ from typing import Any, get_type_hints
 import yaml
 
 from ptqpipe.errors import PtqError, RecipeError, did_you_mean
+from ptqpipe.families import DEFAULT_KEEP, Keep
 from ptqpipe.options import ALGORITHMS, RecipeOptions
 from ptqpipe.recipe.model import BY_RECIPE, IGNORED, Recipe, Rule
-from ptqpipe.recipe.structure import DEFAULT_KEEP, Keep
 from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
 from ptqpipe.schemes import SCHEMES, get_scheme
 

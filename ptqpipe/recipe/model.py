@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
+from ptqpipe.families import DEFAULT_FUSE, DEFAULT_KEEP, Fact, Keep, facts_of, fuse_of
 from ptqpipe.options import CheckpointOptions, CodeOptions, check_options
 from ptqpipe.patterns import expression
-from ptqpipe.recipe.structure import DEFAULT_FUSE, DEFAULT_KEEP, Keep, Row, rows_of
 from ptqpipe.schemes import MIXED, LowRank, Scheme, get_scheme
 
 # The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
@@ -92,9 +92,11 @@ class Recipe(CheckpointOptions):
         check_options(self)
 
     def for_model(self, config: Mapping[str, Any]) -> "Recipe":
-        """The recipe with its default keep rules resolved for the model of this config.json: layers by number."""
-        numbered = tuple(row.keep for row in rows_of(config) if row.counted_by and row.keep not in self.keep)
-        return replace(self, keep=numbered + self.keep)
+        """The recipe with what is known of the family of this config.json: what it keeps, layers by number, and what
+        its readers make one matrix of, unless the recipe has its own table of that."""
+        known = (fact.keep for fact in facts_of(config) if fact.by_default)
+        fuse = fuse_of(config) if self.fuse == DEFAULT_FUSE else self.fuse
+        return replace(self, keep=(*(keep for keep in known if keep not in self.keep), *self.keep), fuse=fuse)
 
     def named(self, modules: Iterable[str]) -> Named:
         """(rule's pattern, keep's pattern) where the rule means what is kept by default: of the model's ``modules`` it
@@ -204,21 +206,21 @@ def matches(pattern: str, module: str) -> bool:
     return pattern == module or ("*" in pattern and fnmatch.fnmatchcase(module, pattern))
 
 
-def failing_rows(
+def failing_facts(
     config: Mapping[str, Any], quantized: Mapping[str, int], *, container: str
-) -> Iterator[tuple[Row, list[str]]]:
+) -> Iterator[tuple[Fact, list[str]]]:
     """The facts about this model that quantized modules run into, each with these modules, in their order.
 
     quantized  module -> bits of its codes
     container  the layout, one that other programs read
     """
-    for row in rows_of(config):
-        if not row.fails or (row.containers and container not in row.containers):
+    for fact in facts_of(config):
+        if not fact.fails or (fact.containers and container not in fact.containers):
             continue
-        keep = row.keep
+        keep = fact.keep
         wrong = [name for name, bits in quantized.items() if matches(keep.pattern, name) and bits < (keep.bits or 99)]
         if wrong:
-            yield row, wrong
+            yield fact, wrong
 
 
 def _bits(rule: Rule) -> float:

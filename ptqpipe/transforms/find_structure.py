@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.transforms.structure import ARCHITECTURES, Architecture, Edge, Matrix, Norm, Shapes, Structure
+from ptqpipe.families import FAMILIES, Norms, family_of
+from ptqpipe.transforms.structure import Edge, Matrix, Norm, Shapes, Structure
 
 _LAYER = re.compile(r"(?P<layer>(?:.*\.)?(?:layers|h)\.\d+)\.(?P<leaf>.+)")
 _EMBEDDINGS = re.compile(r"(?:.*\.)?(embed_tokens|wte|wpe)\.weight")
@@ -24,16 +25,17 @@ _STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def find_structure(tensors: Shapes, config: Mapping[str, Any]) -> Structure:
-    """The edges of a plain checkpoint. UsageError for an architecture that is not in the table, CheckpointError for
+    """The edges of a plain checkpoint. UsageError for a family whose norms the table does not have, CheckpointError for
     one whose tensors are not the ones that its name promises."""
     model_type = str(config.get("model_type"))
-    architecture = ARCHITECTURES.get(model_type)
-    if architecture is None:
+    norms = family_of(config).norms
+    if norms is None:
+        known = [name for family in FAMILIES if family.norms is not None for name in family.types]
         raise UsageError(
             f"where factors may move is not known for the architecture {model_type!r}; known are "
-            f"{', '.join(ARCHITECTURES)}; convert this model without a transform"
+            f"{', '.join(known)}; convert this model without a transform"
         )
-    finder = _Finder(tensors, config, architecture, model_type)
+    finder = _Finder(tensors, config, norms, model_type)
     layers: dict[str, dict[str, str]] = {}
     for name in tensors:
         match = _LAYER.fullmatch(name)
@@ -53,7 +55,7 @@ class _Finder:
 
     tensors: Shapes
     config: Mapping[str, Any]
-    architecture: Architecture
+    norms: Norms
     model_type: str
     edges: list[Edge] = field(default_factory=list)
     writers: list[Matrix] = field(default_factory=list)
@@ -70,7 +72,7 @@ class _Finder:
     def tied(self) -> bool:
         """Whether the head is the embedding."""
         said = self.config.get("tie_word_embeddings")
-        return self.architecture.tied if said is None else bool(said)
+        return self.norms.tied if said is None else bool(said)
 
     def number(self, key: str) -> int:
         """A count from the config, 0 where it is absent."""
@@ -102,7 +104,7 @@ class _Finder:
         self.seen.add(name)
         has_bias = bias in self.tensors
         self.seen.update([bias] if has_bias else [])
-        return Norm(name, self.architecture.offset, bias if has_bias else None)
+        return Norm(name, self.norms.offset, bias if has_bias else None)
 
     def layer(self, layer: str, leaves: Mapping[str, str]) -> None:
         """The edges of a Llama-like layer."""
@@ -112,12 +114,12 @@ class _Finder:
             raise CheckpointError(f"a {self.model_type} has '{layer}.{missing}', but the checkpoint does not")
         q, k, v = (self.matrix(leaves[leaf], group="qkv") for leaf in need[:3])
         o = self.matrix(leaves[need[3]])
-        norm = self.norm(layer, self.architecture.attention_norm)
+        norm = self.norm(layer, self.norms.attention)
         self.add(Edge(f"{layer}.qkv", "norm", norm, (q, k, v), q.shape[1]))
         self.add(self.value_edge(f"{layer}.value", v, o))
         self.writers.append(o)
         self.mlp(layer, leaves)
-        for name in self.architecture.output_norms:
+        for name in self.norms.outputs:
             self.output_norms.append(self.norm(layer, name).weight)
         self.reject_unknown(layer, leaves)
 
@@ -153,7 +155,7 @@ class _Finder:
             ups.append((f"experts.{e}", up, down))
         if not ups:
             raise CheckpointError(f"'{layer}' has no gate_proj, up_proj and down_proj; check the files")
-        norm = self.norm(layer, self.architecture.mlp_norm)
+        norm = self.norm(layer, self.norms.mlp)
         self.add(Edge(f"{layer}.gate_up", "norm", norm, tuple(readers), readers[0].shape[1]))
         for name, up, down in ups:
             self.add(Edge(f"{layer}.{name}.up", "up", up, (down,), up.shape[0]))
@@ -253,7 +255,7 @@ class _Finder:
         """The structure of the model."""
         others = tuple(name for name in self.tensors if name not in self.seen)
         return Structure(
-            self.architecture,
+            self.norms,
             self.model_type,
             self.hidden,
             tuple(self.edges),

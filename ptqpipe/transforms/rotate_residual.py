@@ -19,7 +19,7 @@ Read = Callable[[str], torch.Tensor]
 def check(structure: Structure, block: int, *, untie: bool) -> None:
     """UsageError with the reason where the rotation would change the model."""
     kind = structure.model_type
-    if structure.architecture.layer_norm:
+    if structure.norms.layer_norm:
         reason = f"{kind} subtracts the mean in its norms, which a rotation changes"
     elif structure.output_norms:
         reason = f"'{structure.output_norms[0]}' stands between a layer and the residual stream"

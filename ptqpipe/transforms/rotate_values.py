@@ -23,7 +23,7 @@ def check(structure: Structure, block: int, *, untie: bool) -> None:
             f"rotate_values cannot rotate blocks of {block}: the heads of '{wrong.id}' have {wrong.head_dim} channels; "
             "choose a --block that divides them"
         )
-    if structure.architecture.layer_norm and any(_start(edge) % block for edge in edges):
+    if structure.norms.layer_norm and any(_start(edge) % block for edge in edges):
         raise UsageError(f"rotate_values needs values that begin at multiples of {block}; choose a smaller --block")
 
 

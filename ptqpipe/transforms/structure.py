@@ -1,5 +1,4 @@
-"""Where a model lets factors move from one layer to another: its edges, and facts that names and shapes do not show
-(``ARCHITECTURES``).
+"""Where a model lets factors move from one layer to another: its edges.
 
 An *edge* joins what produces channels with the weights that read them, with nothing between but operations that a
 factor per channel passes through:
@@ -17,48 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ptqpipe.families import Norms
+
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """name -> (safetensors dtype, shape) of the tensors of a plain checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What names and shapes do not show.
-
-    attention_norm, mlp_norm  leaf names of the norms whose output q, k, v and the MLP read
-    offset        the norm multiplies by (offset + weight): 1 for Gemma
-    layer_norm    the norm subtracts the mean and adds a bias
-    output_norms  norms between a sublayer and the residual stream: their weight stands in the way of rotations
-    tied          what a config that does not say so means by tie_word_embeddings
-    """
-
-    attention_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    offset: float = 0.0
-    layer_norm: bool = False
-    output_norms: tuple[str, ...] = ()
-    tied: bool = False
-
-
-_GEMMA2 = Architecture(
-    mlp_norm="pre_feedforward_layernorm",
-    offset=1.0,
-    output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-    tied=True,
-)
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(),
-    "mistral": Architecture(),
-    "qwen2": Architecture(),
-    "qwen3": Architecture(),
-    "mixtral": Architecture(),
-    "qwen2_moe": Architecture(),
-    "qwen3_moe": Architecture(),
-    "gemma": Architecture(offset=1.0, tied=True),
-    "gemma2": _GEMMA2,
-    "gemma3_text": _GEMMA2,
-    "gpt2": Architecture("ln_1", "ln_2", layer_norm=True, tied=True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +100,7 @@ class Structure:
     others      tensors that no edge, writer or embedding names
     """
 
-    architecture: Architecture
+    norms: Norms
     model_type: str
     hidden: int
     edges: tuple[Edge, ...]

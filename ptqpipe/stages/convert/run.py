@@ -21,7 +21,7 @@ from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import option_size, option_size_above
-from ptqpipe.recipe import failing_rows
+from ptqpipe.recipe import failing_facts
 from ptqpipe.rounding import Rounding
 from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.stages.common import (
@@ -94,8 +94,8 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
         bits = {target.module: target.scheme.fmt.element.bits for target in targets}
         found = list(self.outputs.container.warnings(targets, config))
         if not self.outputs.container.ABILITIES.own_reader:
-            for row, modules in failing_rows(config, bits, container=self.outputs.container_name):
-                found.append(f"{modules[0]} ({len(modules)} of this kind): {row.fails}")
+            for fact, modules in failing_facts(config, bits, container=self.outputs.container_name):
+                found.append(f"{modules[0]} ({len(modules)} of this kind): {fact.fails}")
         return tuple(found)
 
     def cache_bytes(self, job: QuantizeUnit | CopyTensor | WriteCacheScales) -> int:

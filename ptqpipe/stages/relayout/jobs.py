@@ -15,8 +15,8 @@ from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter, T
 from ptqpipe.containers import Container, Part, Role, StoredWeight, Target, kv_scale
 from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import FormatError, NumericsError
+from ptqpipe.families import family_of
 from ptqpipe.formats import CODECS, Codec
-from ptqpipe.plan import INTERLEAVED_GATE_UP
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common import CopyTensor, Job
@@ -239,7 +239,7 @@ def _split(stored: StoredWeight, expert: int, scheme: Scheme, source: Source, ta
     if leaf != "gate_up_proj":
         yield _piece(f"{parent}.{expert}.{leaf}.weight", stored.shape, scheme, target, stored, expert=expert)
         return
-    interleaved = str(source.reader.config.get("model_type")) in INTERLEAVED_GATE_UP
+    interleaved = family_of(source.reader.config).interleaved
     for index, part in enumerate(("gate_proj", "up_proj")):
         start, step = (index, 2) if interleaved else (index * rows // 2, 1)
         shape = (rows // 2, cols)

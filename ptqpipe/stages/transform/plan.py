@@ -85,7 +85,7 @@ def is_exact(names: Sequence[str], options: TransformOptions, structure: Structu
         scaling = get_scaling(name)
         if not options.powers_of_two and not scaling.ALWAYS_POWERS_OF_TWO:
             return False
-        if structure.architecture.offset and "norm" in (options.edges or scaling.EDGES):
+        if structure.norms.offset and "norm" in (options.edges or scaling.EDGES):
             return False
     return True
 

@@ -20,7 +20,7 @@ from ptqpipe.containers import (
 from ptqpipe.errors import CheckpointError, PtqError
 from ptqpipe.patterns import expression
 from ptqpipe.plan import conv1d_leaves, is_matrix
-from ptqpipe.recipe import failing_rows
+from ptqpipe.recipe import failing_facts
 from ptqpipe.source import Source
 from ptqpipe.stages.verify.findings import Findings
 
@@ -184,9 +184,9 @@ def _check_structure(ckpt: Source, config: Mapping[str, Any], findings: Findings
         return
     stored = {one.weight.removesuffix(".weight"): one for one in ckpt.stored.values()}
     bits = {module: one.scheme.fmt.element.bits for module, one in stored.items()}
-    for row, modules in failing_rows(config, bits, container=ckpt.container_name):
+    for fact, modules in failing_facts(config, bits, container=ckpt.container_name):
         first = stored[modules[0]]
         more = f", like {len(modules) - 1} more of its name" if len(modules) > 1 else ""
-        (findings.fault if row.unread else findings.note)(
-            "readers", first.weight, f"is {first.scheme.name}{more}: {row.fails}; convert its source again"
+        (findings.fault if fact.unread else findings.note)(
+            "readers", first.weight, f"is {first.scheme.name}{more}: {fact.fails}; convert its source again"
         )

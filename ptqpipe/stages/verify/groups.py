@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, announces_kv_cache, is_kv_scale, kv_scale_place
-from ptqpipe.recipe import DEFAULT_FUSE
+from ptqpipe.families import DEFAULT_FUSE
 from ptqpipe.source import Source
 from ptqpipe.stages.verify.findings import Findings
 

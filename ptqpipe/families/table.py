@@ -1,0 +1,244 @@
+"""The table of families. A new family is a row of `FAMILIES`.
+
+What readers do is their own source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of mid-2026.
+"""
+
+from ptqpipe.families.types import Fact, Family, Keep, Norms
+
+_UNQUANTIZED = (
+    "vLLM, SGLang and TensorRT-LLM build it unquantized and cannot load the model: vLLM stops with a KeyError, the "
+    "others with an error of its shape"
+)
+
+_SOME = (
+    "whether readers take it quantized differs between families and readers; load the result in yours before it is "
+    "published"
+)
+
+COMMON: tuple[Fact, ...] = (
+    # An MTP layer that is numbered like a decoder layer: DeepSeek-V3 to V3.2, GLM-4.5 to GLM-5. SGLang builds it
+    # unquantized beside ModelOpt's NVFP4 (models/deepseek_nextn.py); transformers drops it, so it cannot be calibrated.
+    Fact(
+        Keep(r"re:(.*\.)?layers\.({layers})\.", "multi-token prediction layer"),
+        counted_by="num_nextn_predict_layers",
+        fails="SGLang builds it unquantized beside NVFP4 and cannot load it; vLLM reads it",
+        readers=("sglang",),
+        containers=("modelopt",),
+    ),
+    # nn.Linear in vLLM's deepseek_mtp.py and glm4_moe_mtp.py, SGLang's deepseek_nextn.py and glm4_moe_nextn.py. Those
+    # of families whose MTP layers are not numbered like decoder layers do take codes (Nemotron-H).
+    Fact(
+        Keep(r"re:((language_)?model\.)*layers\.\d+\.eh_proj$", "projection into the multi-token prediction layer"),
+        fails=(
+            "vLLM and SGLang build it as a plain linear layer: they stop with a KeyError, or draft with random weights "
+            "or with codes for numbers; the model without its speculative decoding loads"
+        ),
+        readers=("vllm", "sglang"),
+    ),
+    # DeepSeek's sparse attention (DeepSeek-V3.2, GLM-5). Readers make one bfloat16 matrix of wk and weights_proj; wk in
+    # DeepSeek's own FP8 layout is decoded first.
+    Fact(
+        Keep(r"re:(.*\.)?indexer\.wk$", "key projection of the sparse-attention indexer"),
+        fails=_UNQUANTIZED,
+        readers=("vllm", "sglang", "trtllm"),
+        containers=("compressed_tensors", "modelopt", "mxfp8_hf", "quark"),
+    ),
+    Fact(
+        Keep(r"re:(.*\.)?indexer\.weights_proj$", "head weights of the sparse-attention indexer"),
+        fails=_UNQUANTIZED,
+        readers=("vllm", "sglang", "trtllm"),
+    ),
+    # Multi-head latent attention (DeepSeek, Kimi, GLM-5): absorbed into queries and outputs when a model is loaded.
+    Fact(
+        Keep(r"re:(.*\.)?kv_b_proj$", "readers take it apart when they load it and need at least 8 bits", bits=8),
+        fails=(
+            "SGLang and TensorRT-LLM take it apart without decoding it when they load the model: SGLang computes with "
+            "the packed bytes, TensorRT-LLM stops with an error of its shape; vLLM reads it"
+        ),
+        readers=("sglang", "trtllm"),
+    ),
+    # Their error is the most expensive (heads, embeddings, routers decide discretely), or readers do not look for
+    # quantized weights there (towers, MTP heads).
+    Fact(
+        Keep(r"re:(.*\.)?(lm_head|output_head|embed_out)$", "language-model head"),
+        fails=(
+            "vLLM builds the head of DeepSeek-V4, gpt-oss, Qwen3-Next and Step3 unquantized, SGLang that of gpt-oss "
+            "and MiniMax-M2, and neither loads it there; SGLang takes other heads in compressed-tensors only where a "
+            "target names them"
+        ),
+    ),
+    Fact(
+        Keep(r"re:.*(embed|\bwte\b|\bwpe\b|shared_head)", "embedding"),
+        fails="readers look up the rows of an embedding as plain numbers and do not find them among the codes",
+        readers=("vllm", "sglang", "trtllm"),
+    ),
+    Fact(Keep(r"re:.*norm\d*$", "norm")),
+    Fact(Keep(r"re:.*(\.|_)(gate|router|shared_expert_gate|e_score_correction)$", "router")),
+    Fact(Keep(r"re:.*router(\.|$)", "router")),
+    Fact(
+        Keep(
+            r"re:(.*\.)?(visual|vision_tower|vision_model|vision_encoder|image_newline|vision_embed_tokens)(\.|$)",
+            "vision tower",
+        ),
+        fails=_SOME,
+    ),
+    Fact(
+        Keep(
+            r"re:(.*\.)?(audio_tower|audio_model|audio_encoder|speech_encoder|talker|token2wav|code2wav)(\.|$)",
+            "audio tower",
+        ),
+        fails=_SOME,
+    ),
+    Fact(
+        Keep(
+            r"re:(.*\.)?(multi_modal_projector|mm_projector|connector|aligner|merger|projector)(\.|$)",
+            "multimodal projector",
+        ),
+        fails=_SOME,
+    ),
+    Fact(Keep(r"re:(.*\.)?mtp(\.|_|$)", "multi-token-prediction head"), fails=_SOME),
+    Fact(Keep(r"re:.*conv1d$", "short convolution")),
+)
+
+# Weights that runtimes fuse into one matrix and therefore give one global scale: leaf names below one parent.
+DEFAULT_FUSE: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("wq_a", "wkv_a"),
+)
+
+_GATES = "gates of a linear-attention layer, a few rows each"
+_LINEAR_ATTENTION = (
+    # Readers make one matrix of the two, of 32 to 64 rows; NVIDIA and llm-compressor leave them in bfloat16.
+    Fact(Keep(r"re:(.*\.)?linear_attn\.in_proj_(a|b|ba)$", _GATES)),
+)
+_QWEN3_NEXT = (
+    *_LINEAR_ATTENTION,
+    Fact(
+        Keep(r"re:(.*\.)?layers\.\d+\.self_attn\.[qkv]_proj$", "attention beside ModelOpt's NVFP4", bits=8),
+        fails="SGLang builds q, k and v of Qwen3-Next unquantized beside ModelOpt's NVFP4; vLLM reads them",
+        readers=("sglang",),
+        containers=("modelopt",),
+        by_default=False,
+    ),
+)
+# vLLM makes one matrix of them with q, k and v, so these stay as they are with them.
+_DELTA_ATTENTION = (Fact(Keep(r"re:(.*\.)?self_attn\.(b|f_a|f_b|g_a|g_b)_proj$", _GATES)),)
+_MAMBA1 = (
+    Fact(
+        Keep(r"re:(.*\.)?(mamba|mixer)\.(in|x|dt|out)_proj$", "state-space layer that vLLM builds unquantized"),
+        fails="vLLM builds the projections of Mamba-1 unquantized and finds no place for their codes",
+        readers=("vllm",),
+    ),
+)
+_GEMMA_SMALL = (
+    # Between 4 and 256 columns: no block format fits them, and their share of the weights is under one percent.
+    Fact(Keep(r"re:(.*\.)?(altup|laurel)\.", "small projection")),
+    Fact(
+        Keep(
+            r"re:(.*\.)?(per_layer_(input_gate|projection|model_projection)|altup_(un)?embed_projections|altup_projections|altup_unembed_projections)(\.|$)",
+            "small projection",
+        )
+    ),
+)
+_GEMMA2 = Norms(
+    mlp="pre_feedforward_layernorm",
+    offset=1.0,
+    outputs=("post_attention_layernorm", "post_feedforward_layernorm"),
+    tied=True,
+)
+
+FAMILIES: tuple[Family, ...] = (
+    Family(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"), norms=Norms()),
+    Family(("gemma",), norms=Norms(offset=1.0, tied=True)),
+    Family(("gemma2", "gemma3_text"), norms=_GEMMA2),
+    Family(("gpt2",), norms=Norms("ln_1", "ln_2", layer_norm=True, tied=True)),
+    Family(
+        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+        facts=_GEMMA_SMALL,
+    ),
+    Family(
+        ("deepseek_v4",),
+        facts=(
+            Fact(
+                Keep(r"re:(.*\.)?compressor\.", "compressor of keys and values, which readers build unquantized"),
+                fails="vLLM and SGLang build it unquantized and find no place for codes",
+                readers=("vllm", "sglang"),
+            ),
+            Fact(
+                Keep(
+                    r"re:(.*\.)?attn\.wo_a$",
+                    "grouped output projection, which readers decode when they load it",
+                    bits=8,
+                ),
+                fails="SGLang decodes it from FP8 alone when it loads the model",
+                readers=("sglang",),
+            ),
+            Fact(
+                Keep(r"re:head$", "language-model head"),
+                fails="vLLM builds the head of DeepSeek-V4 unquantized and does not load it",
+                readers=("vllm",),
+            ),
+        ),
+        fuse=(("wq_a", "wkv"),),
+    ),
+    Family(("qwen3_next",), facts=_QWEN3_NEXT),
+    Family(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"), facts=_LINEAR_ATTENTION),
+    Family(
+        ("kimi_linear", "kimi_k3", "glm5_next", "glm5_next_text"),
+        facts=_DELTA_ATTENTION,
+        fuse=(("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),),
+    ),
+    Family(("mamba", "falcon_mamba", "jamba"), facts=_MAMBA1),
+    Family(("gpt_oss",), interleaved=True),
+    Family(
+        ("step3p5", "step3p7", "step3_text", "step3_vl"),
+        facts=(
+            Fact(
+                Keep(r"re:(.*\.)?self_attn\.g_proj$", "gate of attention heads"),
+                fails="SGLang builds it as a plain linear layer and finds no place for codes; vLLM reads it",
+                readers=("sglang",),
+            ),
+        ),
+    ),
+    Family(
+        ("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),
+        facts=(Fact(Keep(r"re:(.*\.)?patch_merge_mlp(\.|$)", "multimodal projector"), fails=_SOME),),
+        fuse=(("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),),
+    ),
+    Family(
+        ("nemotron_h", "nemotron_h_omni"),
+        facts=(Fact(Keep(r"re:(.*\.)?fc[12]_latent_proj$", "latent projection around the experts")),),
+    ),
+    Family(("hunyuan_v1_moe",), facts=(Fact(Keep(r"re:(.*\.)?mlp\.gate\.wg$", "router")),)),
+    Family(
+        ("internvl", "internvl_chat"),
+        facts=(
+            Fact(
+                Keep(r"re:(.*\.)?mlp1\.\d+$", "multimodal projector"),
+                fails="vLLM and SGLang build it as plain linear layers and find no place for codes",
+                readers=("vllm", "sglang"),
+            ),
+        ),
+    ),
+    Family(
+        ("phi4_multimodal", "phi4mm"),
+        facts=(
+            Fact(
+                Keep(
+                    r"re:(.*\.)?(img|image|audio)_(projection|proj)(_for_vision|_for_speech)?(\.|$)",
+                    "multimodal projector",
+                ),
+                fails="vLLM builds it as plain linear layers and finds no place for codes",
+                readers=("vllm",),
+            ),
+            Fact(Keep(r"re:(.*\.)?lora_[AB](\.|$)", "adapter")),
+        ),
+    ),
+)

@@ -1,0 +1,78 @@
+"""What a row of the table of families says."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Keep(NamedTuple):
+    """Modules that stay as they are: a pattern of their names, and why.
+
+    bits  formats of at least this many bits do quantize them; 0: none does
+    """
+
+    pattern: str
+    reason: str
+    bits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A part of models that is not quantized like the rest.
+
+    keep        its modules; ``{layers}`` in the pattern stands for the numbers that ``counted_by`` gives
+    counted_by  the key of config.json with the number of layers behind the last of ``num_hidden_layers``
+    fails       which readers fail where it is quantized (with fewer bits than ``keep.bits``), and how; empty: none does
+    readers     those that fail, by their names in ``readers.py``
+    containers  the layouts in which they do; empty: all that other programs read
+    by_default  kept unless a rule names it; else a fact about readers alone
+    """
+
+    keep: Keep
+    counted_by: str = ""
+    fails: str = ""
+    readers: tuple[str, ...] = ()
+    containers: tuple[str, ...] = ()
+    by_default: bool = True
+
+    @property
+    def unread(self) -> bool:
+        """Neither vLLM nor SGLang gets it right."""
+        return {"vllm", "sglang"} <= set(self.readers)
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The norms of a decoder layer, for transforms that move factors into and out of them.
+
+    attention, mlp  leaf names of the norms whose output q, k, v and the MLP read
+    offset          the norm multiplies by (offset + weight): 1 for Gemma
+    layer_norm      the norm subtracts the mean and adds a bias
+    outputs         norms between a sublayer and the residual stream: their weight stands in the way of rotations
+    tied            what a config that does not say so means by tie_word_embeddings
+    """
+
+    attention: str = "input_layernorm"
+    mlp: str = "post_attention_layernorm"
+    offset: float = 0.0
+    layer_norm: bool = False
+    outputs: tuple[str, ...] = ()
+    tied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row of the table.
+
+    types        the values of ``model_type`` in config.json, at its top or in the language model's part
+    facts        what is not quantized like the rest, beside `COMMON`
+    fuse         leaf names that readers make one matrix of; a group takes the place of those of `DEFAULT_FUSE` that it
+                 shares a name with
+    interleaved  gate and up rows take turns in a stack of experts; else all rows of gate come first
+    norms        where factors may move; None: not known
+    """
+
+    types: tuple[str, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    fuse: tuple[tuple[str, ...], ...] = ()
+    interleaved: bool = False
+    norms: Norms | None = None
