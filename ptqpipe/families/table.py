@@ -3,6 +3,8 @@
 What readers do is their own source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of mid-2026.
 """
 
+from dataclasses import replace
+
 from ptqpipe.families.types import Fact, Family, Keep, Norms
 
 _UNQUANTIZED = (
@@ -116,7 +118,7 @@ DEFAULT_FUSE: tuple[tuple[str, ...], ...] = (
 _GATES = "gates of a linear-attention layer, a few rows each"
 _LINEAR_ATTENTION = (
     # Readers make one matrix of the two, of 32 to 64 rows; NVIDIA and llm-compressor leave them in bfloat16.
-    Fact(Keep(r"re:(.*\.)?linear_attn\.in_proj_(a|b|ba)$", _GATES)),
+    Fact(Keep(r"re:(.*\.)?linear_attn\.(in_proj_(a|b|ba)|[ab]_proj)$", _GATES)),
 )
 _QWEN3_NEXT = (
     *_LINEAR_ATTENTION,
@@ -138,11 +140,11 @@ _MAMBA1 = (
     ),
 )
 _GEMMA_SMALL = (
-    # Between 4 and 256 columns: no block format fits them, and their share of the weights is under one percent.
+    # Most have 4 to 256 columns, which blocks do not divide well; vendors and llm-compressor leave all of them.
     Fact(Keep(r"re:(.*\.)?(altup|laurel)\.", "small projection")),
     Fact(
         Keep(
-            r"re:(.*\.)?(per_layer_(input_gate|projection|model_projection)|altup_(un)?embed_projections|altup_projections|altup_unembed_projections)(\.|$)",
+            r"re:(.*\.)?(per_layer_(input_gate|projection|model_projection)|altup_(unembed_)?projections)(\.|$)",
             "small projection",
         )
     ),
@@ -195,7 +197,9 @@ FAMILIES: tuple[Family, ...] = (
         facts=_DELTA_ATTENTION,
         fuse=(("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),),
     ),
-    Family(("mamba", "falcon_mamba", "jamba"), facts=_MAMBA1),
+    # Of a pure Mamba-1 nothing else is there to quantize, and transformers reads it.
+    Family(("mamba", "falcon_mamba"), facts=tuple(replace(fact, by_default=False) for fact in _MAMBA1)),
+    Family(("jamba",), facts=_MAMBA1),
     Family(("gpt_oss",), interleaved=True),
     Family(
         ("step3p5", "step3p7", "step3_text", "step3_vl"),

@@ -1,0 +1,175 @@
+"""Claims about the table of families: every row has a model, and what is written of it is what its readers take."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ptqpipe
+from ptqpipe.errors import UsageError
+from ptqpipe.families import FAMILIES, Family, facts_of, family_of, fuse_of
+from ptqpipe.options import RecipeOptions
+from ptqpipe.recipe import failing_facts, matches
+from ptqpipe.runtime import load, load_model
+from ptqpipe.stages.convert.prepare import prepare
+from ptqpipe.stages.verify.run import verify
+from tests import family_rows
+
+# Held by models of their own elsewhere: tests/tiny.py, tests/families.py, tests/transforms/models.py.
+ELSEWHERE = {"llama", "gemma3_text", "internvl", "phi4_multimodal", "step3p7"}
+KINDS = [*family_rows.MADE_BY_TRANSFORMERS, *family_rows.NAMES_AND_SHAPES]
+
+# model_type -> what of its first layers stays beside routers, heads and embeddings.
+KEPT: dict[str, set[str]] = {
+    "gemma3n_text": {
+        *(f"altup_projections.{i}" for i in range(3)), *(f"altup_unembed_projections.{i}" for i in range(3)),
+         "altup.correction_coefs", "altup.modality_router", "altup.prediction_coefs",
+        "laurel.linear_left", "laurel.linear_right", "per_layer_input_gate", "per_layer_projection",
+        "per_layer_model_projection",
+    },
+    "gemma4_text": {"per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"},
+    "deepseek_v4": {
+        "attn.compressor.wgate", "attn.compressor.wkv", "attn.indexer.compressor.wgate",
+        "attn.indexer.compressor.wkv", "attn.wo_a", "head",
+    },
+    "qwen3_next": {"linear_attn.in_proj_ba"},
+    "qwen3_5_text": {"linear_attn.in_proj_a", "linear_attn.in_proj_b"},
+    "qwen3_5_moe_text": {"linear_attn.in_proj_a", "linear_attn.in_proj_b"},
+    "olmo_hybrid": {"linear_attn.a_proj", "linear_attn.b_proj"},
+    "kimi_linear": {f"self_attn.{leaf}_proj" for leaf in ("q", "k", "v", "b", "f_a", "f_b", "g_a", "g_b")},
+    "jamba": {f"mamba.{leaf}_proj" for leaf in ("in", "x", "dt", "out")},
+    "nemotron_h": {"mixer.fc1_latent_proj", "mixer.fc2_latent_proj"},
+    "hunyuan_v1_moe": {"mlp.gate.wg"},
+    "step3p5": {"self_attn.g_proj"},
+    "glm5_next_text": {f"self_attn.{leaf}_proj" for leaf in ("q", "k", "v", "b", "f_a", "g_a")},
+    "internvl_chat": {"mlp1.1", "mlp1.3"},
+    "phi4mm": {
+        "self_attn.o_proj.lora_A.vision", "embed_tokens_extend.image_embed.img_projection.0",
+        "embed_tokens_extend.audio_embed.audio_projection.speech.0",
+    },
+}  # fmt: skip
+_LAYER = re.compile(r"^(model\.|backbone\.)?(layers\.[01]\.)?")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes each model once."""
+    made: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = family_rows.make(tmp_path_factory.mktemp("rows") / kind, kind)
+        return made[kind]
+
+    return of
+
+
+def options(kind: str) -> RecipeOptions:
+    """Of NVFP4, without a search."""
+    container = {"gpt2": "ptqpipe", "gpt_oss": "ptqpipe"}.get(kind)
+    return RecipeOptions(scheme="nvfp4", search="absmax", global_scale="absmax", container=container)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.types[0])
+def test_every_row_has_a_model(family: Family) -> None:
+    assert {*KINDS, *ELSEWHERE} & {*family.types}
+
+
+def test_no_model_type_stands_in_two_rows() -> None:
+    types = [name for family in FAMILIES for name in family.types]
+    assert len(types) == len(set(types))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stays_unquantized_is_what_the_row_says(kind: str, model: Callable[[str], Path], tmp_path: Path) -> None:
+    own = {fact.keep.reason for fact in family_of({"model_type": kind}).facts if fact.by_default}
+    with prepare(model(kind), options=options(kind), out=tmp_path / "out") as prepared:
+        kept = prepared.outputs.plan.kept
+    stays = {
+        _LAYER.sub("", entry.name.removesuffix(".weight")) for entry in kept if any(r in entry.reason for r in own)
+    }
+    assert stays == KEPT.get(kind, set())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_row_is_converted_verified_and_loaded(kind: str, model: Callable[[str], Path], tmp_path: Path) -> None:
+    given = options(kind)
+    done = ptqpipe.convert(
+        model(kind), out=tmp_path / "out", format=given.scheme, search=given.search, global_scale=given.global_scale,
+        container=given.container, workers=1,
+    )  # fmt: skip
+    report = verify(done.out, source=model(kind), workers=1)
+    assert report.ok, [fault.message for fault in report.faults]
+    if kind not in family_rows.MADE_BY_TRANSFORMERS:
+        return
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        decoded, packed = load_model(done.out)(ids).logits, load(done.out, dtype="float32")(ids).logits
+        plain = load_model(model(kind))(ids).logits
+    assert torch.allclose(packed, decoded, rtol=0, atol=1e-5 * float(decoded.abs().max()))
+    assert not torch.allclose(plain, decoded, rtol=0, atol=1e-2 * float(plain.abs().max()))
+
+
+# A module for each fact about readers that a family has, and the layout in which they fail.
+FAILING: list[tuple[str, str, str]] = [
+    ("deepseek_v4", "layers.0.attn.compressor.wkv", "compressed_tensors"),
+    ("deepseek_v4", "layers.0.attn.wo_a", "compressed_tensors"),
+    ("deepseek_v4", "head", "modelopt"),
+    ("qwen3_next", "model.layers.1.self_attn.q_proj", "modelopt"),
+    ("mamba", "backbone.layers.0.mixer.x_proj", "compressed_tensors"),
+    ("jamba", "model.layers.0.mamba.in_proj", "compressed_tensors"),
+    ("step3p5", "model.layers.0.self_attn.g_proj", "compressed_tensors"),
+    ("minimax_m3_vl", "patch_merge_mlp.0", "compressed_tensors"),
+    ("internvl", "mlp1.1", "compressed_tensors"),
+    ("phi4mm", "model.embed_tokens_extend.image_embed.img_projection.0", "compressed_tensors"),
+]
+
+
+@pytest.mark.parametrize(("kind", "module", "container"), FAILING)
+def test_readers_that_fail_are_named_where_a_rule_quantizes_it_all_the_same(
+    kind: str, module: str, container: str
+) -> None:
+    config = {"model_type": kind}
+    own = [fact for fact in family_of(config).facts if matches(fact.keep.pattern, module)]
+    found = [fact for fact, modules in failing_facts(config, {module: 4}, container=container) if modules == [module]]
+    assert own
+    assert own[0] in found
+    assert not any(fact in own for fact, _ in failing_facts({}, {module: 4}, container=container))
+
+
+def test_every_fact_about_readers_of_a_family_is_tried() -> None:
+    tried = {fact.keep for kind, module, _ in FAILING for fact in family_of({"model_type": kind}).facts
+             if matches(fact.keep.pattern, module)}  # fmt: skip
+    assert tried == {fact.keep for family in FAMILIES for fact in family.facts if fact.fails}
+
+
+def test_a_family_is_known_by_the_language_model_inside() -> None:
+    inner: dict[str, Any] = {"model_type": "qwen3_5_text"}
+    for config in (
+        {"model_type": "some_wrapper", "text_config": inner},
+        {"thinker_config": {"model_type": "x", "text_config": inner}},
+    ):
+        assert family_of(config) is family_of(inner)
+        assert [fact.keep for fact in facts_of(config)] == [fact.keep for fact in facts_of(inner)]
+    assert family_of({"model_type": None, "text_config": 3}) == Family()
+
+
+def test_a_family_s_fused_groups_take_the_place_of_those_that_share_a_name() -> None:
+    groups = fuse_of({"model_type": "kimi_linear"})
+    leaves = [leaf for group in groups for leaf in group]
+    assert len(leaves) == len(set(leaves))
+    assert ("gate_proj", "up_proj") in groups
+    assert fuse_of({"model_type": "llama"}) == fuse_of({})
+
+
+def test_a_pure_mamba_is_quantized_with_a_warning_and_a_mixed_one_keeps_what_vllm_cannot_read(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with prepare(model("mamba"), options=options("mamba"), out=tmp_path / "out") as prepared:
+        assert any("Mamba-1 unquantized" in line for line in prepared.warnings)
+    rule = RecipeOptions(scheme="nvfp4", ignore=("*attn*", "*feed_forward*"))
+    with pytest.raises(UsageError, match="nothing would be quantized"):
+        prepare(model("jamba"), options=rule, out=tmp_path / "out")
