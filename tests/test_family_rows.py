@@ -173,3 +173,27 @@ def test_a_pure_mamba_is_quantized_with_a_warning_and_a_mixed_one_keeps_what_vll
     rule = RecipeOptions(scheme="nvfp4", ignore=("*attn*", "*feed_forward*"))
     with pytest.raises(UsageError, match="nothing would be quantized"):
         prepare(model("jamba"), options=rule, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "reader", "says"),
+    [
+        ("jamba", "model.layers.0.mamba.in_proj", "vllm", "Mamba-1 unquantized"),
+        ("step3p5", "model.layers.0.self_attn.g_proj", "sglang", "plain linear layer"),
+        ("gemma", "model.embed_tokens", "vllm", "rows of an embedding"),
+    ],
+)
+def test_for_a_reader_what_it_fails_on_is_refused_before_any_work(
+    kind: str, module: str, reader: str, says: str, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
+    recipe.write_text(f"version: 1\nrules:\n- {{match: {module}, format: nvfp4}}\n")
+    call: dict[str, Any] = {"recipe": str(recipe), "out": out, "workers": 1}
+    with pytest.raises(UsageError, match=f"reader {reader}: {module} .*{says}.*ignore='{module}'"):
+        ptqpipe.convert(model(kind), reader=reader, **call)
+    with pytest.raises(UsageError, match=f"reader {reader}: {module}"):
+        ptqpipe.convert(model(kind), reader=reader, report=True, **call)
+    assert not out.exists()
+    ptqpipe.convert(model(kind), **call)  # without it: a warning, and verify names the reader
+    found = [finding.message for finding in verify(out, workers=1).findings if finding.check == "readers"]
+    assert any(says in message for message in found)

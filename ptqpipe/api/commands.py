@@ -121,7 +121,8 @@ def _convert(
 ) -> Result:
     """A conversion alone. ``rules``: a recipe file."""
     best = best_with(given, recipe_path=rules, stats=stats, rounding=rounding)
-    with prepare(model, options=best, recipe_path=rules, out=out, stats=stats, rounding=rounding) as prepared:
+    where: dict[str, Any] = {"out": out, "stats": stats, "rounding": rounding, "reader": options.get("reader")}
+    with prepare(model, options=best, recipe_path=rules, **where) as prepared:
         no_config = missing_config(prepared)
         if no_config is not None:
             warnings.warn(no_config, stacklevel=4)

@@ -33,9 +33,10 @@ from ptqpipe.containers import (
     quantization_config,
 )
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
+from ptqpipe.families import Fact
 from ptqpipe.plan import FLOAT_DTYPES, Kept, Member, Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
-from ptqpipe.recipe import Recipe
+from ptqpipe.recipe import Recipe, failing_facts
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import Job
 from ptqpipe.stages.common.rewriting import CopyTensor
@@ -236,6 +237,22 @@ class Outputs:
         base = config_with_cache(source.reader.config, self.recipe.kv_cache)
         provenance = {"producer": "ptqpipe", "version": version}
         return self.container.configs(ConfigRequest(base, self.targets, self.plan.kept_modules, provenance))
+
+    def failing(self, config: Mapping[str, Any]) -> list[tuple[Fact, list[str]]]:
+        """What other programs get wrong about the model of this config.json as it is written, and the modules of it."""
+        if self.container.ABILITIES.own_reader:
+            return []
+        bits = {target.module: target.scheme.fmt.element.bits for target in self.targets}
+        return list(failing_facts(config, bits, container=self.container_name))
+
+    def check_reader(self, reader: str, config: Mapping[str, Any]) -> None:
+        """UsageError, with module and remedy, where this program fails on a weight of the model as it is written."""
+        for fact, modules in self.failing(config):
+            if reader in fact.readers:
+                raise UsageError(
+                    f"--for {reader}: {modules[0]} ({len(modules)} of this kind) would be quantized, and {fact.fails}; "
+                    f"keep it (--ignore '{modules[0]}', or a rule with format: keep), or leave --for out"
+                )
 
 
 def container_of(recipe: Recipe, name: str) -> Container:

@@ -82,12 +82,14 @@ def prepare(
     stats: Path | None = None,
     rounding: Path | None = None,
     collected: bool = False,
+    reader: str | None = None,
 ) -> Conversion:
     """Everything that can be decided from headers. Raises before any weight is read; writes nothing.
 
     stats      a folder of `ptqpipe calibrate`
     rounding   one of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for
                unless a recipe file is given; what contradicts it is a UsageError
+    reader     the program that will load the result (``--for``): a weight that it gets wrong is a UsageError
     collected  for what finds the moments that choosing codes reads as it goes, or later: `ptqpipe tune`, `pipeline`
     """
     options = options or RecipeOptions()
@@ -104,6 +106,8 @@ def prepare(
         source.check_requantizable()
         outputs = outputs_of(source, recipe.for_model(source.reader.config))
         check_ignored(outputs.plan, options.ignore)
+        if reader is not None:
+            outputs.check_reader(reader, source.reader.config)
         files = outputs.configs(source, version=__version__)
         check_read_back(
             outputs.container, files, outputs.layout, outputs.targets, container_name=outputs.container_name

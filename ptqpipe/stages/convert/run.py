@@ -21,7 +21,6 @@ from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import option_size, option_size_above
-from ptqpipe.recipe import failing_facts
 from ptqpipe.rounding import Rounding
 from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.stages.common import (
@@ -90,13 +89,12 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
     @property
     def warnings(self) -> tuple[str, ...]:
         """As `Rewrite`: of the container, and of parts that only a rule which names them quantizes."""
-        config, targets = self.source.reader.config, self.outputs.targets
-        bits = {target.module: target.scheme.fmt.element.bits for target in targets}
-        found = list(self.outputs.container.warnings(targets, config))
-        if not self.outputs.container.ABILITIES.own_reader:
-            for fact, modules in failing_facts(config, bits, container=self.outputs.container_name):
-                found.append(f"{modules[0]} ({len(modules)} of this kind): {fact.fails}")
-        return tuple(found)
+        outputs, config = self.outputs, self.source.reader.config
+        found = outputs.container.warnings(outputs.targets, config)
+        facts = (
+            f"{modules[0]} ({len(modules)} of this kind): {fact.fails}" for fact, modules in outputs.failing(config)
+        )
+        return (*found, *facts)
 
     def cache_bytes(self, job: QuantizeUnit | CopyTensor | WriteCacheScales) -> int:
         """As `Rewrite`: a unit's weights, which most searches read more than once."""

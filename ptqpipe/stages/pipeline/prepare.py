@@ -46,7 +46,7 @@ def prepare(
         nbytes = Budget.parse(work.budget).nbytes or 0
         return Pipeline(path, target, recipe, recipe_path, work, way, texts, True, nbytes, (), mode, machine)
     with prepare_conversion(
-        path, options=recipe, recipe_path=recipe_path, out=out, collected=bool(work.data)
+        path, options=recipe, recipe_path=recipe_path, out=out, collected=bool(work.data), reader=work.reader
     ) as prepared:
         built = prepared.outputs.recipe
         way = TABLE[kind_of(built.schemes())][work.quality or "best"] if work.data else None
