@@ -86,7 +86,8 @@ class Wheel(bdist_wheel):
 
 def cpu_extensions() -> list[Extension]:
     """The one extension ``ptqpipe.kernels._cpu``, or none while csrc has no sources."""
-    sources = sorted(map(str, CSRC.glob("*.cpp")))
+    # The largest come first in this order, and attention last: no processor waits long for another at the end.
+    sources = sorted(map(str, CSRC.glob("*.cpp")), reverse=True)
     if not sources:
         return []
     return [

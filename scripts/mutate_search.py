@@ -151,7 +151,7 @@ def build(tree: Path, mutant: Mutant, isa: str) -> str:
     csrc = tree / CSRC
     parts = [
         line
-        for line in (csrc / "body.h").read_text().partition('extern "C"')[0].splitlines()
+        for line in (csrc / "body.h").read_text().partition("#ifdef PTQ_WIRE_ALONE")[0].splitlines()
         if not any(name in line for name in NO_SEARCH)
     ]
     blocks = not Path(mutant.file).name.startswith("long")

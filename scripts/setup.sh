@@ -65,6 +65,25 @@ done
 log=$venv/ptqpipe-install.log
 pip() { "$venv/bin/python" -m pip "$@" --disable-pip-version-check -v >>"$log" 2>&1; }
 
+# Without byte code, which Python makes of what it imports: making that of all of torch and transformers takes longer.
+install() { pip install --no-compile "$torch" -c constraints.txt "$@"; }
+
+requirements() { # of the package with the extra, one a line
+    "$venv/bin/python" - "$extra" <<'EOF'
+import re, sys, tomllib
+
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+
+def of(extra):
+    for one in project["optional-dependencies"][extra]:
+        inner = re.fullmatch(r"ptqpipe\[(.*)\]", one)
+        yield from (more for name in inner[1].split(",") for more in of(name)) if inner else [one]
+
+print(*project["dependencies"], *of(sys.argv[1]), sep="\n")
+EOF
+}
+
 # A line for each step, with its seconds: on a first run they take minutes.
 step() {
     local name=$1 began=$SECONDS
@@ -73,7 +92,7 @@ step() {
     printf '%-32s %4d s\n' "$name" $((SECONDS - began)) >&2
 }
 
-compile() { # while torch is fetched; without a compiler the package works without kernels
+compile() { # while packages are fetched; without a compiler the package works without kernels
     pip wheel . --no-deps --no-cache-dir --wheel-dir "$venv/ptqpipe-wheel" || true
     rm -rf "$venv/ptqpipe-wheel"
 }
@@ -92,7 +111,9 @@ shown=$!
 compile &
 compiling=$!
 trap 'kill -- -$shown 2>/dev/null || true; kill -- -$compiling 2>/dev/null || true' EXIT
-step "${torch/==/ }" pip install "$torch" -c constraints.txt
+step "${torch/==/ }" install
+mapfile -t packages < <(requirements)
+step "packages of ptqpipe[$extra]" install "${packages[@]}"
 step "kernels" wait "$compiling"
-step "ptqpipe[$extra] and its packages" pip install "$torch" -c constraints.txt -e ".[$extra]"
+step "ptqpipe[$extra]" install -e ".[$extra]"
 echo "$extra $inputs" >"$stamp"

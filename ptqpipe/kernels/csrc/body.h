@@ -1,4 +1,5 @@
-// The kernels of one instruction set. isa_*.cpp set the target, PTQ_NAME and PTQ_OPS, then include this.
+// The kernels of one instruction set. isa_*.cpp set the target, PTQ_NAME, PTQ_OPS and PTQ_COLLECTIVE, then include this;
+// the all-reduce is compiled where wire_*.cpp include those, the rest where it is not.
 #if defined(__clang__)
 #pragma clang fp contract(off)
 #endif
@@ -20,5 +21,10 @@ namespace {
 #include "norm.h"
 }  // namespace
 
+#ifdef PTQ_WIRE_ALONE
+extern "C" int32_t PTQ_COLLECTIVE(const struct ptq_collective *job) { return collective(job); }
+#else
+extern "C" int32_t PTQ_COLLECTIVE(const struct ptq_collective *job);
 extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode, quantize_long, columns,
-                                        &linear_ops,     collective, rms_norm};
+                                        &linear_ops,     PTQ_COLLECTIVE, rms_norm};
+#endif

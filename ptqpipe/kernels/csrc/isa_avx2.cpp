@@ -11,6 +11,7 @@
 #define PTQ_AVX2 1
 #define PTQ_NAME "avx2"
 #define PTQ_OPS ptq_ops_avx2
+#define PTQ_COLLECTIVE ptq_collective_avx2
 #include "body.h"
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -11,6 +11,7 @@
 #define PTQ_AVX512 1
 #define PTQ_NAME "avx512"
 #define PTQ_OPS ptq_ops_avx512
+#define PTQ_COLLECTIVE ptq_collective_avx512
 #include "body.h"
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -5,4 +5,5 @@
 #endif
 #define PTQ_NAME "baseline"
 #define PTQ_OPS ptq_ops_baseline
+#define PTQ_COLLECTIVE ptq_collective_baseline
 #include "body.h"
