@@ -20,30 +20,15 @@ from ptqpipe.errors import PtqError
 from ptqpipe.runtime import hook
 
 if TYPE_CHECKING:
-    from ptqpipe.api import (
-        calibrate,
-        convert,
-        dequantize,
-        diff,
-        evaluate,
-        generate,
-        inspect,
-        load_tensors,
-        plan,
-        quantize,
-        quantize_model,
-        relayout,
-        report,
-        save_checkpoint,
-        serve,
-        simulate,
-        transform,
-        tune,
-        verify,
-    )
+    from ptqpipe.api.checks import diff, evaluate, inspect, report, simulate, verify
+    from ptqpipe.api.commands import calibrate, convert, generate, plan, transform, tune
     from ptqpipe.api.loading import Config
+    from ptqpipe.api.matrices import load_tensors, quantize
+    from ptqpipe.api.models import quantize_model, save_checkpoint
+    from ptqpipe.api.rewriting import dequantize, relayout
+    from ptqpipe.api.service import serve
     from ptqpipe.qtensor import QTensor
-    from ptqpipe.runtime import load_model
+    from ptqpipe.runtime.loading import load_model
 
 __all__ = [
     "Config",
@@ -72,14 +57,22 @@ __all__ = [
     "verify",
 ]
 
-# Where names are that are not functions of the API.
-_HOME = {"Config": "ptqpipe.api.loading", "QTensor": "ptqpipe.qtensor", "load_model": "ptqpipe.runtime"}
+# Where names are searched for, on first use; what imports little comes first.
+_HOMES = (
+    "qtensor", "runtime.loading", "api.matrices", "api.commands", "api.rewriting", "api.checks", "api.models",
+    "api.service", "api.loading",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ptqpipe' has no attribute {name!r}")
-    return getattr(import_module(_HOME.get(name, "ptqpipe.api")), name)
+    for home in _HOMES:
+        module = import_module(f"ptqpipe.{home}")
+        found = vars(module).get(name)
+        if getattr(found, "__module__", None) == module.__name__:  # and is not imported there from elsewhere
+            return found
+    raise AttributeError(f"'ptqpipe' lists {name!r}, which none of its modules defines")
 
 
 def __dir__() -> list[str]:

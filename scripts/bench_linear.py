@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.api import quantize
+from ptqpipe.api.matrices import quantize
 from ptqpipe.kernels import cpu
 from ptqpipe.runtime.packed import PackedWeight, packed_linear
 

@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from ptqpipe.api import quantize
+from ptqpipe.api.matrices import quantize
 from ptqpipe.formats import Format, get_format
 from ptqpipe.kernels import cuda_fp8, triton as kernels, triton_linear
 from ptqpipe.qtensor import encode

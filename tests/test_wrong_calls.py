@@ -44,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (at / "gguf").mkdir()
     (at / "gguf" / "m.gguf").write_bytes(b"GGUF")
     (at / "text.txt").write_text("some text")
+    (at / "few.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
     shutil.copytree(at / "model", at / "images")
     images = {
         "model_type": "llava",
@@ -106,6 +107,11 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     (("calibrate", "model", "--data", "text.txt", "-o", "out"), 1, "it has none of tokenizer.json"),
     (("serve", "model"), 1, "it has none of tokenizer.json"),
     (("plan", "model", "--budget", "4.75", "-o", "out.yaml"), 2, "write 4.75bits"),
+    ((*CONVERT, "--data", "few.jsonl", "--samples", "0"), 2, "--samples 0 "),
+    ((*CONVERT, "--data", "self", "--samples", "0"), 2, "--samples 0 "),
+    ((*CONVERT, "--data", "few.jsonl", "--seqlen", "16"), 2, "give 3 tokens, 0 windows of 16, expected 128"),
+    (("tune", "model", "--data", "few.jsonl", "--samples", "0", "-o", "out"), 2, "--samples 0 "),
+    (("generate", "model", "--samples", "0", "-o", "out.jsonl"), 2, "--samples 0 "),
 ]
 
 

@@ -91,17 +91,31 @@ def load_samples(
         files.append(_described(name, rows, len(stream) - before))
     candidates = len(stream) // seqlen
     if candidates < samples + (holdout or 0):
-        wanted = f"{samples} and {holdout} held out" if holdout else f"{samples}"
-        raise UsageError(
-            f"the data give {len(stream)} tokens, {candidates} windows of {seqlen}, expected {wanted}; give more "
-            "data, or lower --samples or --seqlen"
-        )
+        raise _too_few(len(stream), seqlen, f"{samples} and {holdout} held out" if holdout else f"{samples}")
     if holdout is None:
         holdout = min(samples // HELD_SHARE, candidates - samples)
     windows = torch.frombuffer(stream, dtype=torch.int64, count=candidates * seqlen).view(candidates, seqlen)
     order = torch.randperm(candidates, generator=torch.Generator().manual_seed(seed))
     chosen, held_out = windows[order[:samples].sort().values], windows[order[samples : samples + holdout].sort().values]
     return Samples(chosen, held_out, tokens_digest(chosen), tuple(files), candidates)
+
+
+def check_samples(names: Sequence[str], model: Path, *, samples: int, seqlen: int) -> None:
+    """UsageError where data give fewer than ``samples`` windows; reads no more of them than it takes to know that."""
+    tokenizer, found = cache(lambda: load_tokenizer(model)), 0
+    for name in files_of(names):
+        for where, value in read_rows(name):
+            found += sum(map(len, row_tokens(tokenizer, value, where)))
+            if found >= samples * seqlen:
+                return
+    raise _too_few(found, seqlen, f"{samples}")
+
+
+def _too_few(tokens: int, seqlen: int, wanted: str) -> UsageError:
+    return UsageError(
+        f"the data give {tokens} tokens, {tokens // seqlen} windows of {seqlen}, expected {wanted}; give more data, or "
+        "lower --samples or --seqlen"
+    )
 
 
 def _described(name: str, rows: int, tokens: int) -> DataFile:

@@ -296,6 +296,7 @@ def plan(given: Given) -> None:
         measurement=None if given.measure is None else _measurement(given),
         machine=given.machine(),
         container=None if given.reader is None else call.container_of_all(given.reader, formats),
+        log=given.log,
     )
     stage.write_recipe(found, given.out)
     if given.as_json:

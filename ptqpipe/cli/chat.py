@@ -13,7 +13,7 @@ from ptqpipe.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., object])
 
-_OF_SERVE = ("api_key", "chat_template", "max_model_len", "dtype", "device", "workers")
+_OF_SERVE = ("chat_template", "max_model_len", "dtype", "device", "workers")
 
 
 def _options_of_serve(function: F) -> F:
@@ -26,6 +26,11 @@ def _options_of_serve(function: F) -> F:
 @command(example="ptqpipe chat CKPT")
 @click.argument("ckpt", required=False)
 @click.option("--url", metavar="URL", help="Talk with a running service of OpenAI's API instead of loading CKPT.")
+@click.option(
+    "--api-key",
+    envvar="PTQPIPE_API_KEY",
+    help="Key that the service at --url asks for.  [default: $PTQPIPE_API_KEY]",
+)
 @click.option("--system", default="", metavar="TEXT", help="System prompt, for all answers.  [default: none]")
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="Randomness of the answers, 0 to 2.")
 @click.option(

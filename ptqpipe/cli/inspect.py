@@ -6,8 +6,8 @@ import sys
 import click
 
 from ptqpipe.cli import next_steps
-from ptqpipe.cli.common import Given, command, this_call
-from ptqpipe.cli.parameters import JSON, MODEL, PATH, Existing
+from ptqpipe.cli.common import Given, command, machine_of, this_call
+from ptqpipe.cli.parameters import JSON, MODEL, PATH, QUIET, Existing
 from ptqpipe.errors import UsageError
 
 
@@ -26,6 +26,7 @@ ptqpipe verify CKPT --source MODEL --optimal
 @click.option("--all", "all_blocks", is_flag=True, help="Let --optimal prove every block instead of a sample.")
 @click.option("--all-faults", is_flag=True, help="List every fault instead of the first few.")
 @JSON
+@QUIET
 def verify(given: Given) -> None:
     """Check a checkpoint's bytes and claims.
 
@@ -46,7 +47,8 @@ def verify(given: Given) -> None:
         statistics=given.stats,
         optimal=given.optimal,
         all_blocks=given.all_blocks,
-        progress=sys.stderr.isatty() and not given.as_json,
+        progress=sys.stderr.isatty() and given.log is not None,
+        log=given.log,
     )
     click.echo(json.dumps(to_json(report)) if given.as_json else render(report, all_faults=given.all_faults))
     next_steps.say_next(given, next_steps.verify, report.ok)
@@ -107,6 +109,7 @@ def diff(given: Given) -> None:
     help="Kind of file to write.  [default: by the ending of -o, else html]",
 )
 @click.option("--all", "all_rows", is_flag=True, help="Compare scale searches on all rows instead of a sample.")
+@QUIET
 def report(given: Given) -> None:
     """Write an HTML or markdown report on a checkpoint.
 
@@ -114,12 +117,13 @@ def report(given: Given) -> None:
     Several checkpoints of one model are compared: quality against size, layer by layer. An earlier report is replaced,
     no other file.
     """
+    machine = machine_of(None, "cpu", 2 << 30, progress=not given.quiet)
     if len(given.ckpts) > 1:
         from ptqpipe.stages.report.compare import compare
 
         if given.source is not None or given.evaluation is not None or given.all_rows:
             raise UsageError("--source, --eval and --all are for a report on one checkpoint; leave them out")
-        path, lines = compare(given.ckpts, out=given.out, kind=given.kind)
+        path, lines = compare(given.ckpts, out=given.out, kind=given.kind, machine=machine, log=given.log)
         click.echo(lines)
         next_steps.say_next(given, next_steps.report, path)
         return
@@ -133,6 +137,8 @@ def report(given: Given) -> None:
         kind=given.kind,
         all_rows=given.all_rows,
         command=this_call(),
+        machine=machine,
+        log=given.log,
     )
     click.echo(lines)
     next_steps.say_next(given, next_steps.report, path)

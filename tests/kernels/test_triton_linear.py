@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptqpipe.api import quantize
+from ptqpipe.api.matrices import quantize
 from ptqpipe.kernels import cuda_fp8, triton_linear
 from ptqpipe.runtime.activations import InputQuantizer, fp8_codes
 from ptqpipe.runtime.packed import PackedWeight, packed_linear

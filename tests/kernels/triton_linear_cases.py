@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ptqpipe.api import quantize
+from ptqpipe.api.matrices import quantize
 from ptqpipe.formats import get_codec
 from ptqpipe.kernels import triton as kernels, triton_linear
 from ptqpipe.runtime.packed import PackedWeight

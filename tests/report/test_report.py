@@ -25,6 +25,7 @@ from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
+from ptqpipe.stages.common import Machine
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
 from ptqpipe.stages.report.compare import compare
@@ -376,7 +377,7 @@ def test_every_tensor_is_in_the_table_once(pair: tuple[Path, Path], sourced: Rep
 
 
 def test_a_report_is_the_same_bytes_for_any_number_of_workers(pair: tuple[Path, Path]) -> None:
-    one, three = (render_html(gather(pair[1], source=pair[0], workers=n)) for n in (1, 3))
+    one, three = (render_html(gather(pair[1], source=pair[0], machine=Machine(workers=n))) for n in (1, 3))
     assert one == three
 
 

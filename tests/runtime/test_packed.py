@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ptqpipe.api import quantize
+from ptqpipe.api.matrices import quantize
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import WHOLE
 from ptqpipe.kernels import cpu, cpu_linear

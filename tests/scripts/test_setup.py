@@ -78,7 +78,9 @@ def test_an_install_says_each_step_with_its_seconds_and_names_its_log(tree: Path
 
 def test_kernels_are_shown_as_they_are_compiled(tree: Path) -> None:
     python = tree / ".venv/bin/python"
-    compiles = '[ "$3" = wheel ] && sleep 0.3 && echo "  kernels 3/8: search.cpp 12 s"\n[ "$3" = install ] && sleep 0.3\n'
+    compiles = (
+        '[ "$3" = wheel ] && sleep 0.3 && echo "  kernels 3/8: search.cpp 12 s"\n[ "$3" = install ] && sleep 0.3\n'
+    )
     python.write_text(FAKE_PYTHON.replace("exit 0", f"{compiles}exit 0"))
     assert "\n  kernels 3/8: search.cpp 12 s\n" in setup(tree, "hf").stderr
 

@@ -6,9 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import ptqpipe
-from ptqpipe.stages.common import Job, bars_of, counting_bar, progress_bar, rewriting
+from ptqpipe.cli import main
+from ptqpipe.stages.common import Job, Machine, bars_of, counting_bar, progress_bar, rewriting
+from ptqpipe.stages.report.run import make_report
 from tests import tiny
 
 
@@ -25,6 +28,21 @@ def test_a_bar_has_title_amounts_memory_and_what_is_under_way(capsys: pytest.Cap
     assert "0/4,000 tokens ?/s" in first
     assert "100% ██████████ 4,000/4,000 tokens" in last
     assert re.search(r"layer 4 of 4 \| mem [\d.]+ [MG]iB, peak [\d.]+ [MG]iB", last)
+
+
+def test_a_narrow_terminal_shows_the_peak_of_memory_behind_a_long_title(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    with (
+        bars_of("[12/14] eval"),
+        counting_bar(250_000, "tokens", shown=True, title="source, held-out.jsonl") as advance,
+    ):
+        advance(250_000, "a window")
+    last = frames(capsys.readouterr().err)[-1]
+    assert last.startswith("[12/14] eval")
+    assert re.search(r"250k/250k tokens .*ETA .*, peak [\d.]+ [MG]iB", last[:80])
 
 
 def test_bytes_are_those_of_disks_and_large_counts_are_short(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,6 +65,39 @@ def test_a_resumed_run_starts_behind_what_is_done_and_its_rate_is_its_own(capsys
     assert "750 kB/1.00 MB ?/s" in first
     assert last.startswith("100% ")
     assert "layer.3" in last
+
+
+def test_plan_verify_and_report_say_what_they_do_before_they_do_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.save(Path("model"), tiny.llama(layers=1, hidden=64, inner=64))
+    calls = {
+        "convert model -o out": "",
+        "plan model --budget 5bits --formats nvfp4,keep -o r.yaml": r"model, 7 weights in \d groups, ",
+        "verify out --source model": r"checking out, \d+ tensors in [\d.]+ kB, against model$",
+        "report out --source model": r"report on out, against model$",
+        "report out out": r"comparing out, out$",
+    }
+    for line, header in calls.items():
+        done = CliRunner().invoke(main, line.split())
+        assert done.exit_code == 0, done.output
+        assert re.match(header, done.stderr.strip()), (line, done.stderr)
+        assert CliRunner().invoke(main, [*line.split(), "--quiet", *["--overwrite"] * ("convert" in line)]).stderr == ""
+
+
+def test_a_report_has_a_bar_for_each_part_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.save(tmp_path / "model", tiny.llama(layers=1, hidden=64, inner=64))
+    made = ptqpipe.convert(model, format="nvfp4", out=tmp_path / "out")
+    make_report(made.path, source=model, out=tmp_path / "r.html", machine=Machine(workers=1, progress=True))
+    drawn = [frame for frame in frames(capsys.readouterr().err) if "100%" in frame]
+    for title, amount in (
+        ("codes and errors", "7/7 weights"),
+        ("choices of scales", "7/7"),
+        ("proof", ""),
+        ("", "checks"),
+    ):
+        assert any(frame.startswith(title) and amount in frame for frame in drawn), (title, drawn)
 
 
 def test_nothing_is_drawn_unless_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -273,7 +273,7 @@ def run_cli(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
 
 KILLER = """
 import json, os, signal, sys, threading
-from ptqpipe import api  # with torch, once for all runs
+from ptqpipe.api import commands as api  # with torch, once for all runs
 from ptqpipe.checkpoint import writer
 
 def run(model, out, target):

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from ptqpipe.api import load_tensors
+from ptqpipe.api.matrices import load_tensors
 from ptqpipe.calibration import runner
 from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.rounding import Settings

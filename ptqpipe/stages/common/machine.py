@@ -233,6 +233,8 @@ def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int) -> Non
 
 _STAGE: ContextVar[str] = ContextVar("stage", default="")
 _FORMAT = "{desc}{percentage:3.0f}% {bar:10} {amount} {speed}/s ETA {remaining}{postfix}"
+_NARROW = "{desc}{percentage:3.0f}% {amount} {speed}/s ETA {remaining}{postfix}"
+_WIDTH, _NARROW_WIDTH = 90, 62  # columns of these beside the title, up to the peak of memory
 
 
 @contextmanager
@@ -257,7 +259,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm has no type arguments at run
             rate = passed / found["elapsed"]
         size = disk_size if self.unit == "B" else _count
         amount = f"{size(self.n)}/{size(self.total or 0)}" + ("" if self.unit == "B" else f" {self.unit}")
-        speed = disk_size if self.unit == "B" else three_digits
+        speed = disk_size if self.unit == "B" else _rate
         return found | {"amount": amount, "speed": "?" if rate is None else speed(rate)}
 
 
@@ -265,6 +267,18 @@ def _count(value: float) -> str:
     if value >= 1e5:
         return str(tqdm.format_sizeof(value))
     return f"{value:,}" if isinstance(value, int) else f"{value:.1f}"
+
+
+def _rate(value: float) -> str:
+    return str(tqdm.format_sizeof(value)) if value >= 1e5 else three_digits(value)
+
+
+def _columns() -> int:
+    """How wide the terminal is that bars are drawn on; where there is none, wide enough for all of a bar."""
+    try:
+        return int(os.environ["COLUMNS"]) if "COLUMNS" in os.environ else os.get_terminal_size(2).columns
+    except (OSError, ValueError):
+        return 1000
 
 
 @contextmanager
@@ -282,7 +296,9 @@ def counting_bar(
     Draws nothing when not ``shown``.
     """
     lock = threading.Lock()
-    label = " ".join(word for word in (_STAGE.get(), title[:30]) if word)
+    label, columns = " ".join(word for word in (_STAGE.get(), title[:30]) if word), _columns()
+    narrow = columns < len(label) + _WIDTH
+    label = label[: max(10, columns - _NARROW_WIDTH)]
     bar: Any = _Bar(
         total=total,
         initial=done,
@@ -291,15 +307,15 @@ def counting_bar(
         file=sys.stderr,
         smoothing=0.05,
         desc=f"{label}: " if label else None,
-        bar_format=_FORMAT,
+        bar_format=_NARROW if narrow else _FORMAT,
     )
 
     def advance(amount: float, note: str) -> None:
         with lock:
             if shown:
                 current, peak = resident_bytes()
-                memory = f"mem {memory_size(current)}, peak {memory_size(peak)}"
-                words = (memory, note) if unit == "B" else (note, memory)  # a narrow terminal cuts what is last
+                memory = f"{'' if narrow else f'mem {memory_size(current)}, '}peak {memory_size(peak)}"
+                words = (memory, note) if unit == "B" or narrow else (note, memory)  # a terminal cuts what is last
                 bar.set_postfix_str(" | ".join(part for part in words if part)[:90], refresh=False)
             bar.update(amount)
 

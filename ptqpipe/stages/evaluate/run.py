@@ -200,9 +200,9 @@ def _header(job: _Job) -> str:
     lines = [f"{models}, in {job.options.dtype} on {job.options.device}"]
     for text in job.texts:
         stride = "" if job.stride == job.window else f", one every {job.stride}"
-        lines.append(
-            f"{text.name}: {len(text.tokens):,} tokens in {len(job.windows(text))} windows of {job.window}{stride}"
-        )
+        count = len(job.windows(text))
+        parts = f"{count} window{'s' * (count != 1)} of {job.window}{stride}"
+        lines.append(f"{text.name}: {len(text.tokens):,} tokens in {parts}")
     if any(text.name == SAMPLE_NAME for text in job.texts):
         lines.append("(the sample text of the package; --data with text like yours tells more)")
     if job.options.tasks:

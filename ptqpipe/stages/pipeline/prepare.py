@@ -1,13 +1,14 @@
 """Decides a run of several stages from the call and from headers. Reads no weight and writes nothing."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from ptqpipe.checkpoint import (
-    Mode,
-    resolve_source,
-)
+from ptqpipe.calibration.data import check_samples
+from ptqpipe.calibration.generate import check_windows
+from ptqpipe.checkpoint import Mode, resolve_source
 from ptqpipe.errors import PtqError
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
+from ptqpipe.runtime.loading import default_length, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.common import Machine, name_of
 from ptqpipe.stages.convert.prepare import prepare as prepare_conversion
@@ -37,6 +38,7 @@ def prepare(
         recipe = call.for_reader(work.reader, recipe, recipe_path)
     formats = call.formats_for(work) if work.budget is not None else ()
     path = resolve_source(str(model))
+    _check_windows(path, work, texts)
     if work.budget is not None:
         check_budget(path, Budget.parse(work.budget), formats)
         if work.reader is not None:
@@ -56,6 +58,16 @@ def prepare(
         no_config = missing_config(prepared)
         warnings += [*([no_config] if no_config is not None else []), *warnings_of(prepared)]
     return Pipeline(path, target, recipe, recipe_path, work, way, texts, needs, nbytes, tuple(warnings), mode, machine)
+
+
+def _check_windows(path: Path, work: PipelineOptions, texts: Sequence[str]) -> None:
+    """UsageError for windows that the model cannot take, or of which the texts have too few."""
+    if work.data:
+        config = read_config(path)
+        seqlen = default_length(config) if work.seqlen is None else work.seqlen
+        check_windows(config, samples=work.samples, seqlen=seqlen)
+        if texts:
+            check_samples(texts, path, samples=work.samples, seqlen=seqlen)
 
 
 def _foldable(way: Way | None, source: Source) -> tuple[Way | None, list[str]]:

@@ -252,7 +252,12 @@ class Pipeline:
     def _report(self) -> None:
         measured = self.beside("eval.json") if self.work.eval else None
         self.report, _ = make_report(
-            self.out, source=self.floats, evaluation=measured, out=self.beside("report.html"), command=self.command
+            self.out,
+            source=self.floats,
+            evaluation=measured,
+            out=self.beside("report.html"),
+            command=self.command,
+            machine=self.machine,
         )
 
 

@@ -7,7 +7,7 @@ a budget into bytes, asks for the choice, and makes sure that the recipe does wh
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,7 @@ def plan_mixed(
     measurement: Measurement | None = None,
     machine: Machine | None = None,
     container: str | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> MixedPlan:
     """Chooses a scheme for every group of fused weights.
 
@@ -124,6 +125,7 @@ def plan_mixed(
     stats        statistics of the inputs: costs are weighted output errors
     measurement  what to measure instead: KL of the model with one group quantized at a time
     container    what the recipe says of it; None: nothing, the usual one
+    log          called with what will be decided, before anything is measured
 
     Raises UsageError for a budget that is too small (with the smallest possible), for statistics of another model, and
     where scipy is missing; what the searches raise for damaged weights.
@@ -137,6 +139,8 @@ def plan_mixed(
         source.check_requantizable()
         groups = find_groups(source, schemes)
         limits = _Limits.of(source, groups, budget)
+        if log is not None:
+            log(_header(source, groups, formats, limits))
         costs: Costs
         options: Mapping[str, str] = {}
         if measurement is not None:
@@ -152,6 +156,14 @@ def plan_mixed(
             how = "squared error relative to the mean energy of the role (data-free)"
             costs = estimate(source, groups, stats=None, machine=machine)
         return replace(_decide(source, groups, costs, how, limits, options, container), stats=stats)
+
+
+def _header(source: Source, groups: Sequence[Group], formats: Sequence[str], limits: "_Limits") -> str:
+    weights, numbers = sum(len(group.members) for group in groups), sum(group.elements for group in groups)
+    return (
+        f"{name_of(source.reader.path)}, {weights} weights in {len(groups)} groups, {numbers:,} numbers: "
+        f"{', '.join(formats)} for {limits.description}"
+    )
 
 
 def check_budget(model: Path, budget: Budget, formats: Sequence[str]) -> None:

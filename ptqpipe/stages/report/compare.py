@@ -1,26 +1,37 @@
 """report A B C: checkpoints of one model compared, from their records and their eval files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint import write_file
 from ptqpipe.errors import UsageError
 from ptqpipe.report import Report, render_comparison
-from ptqpipe.stages.common import name_of
+from ptqpipe.stages.common import Machine, name_of
 from ptqpipe.stages.report.find import find_evaluation, read_source
 from ptqpipe.stages.report.run import gather, target_of
 
 
-def compare(ckpts: Sequence[Path], *, out: Path | None = None, kind: str | None = None) -> tuple[Path, str]:
+def compare(
+    ckpts: Sequence[Path],
+    *,
+    out: Path | None = None,
+    kind: str | None = None,
+    machine: Machine | None = None,
+    log: Callable[[str], None] | None = None,
+) -> tuple[Path, str]:
     """Compares checkpoints; gives where the comparison is, and lines about it.
+
+    log  called with what is compared, before anything is read
 
     Raises UsageError for checkpoints of different models, and what `gather` raises.
     """
     _check_one_model(ckpts)
     target, kind = target_of(Path(f"{name_of(ckpts[0])}-and-{len(ckpts) - 1}-more"), out=out, kind=kind)
     files = [find_evaluation(ckpt) for ckpt in ckpts]
-    reports = [gather(ckpt, evaluation=file) for ckpt, file in zip(ckpts, files, strict=True)]
+    if log is not None:
+        log(f"comparing {', '.join(map(str, ckpts))}")
+    reports = [gather(ckpt, evaluation=file, machine=machine) for ckpt, file in zip(ckpts, files, strict=True)]
     notes = _notes(reports)
     write_file(target, render_comparison(reports, kind=kind, notes=notes))
     lines = [_line(report) for report in reports]

@@ -6,7 +6,7 @@ per worker. Rendering is ``ptqpipe.report``.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from ptqpipe.report import (
 )
 from ptqpipe.scan import NAMES, SAMPLE, STORED, Scan, scan_weight
 from ptqpipe.source import Source
-from ptqpipe.stages.common import default_workers, layer_of, name_of, one_thread_each, role_of, run_facts
+from ptqpipe.stages.common import Machine, layer_of, name_of, one_thread_each, role_of, run_facts
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.report.find import claims_own, find_evaluation, find_source
 from ptqpipe.stages.report.provenance import provenance, rules
@@ -65,13 +65,14 @@ def gather(
     source: Path | None = None,
     evaluation: Path | None = None,
     all_rows: bool = False,
-    workers: int | None = None,
+    machine: Machine | None = None,
 ) -> Report:
     """The content of the report about ``ckpt``.
 
     source      the checkpoint that it was made from: errors, worst blocks and choices are then recomputed
     evaluation  what ``ptqpipe eval`` wrote
     all_rows    compare the choices on all rows instead of the sample
+    machine     its workers, and whether they show a bar; the report does not depend on it
 
     Raises CheckpointError for a damaged or plain checkpoint, UsageError where source or eval file are of another one,
     NumericsError for NaN in the source.
@@ -83,13 +84,13 @@ def gather(
         run_id = record.raw.get("run_id") if record is not None else None
         found = read_result(evaluation, run_id=run_id) if evaluation is not None else None
         word = verdict(found) if found is not None else None
-        threads = workers if workers is not None else default_workers()
+        machine = machine or Machine()
         if source is None:
             with one_thread_each():
-                report = _gather(ckpt, opened, None, record, threads=threads, all_rows=all_rows)
+                report = _gather(ckpt, opened, None, record, machine=machine, all_rows=all_rows)
         else:
             with Source.open(source) as original, one_thread_each():
-                report = _gather(ckpt, opened, original, record, threads=threads, all_rows=all_rows)
+                report = _gather(ckpt, opened, original, record, machine=machine, all_rows=all_rows)
         words = None if word is None else (word.level, word.words, RULE)
         made = tuple((f"evaluation: {what}", value) for what, value in found["made"]) if found is not None else ()
         facts = (*report.provenance, *made)
@@ -108,16 +109,19 @@ def _record(opened: Source) -> tuple[Record | None, list[str]]:
 
 
 def _gather(
-    ckpt: Path, opened: Source, original: Source | None, record: Record | None, *, threads: int, all_rows: bool
+    ckpt: Path, opened: Source, original: Source | None, record: Record | None, *, machine: Machine, all_rows: bool
 ) -> Report:
     items, lost = find_items(opened, original)
     scans = on_threads(
-        items, lambda i: scan_weight(opened, i.stored.weight, expert=i.expert, rows=i.rows), threads=threads
+        items,
+        lambda i: scan_weight(opened, i.stored.weight, expert=i.expert, rows=i.rows),
+        machine=machine,
+        title="codes and errors",
     )
     weights = [describe_weight(opened, item, scan, record) for item, scan in zip(items, scans, strict=True)]
     choice_names: tuple[str, ...] = (STORED,) if any(w.choices for w in weights) else ()
     if original is not None:
-        weights = with_choices(opened, items, scans, weights, threads=threads, all_rows=all_rows)
+        weights = with_choices(opened, items, scans, weights, machine=machine, all_rows=all_rows)
         choice_names = tuple(n for n in NAMES if any(c.name == n for w in weights for c in w.choices))
     overview = inspect(ckpt)
     raw: Mapping[str, Any] = {} if record is None else record.raw
@@ -139,7 +143,7 @@ def _gather(
         kept=_kept(opened, record),
         histograms=histograms(items, scans),
         worst=worst_blocks(scans),
-        proof=prove_sample(opened, items, weights, record, threads=threads),
+        proof=prove_sample(opened, items, weights, record, machine=machine),
         errors_from="source" if original is not None else "record" if any(w.energy for w in weights) else "",
         choice_names=choice_names,
         choice_sample="" if original is None else "all rows" if all_rows else SAMPLE,
@@ -192,12 +196,15 @@ def make_report(
     kind: str | None = None,
     all_rows: bool = False,
     command: str = "",
+    machine: Machine | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> tuple[Path, str]:
     """Gathers, renders, writes; gives where the report is and lines about it.
 
     source, evaluation  searched for where they are not given (``find.py``)
     kind                "html" or "md"; by the ending of ``out`` where it is not given
     command             the call, which the report shows
+    log                 called with what the report is about, before anything is read
 
     Raises what :func:`gather` raises, and OutputError where ``out`` exists and is no report: before anything is read.
     """
@@ -206,8 +213,12 @@ def make_report(
     if all_rows and known is None:
         raise UsageError("--all says on how many rows of the source searches are compared; add --source")
     measured = find_evaluation(ckpt) if evaluation is None else evaluation
-    report = gather(ckpt, source=known, evaluation=measured, all_rows=all_rows)
-    faults = len(verify(ckpt).faults) if claims_own(ckpt) else None
+    machine = machine or Machine()
+    if log is not None:
+        log(f"report on {ckpt}, {f'against {known}' if known else 'without its source'}")
+    report = gather(ckpt, source=known, evaluation=measured, all_rows=all_rows, machine=machine)
+    own = claims_own(ckpt)
+    faults = len(verify(ckpt, workers=machine.workers, progress=machine.progress).faults) if own else None
     made = tuple((f"this report: {what}", value) for what, value in run_facts(command).items() if value)
     report = replace(report, faults=faults, provenance=(*report.provenance, *made))
     write_file(target, render(report, kind=kind))

@@ -18,7 +18,7 @@ from ptqpipe.record import Record
 from ptqpipe.report import Choice, Histogram, Proof, Weight, WorstBlock
 from ptqpipe.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.source import Origins, Source, SourceRows
-from ptqpipe.stages.common import layer_of, number_in, role_of
+from ptqpipe.stages.common import Machine, counting_bar, layer_of, number_in, role_of
 from ptqpipe.stages.verify.groups import fused_groups
 from ptqpipe.stages.verify.repeat import prove_weight
 
@@ -64,10 +64,18 @@ def find_items(opened: Source, original: Source | None) -> tuple[list[Item], lis
     return items, [f"{len(lost)} weights are not in the source, the first {lost[0]}; their errors are unknown"]
 
 
-def on_threads(items: Sequence[T], work: Callable[[T], R], *, threads: int) -> list[R]:
-    """``work`` of every item, in their order."""
-    with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="report") as pool:
-        return list(pool.map(work, items))
+def on_threads(items: Sequence[T], work: Callable[[T], R], *, machine: Machine, title: str) -> list[R]:
+    """``work`` of every item, in their order, below a bar with this title."""
+    found: list[R] = []
+    shown = machine.progress and len(items) > 0
+    with (
+        counting_bar(len(items), "weights", shown=shown, title=title) as advance,
+        ThreadPoolExecutor(max_workers=machine.workers, thread_name_prefix="report") as pool,
+    ):
+        for one in pool.map(work, items):
+            found.append(one)
+            advance(1, "")
+    return found
 
 
 def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | None) -> Weight:
@@ -129,7 +137,7 @@ def _global_scale(opened: Source, item: Item) -> float | None:
 
 
 def with_choices(
-    opened: Source, items: list[Item], scans: list[Scan], weights: list[Weight], *, threads: int, all_rows: bool
+    opened: Source, items: list[Item], scans: list[Scan], weights: list[Weight], *, machine: Machine, all_rows: bool
 ) -> list[Weight]:
     """The weights with every way of choosing scales run on their source."""
     largest = {item.name: scan.amax or 0.0 for item, scan in zip(items, scans, strict=True)}
@@ -152,7 +160,7 @@ def with_choices(
         item.rows.drop()
         return replace(weight, choices=choices)
 
-    return on_threads(list(zip(items, weights, strict=True)), compare, threads=threads)
+    return on_threads(list(zip(items, weights, strict=True)), compare, machine=machine, title="choices of scales")
 
 
 def histograms(items: Iterable[Item], scans: Iterable[Scan]) -> tuple[Histogram, ...]:
@@ -180,7 +188,7 @@ def worst_blocks(scans: Iterable[Scan]) -> tuple[WorstBlock, ...]:
 
 
 def prove_sample(
-    opened: Source, items: list[Item], weights: list[Weight], record: Record | None, *, threads: int
+    opened: Source, items: list[Item], weights: list[Weight], record: Record | None, *, machine: Machine
 ) -> Proof:
     """Brute force on a sample of the weights that are claimed optimal, where there is a source.
 
@@ -206,5 +214,5 @@ def prove_sample(
         item.rows.drop()
         return proof.blocks, proof.worse + proof.tied
 
-    counts = on_threads(chosen, prove, threads=threads)
+    counts = on_threads(chosen, prove, machine=machine, title="proof")
     return Proof(claimed, sum(blocks for blocks, _ in counts), sum(bad for _, bad in counts), len(counts))

@@ -38,7 +38,7 @@ from ptqpipe.stages.verify.repeat import (
     repeat_unit,
     replan,
 )
-from ptqpipe.stages.verify.text import VerifyReport, WeightReport
+from ptqpipe.stages.verify.text import VerifyReport, WeightReport, header
 from ptqpipe.stages.verify.weights import check_weight
 from ptqpipe.statistics import Statistics
 
@@ -76,6 +76,7 @@ def verify(
     sample_blocks: int = SAMPLE_BLOCKS,
     workers: int | None = None,
     progress: bool = False,
+    log: Callable[[str], None] | None = None,
 ) -> VerifyReport:
     """Checks a checkpoint, against its source where one is given.
 
@@ -84,6 +85,7 @@ def verify(
     all_blocks     all of them instead (slow)
     workers        threads; the processors by default. The report does not depend on it, its time aside
     progress       with a progress bar
+    log            called with what will be checked, before it is
     """
     begun = time.monotonic()
     findings = Findings(own=False, chosen=False)
@@ -93,6 +95,8 @@ def verify(
     container, weights, kept, foreign = "unknown", [], [], False
     try:
         if opened is not None and (source is None or original is not None):
+            if log is not None:
+                log(header(ckpt, source, [entry.nbytes for entry in opened.reader.entries.values()]))
             blocks = None if all_blocks else sample_blocks
             run = _Run(opened, original, findings, optimal or all_blocks, blocks, statistics=known)
             with one_thread_each():

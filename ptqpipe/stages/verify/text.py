@@ -75,6 +75,12 @@ class VerifyReport:
         return not self.faults
 
 
+def header(ckpt: Path, source: Path | None, nbytes: Sequence[int]) -> str:
+    """What will be checked, and against what; ``nbytes`` of each tensor."""
+    against = "by itself, without --source" if source is None else f"against {source}"
+    return f"checking {ckpt}, {len(nbytes)} tensors in {disk_size(sum(nbytes))}, {against}"
+
+
 def render(report: VerifyReport, *, all_faults: bool = False) -> str:
     """The report as text: what was checked, errors by role, then faults and notes, similar ones together.
 
