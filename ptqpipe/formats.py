@@ -171,7 +171,8 @@ class Format:
     """element codec x block shape x scale codec x global scale.
 
     ``block`` is (rows, columns) of the weight ``[out, in]`` that share one scale; ``WHOLE`` (0) spans the axis.
-    ``partial_blocks`` says whether the last block along an axis may be short (readers of 128x128 FP8 allow it).
+    ``partial_blocks`` says whether the last block along an axis may be short (readers of 128x128 FP8 allow it; what is
+    written has short blocks of rows alone).
     ``has_zeros`` says that every block has a zero point, too: an element code whose number is subtracted.
     """
 
@@ -222,9 +223,10 @@ class Format:
         return (-(-shape[0] // rows), -(-shape[1] // cols))
 
     def fits(self, shape: tuple[int, int]) -> bool:
-        """Whether every block of a weight of this ``shape`` is whole and its rows pack into whole bytes."""
+        """Whether a weight of this ``shape`` may be written: whole blocks (of rows, the last may be short where the
+        format allows it), and rows that pack into whole bytes."""
         rows, cols = self.block_extent(shape)
-        whole = shape[0] % rows == 0 and shape[1] % cols == 0
+        whole = (self.partial_blocks or shape[0] % rows == 0) and shape[1] % cols == 0
         return whole and shape[0] > 0 and shape[1] > 0 and shape[1] * self.element.bits % 8 == 0
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint":   {"dtypes", "errors", "quantities", "regular_file"},
     "readers":      {"errors", "schemes"},
     "recipe":       {"errors", "families", "schemes", "patterns", "regular_file", "options"},
-    "plan":         {"errors", "families", "schemes", "recipe"},
+    "plan":         {"errors", "families", "formats", "schemes", "recipe"},
     "source":       {"errors", "formats", "schemes", "qtensor", "checkpoint", "containers", "plan", "recipe"},
     "record":       {"errors", "checkpoint", "containers"},
     "scan":         {"algorithms", "formats", "global_scale", "qtensor", "report", "source"},

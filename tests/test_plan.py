@@ -88,8 +88,38 @@ def test_fp8_blocks_need_both_dimensions() -> None:
     tensors = tiny.llama(layers=1)
     plan = plan_of(tensors, recipe=build_recipe(RecipeOptions(scheme="fp8_block")))
     kept = {k.name: k.reason for k in plan.kept}
-    assert "64x128 does not divide into fp8_block blocks of 128x128" in kept["model.layers.0.self_attn.k_proj.weight"]
+    assert "64 rows do not divide into blocks of 128" in kept["model.layers.0.self_attn.k_proj.weight"]
     assert "fused with" in kept["model.layers.0.self_attn.q_proj.weight"]
+    tensors["x.weight"] = torch.zeros(128, 192).bfloat16()
+    plan = plan_of(tensors, recipe=build_recipe(RecipeOptions(scheme="fp8_block")))
+    assert (
+        "128x192 does not divide into fp8_block blocks of 128x128" in {k.name: k.reason for k in plan.kept}["x.weight"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "even", "kept"),
+    [(576, True, ""), (64, True, ""), (192, True, "transformers misreads 192 rows"), (192, False, "")],
+)
+def test_the_last_block_of_rows_may_be_short_where_every_reader_sees_it(rows: int, *, even: bool, kept: str) -> None:
+    plan = plan_of(
+        {"x.weight": torch.zeros(rows, 256).bfloat16(), "y.weight": torch.zeros(128, 256).bfloat16()},
+        recipe=build_recipe(RecipeOptions(scheme="fp8_block")), abilities=Abilities(even_blocks=even),
+    )  # fmt: skip
+    reasons = {entry.name: entry.reason for entry in plan.kept}
+    assert reasons.get("x.weight", "").startswith(kept)
+    assert bool(reasons) is bool(kept)
+
+
+def test_of_fused_weights_only_the_last_may_end_with_a_short_block() -> None:
+    recipe = build_recipe(RecipeOptions(scheme="fp8_block"))
+    for rows, fate in (((256, 576), "quantized"), ((576, 256), "kept")):
+        tensors = {
+            f"a.{leaf}.weight": torch.zeros(count, 256).bfloat16()
+            for leaf, count in zip(("q_a_proj", "kv_a_proj_with_mqa"), rows, strict=True)
+        } | {"b.weight": torch.zeros(128, 256).bfloat16()}
+        found = fates(plan_of(tensors, recipe=recipe))
+        assert {found[name] for name in tensors if name.startswith("a.")} == {fate}
 
 
 @pytest.mark.parametrize("transposed", [False, True])

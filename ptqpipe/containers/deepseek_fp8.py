@@ -16,7 +16,7 @@ from ptqpipe.formats import FORMATS, Format
 from ptqpipe.schemes import Abilities, Activation, Scheme, get_scheme
 
 QUANT_METHOD = "fp8"
-ABILITIES = Abilities(float32_scales=True, transformers="kernels")
+ABILITIES = Abilities(float32_scales=True, even_blocks=True, transformers="kernels")
 _LAYOUT = ScaleInv(
     "deepseek_fp8",
     QUANT_METHOD,

@@ -48,6 +48,18 @@ def siblings_outside(
     ]
 
 
+def keep_short_blocks(
+    groups: Iterable[list[str]], candidates: Mapping[str, Member], *, rules: dict[str, Rule], reasons: dict[str, str]
+) -> None:
+    """Runtimes put fused weights below each other: only the last of them may end with a short block of rows."""
+    for group in groups:
+        for key in group[:-1]:
+            rule, rows = rules.get(key), candidates[key].shape[0]
+            if rule is not None and rule.scheme is not None and rows % rule.scheme.fmt.step(0):
+                del rules[key]
+                reasons[key] = f"{rows} rows do not divide into blocks of {rule.scheme.fmt.step(0)}"
+
+
 def keep_whole_groups(
     groups: Iterable[list[str]], outside: Mapping[str, list[str]], *, rules: dict[str, Rule], reasons: dict[str, str]
 ) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.families import family_of
-from ptqpipe.plan.groups import fused_groups, keep_whole_groups, reject_split_stacks, siblings_outside
+from ptqpipe.formats import Format
+from ptqpipe.plan.groups import (
+    fused_groups,
+    keep_short_blocks,
+    keep_whole_groups,
+    reject_split_stacks,
+    siblings_outside,
+)
 from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Shapes, Slice, Unit
 from ptqpipe.recipe import BY_RECIPE, IGNORED, Named, Recipe, Rule, matches
 from ptqpipe.schemes import Abilities
@@ -150,17 +157,19 @@ def make_plan(
     Raises RecipeError where rules contradict each other, UsageError where nothing would be quantized, CheckpointError
     where a weight is there twice, as such and in a stack.
     """
-    candidates, reasons = find_candidates(tensors, config, abilities=abilities or Abilities())
+    able = abilities or Abilities()
+    candidates, reasons = find_candidates(tensors, config, abilities=able)
     rules: dict[str, Rule] = {}
     named = recipe.named(member.module for member in candidates.values())
     for key, member in candidates.items():
-        decided = _rule_or_reason(member, recipe, named)
+        decided = _rule_or_reason(member, recipe, named, even_blocks=able.even_blocks)
         if isinstance(decided, Rule):
             rules[key] = decided
         else:
             reasons[key] = decided
     groups = fused_groups(candidates, recipe.fuse)
     outside = {group[0]: siblings_outside(candidates, group, tensors, recipe.fuse) for group in groups}
+    keep_short_blocks(groups, candidates, rules=rules, reasons=reasons)
     keep_whole_groups(groups, outside, rules=rules, reasons=reasons)
     reject_split_stacks(candidates, rules=rules, reasons=reasons)
     units = _units(candidates, groups, rules)
@@ -177,7 +186,7 @@ def make_plan(
     return Plan(units, kept, tied, tuple(dict.fromkeys(modules)))
 
 
-def _rule_or_reason(member: Member, recipe: Recipe, named: Named) -> Rule | str:
+def _rule_or_reason(member: Member, recipe: Recipe, named: Named, *, even_blocks: bool) -> Rule | str:
     """The rule that quantizes a candidate, or why it is kept."""
     rule, reason = recipe.rule_for(member.module, named)
     if rule is None or rule.scheme is None:
@@ -186,7 +195,16 @@ def _rule_or_reason(member: Member, recipe: Recipe, named: Named) -> Rule | str:
     if not fmt.fits(member.shape):
         rows, cols = fmt.block_extent(member.shape)
         return f"{member.shape[0]}x{member.shape[1]} does not divide into {fmt.name} blocks of {rows}x{cols}"
+    if even_blocks and misread_rows(member.shape[0], fmt):
+        return f"transformers misreads {member.shape[0]} rows in blocks of {fmt.step(0)}"
     return rule
+
+
+def misread_rows(rows: int, fmt: Format) -> bool:
+    """Whether a reader that divides the rows by the height of the scale grid gets smaller blocks than these without
+    noticing it."""
+    block = fmt.step(0)
+    return rows > block and rows % block > 0 and rows % -(-rows // block) == 0
 
 
 def _units(

@@ -356,3 +356,28 @@ def test_a_description_inside_the_text_config_is_seen_by_verify_and_inspect(make
     assert ("kv_cache_scheme", "is announced, but there are no kv-cache scales") in said
     (done.out / "ptqpipe.json").unlink()
     assert inspect(done.out).producer == f"ptqpipe {done.record['ptqpipe']}"
+
+
+@pytest.mark.parametrize("container", ["deepseek_fp8", "compressed_tensors"])
+def test_short_last_blocks_of_rows_are_written_as_vendors_publish_them(
+    make: Make, tmp_path: Path, *, container: str
+) -> None:
+    model = make("deepseek_v3")  # q_a_proj has 64 rows, kv_a_proj_with_mqa 48, and readers make one matrix of the two
+    done = ptqpipe.convert(model, out=tmp_path / "out", format="fp8_block", container=container, workers=1)
+    quantized, kept = fates(dict(done.record))
+    base = "model.layers.0.self_attn."
+    assert f"{base}kv_b_proj.weight" in kept  # 32 columns
+    assert "64 rows" in kept[f"{base}q_a_proj.weight"]
+    assert f"{base}q_b_proj.weight" in kept  # 64 columns
+    experts = {name for name in quantized if "shared_experts.gate" in name or "experts.0.gate" in name}
+    assert experts == set()  # gate and up have 64 rows each
+    narrow = tmp_path / "narrow"
+    weights = {"model.layers.0.self_attn.o_proj.weight": torch.randn(576, 256).bfloat16()}
+    tiny.save(narrow, weights, config={"model_type": "llama"})
+    short = ptqpipe.convert(narrow, out=tmp_path / "short", format="fp8_block", container=container, workers=1)
+    stored = load_file(short.out / "model.safetensors")
+    assert next(t.shape for name, t in stored.items() if "scale" in name) == (5, 2)
+    assert verify(short.out, source=narrow, workers=1).ok
+    decoded = dict(ptqpipe.load_tensors(short.out))["model.layers.0.self_attn.o_proj.weight"].dequantize()
+    source = weights["model.layers.0.self_attn.o_proj.weight"].float()
+    assert float((decoded - source).norm() / source.norm()) < 0.03
