@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ptqpipe.checkpoint import CheckpointReader, Memory
+from ptqpipe.checkpoint import FOLDING_FILE, CheckpointReader, Memory
 from ptqpipe.containers import (
     Container,
     Part,
@@ -26,6 +26,7 @@ from ptqpipe.containers import (
     merged_config,
 )
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.folded import folded, open_folded
 from ptqpipe.formats import Format
 from ptqpipe.plan import Member, Slice, make_plan
 from ptqpipe.qtensor import QTensor
@@ -54,8 +55,11 @@ class Source:
 
     @classmethod
     def open(cls, path: Path) -> "Source":
-        """Headers and config only. CheckpointError for a quantized checkpoint that no container of ours describes."""
-        reader = CheckpointReader.open(path)
+        """Headers and config only; a folder of factors is the model that it names, with them folded in.
+
+        CheckpointError for a quantized checkpoint that no container of ours describes.
+        """
+        reader = open_folded(path) if (path / FOLDING_FILE).is_file() else CheckpointReader.open(path)
         try:
             return cls._detect(reader)
         except BaseException:
@@ -73,6 +77,11 @@ class Source:
         stored = container.stored_weights(config, tensors)
         consumed = frozenset(part.name for weight in stored.values() for part in weight.parts)
         return cls(reader, container, name, stored, consumed, _logical(reader, stored))
+
+    def folded(self, foldings: object) -> "Source":
+        """This plain checkpoint with the factors of a transform in its weights, as `folded.py` takes them; who closes
+        it closes this one. CheckpointError for another model's."""
+        return Source._detect(folded(self.reader, foldings))
 
     @property
     def plain(self) -> list[str]:

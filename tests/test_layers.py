@@ -44,7 +44,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "readers":      {"errors", "schemes"},
     "recipe":       {"errors", "families", "schemes", "patterns", "regular_file", "options"},
     "plan":         {"errors", "families", "formats", "schemes", "recipe"},
-    "source":       {"errors", "formats", "schemes", "qtensor", "checkpoint", "containers", "plan", "recipe"},
+    "folded":       {"dtypes", "errors", "checkpoint", "transforms"},
+    "source":       {
+        "errors", "formats", "schemes", "qtensor", "checkpoint", "containers", "plan", "recipe", "folded",
+    },
     "record":       {"errors", "checkpoint", "containers"},
     "scan":         {"algorithms", "formats", "global_scale", "qtensor", "report", "source"},
     "measured":     {"formats", "qtensor", "global_scale", "search", "source"},
@@ -68,8 +71,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "stages":       {
         "_version", "dtypes", "errors", "formats", "schemes", "qtensor", "patterns", "regular_file", "global_scale",
         "families", "kernels", "search", "algorithms", "transforms", "containers", "checkpoint", "recipe", "plan",
-        "source", "record", "measured", "statistics", "rounding", "calibration", "runtime", "evaluation", "report",
-        "engine", "server", "collectives", "options", "inputs", "processes", "quantities", "readers", "rows", "scan",
+        "source", "record", "folded", "measured", "statistics", "rounding", "calibration", "runtime", "evaluation",
+        "report", "engine", "server", "collectives", "options", "inputs", "processes", "quantities", "readers", "rows",
+        "scan",
     },
     "api":          {
         "errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages", "checkpoint",

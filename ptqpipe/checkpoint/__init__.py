@@ -13,9 +13,11 @@ from ptqpipe.checkpoint.digests import FileDigests, file_sha256
 from ptqpipe.checkpoint.direct import bytes_of, margin
 from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
 from ptqpipe.checkpoint.files import (
+    FOLDING_FILE,
     INDEX_NAME,
     OWN_FILES,
     RECORD_FILE,
+    FolderContent,
     json_bytes,
     natural_key,
     read_json_object,
@@ -36,6 +38,7 @@ from ptqpipe.checkpoint.writer import COPY_BYTES, CheckpointWriter, Mode, Tensor
 __all__ = [
     "COPY_BYTES",
     "COUNT",
+    "FOLDING_FILE",
     "INDEX_NAME",
     "NUMBER",
     "OF_WEIGHTS",
@@ -46,6 +49,7 @@ __all__ = [
     "CheckpointWriter",
     "FileDigests",
     "Finished",
+    "FolderContent",
     "Memory",
     "Mode",
     "NotFinite",

@@ -28,6 +28,8 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 #: The record beside the weights: what wrote them, from what, and the fate of every tensor. Its "run_id" names the run.
 RECORD_FILE: Final = "ptqpipe.json"
+#: Instead of weights: the factors that make them of another checkpoint's, while they are read (``folded.py``).
+FOLDING_FILE: Final = "ptqpipe-folding.json"
 #: Written anew by every converter, so never carried over.
 OWN_FILES: Final = frozenset({"config.json", "hf_quant_config.json", RECORD_FILE})
 

@@ -138,6 +138,17 @@ def header_bytes(
     return struct.pack("<Q", len(text)) + text
 
 
+def header_of(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> FileHeader:
+    """What `parse_file` would find at ``path`` if these tensors (name, dtype, shape) lay there. Reads nothing."""
+    raw = header_bytes(entries, metadata)
+    placed, position = [], len(raw)
+    for name, dtype, shape in entries:
+        placed.append(TensorEntry(name, dtype, tuple(shape), path, position, tensor_bytes(dtype, shape)))
+        position += placed[-1].nbytes
+    sha256 = hashlib.sha256(raw[_LENGTH_BYTES:]).hexdigest()
+    return FileHeader(path, tuple(placed), MappingProxyType(dict(metadata)), sha256, position, 0, 0)
+
+
 def pread_exactly(fd: int, nbytes: int, offset: int) -> bytes:
     """``nbytes`` from a file, fewer only where it ends. Raises OSError."""
     parts: list[bytes] = []

@@ -13,11 +13,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from ptqpipe.checkpoint.files import INDEX_NAME, SINGLE_NAME
-from ptqpipe.checkpoint.header import header_bytes, shown, tensor_bytes
+from ptqpipe.checkpoint.header import FileHeader, header_bytes, header_of, shown, tensor_bytes
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import OutputError
 
@@ -137,6 +138,13 @@ class ShardLayout:
         weight_map = {name: self.placements[name].file for name in sorted(self.placements)}
         index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
         return json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+
+    def headers(self, folder: Path) -> tuple[FileHeader, ...]:
+        """The headers of the files, as they would be found in ``folder``."""
+        return tuple(
+            header_of(folder / shard.file, [(s.name, s.dtype, s.shape) for s in shard.tensors], METADATA)
+            for shard in self.shards
+        )
 
     @property
     def weight_files(self) -> tuple[str, ...]:

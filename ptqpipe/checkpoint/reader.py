@@ -29,6 +29,9 @@ from ptqpipe.errors import CheckpointError
 #: Linux moves at most 2 GiB - 4 KiB in one call; smaller pieces cost nothing and let other threads in.
 _MAX_READ_BYTES: Final = 64 * 2**20
 
+#: Writes the bytes of a tensor, from one on, into the whole of a buffer; called on many threads.
+Fill = Callable[[TensorEntry, memoryview, int], None]
+
 #: Given a number of bytes, a contiguous uint8 CPU tensor of that size, aligned for every dtype.
 Memory = Callable[[int], torch.Tensor]
 
@@ -40,9 +43,17 @@ class CheckpointReader:
     (``has_config``). ``extra_files`` are to be carried over; ``left_out`` says what is not, and why.
     """
 
-    def __init__(self, path: Path, content: FolderContent) -> None:
-        """Use `open`."""
+    def __init__(
+        self, path: Path, content: FolderContent, *, fill: Fill | None = None, origin: CheckpointReader | None = None
+    ) -> None:
+        """Use `open`, but for a checkpoint whose tensors lie in no file.
+
+        fill    gives the bytes of such tensors
+        origin  the checkpoint that they are made of, if there is one; is closed with this one
+        """
         self.path: Final = path
+        self._fill: Final = fill
+        self._origin: Final = origin
         self.index: Final = content.index
         self.extra_files: Final = content.extra_files
         self.left_out: Final = MappingProxyType(dict(content.left_out))
@@ -61,6 +72,13 @@ class CheckpointReader:
         self._directs: dict[Path, direct.DirectFile] = {}
         self._lock = threading.Lock()
         self._fingerprint: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors, as they lie in files."""
+        if self._origin is not None:
+            return self._origin.nbytes
+        return sum(entry.nbytes for entry in self.entries.values())
 
     @classmethod
     def open(cls, path: Path) -> CheckpointReader:
@@ -112,7 +130,7 @@ class CheckpointReader:
         if not 0 <= start <= stop <= entry.nbytes:
             raise ValueError(f"bytes [{start}, {stop}) of {shown(name)}, {entry.nbytes} long")
         offset = entry.offset + start
-        if memory is None or nbytes < direct.LEAST_BYTES or offset % 8:
+        if memory is None or self._fill is not None or nbytes < direct.LEAST_BYTES or offset % 8:
             buffer = torch.empty(nbytes, dtype=torch.uint8) if memory is None else memory(nbytes)
             self._read(entry, direct.bytes_of(buffer), start)
             return buffer
@@ -175,6 +193,8 @@ class CheckpointReader:
         of inodes and devices are not: they differ from machine to machine, and some file systems give new ones with
         every mount.
         """
+        if self._origin is not None:
+            return self._origin.file_states()
         return {
             path.relative_to(self.path).as_posix(): f"{h.file_bytes} bytes, mtime {h.mtime_ns}, ctime {h.ctime_ns}"
             for path, h in self._headers.items()
@@ -185,6 +205,10 @@ class CheckpointReader:
 
         Where only its inode was touched (chmod, a hard link, a time put back), what the fingerprint reads decides.
         """
+        if self._origin is not None:
+            self._origin.check_unchanged()
+        if self._fill is not None:
+            return
         touched = False
         for path, header in self._headers.items():
             try:
@@ -201,6 +225,8 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Closes the files. Reading again opens them again."""
+        if self._origin is not None:
+            self._origin.close()
         with self._lock:
             fds, self._fds = self._fds, {}
             directs, self._directs = self._directs, {}
@@ -231,6 +257,9 @@ class CheckpointReader:
     def _read(self, entry: TensorEntry, view: memoryview, start: int) -> None:
         """Fills ``view`` from byte ``start`` of the tensor; reads by many threads do not meet."""
         if not len(view):
+            return
+        if self._fill is not None:
+            self._fill(entry, view, start)
             return
         fd, offset, done = self._fd(entry.file), entry.offset + start, 0
         while done < len(view):

@@ -20,7 +20,7 @@ from ptqpipe.errors import UsageError, did_you_mean
 from ptqpipe.transforms.find_structure import find_structure
 from ptqpipe.transforms.folding import BLOCKS, RUN, Folding, Op, apply, is_exact, move_factors
 from ptqpipe.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
-from ptqpipe.transforms.structure import Edge, Matrix, Structure, joined
+from ptqpipe.transforms.structure import Edge, Matrix, Structure, grouped
 
 __all__ = [
     "BLOCKS",
@@ -44,8 +44,8 @@ __all__ = [
     "find_structure",
     "get_rotation",
     "get_scaling",
+    "grouped",
     "is_exact",
-    "joined",
     "move_factors",
     "transform_names",
 ]

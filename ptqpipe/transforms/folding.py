@@ -114,7 +114,7 @@ def hadamard(block: int) -> torch.Tensor:
 def apply(rows: torch.Tensor, ops: Iterable[Op], *, first: int = 0, expert: int | None = None) -> torch.Tensor:
     """The ops on some rows of a tensor, float64.
 
-    rows    [n, K] or [n], rows ``first`` and following; ``first`` is a multiple of RUN
+    rows    [n, K] or [n], rows ``first`` and following; ``first`` is a multiple of RUN where one of the ops rotates
     expert  the plane of a stack that the rows belong to: ops of other planes are left out
     """
     t = rows.to(torch.float64, copy=True)

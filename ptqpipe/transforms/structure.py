@@ -111,7 +111,16 @@ class Structure:
     others: tuple[str, ...]
 
 
-def joined(sets: Iterable[Sequence[str]]) -> dict[str, str]:
+def grouped(names: Iterable[str], sets: Iterable[Sequence[str]]) -> dict[str, list[str]]:
+    """Names in groups: those that overlapping sets join, and each of the others alone, as ``keep:NAME``."""
+    component = _joined(sets)
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(component.get(name, f"keep:{name}"), []).append(name)
+    return found
+
+
+def _joined(sets: Iterable[Sequence[str]]) -> dict[str, str]:
     """Name -> the name that stands for all that overlapping sets join it with."""
     parent: dict[str, str] = {}
 

@@ -18,6 +18,7 @@ import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.containers import get_container
 from ptqpipe.errors import AlreadyComplete, OutputError, UsageError, WrongOutput
+from ptqpipe.folded import encoded
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.readers import READERS
 from ptqpipe.schemes import get_scheme
@@ -25,6 +26,7 @@ from ptqpipe.stages.common import Machine
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.pipeline import run as stage, stages
 from ptqpipe.stages.pipeline.table import markdown
+from ptqpipe.stages.transform.run import Transformation
 from ptqpipe.stages.tune import run as tune_stage
 from tests.calibration.models import make_model, make_windows, write_windows
 
@@ -111,14 +113,46 @@ def test_fast_weights_scales_by_small_statistics(model: Path, text: Path, tmp_pa
 def test_four_bit_activations_are_quantized_behind_a_transform(
     scheme: str, model: Path, text: Path, tmp_path: Path
 ) -> None:
+    """Its factors are folded in while the model is read, to the bytes of the commands one by one, whose float32 copy of
+    the model says float32 in its config; here the model's own dtype stays."""
     done = made(model, tmp_path / "out", work_of(text), scheme)
+    static = scheme == "nvfp4_w4a4"
     assert done.record["transformed"]["transform"] == "aqas"
     assert done.record["source"]["name"] == "small"
-    assert ("statistics" in done.record) == (scheme == "nvfp4_w4a4")
+    assert ("statistics" in done.record) == static
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    told = json.loads(ran("verify", tmp_path / "out", "--source", model, "--json"))
-    assert told["faults"] == []
-    assert any("aqas was folded into the model" in note["message"] for note in told["notes"])
+    stats, floats, codes, two = (tmp_path / name for name in ("stats", "floats", "codes", "two"))
+    ran("calibrate", model, *few(text), "--moments", "diagonal,block", "-o", stats)
+    ran("transform", model, "--stats", stats, "--apply", "aqas", "--format", scheme, "--dtype", "fp32", "-o", floats)
+    if static:
+        ran("calibrate", floats, *few(text), "--moments", "diagonal", "-o", tmp_path / "again")
+    again = ("--stats", tmp_path / "again") if static else ()
+    ran("tune", floats, *few(text), "--format", scheme, *again, "-o", codes)
+    ran("convert", floats, "--rounding", codes, *again, "-o", two)
+    assert weights_of(tmp_path / "out") == weights_of(two)
+
+
+def test_nothing_as_large_as_the_model_lies_beside_the_output(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at whenever a stage ends, and whenever a unit is written."""
+    seen: list[int] = []
+
+    def looking(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made_so_far = real(*args, **kwargs)
+            seen.append(sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()))
+            return made_so_far
+
+        return call
+
+    for where, name in ((stages, "calibrate"), (stages, "find_factors"), (stages, "tune"), (Conversion, "do")):
+        monkeypatch.setattr(where, name, looking(getattr(where, name)))
+    made(model, tmp_path / "out", work_of(text), "nvfp4_w4a4")
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    assert len(seen) > 8
+    assert max(seen) < size
 
 
 def test_a_mixture_of_experts_gets_gptq_for_its_experts(text: Path, tmp_path: Path) -> None:
@@ -148,7 +182,8 @@ def stops(real: Callable[..., Any], *, at: int, how: type[BaseException] = Keybo
 
 STAGES = [
     (stages, "calibrate", 1),
-    (stages, "transform", 1),
+    (Transformation, "fold", 2),
+    (stages, "find_factors", 1),
     (stages, "calibrate", 2),
     (tune_stage, "follow", 2),
     (Conversion, "do", 5),
@@ -196,6 +231,34 @@ def test_a_run_that_was_stopped_in_any_stage_ends_with_the_same_bytes(
     made(model, tmp_path / "out", work, "nvfp4_w4a4", mode="resume")
     assert files_of(tmp_path / "out") == whole
     assert {path.name for path in tmp_path.iterdir()} == {"out", "out.eval.json", "out.report.html"}
+
+
+def test_what_was_quantized_behind_a_transform_is_compared_with_the_model_itself(
+    model: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """By the factors in the record, also after a change of layout; other factors are another model's."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for name, raw in whole.items():
+        (out / name).write_bytes(raw)
+    ran("relayout", out, "--container", "modelopt", "-o", tmp_path / "modelopt")
+    for folder in (out, tmp_path / "modelopt"):
+        told = json.loads(ran("verify", folder, "--source", model, "--json"))
+        assert told["faults"] == []
+        assert not any("folded into the model" in note["message"] for note in told["notes"])
+        assert all(0 < weight["relative_mse"] < 0.06 for weight in told["weights"].values())
+    shown = ran("report", out, "--source", model, "-o", tmp_path / "report.html")
+    assert "decoder layers' output error" in shown
+    record = json.loads((out / "ptqpipe.json").read_text())
+    folding = next(entry for entry in record["transformed"]["foldings"] if entry.get("changed"))
+    folding["factors"] = encoded(torch.full((folding["channels"],), 2.0, dtype=torch.float64))
+    (out / "ptqpipe.json").write_text(json.dumps(record))
+    refused = CliRunner().invoke(main, ["verify", str(out), "--source", str(model)])
+    assert refused.exit_code == 1
+    folding["factors"] = "damaged"
+    (out / "ptqpipe.json").write_text(json.dumps(record))
+    refused = CliRunner().invoke(main, ["verify", str(out), "--source", str(model)])
+    assert f"the factors of '{folding['edge']}' are damaged" in refused.output
 
 
 KILLED = """

@@ -13,9 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ptqpipe
+from ptqpipe.checkpoint import OF_WEIGHTS
 from ptqpipe.checkpoint.writer import CheckpointWriter
-from ptqpipe.errors import AlreadyComplete, NumericsError, OutputError, PtqError, UsageError
+from ptqpipe.errors import AlreadyComplete, CheckpointError, NumericsError, OutputError, PtqError, UsageError
+from ptqpipe.source import Source
 from ptqpipe.stages.common.rewriting import Done
+from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.transform.run import transform
 from tests import tiny
@@ -108,6 +111,46 @@ def test_values_rotate_where_the_residual_stream_must_not(tmp_path: Path, kind: 
     check_same_logits(model, tmp_path / "out", ids)
 
 
+@pytest.mark.parametrize("kind", ["llama_bias", "gemma", "mixtral", "gpt2"])
+def test_factors_that_are_folded_in_while_reading_give_the_bytes_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
+    """Every tensor whole, and runs of bytes that begin and end within a number, a row or an expert's plane."""
+    model = make_model(tmp_path / "model", kind, dtype=torch.bfloat16)
+    edges = ("norm", "value") if kind == "gpt2" else ("norm", "value", "up")
+    stats = make_statistics(model, tmp_path / "stats", token_ids())
+    options = TransformOptions("smoothquant", edges=edges, dtype="fp32")
+    done = run(model, tmp_path / "out", options, stats)
+    found = find_factors(model, tmp_path / "factors", stats=stats, options=options)
+    assert sum(path.stat().st_size for path in (tmp_path / "factors").iterdir()) < done.written_bytes / 4
+    assert [{**one, "factors": None} for one in found.content["foldings"]] == [
+        {**one, "factors": None} for one in done.record["foldings"]
+    ]
+    check_same_bytes(tmp_path / "factors", tmp_path / "out")
+
+
+def check_same_bytes(factors: Path, out: Path) -> None:
+    """Reading a model with factors folded in gives the names, the order and the bytes of the written checkpoint."""
+    with Source.open(factors) as folded, Source.open(out) as written:
+        ours, theirs = folded.reader, written.reader
+        assert list(ours.entries) == list(theirs.entries)
+        assert ours.fingerprint()[:OF_WEIGHTS] == theirs.fingerprint()[:OF_WEIGHTS]
+        for name, entry in theirs.entries.items():
+            assert torch.equal(ours.read(name), theirs.read(name))
+            for start, stop in ((0, 3), (entry.nbytes // 3, entry.nbytes // 2 + 5), (entry.nbytes - 7, entry.nbytes)):
+                assert ours.read_bytes(name, start=start, stop=stop) == theirs.read_bytes(name, start=start, stop=stop)
+
+
+def test_a_folder_of_factors_is_good_for_its_model_alone(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    stats = make_statistics(model, tmp_path / "stats", token_ids())
+    with pytest.raises(UsageError, match="rotate has no factors that are folded in while a model is read"):
+        find_factors(model, tmp_path / "factors", stats=stats, options=TransformOptions("rotate", block=16))
+    options = TransformOptions("smoothquant", dtype="fp32")
+    find_factors(model, tmp_path / "factors", stats=stats, options=options)
+    make_model(model, "llama", seed=1)
+    with pytest.raises(CheckpointError, match=r"is not the model that .* has factors of; make them again"):
+        Source.open(tmp_path / "factors")
+
+
 def test_a_search_leaves_alone_what_its_format_does_not_divide(tmp_path: Path) -> None:
     """stories-like: 172 inner channels are no multiple of 16, so down_proj is not quantized and wants no factors."""
     tensors = tiny.llama(inner=172, dtype=torch.float32)
@@ -190,6 +233,10 @@ def test_stacked_experts_become_what_separate_ones_become(tmp_path: Path) -> Non
     assert want.keys() == found.keys()
     for name, tensor in want.items():
         assert torch.equal(found[name], tensor), name
+    options = TransformOptions("smoothquant", edges=("norm", "up"), dtype="fp32")
+    run(other, tmp_path / "three", options, tmp_path / "stats2")
+    find_factors(other, tmp_path / "factors", stats=tmp_path / "stats2", options=options)
+    check_same_bytes(tmp_path / "factors", tmp_path / "three")
 
 
 def test_an_untied_head_is_written_once_and_the_config_says_so(tmp_path: Path) -> None:

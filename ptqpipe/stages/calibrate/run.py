@@ -108,26 +108,25 @@ def calibrate(
     """
     begun = time.monotonic()
     options, machine, ranks = options or CalibrateOptions(), machine or Machine(compute_threads()), ranks or Ranks()
-    path = resolve_source(str(model))
-    check_disjoint(path, out)
     block, full = _which(options.moments)
-    config = read_config(path)
-    seqlen = default_length(config) if options.seqlen is None else options.seqlen
-    samples = load_samples(
-        data,
-        path,
-        samples=options.samples,
-        seqlen=seqlen,
-        seed=options.seed,
-        field=options.field,
-        holdout=options.holdout,
-    )
-    if warn is not None and options.holdout is None and not len(samples.held_out):
-        warn(_no_held_out(samples, options))
-    if ranks.world > options.samples:
-        raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
-    collecting = Collecting(block, full, len(samples.held_out) > 0, ranks, tuple(devices) or (machine.device,))
-    with Source.open(path) as source:
+    with Source.open(resolve_source(str(model))) as source:
+        path = source.reader.path
+        check_disjoint(path, out)
+        config = read_config(path)
+        samples = load_samples(
+            data,
+            path,
+            samples=options.samples,
+            seqlen=default_length(config) if options.seqlen is None else options.seqlen,
+            seed=options.seed,
+            field=options.field,
+            holdout=options.holdout,
+        )
+        if warn is not None and options.holdout is None and not len(samples.held_out):
+            warn(_no_held_out(samples, options))
+        if ranks.world > options.samples:
+            raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
+        collecting = Collecting(block, full, len(samples.held_out) > 0, ranks, tuple(devices) or (machine.device,))
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config))
         parts = _run_parts(source, samples, options)
         folder = BlockFolder(
@@ -136,8 +135,7 @@ def calibrate(
         with folder as output, threads(machine.workers):
             if log is not None and ranks.rank == 0:
                 log(f"{name_of(path)} on {_described(samples, skeleton, options, collecting)}")
-            runner = _open_runner(skeleton, samples, output, collecting, machine)
-            with runner:
+            with _open_runner(skeleton, samples, output, collecting, machine) as runner:
                 run_blocks(runner, output, collecting, shown=machine.progress)
             if ranks.rank != 0:
                 return None

@@ -187,7 +187,7 @@ def _facts(
     source: Source, record: Mapping[str, Any], nbytes: int, formats: Mapping[str, int], *, plain: bool
 ) -> list[str]:
     """What was done, as a table."""
-    before = sum(entry.nbytes for entry in source.reader.entries.values())
+    before = source.reader.nbytes
     base = hub_name(source.reader.path)
     made_from = f"[{base}](https://huggingface.co/{base})" if base else _code(name_of(source.reader.path))
     rows = [("made from", made_from), ("size of the tensors", f"{disk_size(nbytes)}, from {disk_size(before)}")]

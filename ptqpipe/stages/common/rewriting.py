@@ -208,7 +208,7 @@ def rewrite(
         record,
         work.source.container_name,
         work.warnings,
-        source_bytes=sum(entry.nbytes for entry in work.source.reader.entries.values()),
+        source_bytes=work.source.reader.nbytes,
         written_bytes=work.layout.file_bytes,
         seconds=time.monotonic() - begun,
         peak_rss_bytes=peak_bytes(),
@@ -309,6 +309,20 @@ def run_parts_of(record: Mapping[str, Any], *, layout: str) -> dict[str, str] | 
 def named_source(source: Source) -> dict[str, str]:
     """How a record names the source of its checkpoint."""
     return {"name": name_of(source.reader.path), "fingerprint": source.reader.fingerprint()}
+
+
+def as_quantized(source: Source, record: Mapping[str, Any]) -> Source:
+    """The source as it was quantized: with the factors that the record says were folded into it before; itself where
+    there were none, or it is another model than they are of. Closing either closes both.
+
+    CheckpointError for factors that are damaged.
+    """
+    made = record.get("transformed")
+    if not isinstance(made, Mapping) or "foldings" not in made or source.container is not None:
+        return source
+    before = made.get("from")
+    same = isinstance(before, Mapping) and before.get("fingerprint") == source.reader.fingerprint()
+    return source.folded(made["foldings"]) if same else source
 
 
 def is_unfinished(out: Path) -> bool:

@@ -32,7 +32,7 @@ def header_text(work: Conversion, machine: Machine) -> str:
 
 
 def _what(work: Conversion) -> list[str]:
-    source_bytes = sum(entry.nbytes for entry in work.source.reader.entries.values())
+    source_bytes = work.source.reader.nbytes
     layout, plan = work.layout, work.outputs.plan
     lines = [f"{work.source.reader.path} -> {work.out}  ({work.outputs.container_name})"]
     lines += [f"  {scheme.describe()}" for scheme in work.outputs.recipe.schemes()]

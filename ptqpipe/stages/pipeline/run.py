@@ -34,7 +34,6 @@ from ptqpipe.evaluation.result import is_result
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.quantities import disk_size
 from ptqpipe.report import is_report
-from ptqpipe.source import Source
 from ptqpipe.stages.common import Machine, bars_of
 from ptqpipe.stages.pipeline import text
 from ptqpipe.stages.pipeline.prepare import prepare
@@ -181,14 +180,10 @@ def _refuse(run: Pipeline, identity: Mapping[str, str]) -> None:
 
 
 def _check_disk(run: Pipeline) -> None:
-    """The output, its codes before they are written into it, and the float copy of a transform."""
+    """The output, and its codes before they are written into it."""
     codes = run.weights_bytes if run.way is not None and run.way.method else 0
-    floats = 0
-    if run.way is not None and run.way.transform:
-        with Source.open(run.path) as source:
-            floats = 2 * sum(entry.nbytes for entry in source.reader.entries.values())
     place = next(folder for folder in Paths.of(run.out).out.parents if folder.is_dir())
-    free, need = shutil.disk_usage(place).free, run.weights_bytes + codes + floats
+    free, need = shutil.disk_usage(place).free, run.weights_bytes + codes
     if need > free:
         raise OutputError(
             f"{place} has {disk_size(free)} free, the output and what is made on the way need {disk_size(need)}; free "

@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe._version import __version__
-from ptqpipe.checkpoint import (
-    Mode,
-    Paths,
-    file_sha256,
-    run_id_of,
-)
+from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, read_json_object, run_id_of
 from ptqpipe.errors import AlreadyComplete, VerifyError
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe import build_recipe
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.stages.common import Machine, compute_threads, name_of, named_source
+from ptqpipe.stages.common import Machine, compute_threads, named_source
 from ptqpipe.stages.convert import run as conversion
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.evaluate import run as evaluation
@@ -34,8 +29,8 @@ from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.table import Way, words_of
 from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
 from ptqpipe.stages.report.run import make_report
+from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.transform.run import transform
 from ptqpipe.stages.tune.run import TuneOptions, tune
 from ptqpipe.stages.verify.run import verify
 
@@ -53,7 +48,7 @@ class Step:
 class Pipeline:
     """A run that is decided. Has written nothing yet.
 
-    path      of the model; ``floats`` the model that is quantized, another one behind a transform
+    path      of the model; ``floats`` what is quantized: the model, or the folder of the factors to fold into it
     folder    where the stages' outputs lie; ``begun`` the hidden folder that says that a run is unfinished
     texts     files of --data, empty where the model writes its own
     identity  what decides the bytes, by its name in a message
@@ -122,7 +117,8 @@ class Pipeline:
         add(work.data and not self.texts, "generate", "the model writes its own text", self._generate)
         known = self.needs_statistics and way is not None
         add(known, "calibrate", "statistics of the inputs of every layer, a few kB each", self._calibrate)
-        add(way and way.transform, "transform", f"{way and way.transform}, into a float copy", self._transform)
+        folded = f"{way and way.transform}: factors that are folded in while the model is read"
+        add(way and way.transform, "transform", folded, self._transform)
         add(work.budget, "plan", f"a format for every layer at {work.budget}", self._plan)
         add(way and way.method, "tune", words_of(Way(method=way.method if way else "")), self._tune)
         add(True, "convert", f"into {self.out}", self._convert)
@@ -165,13 +161,12 @@ class Pipeline:
         calibrate(self.floats, self.texts, self.stats, options=options, mode="resume", machine=self.computing)
 
     def _transform(self) -> None:
-        """The float copy goes by the model's name, which the record of the output then has."""
         assert self.way is not None
-        target = self.folder / "transformed" / name_of(self.path)
-        target.parent.mkdir(exist_ok=True)
+        assert self.stats is not None
+        target = self.folder / "factors"
         options = TransformOptions(apply=self.way.transform, format=self.recipe.scheme or "nvfp4", dtype="fp32")
         with suppress(AlreadyComplete):
-            transform(self.path, target, stats=self.stats, options=options, mode="resume", machine=self.machine)
+            find_factors(self.path, target, stats=self.stats, options=options, mode="resume", machine=self.machine)
         self.floats = target
         if _static(self):
             self._calibrate()
@@ -224,7 +219,9 @@ class Pipeline:
         if self.floats != self.path:
             with Source.open(self.path) as source:
                 assert self.way is not None
+                foldings = read_json_object(self.floats / FOLDING_FILE)["foldings"]
                 entry["transformed"] = {"transform": self.way.transform, "from": named_source(source)}
+                entry["transformed"]["foldings"] = foldings
         return entry
 
     def _verify(self) -> None:
@@ -253,7 +250,7 @@ class Pipeline:
         measured = self.beside("eval.json") if self.work.eval else None
         self.report, _ = make_report(
             self.out,
-            source=self.floats,
+            source=self.path,
             evaluation=measured,
             out=self.beside("report.html"),
             command=self.command,

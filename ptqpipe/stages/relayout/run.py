@@ -78,7 +78,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
             "relayout_of": old.get("run_id"),
             "relayout_from": source,
             **({"converted_as": converted} if converted else {}),
-            **{key: old[key] for key in ("statistics", "rounding") if key in old},
+            **{key: old[key] for key in ("statistics", "rounding", "transformed") if key in old},
         }
 
     @property

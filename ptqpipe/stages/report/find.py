@@ -57,7 +57,9 @@ def find_evaluation(ckpt: Path) -> Path | None:
 
 def read_source(ckpt: Path) -> dict[str, Any]:
     """What a checkpoint's record says of the model that it was made from: name and fingerprint; empty without it."""
-    found = _record(ckpt).get("source")
+    record = _record(ckpt)
+    before = record.get("transformed")  # what was quantized had factors folded in while it was read
+    found = before.get("from") if isinstance(before, dict) and "foldings" in before else record.get("source")
     return found if isinstance(found, dict) else {}
 
 

@@ -35,7 +35,7 @@ from ptqpipe.report import (
 )
 from ptqpipe.scan import NAMES, SAMPLE, STORED, Scan, scan_weight
 from ptqpipe.source import Source
-from ptqpipe.stages.common import Machine, layer_of, name_of, one_thread_each, role_of, run_facts
+from ptqpipe.stages.common import Machine, as_quantized, layer_of, name_of, one_thread_each, role_of, run_facts
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.report.find import claims_own, find_evaluation, find_source
 from ptqpipe.stages.report.provenance import provenance, rules
@@ -90,6 +90,7 @@ def gather(
                 report = _gather(ckpt, opened, None, record, machine=machine, all_rows=all_rows)
         else:
             with Source.open(source) as original, one_thread_each():
+                original = as_quantized(original, {} if record is None else record.raw)
                 report = _gather(ckpt, opened, original, record, machine=machine, all_rows=all_rows)
         words = None if word is None else (word.level, word.words, RULE)
         made = tuple((f"evaluation: {what}", value) for what, value in found["made"]) if found is not None else ()
@@ -128,7 +129,7 @@ def _gather(
     judged, blocks = judged_by(raw.get("weights", {})), tuned_blocks(raw)
     before = 2 * overview.params
     if original is not None:
-        before = sum(entry.nbytes for entry in original.reader.entries.values())
+        before = original.reader.nbytes
     return Report(
         name=name_of(ckpt),
         version=__version__,

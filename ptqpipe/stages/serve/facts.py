@@ -35,7 +35,7 @@ def facts_of(ckpt: str) -> dict[str, Any]:
             "architecture": (source.reader.config.get("architectures") or [""])[0],
             "formats": [name for name, _ in formats.most_common(_SHOWN)],
             "bits_per_weight": round(8 * nbytes / quantized, 3) if quantized else None,
-            "weights_bytes": sum(entry.nbytes for entry in source.reader.entries.values()),
+            "weights_bytes": source.reader.nbytes,
             "instruction_set": cpu.isa(),
         }
 

@@ -13,7 +13,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common import CopyTensor, Job
-from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling, joined
+from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling, grouped
 
 EDGE_KINDS = ("norm", "value", "up")
 TORCH_DTYPES = dict(FLOATS.values())
@@ -114,17 +114,13 @@ def make_jobs(
     embeddings = structure.embeddings if residual else ()
     sets = [edge.tensors() for edge in edges]
     sets += [[w.tensor, *([w.bias] if w.bias else [])] for w in writers] + [[name] for name in embeddings]
-    component = joined(sets)
     tensors = dict(source.tensors)
     origins: dict[str, str] = {}
     if residual and structure.tied:
         tensors["lm_head.weight"] = source.tensors[structure.embeddings[0]]
         origins["lm_head.weight"] = structure.embeddings[0]
-    members: dict[str, list[str]] = {}
-    for name in tensors:
-        members.setdefault(component.get(name, f"keep:{name}"), []).append(name)
     jobs: list[Component | CopyTensor] = []
-    for key, group in members.items():
+    for key, group in grouped(tensors, sets).items():
         size = sum(source.reader.entries[origins.get(name, name)].nbytes for name in group)
         if key.startswith("keep:"):
             jobs.append(CopyTensor(key, len(jobs), size, group[0], _spec(group[0], tensors[group[0]], None)))

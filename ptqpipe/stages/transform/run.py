@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
+
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
 from ptqpipe.errors import NumericsError, UsageError
@@ -52,6 +54,9 @@ from ptqpipe.transforms import (
     move_factors,
     transform_names,
 )
+
+Folded = tuple[dict[str, Any], torch.Tensor | None]
+"""What the record says of one folding, and the factors of a scaling, float64 [channels]."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +104,11 @@ class Transformation(Rewrite[Component | CopyTensor]):
         if isinstance(job, CopyTensor):
             return {"kept": {job.tensor: self.copy(job, writer)}}
         weights = Weights(self.source.reader, self.origins)
-        foldings = [entry for name in self.names for entry in self._fold(name, job, weights)]
+        foldings = [entry for name in self.names for entry, _ in self.fold(name, job, weights)]
         members = {spec.name: _write(spec, weights, writer, exact=self.exact) for spec in job.specs}
         return {"members": members, "foldings": foldings}
 
-    def _fold(self, name: str, job: Component, weights: Weights) -> list[dict[str, Any]]:
+    def fold(self, name: str, job: Component, weights: Weights) -> list[Folded]:
         """Adds what one transform folds in this component; one entry of the record for each edge."""
         if name in ROTATIONS:
             foldings = get_rotation(name).fold(
@@ -112,22 +117,22 @@ class Transformation(Rewrite[Component | CopyTensor]):
             )  # fmt: skip
             weights.add(foldings)
             changed = list(dict.fromkeys(tensor for tensor, _ in foldings))
-            return [{"transform": name, "block": self.options.block, "tensors": changed}] if changed else []
+            return [({"transform": name, "block": self.options.block, "tensors": changed}, None)] if changed else []
         edges = [edge for edge in job.edges if edge.kind in (self.options.edges or get_scaling(name).EDGES)]
         return [self._scale(name, edge, weights) for edge in edges]
 
-    def _scale(self, name: str, edge: Edge, weights: Weights) -> dict[str, Any]:
+    def _scale(self, name: str, edge: Edge, weights: Weights) -> Folded:
         """Finds and adds the factors that one scaling moves across an edge; the record's entry."""
         scaling, statistics = get_scaling(name), self.statistics
         assert statistics is not None  # `_open_statistics`
         search_for = get_scheme(self.options.format).fmt if scaling.NEEDS_QUANTIZER else None
         problem = make_problem(edge, weights, statistics, search_for=search_for)
         if problem is None:
-            return {"transform": name, "edge": edge.id, "kind": edge.kind, "skipped": "nothing is quantized"}
+            return {"transform": name, "edge": edge.id, "kind": edge.kind, "skipped": "nothing is quantized"}, None
         solution = scaling.solve(problem, _solve_options(self.options, name))
         weights.add(move_factors(edge, solution.factors))
         weights.divide_inputs(edge, solution.factors)
-        return _entry(name, edge, solution)
+        return _entry(name, edge, solution), solution.factors
 
     def configs(self) -> dict[str, dict[str, Any]]:
         """As `Rewrite`."""
@@ -169,11 +174,11 @@ def transform(
     """
     with ExitStack() as opened:
         source = opened.enter_context(Source.open(resolve_source(str(model))))
-        work = _prepare(source, Path(out), opened, stats=stats, options=options or TransformOptions())
+        work = prepare(source, Path(out), opened, stats=stats, options=options or TransformOptions())
         return rewrite(work, **run)
 
 
-def _prepare(
+def prepare(
     source: Source, out: Path, opened: ExitStack, *, stats: Path | None, options: TransformOptions
 ) -> Transformation:
     """Everything but the factors. Writes nothing; ``opened`` closes the statistics."""

@@ -23,6 +23,7 @@ from ptqpipe.source import Origins, Source, SourceRows
 from ptqpipe.stages.common import (
     BIAS_REASON as CORRECTED,
     Outputs,
+    as_quantized,
     counting_bar,
     default_workers,
     describe_statistics,
@@ -142,7 +143,7 @@ def _verify(run: _Run, workers: int, *, shown: bool) -> None:
     """All checks, the cheap ones first; the numbers by ``workers`` threads, reported in the order of the files."""
     ckpt, findings = run.ckpt, run.findings
     findings.guard("record", RECORD_FILE, lambda: _read_own_record(run))
-    _leave_out_untransformed(run)
+    findings.guard("source", "the source", lambda: _as_quantized(run))
     if run.source is not None:
         findings.guard("names", "the source", lambda: _find_origins(run))
     if ckpt.container is None and not (run.record is not None and run.record.plain):
@@ -167,8 +168,11 @@ def _read_own_record(run: _Run) -> None:
         findings.chosen = run.record.conversion is not None
 
 
-def _leave_out_untransformed(run: _Run) -> None:
-    """A checkpoint that was made of a transformed copy of the source is checked without it, and a note says so."""
+def _as_quantized(run: _Run) -> None:
+    """The source gets the factors that were folded in before it was quantized. Records of former versions have none of
+    them: such a checkpoint is checked without its source, and a note says so."""
+    if run.source is not None and run.record is not None:
+        run.source = as_quantized(run.source, run.record.raw)
     made = None if run.record is None else run.record.raw.get("transformed")
     if run.source is None or not isinstance(made, Mapping) or not isinstance(made.get("from"), Mapping):
         return
