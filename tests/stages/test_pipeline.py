@@ -25,6 +25,7 @@ from ptqpipe.schemes import get_scheme
 from ptqpipe.stages.common import Machine
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.pipeline import run as stage, stages
+from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.table import markdown
 from ptqpipe.stages.transform.run import Transformation
 from ptqpipe.stages.tune import run as tune_stage
@@ -133,26 +134,37 @@ def test_four_bit_activations_are_quantized_behind_a_transform(
     assert weights_of(tmp_path / "out") == weights_of(two)
 
 
-def test_nothing_as_large_as_the_model_lies_beside_the_output(
-    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("scheme", ["nvfp4_w4a4", "nvfp4"])
+def test_no_more_lies_beside_the_output_than_the_header_says(
+    scheme: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looked at whenever a stage ends, and whenever a unit is written."""
-    seen: list[int] = []
+    """Looked at whenever a stage ends, a component has its factors, and a unit is written. No file is a copy of the
+    model: none is larger than the output."""
+    seen: list[dict[str, int]] = []
 
     def looking(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             made_so_far = real(*args, **kwargs)
-            seen.append(sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()))
+            files = [path for path in tmp_path.rglob("*") if path.is_file()]
+            seen.append({str(path.relative_to(tmp_path)): path.stat().st_size for path in files})
             return made_so_far
 
         return call
 
-    for where, name in ((stages, "calibrate"), (stages, "find_factors"), (stages, "tune"), (Conversion, "do")):
+    looked_at = ("generate", "calibrate", "find_factors", "tune", "verify")
+    for where, name in (*((stages, name) for name in looked_at), (Transformation, "fold"), (Conversion, "do")):
         monkeypatch.setattr(where, name, looking(getattr(where, name)))
-    made(model, tmp_path / "out", work_of(text), "nvfp4_w4a4")
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    assert len(seen) > 8
-    assert max(seen) < size
+    said: list[str] = []
+    work = PipelineOptions(data=("self",), samples=8, seqlen=LENGTH)
+    run = prepare(model, RecipeOptions(scheme), None, tmp_path / "out", work, "new", ONE)
+    done = stage.run(run, say=said.append)
+    assert f"  beside the output at most {run.disk}" in said
+    output = sum(path.stat().st_size for path in done.out.iterdir())
+    assert len(seen) > 10
+    beside = [sum(size for name, size in files.items() if name.startswith(".out.stages")) for files in seen]
+    assert (run.disk.codes + run.disk.small) / 8 < max(beside) <= run.disk.codes + run.disk.small
+    assert max(size for files in seen for size in files.values()) <= output
+    assert max(sum(files.values()) for files in seen) <= output + run.disk.codes + run.disk.small
 
 
 def test_a_mixture_of_experts_gets_gptq_for_its_experts(text: Path, tmp_path: Path) -> None:

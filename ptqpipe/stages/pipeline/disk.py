@@ -1,70 +1,79 @@
-"""What a run of several stages takes of the disk, from the shapes of the model: upper bounds, nothing is measured.
+"""What a run of several stages takes of the disk beside its output, from the shapes of the model: at most, unmeasured.
 
-Must not know how a stage works; what each of them leaves on disk for the next is written down here and held by a test
-that watches the folder.
+What each stage leaves for the next is counted here, and held by a test that watches the folder. Must not know how a
+stage works.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.options import PipelineOptions
 from ptqpipe.quantities import disk_size
+from ptqpipe.runtime.loading import DEFAULT_LENGTH
 from ptqpipe.source import Source
 from ptqpipe.stages.pipeline.table import Way
 
-_STATISTICS = 4 * 4  # bytes for a channel: maximum, mean and second moment, and that of the held-out samples
-_BLOCKS = 4 * 32  # the moments of 16 columns, twice
-_FACTORS = 2 * 11  # 8 bytes in base64, in the journal and in the file
-_ENTRY = 4096  # JSON about one matrix, of all stages
-_TOKEN = 12  # bytes in a row of text that the model wrote
-_SAMPLES = 128
+# Bytes for each input channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples;
+# the moments of its block of 16 and those of the held-out samples; a factor in base64, in the journal and in the file.
+_STATISTICS, _BLOCKS, _FACTOR = 4 * 4, 4 * 32, 2 * 11
+_MATRIX = 4096  # JSON about one matrix, of all stages
+_TOKEN = 12  # a token of the model's own text, as JSON
+_STREAMS = {"gptq": 3, "layerwise": 1, "": 1}  # sets of hidden states
 
 
 class Disk(NamedTuple):
     """Bytes beside the output while it is made, at most.
 
-    codes   as `tune` finds them, until they are written into the output
-    small   statistics, factors and what is said of them
-    hidden  hidden states of the samples, where memory has no room for them; 0 for a run without data
+    codes   those that `tune` finds, until they are in the output
+    small   statistics, factors, the model's own text
+    hidden  hidden states of the samples, which lie on disk only where memory has no room for them
+    logits  log-probabilities of the model, for the comparison at the end
     """
 
-    codes: int
-    small: int
-    hidden: int
+    codes: int = 0
+    small: int = 0
+    hidden: int = 0
+    logits: int = 0
 
     def __str__(self) -> str:
-        """In words."""
-        parts = [(self.codes, "codes"), (self.small, "statistics")]
-        words = ", ".join(f"{disk_size(nbytes)} of {what}" for nbytes, what in parts if nbytes)
-        spilled = f"; {disk_size(self.hidden)} of hidden states where --max-memory has no room for them"
-        return f"{words or 'nothing'}{spilled if self.hidden else ''}"
+        """In words, without what is not there."""
+        parts = {
+            "codes": self.codes,
+            "statistics": self.small,
+            "hidden states if memory has no room for them": self.hidden,
+            "log-probabilities": self.logits,
+        }
+        return ", ".join(f"{disk_size(nbytes)} of {what}" for what, nbytes in parts.items() if nbytes)
 
 
-def disk_of(
-    source: Source, weights_bytes: int, work: PipelineOptions, way: Way | None, *, needs_statistics: bool, seqlen: int
-) -> Disk:
+def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistics: bool, weights_bytes: int) -> Disk:
     """What a run needs beside its output.
 
-    weights_bytes  of the output, 0 where a budget decides it: then that of the source bounds it
-    seqlen         tokens of a sample
+    statistics     whether it makes any for what it writes
+    weights_bytes  of the output; 0 where a budget decides it, which the size of the source then bounds
     """
+    logits = DEFAULT_LIMIT if work.eval else 0
     if way is None:
-        return Disk(0, 0, 0)
-    matrices = [shape for _, shape in source.tensors.values() if len(shape) > 1]
-    channels = sum(max(shape[-2:]) * (shape[0] if len(shape) > 2 else 1) for shape in matrices)
-    count = sum(shape[0] if len(shape) > 2 else 1 for shape in matrices)
-    tokens = (work.samples or _SAMPLES) * 9 // 8 * seqlen  # with those that are held out
-    each = _STATISTICS * needs_statistics
-    if way.transform:
-        each += _STATISTICS + _BLOCKS + _FACTORS
-    text = _TOKEN * tokens if "self" in work.data else 0
-    hidden = 4 * tokens * _width(source) * (3 if way.method == "gptq" else 1)
-    codes = (weights_bytes or source.reader.nbytes) if way.method else 0
-    return Disk(codes, channels * each + count * _ENTRY + text, hidden)
-
-
-def _width(source: Source) -> int:
-    """Channels of the hidden states; 0 where the config does not say."""
+        return Disk(logits=logits)
+    planes = [(shape, shape[0] if len(shape) > 2 else 1) for _, shape in source.tensors.values() if len(shape) > 1]
+    each = _STATISTICS * statistics + (_STATISTICS + _BLOCKS + _FACTOR if way.transform else 0)
+    channels = sum(max(shape[-2:]) * count for shape, count in planes)
     config = source.reader.config
+    longest = _number(config, "max_position_embeddings", "n_positions") or DEFAULT_LENGTH
+    seqlen = work.seqlen or min(DEFAULT_LENGTH, longest)
+    tokens = -(-work.samples * 9 // 8) * seqlen  # with the held-out ones
+    own_text = _TOKEN * tokens if "self" in work.data else 0
+    return Disk(
+        (weights_bytes or source.reader.nbytes) if way.method else 0,
+        channels * each + _MATRIX * sum(count for _, count in planes) + own_text,
+        4 * tokens * _number(config, "hidden_size", "n_embd") * _STREAMS[way.method],
+        logits,
+    )
+
+
+def _number(config: Mapping[str, Any], *keys: str) -> int:
+    """A count of the text model's config, whatever its family calls it; 0 where it has none."""
     text = config.get("text_config")
-    found = [part.get(key) for part in (text if isinstance(text, dict) else {}, config) for key in ("hidden_size", "n_embd")]
+    found = [part.get(key) for part in (text, config) if isinstance(part, Mapping) for key in keys]
     return next((value for value in found if isinstance(value, int)), 0)

@@ -4,7 +4,8 @@
 
 as far as the call needs them. Each stage writes into a hidden folder beside the output and resumes by itself, so a run
 that was interrupted anywhere ends with the same bytes. Statistics there are small (a few numbers for each input
-channel); moments for GPTQ never lie on disk (``stages/tune``), and codes go as they are written into the output.
+channel), and so are a transform's factors (``folded.py``); moments for GPTQ never lie on disk (``stages/tune``), and
+codes go as they are written into the output.
 
 Must not know how any stage works; what a quality does is in ``table.py``.
 """
@@ -180,10 +181,9 @@ def _refuse(run: Pipeline, identity: Mapping[str, str]) -> None:
 
 
 def _check_disk(run: Pipeline) -> None:
-    """The output, and its codes before they are written into it."""
-    codes = run.weights_bytes if run.way is not None and run.way.method else 0
+    """The output, and what certainly lies beside it."""
     place = next(folder for folder in Paths.of(run.out).out.parents if folder.is_dir())
-    free, need = shutil.disk_usage(place).free, run.weights_bytes + codes
+    free, need = shutil.disk_usage(place).free, run.weights_bytes + run.disk.codes + run.disk.small
     if need > free:
         raise OutputError(
             f"{place} has {disk_size(free)} free, the output and what is made on the way need {disk_size(need)}; free "

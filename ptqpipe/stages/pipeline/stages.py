@@ -26,6 +26,7 @@ from ptqpipe.stages.evaluate import run as evaluation
 from ptqpipe.stages.evaluate.text import write as write_evaluation
 from ptqpipe.stages.generate import generate
 from ptqpipe.stages.pipeline import call
+from ptqpipe.stages.pipeline.disk import Disk, disk_of
 from ptqpipe.stages.pipeline.table import Way, words_of
 from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
 from ptqpipe.stages.report.run import make_report
@@ -51,6 +52,7 @@ class Pipeline:
     path      of the model; ``floats`` what is quantized: the model, or the folder of the factors to fold into it
     folder    where the stages' outputs lie; ``begun`` the hidden folder that says that a run is unfinished
     texts     files of --data, empty where the model writes its own
+    disk      what it takes beside the output
     identity  what decides the bytes, by its name in a message
     replaces  whether the run, or the one that it continues, was begun with --overwrite
     command   the call, which eval file and report show
@@ -70,6 +72,7 @@ class Pipeline:
     machine: Machine
     floats: Path = field(init=False)
     begun: Path = field(init=False)
+    disk: Disk = field(init=False)
     identity: Mapping[str, str] = field(init=False)
     evaluation: Mapping[str, Any] | None = None
     report: Path | None = None
@@ -77,7 +80,11 @@ class Pipeline:
     command: str = ""
 
     def __post_init__(self) -> None:
-        self.floats, self.begun, self.identity = self.path, Paths.of(self.out).stages, self._identity()
+        self.floats, self.begun = self.path, Paths.of(self.out).stages
+        with Source.open(self.path) as source:
+            self.identity = self._identity(source)
+            known, size = self.needs_statistics, self.weights_bytes
+            self.disk = disk_of(source, self.work, self.way, statistics=known, weights_bytes=size)
 
     @property
     def folder(self) -> Path:
@@ -89,11 +96,9 @@ class Pipeline:
         """The machine for stages that compute and wait for no disk."""
         return replace(self.machine, workers=min(self.machine.workers, compute_threads()))
 
-    def _identity(self) -> dict[str, str]:
+    def _identity(self, source: Source) -> dict[str, str]:
         """What decides the bytes, by its name in a message; no folder's name is in it."""
         work, recipe = self.work, build_recipe(self.recipe, path=self.recipe_path)
-        with Source.open(self.path) as source:
-            fingerprint = source.reader.fingerprint()
         given = {
             "--data": [_content(name) for name in self.texts] or work.data,
             "--quality": work.quality,
@@ -102,7 +107,11 @@ class Pipeline:
             "--for": work.reader,
             "--samples, --seqlen or --seed": [work.samples, work.seqlen, work.seed],
         }
-        named = {"the model": fingerprint, "the recipe": recipe.digest, "the version of ptqpipe": __version__}
+        named = {
+            "the model": source.reader.fingerprint(),
+            "the recipe": recipe.digest,
+            "the version of ptqpipe": __version__,
+        }
         return named | {name: json.dumps(value) for name, value in given.items()}
 
     def steps(self) -> list[Step]:

@@ -19,6 +19,8 @@ def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:
     yield f"{run.path} -> {run.out}{size}"
     for number, step in enumerate(steps, 1):
         yield f"  {number} {step.name}: {step.words}"
+    if str(run.disk):
+        yield f"  beside the output at most {run.disk}"
     yield from (f"  warning: {line}" for line in run.warnings)
 
 
