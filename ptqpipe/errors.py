@@ -7,6 +7,7 @@ it without a stack trace; anything that is not a PtqError is a bug and keeps its
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 MAX_MESSAGE = 600  # characters; names and values from a damaged file can be millions
 
@@ -124,9 +125,13 @@ class WrongOutput(OutputError):
 
 
 class AlreadyComplete(OutputError):
-    """The run that is to be resumed has finished: nothing is left to do, and nothing is wrong."""
+    """The run that is to be resumed has finished: nothing is left to do, and nothing is wrong. It made ``out``."""
 
     exit_code = 0
+
+    def __init__(self, message: str, out: Path) -> None:
+        super().__init__(message)
+        self.out = out
 
 
 class VerifyError(PtqError):

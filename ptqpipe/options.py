@@ -300,3 +300,13 @@ def check_names(given: Collection[str], known: Collection[str], *, what: str = "
     for name in given:
         if name not in known:
             raise UsageError(f"{what} has no option {name!r}; {did_you_mean(name, sorted(known))}")
+
+
+_LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def spelled(dtype: str, *, long: bool) -> str:
+    """A float type's name in its long spelling, float32, or its short one, fp32, whichever is given. Other words stay
+    as they are."""
+    short = next((short for short, name in _LONG.items() if dtype == name), dtype)
+    return _LONG.get(short, short) if long else short

@@ -17,7 +17,7 @@ import torch
 
 from ptqpipe.checkpoint import Mode, resolve_source
 from ptqpipe.errors import PtqError, UsageError
-from ptqpipe.options import PipelineOptions, RecipeOptions, check_names, described, recipe_fields, type_of
+from ptqpipe.options import PipelineOptions, RecipeOptions, check_names, described, recipe_fields, spelled, type_of
 from ptqpipe.quantities import bytes_of
 from ptqpipe.stages.common import Machine, compute_threads, default_workers
 
@@ -30,6 +30,8 @@ Keywords = Mapping[str, tuple[Any, Any]]
 
 DEVICE: Keywords = {"device": (str, "cpu")}
 RESTART: Keywords = {"resume": (bool, False), "overwrite": (bool, False)}
+# Functions that write floats, and call them bf16; the others compute, and call them as torch does.
+_SHORT = ("dequantize", "transform")
 # Spellings of former versions.
 _FORMER = {"max_memory_bytes": "max_memory", "threads": "workers", "format": "kind"}
 
@@ -69,6 +71,8 @@ def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     options[name] = options.pop(former)
             with errors_in_python(names):
                 check_names(options, names, what=function.__name__)
+                if isinstance(dtype := options.get("dtype"), str):
+                    options["dtype"] = spelled(dtype, long=function.__name__ not in _SHORT)
                 return function(*given, **options)
 
         more = [

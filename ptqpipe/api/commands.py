@@ -43,7 +43,7 @@ from ptqpipe.stages.pipeline.call import check_alone, container_of_all, for_read
 from ptqpipe.stages.pipeline.run import Made, pipeline
 from ptqpipe.stages.plan import run as plan_stage, text as plan_text
 from ptqpipe.stages.plan.cost import DEFAULT_TOKENS, Measurement
-from ptqpipe.stages.push import check_push, push
+from ptqpipe.stages.push import also_complete, check_push, push
 from ptqpipe.stages.transform import run as transform_stage, text as transform_text
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.tune import run as tune_stage, text as tune_text
@@ -91,7 +91,7 @@ def convert(
     repository = options.get("push")
     if repository is not None:
         check_push(repository)
-    with data_names(data) as names:
+    with data_names(data) as names, also_complete(repository):
         work = pipeline_of(options, names)
         if work.asked:
             check_alone(stats=stats, rounding=rounding)

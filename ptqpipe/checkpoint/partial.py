@@ -188,7 +188,8 @@ def check_unfinished(out: Path, run_id: str, *, index_file: str | None = None) -
     """Raises AlreadyComplete if this very run has produced ``out`` and nothing was begun beside it since."""
     paths = Paths.of(out)
     if not paths.partial.is_dir() and completed_run(paths.out, index_file=index_file) == run_id:
-        raise AlreadyComplete(f"{shown(str(paths.out))} is already complete, by this very run; nothing is left to do")
+        said = f"{shown(str(paths.out))} is already complete, by this very run; nothing is left to do"
+        raise AlreadyComplete(said, paths.out)
 
 
 def check_output(out: Path, *, mode: str) -> None:

@@ -69,6 +69,7 @@ def convert(given: Given) -> None:
     from ptqpipe.stages.convert import run as stage, text as tables
     from ptqpipe.stages.convert.prepare import best_with, prepare
     from ptqpipe.stages.pipeline.call import for_reader
+    from ptqpipe.stages.push import also_complete
 
     mode, machine = given.mode, given.machine(given.device)
     where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}
@@ -87,7 +88,8 @@ def convert(given: Given) -> None:
         ranks = ranks_of()
         if ranks.rank == 0:
             _warn(no_config)
-        with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
+        pushed = also_complete(given.push if ranks.rank == 0 else None)
+        with says_how_to_resume(prepared.out, mode), _stop_is_interrupt(), pushed:
             if ranks.rank == 0 and not given.as_json:
                 check_output(prepared.out, mode=mode)  # before the header, which says what will be done
                 click.echo(tables.header_text(prepared, machine))
@@ -110,6 +112,7 @@ def _pipeline(given: Given, work: PipelineOptions) -> None:
     """All stages that the call needs, in one run."""
     from ptqpipe.stages.pipeline import call, run as stage, text
     from ptqpipe.stages.pipeline.prepare import prepare
+    from ptqpipe.stages.push import also_complete
 
     call.check_alone(stats=given.stats, rounding=given.rounding, dry_run=given.dry_run)
     if ranks_of().world > 1:
@@ -117,7 +120,7 @@ def _pipeline(given: Given, work: PipelineOptions) -> None:
     mode, machine = given.mode, given.machine(given.device)
     prepared = prepare(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
     prepared.command = this_call()
-    with says_how_to_resume(prepared.out, mode), _stop_is_interrupt():
+    with says_how_to_resume(prepared.out, mode), _stop_is_interrupt(), also_complete(given.push):
         say = (lambda line: None) if given.as_json else click.echo
         made = stage.run(prepared, say=say)
     click.echo(json.dumps(text.to_json(made)) if given.as_json else text.render(made))

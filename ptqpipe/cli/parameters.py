@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_origin
 import click
 
 from ptqpipe.errors import PtqError, one_line
-from ptqpipe.options import described, pipeline_fields, recipe_fields, type_of
+from ptqpipe.options import described, pipeline_fields, recipe_fields, spelled, type_of
 from ptqpipe.quantities import bytes_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -113,7 +113,6 @@ _ELSEWHERE = {
         "ptqpipe tune MODEL --data TEXT -o codes learns rounding, and convert --rounding codes writes it",
     ),
 }
-_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Dtype(click.ParamType[str]):
@@ -131,10 +130,9 @@ class Dtype(click.ParamType[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The name that the stage takes; click's error for an unknown one."""
         word = str(value).strip().lower()
-        short = next((short for short, long in _DTYPES.items() if word == long), word)
-        if short not in self._known:
+        if spelled(word, long=False) not in self._known:
             self.fail(f"{value!r} is unknown; use {', '.join(self._known)}", param, ctx)
-        return _DTYPES.get(short, short) if self._long else short
+        return spelled(word, long=self._long)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """The accepted names."""

@@ -213,6 +213,8 @@ def dtype_of(dtype: torch.dtype | str, config: Any) -> torch.dtype:
     if dtype == "auto":
         found = getattr(config, "dtype", None) or config.get_text_config().dtype
         return found if isinstance(found, torch.dtype) else torch.float32
+    if dtype in FLOATS:
+        return FLOATS[dtype][1]
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; use {', '.join(DTYPES)} or auto")
     return DTYPES[dtype]

@@ -1,10 +1,12 @@
 """push: uploads a finished checkpoint to the hub, with the token and endpoint that huggingface_hub finds by itself."""
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.errors import OutputError, UsageError, first_line, one_line
+from ptqpipe.errors import AlreadyComplete, OutputError, UsageError, first_line, one_line
 
 
 def check_push(repo: str) -> None:
@@ -39,6 +41,17 @@ def push(folder: Path, repo: str) -> str:
             f"the upload to {one_line(repo)!r} failed: {_reason(error)}; {folder} is complete, push it again with: "
             f"{shlex.join(['hf', 'upload', repo, str(folder)])}"
         ) from None
+
+
+@contextmanager
+def also_complete(repo: str | None) -> Iterator[None]:
+    """Pushes what a resumed run finds complete, before its AlreadyComplete says so; without ``repo`` nothing."""
+    try:
+        yield
+    except AlreadyComplete as done:
+        if repo is None:
+            raise
+        raise AlreadyComplete(f"{done}; uploaded to {push(done.out, repo)}", done.out) from None
 
 
 def _hub() -> Any:

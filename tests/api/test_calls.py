@@ -19,6 +19,7 @@ from ptqpipe.cli.serve import serve as serve_command
 from ptqpipe.errors import OutputExists, PtqError, UsageError
 from ptqpipe.options import recipe_fields
 from ptqpipe.rounding import Rounding
+from ptqpipe.stages.demo import MODEL
 from tests import tiny
 
 COMMANDS = (
@@ -55,6 +56,22 @@ def test_keywords_have_names_types_and_the_defaults_of_the_stages(name: str) -> 
     needed = [one for one in parameters.values() if one.default is one.empty]
     with pytest.raises(UsageError, match=rf"{name} has no option 'overwriet'"):
         function(*["nothing"] * len(needed), overwriet=True)
+
+
+def test_float_types_go_by_their_short_and_their_long_names(tmp_path: Path) -> None:
+    """As they do on the command line."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"input_ids": list(range(24))}) + "\n")
+    short, long = (
+        ptqpipe.evaluate(MODEL, data=str(rows), seqlen=8, dtype=name, out=tmp_path / f"{name}.json")
+        for name in ("fp32", "float32")
+    )
+    assert short.evaluation["settings"] == long.evaluation["settings"]
+    assert short.evaluation["settings"]["dtype"] == "float32"
+    ptqpipe.convert(MODEL, format="fp8", out=tmp_path / "q", workers=1)
+    floats = ptqpipe.dequantize(tmp_path / "q", tmp_path / "f", dtype="float16", workers=1)
+    assert floats.record["dtype"] == "fp16"
+    assert ptqpipe.load_model(MODEL, dtype="bf16").dtype is torch.bfloat16
 
 
 def test_the_tables_of_options_are_keywords() -> None:

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 import ptqpipe
 from ptqpipe.cli import main
+from ptqpipe.errors import AlreadyComplete
 from tests.tiny import bytes_of, llama, save
 
 
@@ -124,6 +125,29 @@ def test_python_uploads_as_the_command_does(hub: Hub, source: Path, tmp_path: Pa
     done = ptqpipe.convert(source, format="fp8", out=tmp_path / "out", push="owner/tiny")
     assert done.facts["uploaded to"] == f"{hub.address}/owner/tiny"
     assert hub.files == bytes_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize("more", [(), ("--budget", "9bits")])
+def test_what_is_complete_already_is_uploaded_by_a_resumed_call(
+    hub: Hub, source: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    """The command, then Python; without --push nothing is uploaded."""
+    out = tmp_path / "out"
+    words = ["convert", str(source), "-o", str(out), *more]
+    assert CliRunner().invoke(main, [*words, "-q"]).exit_code == 0
+    plain = CliRunner().invoke(main, [*words, "--resume"])
+    assert plain.output.endswith("is already complete, by this very run; nothing is left to do\n")
+    assert hub.files == {}
+    done = convert(source, out, *more, "--resume")
+    assert done.exit_code == 0, done.output
+    said = f"already complete, by this very run; nothing is left to do; uploaded to {hub.address}/owner/tiny"
+    assert said in done.output
+    assert hub.files == bytes_of(out)
+    hub.files.clear()
+    budget = {"budget": "9bits"} if more else {}
+    with pytest.raises(AlreadyComplete, match="; uploaded to"):
+        ptqpipe.convert(source, out=out, push="owner/tiny", resume=True, **budget)
+    assert hub.files == bytes_of(out)
 
 
 @pytest.mark.parametrize(("status", "words"), [(401, "token is not valid"), (403, "may not write"), (500, "500")])

@@ -172,7 +172,7 @@ def _refuse(run: Pipeline, identity: Mapping[str, str]) -> None:
     own = completed_run(run.out) is not None
     record = read_json_object(run.out / RECORD_FILE) if own else {}
     if record.get("pipeline", {}).get("run") == run_id_of(identity):
-        raise AlreadyComplete(f"{run.out} is already complete, by this very run; nothing is left to do")
+        raise AlreadyComplete(f"{run.out} is already complete, by this very run; nothing is left to do", run.out)
     if run.way is not None or run.work.budget is not None:
         raise WrongOutput(
             f"{run.out} has no unfinished run next to it and is no output of this run; --overwrite replaces it, or "
