@@ -53,7 +53,22 @@ SHAPES = {
             "tie_word_embeddings": False,
         },
     ),
-    # TinyLlama's width, nine layers: 1.05 GB.
+    # TinyLlama-1.1B, whole: 2.20 GB.
+    "tinyllama-1.1b": Shape(
+        "llama",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
+    ),
+    # The same width, nine layers: 1.05 GB.
     "1gb": Shape(
         "llama",
         {
