@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.errors import UsageError
+from ptqpipe.kernels import cpu_library
 from ptqpipe.kernels.cpu_attention import PagedQueries, PagedSpans, paged_attention, paged_prefill
 
 IMPLEMENTATION = "ptqpipe_paged"
@@ -237,17 +238,24 @@ def causal_mask(count: int, total: int, window: int | None) -> torch.Tensor:
 def fused_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """torch's own attention of one sequence. Without a mask: causal for several queries, everything for one."""
+    """torch's own attention of one sequence. Without a mask: causal for several queries, everything for one.
+
+    bfloat16 on a CPU without products of such numbers is computed in float32, which has a library's product there.
+    """
+    if query.dtype == torch.bfloat16 and query.device.type == "cpu" and not cpu_library.multiplies_bf16():
+        return fused_attention(query.float(), key.float(), value.float(), mask, scaling).bfloat16()
     count, heads, _ = query.shape
     kv_heads = key.shape[1]
     k, v = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
     if count == 1:  # the heads of a group are the rows of one product: nothing is repeated
         q = query.view(1, kv_heads, heads // kv_heads, -1)
         return scaled_dot_product_attention(q, k, v, scale=scaling).reshape(1, heads, -1)
-    if heads != kv_heads:
-        k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
-    q = query.transpose(0, 1)[None]
-    return scaled_dot_product_attention(q, k, v, mask, scale=scaling, is_causal=mask is None)[0].transpose(0, 1)
+    grouped = heads != kv_heads
+    if grouped and query.device.type != "cpu":  # where not every way of torch's takes groups
+        k, v, grouped = *(x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v)), False
+    q, causal = query.transpose(0, 1)[None], mask is None
+    out = scaled_dot_product_attention(q, k, v, mask, scale=scaling, is_causal=causal, enable_gqa=grouped)
+    return out[0].transpose(0, 1)
 
 
 def explicit_attention(

@@ -136,9 +136,9 @@ def paged_prefill(
     """
     stored = torch.bfloat16 if numbers is None else torch.float8_e4m3fn
     tensors = ((query, torch.bfloat16), (keys, stored), (values, stored))
-    if any(x.dtype != dtype or x.device.type != "cpu" for x, dtype in tensors):
+    if not lib.multiplies_bf16() or not _exports("ptq_paged_prefill"):
         return None
-    if not _exports("ptq_paged_prefill"):
+    if any(x.dtype != dtype or x.device.type != "cpu" for x, dtype in tensors):
         return None
     if not keys.is_contiguous() or not values.is_contiguous():
         return None

@@ -116,8 +116,13 @@ def known_isas() -> tuple[str, ...]:
 def multiplies_bf16() -> bool:
     """Whether the instruction set in use has products of bfloat16 numbers: AVX512-BF16 and VBMI. Attention over more
     than one query has compiled kernels there alone."""
+    return _multiplies_bf16(current_isa())
+
+
+@cache
+def _multiplies_bf16(isa: str) -> bool:
     found = library()
-    return found is not None and bool(found.ptq_has_bf16(current_isa().encode()))
+    return found is not None and bool(found.ptq_has_bf16(isa.encode()))
 
 
 def available() -> bool:

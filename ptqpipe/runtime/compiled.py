@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from ptqpipe.kernels import cpu_linear, cpu_norm
+from ptqpipe.kernels import cpu_library, cpu_linear, cpu_norm
 from ptqpipe.runtime.linear import PackedLinear, Siblings
 
-LEAST_NUMBERS = 1 << 20  # of a weight: a smaller one is in the cache anyway
+LEAST_NUMBERS = 1 << 20  # of a weight, where the CPU multiplies bfloat16: a smaller one is in the cache anyway
 _PROBE_ROWS = 8
 
 
@@ -29,10 +29,11 @@ def use_kernels(model: torch.nn.Module, *, every: bool = False) -> None:
     embedding which shares it: its numbers are in panels only. With tensor parallelism every rank calls it.
     """
     holders = _holders(model)
+    least = LEAST_NUMBERS if cpu_library.multiplies_bf16() else 0  # torch's product would take long for any number
     for module in model.modules():
         if "forward" in vars(module) and not hasattr(module, "own_rows"):  # someone's own
             continue
-        if type(module) is torch.nn.Linear and (every or module.weight.numel() >= LEAST_NUMBERS):
+        if type(module) is torch.nn.Linear and (every or module.weight.numel() >= least):
             others = [other for other in holders[id(module.weight)] if other is not module]
             if not others:
                 _use_panels(module)

@@ -1,20 +1,28 @@
 """A step's attention over bfloat16 pages equals the explicit sums of each sequence, whatever a step holds."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from ptqpipe.engine import attention
 from ptqpipe.engine.attention import PagedAttention, Pages, Terms, causal_mask, explicit_attention
 from ptqpipe.engine.batch import Batch, Span
+from ptqpipe.kernels import cpu_library
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 32, 16
 
 
-@pytest.fixture(params=["compiled", "torch"], autouse=True)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[*cpu_library.known_isas(), "torch"], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if request.param == "torch":
         for name in ("paged_prefill", "paged_attention"):
             monkeypatch.setattr(attention, name, lambda *given, **options: None)
+    else:
+        cpu_library.force_isa(request.param)
+    yield
+    cpu_library.force_isa(None)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +60,26 @@ def test_a_step_equals_its_sequences(counts: tuple[tuple[int, int], ...], terms:
         # Weights and results are rounded to bfloat16, 2^-8 each, of means of values of at most 5.
         torch.testing.assert_close(found[at : at + count].float(), expected, rtol=2**-8, atol=5 * 2**-8)
         at += count
+
+
+def test_without_products_of_bfloat16_torch_gets_float32(path: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own bfloat16 product is many times as slow there, and its weights are rounded once more."""
+    seen = []
+    torchs = attention.scaled_dot_product_attention
+
+    def noted(query: torch.Tensor, *others: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append(query.dtype)
+        return torchs(query, *others, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", noted)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(50, n, DIM, generator=generator).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS))
+    found = attention.fused_attention(q, k, v, None, 0.2)
+    assert found.dtype == torch.bfloat16
+    assert seen[-1] == (torch.bfloat16 if cpu_library.multiplies_bf16() else torch.float32)
+    if seen[-1] == torch.float32:  # sums of float32, rounded once
+        q, k, v = q.double(), k.double(), v.double()
+        scores = torch.einsum("qhgd,khd->hgqk", q.view(50, KV_HEADS, -1, DIM), k) * 0.2
+        scores = scores.masked_fill(~causal_mask(50, 50, None), float("-inf"))
+        exact = torch.einsum("hgqk,khd->qhgd", torch.softmax(scores, -1), v).flatten(1, 2)
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)

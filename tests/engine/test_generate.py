@@ -11,6 +11,7 @@ import pytest
 from ptqpipe.engine.runner import CacheOptions, Runner
 from ptqpipe.engine.sequence import Finish
 from ptqpipe.errors import UsageError
+from ptqpipe.kernels import cpu_library
 from ptqpipe.runtime import load_model
 from tests.engine import models
 from tests.engine.models import ask, encoded, engine, generate, greedy, run_all, runner, tokens_of
@@ -22,6 +23,16 @@ COUNT = 24
 def test_one_sequence_equals_generate(at: int) -> None:
     prompt = encoded()[at]
     assert generate(engine(), [ask(prompt, COUNT)])["a"][0] == greedy(prompt, COUNT)
+
+
+@pytest.mark.parametrize("isa", cpu_library.known_isas())
+def test_every_instruction_set_equals_generate(isa: str) -> None:
+    cpu_library.force_isa(isa)
+    try:
+        found = generate(engine(), [ask(prompt, COUNT, name=str(at)) for at, prompt in enumerate(encoded())])
+    finally:
+        cpu_library.force_isa(None)
+    assert [found[str(at)][0] for at in range(len(encoded()))] == [greedy(prompt, COUNT) for prompt in encoded()]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ptqpipe.errors import FormatError
+from ptqpipe.kernels import cpu_library
 from ptqpipe.runtime import compiled, load
 from ptqpipe.runtime.linear import PackedLinear, Siblings
 from tests.engine.models import has_panels
@@ -81,6 +82,24 @@ def test_a_head_gets_panels_and_an_embedding_that_shares_them(
     assert (model.lm_head.weight is None) == head
     assert (model.get_input_embeddings().weight is None) == embedding
     assert torch.equal(model.get_input_embeddings()(TOKENS), before)
+
+
+@torch.inference_mode()
+def test_small_layers_get_panels_where_bfloat16_has_no_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain model: not one of its layers is left to torch's bfloat16 product."""
+    monkeypatch.undo()  # the least number of this file's other tests
+    model = load(save_source("llama", tmp_path), dtype="bfloat16").eval()
+    cpu_library.force_isa("avx2")
+    try:
+        before = model(TOKENS, use_cache=False).logits.float()
+        compiled.use_kernels(model)
+        after = model(TOKENS, use_cache=False).logits.float()
+    finally:
+        cpu_library.force_isa(None)
+    assert all(m.weight is None for m in model.modules() if type(m) is torch.nn.Linear)
+    assert float((after - before).abs().max()) <= 0.03 * float(before.abs().max())
 
 
 def test_norms_of_another_kind_keep_their_own_forward(tmp_path: Path) -> None:
