@@ -1,9 +1,9 @@
 """`quantize_model`: the one call, for a folder, a hub name or a model in memory; `save_checkpoint` for the latter.
 
-A model in memory takes the converter's way: transformers saves it to a temporary folder, the size of its float weights,
-which goes as soon as it is converted. So its bytes are those of a conversion of the saved folder. The packed checkpoint
-lies in ``out``, or in a temporary folder that goes with the packed model. Temporary folders are made where ``out`` is,
-else where ``tempfile`` makes them (``TMPDIR``).
+A model in memory takes the converter's way: its config and tokenizer go into a temporary folder, and its weights are
+read from where they are, as if transformers had saved them there. So its bytes are those of a conversion of the saved
+folder. The packed checkpoint lies in ``out``, or in a temporary folder that goes with the packed model. Temporary
+folders are made where ``out`` is, else where ``tempfile`` makes them (``TMPDIR``).
 """
 
 import shutil
@@ -30,10 +30,11 @@ from ptqpipe.api.calls import (
 )
 from ptqpipe.api.commands import PUSH, convert
 from ptqpipe.api.data import Data, recorded
-from ptqpipe.checkpoint import RECORD_FILE, Paths, cached_file, output_errors
+from ptqpipe.checkpoint import RECORD_FILE, Paths, cached_file, holding, output_errors
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.options import PipelineOptions
 from ptqpipe.runtime.loading import TOKENIZER_FILES, load_model
+from ptqpipe.runtime.saving import save_but_weights
 
 DEFAULT_FORMAT = "nvfp4"
 _OWN: Keywords = {"ignore": (Iterable[str], ()), "recipe": (str | Path | None, None)}
@@ -122,20 +123,22 @@ def _quantize_module(model: torch.nn.Module, tokenizer: Any, out: Path | None, *
 
 @contextmanager
 def _saved(model: Any, tokenizer: Any, place: Path | None) -> Iterator[Path]:
-    """A folder below ``place`` with the model as transformers saves it, and its tokenizer; it goes afterwards."""
+    """A folder below ``place`` that reads as the model that transformers saves, and its tokenizer; it goes afterwards.
+    No weight is written."""
     if place is not None:
         place.mkdir(parents=True, exist_ok=True)
     origin = str(getattr(model, "name_or_path", "") or "")
     with tempfile.TemporaryDirectory(prefix=".ptqpipe-model-", dir=place) as temporary:
         folder = Path(temporary, Path(origin).name or type(model).__name__)
         with output_errors(folder):
-            model.save_pretrained(folder)
+            weights = save_but_weights(model, folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             files = [_file_of(origin, name) for name in TOKENIZER_FILES if origin and tokenizer is None]
             for file in filter(Path.is_file, files):
                 shutil.copyfile(file, folder / file.name)
-        yield folder
+        with holding(folder, weights):
+            yield folder
 
 
 def _file_of(origin: str, name: str) -> Path:

@@ -1,6 +1,7 @@
 """Reading and writing safetensors checkpoints: headers, index, shards, journal, atomic finish; knows no formats.
 
 header.py, files.py, reader.py, direct.py    a folder that is there: its headers, its files, any bytes of any tensor
+held.py                                      a folder whose tensors are in memory
 source.py, fingerprint.py, finite.py         which folder a name means, what its content is known by, NaN in it
 layout.py, writer.py, finish.py              a folder that is made: where every byte will lie, tensors, the end
 partial.py, journal.py                       the hidden folder that it grows in, and what is on disk already
@@ -26,6 +27,7 @@ from ptqpipe.checkpoint.files import (
 from ptqpipe.checkpoint.fingerprint import OF_WEIGHTS
 from ptqpipe.checkpoint.finite import NotFinite
 from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly
+from ptqpipe.checkpoint.held import holding
 from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.partial import Paths, check_output, check_unfinished, completed_run, output_errors
@@ -66,6 +68,7 @@ __all__ = [
     "check_unfinished",
     "completed_run",
     "file_sha256",
+    "holding",
     "json_bytes",
     "margin",
     "natural_key",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, NoReturn
@@ -22,6 +23,7 @@ from ptqpipe.checkpoint import direct
 from ptqpipe.checkpoint.files import OWN_FILES, FolderContent, read_json_object, refuse_foreign_links, scan_folder
 from ptqpipe.checkpoint.fingerprint import fingerprint_of
 from ptqpipe.checkpoint.header import FileHeader, TensorEntry, shown
+from ptqpipe.checkpoint.held import held_in
 from ptqpipe.checkpoint.source import check_folder
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
@@ -90,6 +92,9 @@ class CheckpointReader:
         if not path.is_dir():
             kind = "is a file" if path.exists() else "does not exist"
             raise CheckpointError(f"{shown(str(path))} {kind}, expected a folder with safetensors files")
+        held = held_in(path)
+        if held is not None:
+            return cls(path, replace(scan_folder(path), headers=held.headers), fill=held.fill)
         reader = cls(path, scan_folder(path))
         if not reader.entries:
             check_folder(path)  # which says what lies there instead

@@ -13,6 +13,7 @@ from typing import Final
 
 from ptqpipe.checkpoint.files import FOLDING_FILE
 from ptqpipe.checkpoint.header import shown
+from ptqpipe.checkpoint.held import held_in
 from ptqpipe.checkpoint.partial import Paths
 from ptqpipe.errors import CheckpointError, UsageError, first_line, missing_package, nearest
 
@@ -97,7 +98,9 @@ def check_folder(path: Path) -> Path:
                 f"{shown(str(path / name))} is a Git LFS pointer, not the weights themselves; "
                 "run 'git lfs pull' in its folder"
             )
-    if weights or FOLDING_FILE in names or any(name.endswith(".safetensors.index.json") for name in names):
+    if weights or FOLDING_FILE in names or held_in(path) is not None:
+        return path
+    if any(name.endswith(".safetensors.index.json") for name in names):
         return path
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
     if pickled:

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ptqpipe
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.runtime.linear import PackedLinear
+from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.demo import MODEL
 from tests.runtime.models import logits, save_source
+from tests.tiny import bytes_of
 
 
 def weight_files(folder: Path) -> dict[str, str]:
@@ -49,16 +51,26 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("name", "format"), [("llama", "nvfp4"), ("qwen3_moe", "fp8"), ("tied", "nvfp4")])
 def test_a_model_in_memory_is_saved_as_convert_writes_its_folder(
-    sources: dict[str, Path], tmp_path: Path, name: str, format: str
+    sources: dict[str, Path], tmp_path: Path, name: str, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every file, down to the fingerprint of the source in the record; no weight of the float model is written."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    do, seen = Conversion.do, set()
+
+    def looking(*given: Any) -> Any:
+        seen.update(path.relative_to(tmp_path) for path in tmp_path.rglob("*.safetensors*"))
+        return do(*given)
+
+    monkeypatch.setattr(Conversion, "do", looking)
     model = AutoModelForCausalLM.from_pretrained(sources[name], dtype=torch.bfloat16)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     packed = ptqpipe.quantize_model(model, format)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    model.save_pretrained(tmp_path / "saved")
-    ptqpipe.convert(tmp_path / "saved", format=format, out=tmp_path / "q")
+    assert {path.parts[0][:15] for path in seen} == {"ptqpipe-packed-"}
+    model.save_pretrained(tmp_path / "saved" / name)
+    ptqpipe.convert(tmp_path / "saved" / name, format=format, out=tmp_path / "q")
     assert ptqpipe.save_checkpoint(packed, tmp_path / "mine") == tmp_path / "mine"
-    assert weight_files(tmp_path / "mine") == weight_files(tmp_path / "q")
+    assert bytes_of(tmp_path / "mine") == bytes_of(tmp_path / "q")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
     assert type(packed) is type(theirs)
     assert packed.dtype is model.dtype
