@@ -8,6 +8,7 @@ changed.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transform_gain import Remembered, positions
 
 from ptqpipe.evaluation.bootstrap import cluster_sums, standard_error
 from ptqpipe.evaluation.measures import perplexity
-from ptqpipe.evaluation.scores import ModelLogits, score
+from ptqpipe.evaluation.scores import model_logits, score
 from ptqpipe.evaluation.text import read_text
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.loading import load_model, load_tokenizer
@@ -70,7 +71,7 @@ class Baseline:
         """Loads it in float32."""
         model = load_model(source)
         window = min(texts.window, positions(model))
-        reference = Remembered(ModelLogits(model))
+        reference = Remembered(partial(model_logits, model))
         found = perplexity(score(model, texts.held_out, window=window, reference=reference))
         return cls(texts, model.state_dict(), reference, found.value)
 

@@ -13,6 +13,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 import ptqpipe
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.bootstrap import cluster_sums, interval, standard_error
-from ptqpipe.evaluation.scores import ModelLogits, Scores, Window, score
+from ptqpipe.evaluation.scores import Logits, Scores, Window, model_logits, score
 from ptqpipe.evaluation.text import read_text
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import Activation, get_scheme
@@ -38,7 +39,7 @@ FORMATS = ("nvfp4", "nvfp4_w4a4", "mxfp4a16", "mxfp4")
 class Remembered:
     """A model's logits, computed once for every batch of windows."""
 
-    give: ModelLogits
+    give: Logits
     known: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
@@ -105,7 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     source = load_model(args.model)
     tokens = read_text(args.text, lambda: load_tokenizer(args.model), max_tokens=args.tokens).tokens
-    reference = Remembered(ModelLogits(source))
+    reference = Remembered(partial(model_logits, source))
     name = args.model.parent.name if args.model.name == "hf" else args.model.name
     with tempfile.TemporaryDirectory() as folder:
         for scheme in args.formats:

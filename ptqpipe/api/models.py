@@ -12,7 +12,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +91,8 @@ def _format(format: str, options: Mapping[str, Any]) -> str | None:
     return None if decided and format == DEFAULT_FORMAT else format
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The checkpoint of a packed model: its folder, and sums of the model's parameters as they were loaded."""
-
-    folder: Path
-    sums: Mapping[str, int]
-
-
-_kept: "weakref.WeakKeyDictionary[torch.nn.Module, _Kept]" = weakref.WeakKeyDictionary()
+# Of a packed model: the folder of its checkpoint, and checksums of its parameters as they were loaded.
+_kept: "weakref.WeakKeyDictionary[torch.nn.Module, tuple[Path, dict[str, int]]]" = weakref.WeakKeyDictionary()
 
 
 def _quantize_module(model: torch.nn.Module, tokenizer: Any, out: Path | None, **options: Any) -> torch.nn.Module:
@@ -151,7 +143,7 @@ def _packed(model: Any, folder: Path | None) -> torch.nn.Module:
     """The model of the checkpoint in ``folder``, of the class, dtype and device of ``model``."""
     assert folder is not None  # a conversion has a path
     packed: Any = type(model).from_pretrained(folder, dtype=model.dtype).to(model.device)
-    _kept[packed] = _Kept(folder, _sums(packed))
+    _kept[packed] = folder, _sums(packed)
     return packed  # type: ignore[no-any-return]
 
 
@@ -180,7 +172,8 @@ def save_checkpoint(model: torch.nn.Module, out: str | Path, *, overwrite: bool 
             f"this {type(model).__name__} was not packed by quantize_model; ptqpipe.convert writes the checkpoint of a "
             "folder"
         )
-    if _sums(model) != found.sums:
+    folder, sums = found
+    if _sums(model) != sums:
         raise UsageError("the model was changed since quantize_model packed it; save what quantize_model returned")
     target = Paths.of(Path(out)).out
     ours = (target / RECORD_FILE).is_file() or (target.is_dir() and not any(target.iterdir()))
@@ -190,7 +183,7 @@ def save_checkpoint(model: torch.nn.Module, out: str | Path, *, overwrite: bool 
     with output_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.partial-", dir=target.parent) as growing:
-            shutil.copytree(found.folder, Path(growing, "new"))
+            shutil.copytree(folder, Path(growing, "new"))
             if target.exists():
                 target.rename(Path(growing, "old"))
             Path(growing, "new").rename(target)

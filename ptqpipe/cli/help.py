@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ptqpipe.cli.spelling import CommandBySpelling, CommandsBySpelling
+from ptqpipe.cli.spelling import ALIASES, add_former, check_command
 
 T = TypeVar("T")
 
@@ -62,8 +62,19 @@ def in_groups(items: Mapping[str, T], groups: Mapping[str, Iterable[str]]) -> di
     return {title: members for title, members in found.items() if members}
 
 
-class Commands(CommandsBySpelling):
-    """A group whose help lists its commands by `COMMANDS`, a line each."""
+class Commands(click.Group):
+    """A group whose help lists its commands by `COMMANDS`, a line each. It knows them by their `ALIASES`, too."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name, or of its alias."""
+        return super().get_command(ctx, cmd_name) or self.commands.get(ALIASES.get(cmd_name, ""))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Click's, with a hint where a model stands in the place of the command."""
+        check_command(args[0], self.get_command(ctx, args[0]), ctx)
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names in the order of the help."""
@@ -81,8 +92,14 @@ class Commands(CommandsBySpelling):
                 formatter.write_dl(members)
 
 
-class Command(CommandBySpelling):
-    """A command whose options stand in groups (`OPTIONS`) if there are many."""
+class Command(click.Command):
+    """A command whose options stand in groups (`OPTIONS`) if there are many. It takes former spellings of them, too."""
+
+    def make_parser(self, ctx: click.Context) -> Any:
+        """Click's parser, with the former spellings."""
+        parser = super().make_parser(ctx)
+        add_former(parser, self.get_params(ctx), ctx)
+        return parser
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The sections of the help that list options."""

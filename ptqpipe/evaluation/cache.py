@@ -23,7 +23,7 @@ import torch
 
 from ptqpipe.errors import CheckpointError
 from ptqpipe.evaluation.log_probabilities import MOST, decode, encode
-from ptqpipe.evaluation.scores import ModelLogits, Window, batches
+from ptqpipe.evaluation.scores import Window, batches, model_logits
 
 LAYOUT = 2
 DEFAULT_LIMIT = 16 * 2**30  # bytes
@@ -44,7 +44,7 @@ class CachedLogits:
         self.most = most
         self.stored = any("-" in file.name for file in folder.iterdir())
         self._make = make
-        self._model: ModelLogits | None = None
+        self._model: Any = None
 
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
         """As ``scores.Logits`` says."""
@@ -65,8 +65,8 @@ class CachedLogits:
     def _compute(self, batch: Sequence[Window], tokens: torch.Tensor) -> torch.Tensor:
         """Runs the model and stores what it gives. A full or read-only disk only means that nothing is stored."""
         if self._model is None:
-            self._model = ModelLogits(self._make())
-        logits = self._model(batch, tokens)
+            self._model = self._make()
+        logits = model_logits(self._model, batch, tokens)
         if logits.shape[-1] != self.vocabulary:
             raise CheckpointError(f"a model with a vocabulary of {self.vocabulary} gives {logits.shape[-1]} logits")
         raw = encode(logits)

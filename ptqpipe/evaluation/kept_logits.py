@@ -11,7 +11,7 @@ import torch
 
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.log_probabilities import MOST, decode, encode
-from ptqpipe.evaluation.scores import ModelLogits, Window, batches, vocabulary_of, windows
+from ptqpipe.evaluation.scores import Window, batches, model_logits, vocabulary_of, windows
 from ptqpipe.quantities import memory_size
 
 MAX_BYTES = 8 << 30
@@ -29,10 +29,10 @@ class KeptLogits:
             raise UsageError(
                 f"log-probabilities of {len(tokens)} tokens take {memory_size(needed)}; use --max-tokens {most} or less"
             )
-        give = ModelLogits(model)
         found = windows(len(tokens), window)
         self._kept = {
-            batch[0].start: encode(give(batch, tokens)) for batch in batches(found, vocabulary=self.vocabulary)
+            batch[0].start: encode(model_logits(model, batch, tokens))
+            for batch in batches(found, vocabulary=self.vocabulary)
         }
 
     def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:

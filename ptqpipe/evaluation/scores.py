@@ -12,6 +12,7 @@ Must not know files, checkpoints or where logits come from: a model, or a store 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,22 +107,16 @@ def vocabulary_of(model: Any) -> int | None:
     return int(model.config.get_text_config().vocab_size if head is None else head.weight.shape[0])  # type: ignore[union-attr, operator]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLogits:
-    """The logits of a transformers model."""
-
-    model: Any
-
-    @torch.inference_mode()
-    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
-        """As `Logits` says."""
-        ids = torch.stack([tokens[window.start : window.stop] for window in batch]).to(self.model.device)
-        logits = self.model(ids, use_cache=False).logits
-        parts = [
-            logits[row, window.first - 1 - window.start : window.stop - 1 - window.start]
-            for row, window in enumerate(batch)
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
+@torch.inference_mode()
+def model_logits(model: Any, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
+    """The logits of a transformers model, as `Logits` says."""
+    ids = torch.stack([tokens[window.start : window.stop] for window in batch]).to(model.device)
+    logits = model(ids, use_cache=False).logits
+    parts = [
+        logits[row, window.first - 1 - window.start : window.stop - 1 - window.start]
+        for row, window in enumerate(batch)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
 
 
 def score(
@@ -169,7 +164,7 @@ def score(
 
 def _logits_of(model: Any) -> Logits:
     """A model's logits; a `Logits` as it is."""
-    give: Logits = ModelLogits(model) if isinstance(model, torch.nn.Module) else model
+    give: Logits = partial(model_logits, model) if isinstance(model, torch.nn.Module) else model
     return give
 
 
