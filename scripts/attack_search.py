@@ -1,11 +1,12 @@
 """Random attack on every exact scale search of this machine: blocks drawn to break its bounds, against brute force.
 
-The torch path and the compiled kernels on every instruction set, over formats, dtypes, magnitudes and importances. The
-blocks are those of tests/search/hostile.py, and so is the bound-free search that they are held to. Prints one JSON line
-a format and search: blocks, seconds (of CPU time in that search), how many blocks have another scale, and Python that
-makes the first of them again. Exits 1 if any has. Several runs: benchmarks/attack_search.jsonl.
+The torch path, the compiled kernels on every instruction set and a GPU's, over formats, dtypes, magnitudes and
+importances. The blocks are those of tests/search/hostile.py, and so is the bound-free search that they are held to.
+Prints one JSON line a format and search: blocks, seconds (of CPU time in that search), how many blocks have another
+scale, and Python that makes the first of them again. Exits 1 if any has. Several runs: benchmarks/attack_search.jsonl.
 
     python scripts/attack_search.py [--blocks 1000000] [--seed 0] [--minutes 60] [--only mxfp4]
+        [--searches triton ...]
 """
 
 import argparse
@@ -49,10 +50,10 @@ class Tally:
     first: str = ""
 
 
-def attack(case: hostile.Case, tallies: dict[tuple[str, str], Tally]) -> int:
-    """Runs every search on a case, adds to the tallies and returns the number of blocks."""
+def attack(case: hostile.Case, tallies: dict[tuple[str, str], Tally], searches: dict[str, hostile.Search]) -> int:
+    """Runs the searches on a case, adds to the tallies and returns the number of blocks."""
     expected = case.expected()
-    for name, search in hostile.searches().items():
+    for name, search in searches.items():
         start = time.process_time()
         found = search(case.w, case.fmt, case.global_scale, case.importance)
         seconds = time.process_time() - start
@@ -76,7 +77,9 @@ def targets(only: str) -> list[tuple[Format, tuple[int, int], float]]:
     return [row for row in rows + NUMBERS if only in row[0].name]
 
 
-def run(blocks: int, seed: int, minutes: float, only: str) -> dict[tuple[str, str], Tally]:
+def run(
+    blocks: int, seed: int, minutes: float, only: str, searches: dict[str, hostile.Search]
+) -> dict[tuple[str, str], Tally]:
     """Attacks until the blocks or the minutes are spent, the format that is furthest behind its share first."""
     draw, todo = random.Random(seed), targets(only)
     done, tallies = [0.0] * len(todo), dict[tuple[str, str], Tally]()
@@ -89,7 +92,7 @@ def run(blocks: int, seed: int, minutes: float, only: str) -> dict[tuple[str, st
             fmt, shape, kinds=kinds, size=draw.choice(hostile.SIZES), dtype=draw.choice(hostile.DTYPES),
             importance=draw.choice(("none", draw.choice(hostile.IMPORTANCES))), seed=draw.randrange(1 << 31),
         )  # fmt: skip
-        count = attack(case, tallies)
+        count = attack(case, tallies, searches)
         done[k] += count
         total += count
     return tallies
@@ -101,9 +104,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60, help="ends earlier after this time")
     parser.add_argument("--only", default="", help="formats whose name contains this")
+    parser.add_argument("--searches", nargs="+", help="torch, triton or an instruction set [all that run here]")
     arguments = parser.parse_args()
+    known = hostile.searches()
+    missing = sorted(set(arguments.searches or ()) - set(known))
+    if missing:
+        sys.exit(f"no search {missing[0]} on this machine; it has {', '.join(known)}")
+    searches = {name: known[name] for name in arguments.searches or known}
     torch.set_num_threads(1)
-    tallies = run(arguments.blocks, arguments.seed, arguments.minutes, arguments.only)
+    tallies = run(arguments.blocks, arguments.seed, arguments.minutes, arguments.only, searches)
     for (fmt, search), tally in tallies.items():
         line = {"format": fmt, "search": search, "blocks": tally.blocks, "seconds": round(tally.seconds, 3)}
         print(json.dumps(line | {"differing": tally.differing, "first": tally.first, "seed": arguments.seed}))

@@ -2,27 +2,34 @@
 
 Prints one JSON line a kernel: median Gparam/s over the rounds, bytes moved per weight, and the ratio to the weights per
 second that a copy moving as many bytes would reach (1.0 is the memory's limit). Before anything is timed the kernels'
-bytes are compared with the torch reference on a slice. Without a device it says so and exits.
+bytes are compared with the torch reference on a slice ("equal"). Without a device it says so and exits with 1; under
+Triton's interpreter (TRITON_INTERPRET=1) the same runs on CPU tensors, to see that it runs: its times mean nothing.
 
     python scripts/bench_triton.py [--only quantize|linear] [--rows 16384] [--columns 16384] [--rounds 20]
         [--formats nvfp4 ...] [--shapes 4096x4096 ...] [--batches 1 8 ...]
 
 Then, for every format, shape ``[N, K]`` and batch, packed linear layers beside torch's bfloat16 linear, alternating:
 microseconds a call of `packed_linear` (what models run), of the Triton kernel alone, of decoding and torch's product
-(the way of many rows), of FP8 by FP8 where the device has it, each with its ratio (bfloat16's time / its time: above 1
-is faster). Every call takes the next of COPIES_BYTES of weights, so that none is in a cache. Times are of CUDA graphs,
-which leave the launches on the host out of account. Products are compared with float64's first.
+(the way of many rows), of FP8 inputs by FP8 weights and of torch's `_scaled_mm` alone where the device has it, each
+with its ratio (bfloat16's time / its time: above 1 is faster), and the largest error of the kernel as a share of what
+float32 sums may have ("error"). Every call takes the next of COPIES_BYTES of weights, so that none is in a cache. Times
+are of CUDA graphs, which leave the launches on the host out of account. Exits with 1 if bytes differ, or an error is
+above its limit.
 """
 
 import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ptqpipe.api.matrices import quantize
 from ptqpipe.formats import Format, get_format
@@ -34,61 +41,68 @@ from ptqpipe.runtime.packed import PackedWeight, packed_linear
 from ptqpipe.schemes import Activation
 from ptqpipe.search import get_search
 
+BLOCK_FORMATS = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8")
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_block")
 SHAPES = ("4096x4096", "1024x4096", "14336x4096", "4096x14336")
 BATCHES = (1, 2, 4, 8, 16, 64, 512, 2048)
-COPIES_BYTES = 512 << 20  # of packed weights that a measurement goes through: more than a second-level cache
+DEVICE = "cpu" if kernels.interpreting() else "cuda"
+NAME = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
+COPIES_BYTES = 512 << 20 if DEVICE == "cuda" else 0  # of weights that are gone through: more than the caches hold
 
 
 def seconds(call: Callable[[], object], rounds: int) -> list[float]:
     """Device time of each of ``rounds`` calls, after three that are not counted."""
-    for _ in range(3):
+    for _ in range(3 if DEVICE == "cuda" else 0):
         call()
-    times = []
-    for _ in range(rounds):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        call()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return times
+    return [elapsed(call) for _ in range(rounds)]
 
 
-def require_equal(w: torch.Tensor, fmt: Format, rule: str, g: torch.Tensor | None) -> None:
-    """Ends the run unless the kernel gives the reference's bytes on the first rows of ``w``."""
-    part = w[:8, :1024].contiguous()
-    done = kernels.block_quantize(part, fmt, rule=rule, global_scale=g)
-    cpu = part.cpu()
-    at = None if g is None else g.cpu()
+def elapsed(call: Callable[[], object]) -> float:
+    """Device time of one call; the host's under the interpreter."""
+    if DEVICE == "cpu":
+        begun = time.perf_counter()
+        call()
+        return time.perf_counter() - begun
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    call()
+    stop.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
+
+
+def equal(w: torch.Tensor, fmt: Format, rule: str, g: torch.Tensor | None, importance: torch.Tensor | None) -> bool:
+    """Whether the kernel gives the reference's bytes on the first rows of ``w``."""
+    part, h = w[:8, :1024].contiguous(), None if importance is None else importance[:1024]
+    done = kernels.block_quantize(part, fmt, rule=rule, global_scale=g, importance=h)
+    cpu, at, h = part.cpu(), None if g is None else g.cpu(), None if h is None else h.cpu()
     search = get_search("brute_force" if rule == "exact" else rule)
-    scales = search.search(cpu, fmt, global_scale=at)
+    scales = search.search(cpu, fmt, global_scale=at, importance=h)
     want = encode(cpu, scales, fmt=fmt, global_scale=at)
-    if done is None or not torch.equal(done[1].cpu(), scales) or not torch.equal(done[0].cpu(), want.data):
-        sys.exit(f"{fmt.name} {rule}: the kernel differs from the reference; nothing was timed")
+    return done is not None and torch.equal(done[1].cpu(), scales) and torch.equal(done[0].cpu(), want.data)
 
 
-def cases(w: torch.Tensor) -> list[tuple[str, float, Callable[[], object]]]:
-    """(name, bytes moved per weight, call) of every kernel on ``w``."""
-    found: list[tuple[str, float, Callable[[], object]]] = []
+Case = tuple[str, float, bool | None, Callable[[], object]]
+"""Kernel, bytes moved per weight, whether its bytes are the reference's (None: not compared here), and a call of it."""
+
+
+def cases(w: torch.Tensor, formats: Sequence[str]) -> Iterator[Case]:
+    """Every kernel on ``w``."""
     importance = torch.rand(w.shape[1], device=w.device)
-    for name in ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8"):
+    for name in formats:
         fmt = get_format(name)
         g = w.abs().amax().float() / fmt.max_product if fmt.has_global else None
-        stored = fmt.bits_per_weight((w.shape[0], w.shape[1])) / 8
-        for rule in ("exact", "absmax"):
-            require_equal(w, fmt, rule, g)
-            call = _quantize(w, fmt, rule, g, None)
-            found.append((f"{name} {rule}", 2 + stored, call))
-        found.append((f"{name} exact weighted", 2 + stored, _quantize(w, fmt, "exact", g, importance)))
+        moved = 2 + fmt.bits_per_weight((w.shape[0], w.shape[1])) / 8
+        for rule, h in (("exact", None), ("absmax", None), ("exact", importance)):
+            words = f"{name} {rule}" + ("" if h is None else " weighted")
+            yield words, moved, equal(w, fmt, rule, g, h), _quantize(w, fmt, rule, g, h)
         done = kernels.block_quantize(w, fmt, global_scale=g)
         if done is not None:
-            found.append((f"{name} dequantize", 2 + stored, _dequantize(done, fmt, g)))
-            found.append((f"{name} decode_error", 2 + stored, _decode_error(done, fmt, w, g)))
+            yield f"{name} dequantize", moved, None, _dequantize(done, fmt, g)
+            yield f"{name} decode_error", moved, None, _decode_error(done, fmt, w, g)
     scales = torch.full((w.shape[0], 1), 0.001, dtype=torch.bfloat16, device=w.device)
-    found.append(("fp8_channel encode", 3, lambda: kernels.fp8_encode(w, scales, get_format("fp8_channel"))))
-    found.append(("amax", 2, lambda: kernels.amax(w)))
-    return found
+    yield "fp8_channel encode", 3, None, lambda: kernels.fp8_encode(w, scales, get_format("fp8_channel"))
+    yield "amax", 2, None, lambda: kernels.amax(w)
 
 
 def _quantize(
@@ -120,8 +134,10 @@ def ways(x: torch.Tensor, weights: list[PackedWeight]) -> dict[str, list[Callabl
     return found
 
 
-def graph_of(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """All the calls, one after the other, as one graph."""
+def run_of(calls: list[Callable[[], object]]) -> Callable[[], object]:
+    """All the calls, one after the other, as one graph; under the interpreter as they are."""
+    if DEVICE == "cpu":
+        return lambda: [call() for call in calls]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         calls[0]()  # compiles
@@ -130,41 +146,54 @@ def graph_of(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return graph
+    return graph.replay  # which keeps the graph
 
 
-def require_close(x: torch.Tensor, weight: PackedWeight) -> None:
-    """Ends the run unless the kernel's product is float64's: two float32 roundings a product and sum, one bfloat16."""
+def share_of_limit(x: torch.Tensor, weight: PackedWeight) -> float:
+    """The kernel's largest error against float64, as a share of what it may be.
+
+    Two float32 roundings a product and sum, one of the bfloat16 result.
+    """
     y = triton_linear.linear(x, weight.data, weight.scales, weight.factor, weight.fmt, weight.shape)
     w = weight.dequantize().double()
     exact, sums = x.double() @ w.t(), x.double().abs() @ w.abs().t()
     limit = sums * (2 * w.shape[1] * 2.0**-24) + 2.0**-8 * exact.abs() + 1e-30
-    if y is None or not bool(((y.double() - exact).abs() <= limit).all()):
-        sys.exit(f"{weight.fmt.name} {weight.shape} {x.shape[0]} rows: the product is not float64's; nothing was timed")
+    return float("inf") if y is None else float(((y.double() - exact).abs() / limit).max())
 
 
 def linear_line(fmt: str, shape: tuple[int, int], batch: int, *, rounds: int) -> dict[str, object]:
     """One line."""
     n, k = shape
-    gen = torch.Generator(device="cuda").manual_seed(0)
-    w = (torch.randn(n, k, device="cuda", generator=gen) * 0.02).bfloat16()
-    first = PackedWeight.from_qtensor(quantize(w.cpu(), fmt)).to("cuda")
-    x = torch.randn(batch, k, device="cuda", generator=gen).bfloat16()
-    require_close(x, first)
+    gen = torch.Generator(device=DEVICE).manual_seed(0)
+    w = (torch.randn(n, k, device=DEVICE, generator=gen) * 0.02).bfloat16()
+    first = PackedWeight.from_qtensor(quantize(w, fmt))
+    x = torch.randn(batch, k, device=DEVICE, generator=gen).bfloat16()
+    share = share_of_limit(x, first)
     copies = max(2, COPIES_BYTES // first.nbytes) if batch <= 64 else 2
     weights = [first, *(_copy(first) for _ in range(copies - 1))]
     floats = [w.clone() for _ in range(max(2, copies // 3))]
-    theirs = graph_of([partial(torch.nn.functional.linear, x, f) for f in floats])
+    theirs = run_of([partial(torch.nn.functional.linear, x, f) for f in floats])
     line: dict[str, object] = {
-        "linear": fmt, "device": torch.cuda.get_device_name(), "shape": f"{n}x{k}", "batch": batch,
+        "linear": fmt, "device": NAME, "shape": f"{n}x{k}", "batch": batch, "error": round(share, 4),
     }  # fmt: skip
-    for name, calls in ways(x, weights).items():
-        ours = graph_of(calls)
-        pairs = [(seconds(theirs.replay, 1)[0], seconds(ours.replay, 1)[0]) for _ in range(rounds)]
+    for name, calls in (ways(x, weights) | fp8_ways(x, floats)).items():
+        ours = run_of(calls)
+        pairs = [(elapsed(theirs), elapsed(ours)) for _ in range(rounds)]
         bf16_us, us = (statistics.median(pair[i] for pair in pairs) * 1e6 for i in (0, 1))
         bf16_us, us = bf16_us / len(floats), us / len(calls)
         line |= {f"{name}_us": round(us, 2), f"{name}_ratio": round(bf16_us / us, 3), "bf16_us": round(bf16_us, 2)}
     return line
+
+
+def fp8_ways(x: torch.Tensor, floats: list[torch.Tensor]) -> dict[str, list[Callable[[], object]]]:
+    """torch's own product of FP8 codes with one scale each, which others' kernels are compared with; its input is
+    quantized already."""
+    if not cuda_fp8.fits(x.device, (floats[0].shape[0], floats[0].shape[1])):
+        return {}
+    one, codes = torch.ones((), device=x.device), x.to(torch.float8_e4m3fn)
+    others = [f.to(torch.float8_e4m3fn).t() for f in floats]
+    call = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return {"scaled_mm": [partial(call, codes, other) for other in others]}
 
 
 def _copy(weight: PackedWeight) -> PackedWeight:
@@ -172,48 +201,52 @@ def _copy(weight: PackedWeight) -> PackedWeight:
     return replace(weight, data=weight.data.clone(), scales=scales)
 
 
-def measure_linear(args: argparse.Namespace) -> None:
-    """Prints the lines of linear layers."""
-    for shape in args.shapes:
-        n, k = (int(part) for part in shape.split("x"))
-        for fmt in args.formats:
-            for batch in args.batches:
-                print(json.dumps(linear_line(fmt, (n, k), batch, rounds=args.rounds)), flush=True)
+def measure_linear(args: argparse.Namespace) -> bool:
+    """Prints the lines of linear layers; whether all errors are within their limit."""
+    good = True
+    for batch in args.batches:
+        for shape in args.shapes:
+            n, k = (int(part) for part in shape.split("x"))
+            for fmt in args.formats or FORMATS:
+                line = linear_line(fmt, (n, k), batch, rounds=args.rounds)
+                print(json.dumps(line), flush=True)
+                good = good and float(str(line["error"])) <= 1
+    return good
 
 
 def main() -> None:
     """Measures what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16384)
-    parser.add_argument("--columns", type=int, default=16384, help="a multiple of 1024")
+    parser.add_argument("--columns", type=int, default=16384, help="a multiple of 128")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", choices=("quantize", "linear"))
-    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--formats", nargs="+")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="NxK")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     args = parser.parse_args()
-    if not torch.cuda.is_available() or not kernels.available() or kernels.interpreting():
-        print("no CUDA device with Triton here: nothing to measure")
-        return
-    if args.only != "linear":
-        measure_quantize(args)
-    if args.only != "quantize":
-        measure_linear(args)
+    if not kernels.available():
+        sys.exit("bench_triton.py needs Triton and a CUDA device, or Triton's interpreter (TRITON_INTERPRET=1)")
+    good = args.only == "linear" or measure_quantize(args)
+    good = (args.only == "quantize" or measure_linear(args)) and good
+    sys.exit(0 if good else 1)
 
 
-def measure_quantize(args: argparse.Namespace) -> None:
-    """Prints the lines of the kernels that quantize, on one bfloat16 matrix."""
-    gen = torch.Generator(device="cuda").manual_seed(0)
-    w = (torch.randn(args.rows, args.columns, device="cuda", generator=gen) * 0.02).bfloat16()
+def measure_quantize(args: argparse.Namespace) -> bool:
+    """Prints the lines of the kernels that quantize, on one matrix; whether their bytes are the reference's."""
+    gen = torch.Generator(device=DEVICE).manual_seed(0)
+    w = (torch.randn(args.rows, args.columns, device=DEVICE, generator=gen) * 0.02).bfloat16()
     target = torch.empty_like(w)
-    device = torch.cuda.get_device_name()
-    for name, moved, call in cases(w):
+    good = True
+    for name, moved, same, call in cases(w, args.formats or BLOCK_FORMATS):
+        good = good and same is not False
         copy = statistics.median(seconds(lambda: target.copy_(w), args.rounds))
         median = statistics.median(seconds(call, args.rounds))
         bytes_per_second = 2 * w.nbytes / copy
         line = {
             "kernel": name,
-            "device": device,
+            "device": NAME,
+            "equal": same,
             "shape": [args.rows, args.columns],
             "gparam_per_s": round(w.numel() / median / 1e9, 2),
             "bytes_per_weight": round(moved, 4),
@@ -221,6 +254,7 @@ def measure_quantize(args: argparse.Namespace) -> None:
             "ratio_to_copy": round(w.numel() / median / (bytes_per_second / moved), 4),
         }
         print(json.dumps(line), flush=True)
+    return good
 
 
 if __name__ == "__main__":

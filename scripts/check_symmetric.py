@@ -7,7 +7,8 @@ Every rank has a buffer and a stream of the same device, and the launches of a s
 as many GPUs; each has the programs that leave room for the others'. Sums of changing sizes follow one another without a
 pause, some ranks held up at random, and every result is compared with the definition (``collectives/reference.py``, on
 the CPU). Prints JSON lines; exits with 1 at the first difference, and where there is no CUDA device. Times are those of
-one device's memory, which all ranks share: what links cost is not in them.
+one device's memory, which all ranks share: what links cost is not in them. Under Triton's interpreter
+(TRITON_INTERPRET=1) a rank is a process of this machine, to see that all of it runs: these times mean nothing.
 """
 
 import argparse
@@ -18,26 +19,33 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import WireCodec, get_wire_codec
 from ptqpipe.collectives.layout import cut
 from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.symmetric import SymmetricExchange, SymmetricMemory, buffer_bytes
+from ptqpipe.kernels.triton import interpreting
 
-SIZES = (70, 4096, 100_003, 1 << 18, 999_999)  # elements of the sums that are checked
+GPU = not interpreting()
+DEVICE = "cuda" if GPU else "cpu"
+SIZES = (70, 4096, 100_003, 1 << 18, 999_999) if GPU else (70, 4096)  # elements of the sums that are checked
 SEEDS = 2  # inputs a size
 KEPT = 32  # sums between two comparisons
 DELAY_CYCLES = 400_000  # at most, by which a rank is held up: some 200 us
-TIMED = tuple(1 << power for power in range(17, 26, 2))  # elements
-BATCHES, BATCH = 9, 20
+TIMED = tuple(1 << power for power in range(17, 26, 2)) if GPU else (1 << 13,)  # elements
+BATCHES, BATCH = (9, 20) if GPU else (1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualRanks:
-    """All ranks of a group, as streams of one device."""
+    """All ranks of a group, as streams of one device; as processes where Triton is interpreted, without streams."""
 
     memories: tuple[SymmetricMemory, ...]
     streams: tuple[torch.cuda.Stream, ...]
@@ -45,34 +53,57 @@ class VirtualRanks:
     @classmethod
     def of(cls, world: int) -> "VirtualRanks":
         """Ranks whose programs have a processor each."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        programs = torch.cuda.get_device_properties(device).multi_processor_count // world
-        buffers = tuple(torch.zeros(buffer_bytes(world), dtype=torch.uint8, device=device) for _ in range(world))
+        buffers = tuple(torch.zeros(buffer_bytes(world), dtype=torch.uint8, device=DEVICE) for _ in range(world))
+        if not GPU:
+            shared = tuple(buffer.share_memory_() for buffer in buffers)  # type: ignore[no-untyped-call]
+            return cls(tuple(SymmetricMemory(shared, rank, 2) for rank in range(world)), ())
+        programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count // world
         memories = tuple(SymmetricMemory(buffers, rank, programs) for rank in range(world))
-        streams = tuple(torch.cuda.Stream(device) for _ in range(world))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+        streams = tuple(torch.cuda.Stream() for _ in range(world))  # type: ignore[no-untyped-call]
+        wait()
         return cls(memories, streams)
 
     def sum(self, xs: list[torch.Tensor], outs: list[torch.Tensor], codec: WireCodec, *, cycles: list[int]) -> None:
         """Queues one sum, that of rank r into ``outs[r]``, each rank held up for its cycles first."""
         layout = cut(xs[0].numel(), len(xs), unit=codec.unit, chunk_elements=xs[0].numel())
-        for memory, stream, x, out, held in zip(self.memories, self.streams, xs, outs, cycles, strict=True):
+        sums = [
+            SymmetricExchange(memory, codec, layout, x, out, Stats())
+            for memory, x, out in zip(self.memories, xs, outs, strict=True)
+        ]
+        if not GPU:
+            mp.start_processes(lambda rank: sums[rank].two_shot(), nprocs=len(sums), start_method="fork")
+            return
+        for exchange, stream, held in zip(sums, self.streams, cycles, strict=True):
             with torch.cuda.stream(stream):
                 if held:
                     torch.cuda._sleep(held)  # type: ignore[no-untyped-call]
-                SymmetricExchange(memory, codec, layout, x, out, Stats()).two_shot()
+                exchange.two_shot()
 
     def warm_up(self, xs: list[torch.Tensor], codec: WireCodec) -> None:
         """Compiles and loads the kernel for such tensors: once ranks wait for each other, loading would wait for them.
 
         All ranks of this memory are one and the same, so that a single launch is everybody who has to come.
         """
+        if not GPU:
+            return
         world, first = len(xs), self.memories[0]
         alone = SymmetricMemory((torch.zeros_like(first.buffers[0]),) * world, 0, first.programs)
         layout = cut(xs[0].numel(), world, unit=codec.unit, chunk_elements=xs[0].numel())
         SymmetricExchange(alone, codec, layout, xs[0], torch.empty_like(xs[0]), Stats()).two_shot()
         torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+        wait()
+
+
+def wait() -> None:
+    """Until everything that was queued is done."""
+    if GPU:
         torch.cuda.synchronize()
+
+
+def empty(*shape: int) -> torch.Tensor:
+    """bfloat16 that all ranks can write to."""
+    room = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+    return room if GPU else room.share_memory_()  # type: ignore[no-untyped-call]
 
 
 def by_definition(xs: list[torch.Tensor], codec: WireCodec) -> torch.Tensor:
@@ -101,21 +132,21 @@ def check(world: int, calls: int, codec: WireCodec) -> bool:
     for size in SIZES:
         for seed in range(SEEDS):
             xs = inputs(world, size, seed)
-            cases.append(([x.cuda() for x in xs], by_definition(xs, codec).cuda()))
+            cases.append(([x.to(DEVICE) for x in xs], by_definition(xs, codec).to(DEVICE)))
             ranks.warm_up(cases[-1][0], codec)
-    rooms = torch.empty(KEPT, world, max(SIZES), dtype=torch.bfloat16, device="cuda")
+    rooms = empty(min(KEPT, calls), world, max(SIZES))
     begun = time.perf_counter()
     for first in range(0, calls, KEPT):
         picked = [draw.choice(cases) for _ in range(min(KEPT, calls - first))]
         rooms.fill_(float("nan"))
-        torch.cuda.synchronize()
+        wait()
         results = []
         for room, (xs, _) in zip(rooms, picked, strict=False):
             outs = [row[: len(x)] for row, x in zip(room, xs, strict=True)]
             held = [draw.randrange(DELAY_CYCLES) if draw.random() < 0.3 else 0 for _ in range(world)]
             ranks.sum(xs, outs, codec, cycles=held)
             results.append(outs)
-        torch.cuda.synchronize()
+        wait()
         for at, (outs, (_, wanted)) in enumerate(zip(results, picked, strict=True)):
             wrong = [rank for rank, out in enumerate(outs) if not torch.equal(out, wanted)]
             if wrong:
@@ -129,24 +160,24 @@ def times(world: int, codec: WireCodec) -> None:
     """Microseconds of a sum, and of a copy of one rank's tensor: medians of batches that are queued without a pause."""
     ranks = VirtualRanks.of(world)
     for elements in TIMED:
-        xs = [torch.randn(elements, device="cuda").bfloat16() for _ in range(world)]
-        outs = [torch.empty_like(x) for x in xs]
+        xs = [torch.randn(elements, device=DEVICE).bfloat16() for _ in range(world)]
+        outs = [empty(elements) for _ in xs]
         ranks.warm_up(xs, codec)
         sums, copies = [], []
         for _ in range(BATCHES):
             begun = time.perf_counter()
             for _ in range(BATCH):
                 ranks.sum(xs, outs, codec, cycles=[0] * world)
-            torch.cuda.synchronize()
+            wait()
             middle = time.perf_counter()
             for _ in range(BATCH):
                 outs[0].copy_(xs[0])
-            torch.cuda.synchronize()
+            wait()
             sums.append((middle - begun) / BATCH * 1e6)
             copies.append((time.perf_counter() - middle) / BATCH * 1e6)
         say(
             check="time", ranks=world, bytes=2 * elements, sum_us=round(statistics.median(sums), 1),
-            copy_us=round(statistics.median(copies), 1), device=torch.cuda.get_device_name(),
+            copy_us=round(statistics.median(copies), 1), device=torch.cuda.get_device_name() if GPU else "interpreter",
         )  # fmt: skip
 
 
@@ -163,7 +194,7 @@ def main() -> int:
     options = parser.parse_args()
     # Streams that share a hardware queue run one after another: ranks that wait for each other must not.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-    if not torch.cuda.is_available():
+    if GPU and not torch.cuda.is_available():
         print("check_symmetric.py needs a CUDA device, and torch finds none", file=sys.stderr)
         return 1
     codec, worlds = get_wire_codec("int8"), [int(world) for world in options.ranks.split(",")]

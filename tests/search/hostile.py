@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.formats import Format
-from ptqpipe.kernels import cpu
+from ptqpipe.kernels import cpu, triton
 from ptqpipe.qtensor import from_blocks
 from ptqpipe.search import exact
 from ptqpipe.search.brute_force import all_scales
@@ -274,6 +274,13 @@ def by_torch(w: torch.Tensor, fmt: Format, g: torch.Tensor | None, h: torch.Tens
     return exact.search(w, fmt, global_scale=g, importance=h)
 
 
+def by_triton(w: torch.Tensor, fmt: Format, g: torch.Tensor | None, h: torch.Tensor | None) -> torch.Tensor | None:
+    """The kernels of a CUDA device, or those that Triton interprets."""
+    where = "cpu" if triton.interpreting() else "cuda"
+    done = triton.block_quantize(w.to(where), fmt, global_scale=g, importance=h)
+    return None if done is None else done[1].cpu()
+
+
 def compiled(isa: str) -> Search:
     """The compiled kernels of one instruction set."""
 
@@ -290,7 +297,8 @@ def compiled(isa: str) -> Search:
 
 def searches() -> dict[str, Search]:
     """Every path of this machine that claims the scales of brute force; they give None where they have no kernel."""
-    return {"torch": by_torch} | {isa: compiled(isa) for isa in cpu.isas()}
+    on_gpu = {"triton": by_triton} if triton.available() else {}
+    return {"torch": by_torch} | {isa: compiled(isa) for isa in cpu.isas()} | on_gpu
 
 
 # The oracle for scales that are numbers

@@ -1,0 +1,73 @@
+"""scripts/gpu_acceptance.py: a rehearsal of all of its parts; what is missing, what has no time, what does not compile."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "gpu_acceptance.py"
+
+
+def run(out: Path, *options: str, **environment: str) -> tuple[int, list[dict[str, Any]]]:
+    """(exit code, lines) of the script."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--rehearse", "--out", str(out), *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert (out / "results.jsonl").exists(), done.stderr
+    return done.returncode, [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def results(lines: list[dict[str, Any]]) -> dict[str, str]:
+    """How each part ended."""
+    return {line["part"]: line["result"] for line in lines if "result" in line}
+
+
+@pytest.mark.slow
+def test_a_rehearsal_runs_every_part_and_all_of_them_pass(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code, lines = run(tmp_path, "--minutes", "30")
+    parts = ["compile", "search", "attack", "linear", "allreduce", "convert", "calibrate", "engine", "tests"]
+    assert results(lines) == dict.fromkeys(parts, "passed"), (tmp_path / "log.txt").read_text()[-3000:]
+    assert code == 0
+    said = {part: [line for line in lines if line["part"] == part and "result" not in line] for part in parts}
+    assert all(line["local_bytes"] == 0 and line["registers"] > 0 for line in said["compile"])
+    assert all(line["equal"] is not False for line in said["search"])
+    assert sum(line.get("equal") is True for line in said["search"]) == 3
+    assert [line["differing"] for line in said["attack"]] == [0]
+    assert all(line["error"] <= 1 for line in said["linear"])
+    assert said["allreduce"][0]["differences"] == 0
+    assert [line["same_bytes"] for line in said["convert"] if "same_bytes" in line] == [True]
+    assert [line["same_codes"] for line in said["calibrate"] if "same_codes" in line] == [1.0]
+    assert [line["same"] for line in said["engine"] if "greedy" in line] == [4, 4]
+    assert all(line["as_alone"] == line["compared"] for line in said["engine"] if "batch" in line)
+    table = (tmp_path / "summary.md").read_text()
+    assert all(f"| {part} | passed |" in table for part in parts)
+
+
+def test_what_is_not_installed_is_said_and_what_needs_it_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib import util\n"
+        "found = util.find_spec\n"
+        "util.find_spec = lambda name, package=None: None if name == 'safetensors' else found(name, package)\n"
+    )
+    code, lines = run(tmp_path / "out", "--only", "linear", "engine", PYTHONPATH=str(tmp_path))
+    assert lines[0]["missing"] == ["safetensors"]
+    assert results(lines) == {"linear": "skipped", "engine": "skipped"}
+    assert {line["reason"] for line in lines if "reason" in line} == {"not installed: safetensors"}
+    assert code == 0
+
+
+def test_a_part_that_runs_out_of_time_is_ended_and_fails_the_run(tmp_path: Path) -> None:
+    code, lines = run(tmp_path, "--only", "engine", "--minutes", "0.000001")
+    assert results(lines) == {"engine": "out of time"}
+    assert code == 1
