@@ -62,7 +62,8 @@ class Entry:
     transform   ptqpipe: what `transform --apply` does first, on statistics of the model; then it is calibrated again,
                 unless tuned
     tune        ptqpipe: options of `tune`, whose codes are converted; None: no tuning
-    quality     ptqpipe: `convert --data TEXT --quality` of this name, one command; None: the stages one by one
+    quality     ptqpipe: `convert --data TEXT --quality` of this name, one command; None: the stages one by one. Under
+                a budget, one of its options, the format does not count
     own_text    ptqpipe: whether it is calibrated or tuned on text that `generate` lets the model write: needs no data
     """
 
@@ -105,6 +106,8 @@ ENTRIES = (
     _ours("awq + gptq", "--algorithm", "gptq", transform="awq", formats=FP4),
     _ours("aqas + gptq", "--algorithm", "gptq", transform="aqas", formats=("nvfp4_w4a4", "mxfp4", "fp8")),
     *(_ours(f"convert --quality {quality}", quality=quality) for quality in ("fast", "good", "best")),
+    _ours("convert --data self", calibrated=False, own_text=True, quality="best"),
+    _ours("convert --budget 4.75bits", "--budget", "4.75bits", "--for", "vllm", quality="best", formats=("nvfp4",)),
     _ours("tune", tune=("--method", "learned")),
     _ours("gptq in order", tune=("--method", "gptq")),
     _ours("awq + gptq in order", transform="awq", tune=("--method", "gptq"), formats=("nvfp4", "mxfp4a16")),
@@ -186,8 +189,9 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
     steps: list[list[str]] = []
     if entry.quality is not None:
         rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
-        ask = [*tool, "convert", str(source), "--format", job.fmt, "--data", str(job.calibration), *rows]
-        return [[*ask, "--quality", entry.quality, *job.convert, "-o", str(job.out), *quiet]]
+        ask = [*tool, "convert", str(source), "--data", "self" if entry.own_text else str(job.calibration), *rows]
+        what = list(entry.options) if "--budget" in entry.options else ["--format", job.fmt]
+        return [[*ask, *what, "--quality", entry.quality, *job.convert, "-o", str(job.out), *quiet]]
     if entry.own_text:
         job = replace(job, calibration=job.out.with_name(job.out.name + "-text.jsonl"), rows=OWN_ROWS)
         write = [*tool, "generate", str(source), "--samples", str(job.rows), "--seqlen", str(job.row_tokens)]

@@ -22,16 +22,14 @@ def compare(
 ) -> tuple[Path, str]:
     """Compares checkpoints; gives where the comparison is, and lines about it.
 
-    log  called with what is compared, before anything is read
+    log  called with each checkpoint, before its weights are read
 
     Raises UsageError for checkpoints of different models, and what `gather` raises.
     """
     _check_one_model(ckpts)
     target, kind = target_of(Path(f"{name_of(ckpts[0])}-and-{len(ckpts) - 1}-more"), out=out, kind=kind)
     files = [find_evaluation(ckpt) for ckpt in ckpts]
-    if log is not None:
-        log(f"comparing {', '.join(map(str, ckpts))}")
-    reports = [gather(ckpt, evaluation=file, machine=machine) for ckpt, file in zip(ckpts, files, strict=True)]
+    reports = [gather(ckpt, evaluation=file, machine=machine, log=log) for ckpt, file in zip(ckpts, files, strict=True)]
     notes = _notes(reports)
     write_file(target, render_comparison(reports, kind=kind, notes=notes))
     lines = [_line(report) for report in reports]

@@ -66,6 +66,7 @@ def gather(
     evaluation: Path | None = None,
     all_rows: bool = False,
     machine: Machine | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Report:
     """The content of the report about ``ckpt``.
 
@@ -73,6 +74,7 @@ def gather(
     evaluation  what ``ptqpipe eval`` wrote
     all_rows    compare the choices on all rows instead of the sample
     machine     its workers, and whether they show a bar; the report does not depend on it
+    log         called with what the report is about, before weights are read
 
     Raises CheckpointError for a damaged or plain checkpoint, UsageError where source or eval file are of another one,
     NumericsError for NaN in the source.
@@ -85,6 +87,8 @@ def gather(
         found = read_result(evaluation, run_id=run_id) if evaluation is not None else None
         word = verdict(found) if found is not None else None
         machine = machine or Machine()
+        if log is not None:
+            log(f"report on {ckpt}, {'without its source' if source is None else f'against {source}'}")
         if source is None:
             with one_thread_each():
                 report = _gather(ckpt, opened, None, record, machine=machine, all_rows=all_rows)
@@ -205,7 +209,7 @@ def make_report(
     source, evaluation  searched for where they are not given (``find.py``)
     kind                "html" or "md"; by the ending of ``out`` where it is not given
     command             the call, which the report shows
-    log                 called with what the report is about, before anything is read
+    log                 called with what the report is about, before weights are read
 
     Raises what :func:`gather` raises, and OutputError where ``out`` exists and is no report: before anything is read.
     """
@@ -215,9 +219,7 @@ def make_report(
         raise UsageError("--all says on how many rows of the source searches are compared; add --source")
     measured = find_evaluation(ckpt) if evaluation is None else evaluation
     machine = machine or Machine()
-    if log is not None:
-        log(f"report on {ckpt}, {f'against {known}' if known else 'without its source'}")
-    report = gather(ckpt, source=known, evaluation=measured, all_rows=all_rows, machine=machine)
+    report = gather(ckpt, source=known, evaluation=measured, all_rows=all_rows, machine=machine, log=log)
     own = claims_own(ckpt)
     faults = len(verify(ckpt, workers=machine.workers, progress=machine.progress).faults) if own else None
     made = tuple((f"this report: {what}", value) for what, value in run_facts(command).items() if value)
