@@ -11,6 +11,8 @@ from click.testing import CliRunner
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.inputs import InputStatistics
+from ptqpipe.runtime.activations import InputQuantizer
+from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.stages.plan import cost
@@ -101,3 +103,25 @@ def test_a_limit_below_what_one_unit_needs_is_refused_with_what_it_needs(
     told = CliRunner().invoke(main, [*arguments, "--max-memory", str(least - 1)])
     assert told.exit_code != 0
     assert "--max-memory" in told.output
+
+
+def test_a_format_that_quantizes_inputs_costs_what_these_add_to_the_output(model: Path, stats: Path) -> None:
+    schemes = schemes_of(("mxfp8", "mxfp8a16"))
+    noise, inputs = cost.input_noise(get_scheme("mxfp8").activation), inputs_of_llama(tiny.llama())
+    quantize = InputQuantizer(get_scheme("mxfp8").activation)
+    with Source.open(model) as source, Statistics.open(stats) as opened:
+        groups = [group for group in find_groups(source, schemes) if len(group.members) == 1]  # one role in a group
+        free = cost.estimate(source, groups, stats=None, machine=ROOMY)
+        known = cost.estimate(source, groups, stats=opened, machine=ROOMY)
+        followed = cost.estimate(source, groups, stats=opened, machine=ROOMY, follows=True)
+        for group in groups:
+            (member,) = group.members
+            with_inputs, without = (group.id, "mxfp8"), (group.id, "mxfp8a16")
+            assert free[with_inputs] > free[without] + noise / 2
+            added = known[with_inputs] - known[without]
+            w, x = source.reader.read(member.weight).float(), inputs[member.module].float()
+            error = ((quantize(x) - x) @ w.T).square().mean() / (x @ w.T).square().mean()
+            assert 0.5 < added / float(error) < 2
+            assert followed[with_inputs] - followed[without] == pytest.approx(added / cost.GPTQ_SHARE)
+            assert followed[without] == known[without]
+    assert groups

@@ -187,8 +187,17 @@ class Pipeline:
         formats = call.formats_for(self.work)
         budget = Budget.parse(str(self.work.budget))
         stats, container = self.stats, self.recipe.container
-        found = plan_mixed(self.path, budget, formats=formats, stats=stats, machine=self.machine, container=container)
-        if self.way is not None and self.way.method:
+        follows = self.way is not None and bool(self.way.method)
+        found = plan_mixed(
+            self.path,
+            budget,
+            formats=formats,
+            stats=stats,
+            machine=self.machine,
+            container=container,
+            follows=follows,
+        )
+        if follows:
             found = replace(found, content=_without_algorithm(found.content))
         write_recipe(found, target)
 

@@ -8,11 +8,14 @@ role's weights in one group, the experts of an MLP, count as their mean):
 
 with the expectation from the full, block or diagonal second moment of the input, the richest that all weights have.
 Data-free compares weights of one role by their absolute error, since the layers of one role see inputs of one kind.
+A format that quantizes the inputs adds what that does to the output: the relative error of normal numbers in that
+format, times E||W x||^2 of inputs that do not depend on each other. It counts more where codes come by error feedback,
+which leaves GPTQ_SHARE of the weights' part and all of the inputs'.
 
 *Measured*: the KL divergence to the float model with that group alone quantized. The model is loaded once, in float32;
 a group's weights are replaced by their decode, the text is scored, and the weights are put back. Each number goes to a
-JSON-lines file when it is known, so an interrupted run continues. Inputs of linear layers stay as they are: the
-weights' share of the cost is measured.
+JSON-lines file when it is known, so an interrupted run continues. Inputs of linear layers stay as they are: only the
+weights' part of the cost is measured.
 """
 
 import json
@@ -22,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +41,10 @@ from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import option_size, option_size_above
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.find_weight import find_place
 from ptqpipe.runtime.loading import default_length, load_model, load_tokenizer, read_config
-from ptqpipe.schemes import Scheme
+from ptqpipe.schemes import Activation, Scheme
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import (
     BASE_BYTES,
@@ -57,6 +62,7 @@ Costs = Mapping[tuple[str, str], float]
 """(group id, option name) -> cost. Keeping costs nothing and is left out."""
 
 CACHE_BYTES = 256 << 20  # of a unit; a larger one is read as often as its passes need it
+GPTQ_SHARE = 0.2  # of the KL of nearest codes: 0.18 to 0.21 with data, nvfp4 and mxfp4a16 in docs/quality.md
 MOMENTS = ("full_moment", "block_moment", "second_moment")
 
 
@@ -88,9 +94,14 @@ def estimate(
     *,
     stats: Statistics | None,
     machine: Machine,
+    follows: bool = False,
 ) -> Costs:
-    """The cost of every option but keep. NumericsError for damaged weights, UsageError where one unit alone needs more
-    than the machine's memory."""
+    """The cost of every option but keep.
+
+    follows  whether codes will come by error feedback: inputs then count more
+
+    NumericsError for damaged weights, UsageError where one unit alone needs more than the machine's memory.
+    """
     moment = "" if stats is None else choose_moment(stats, groups)
     jobs = [(group, unit) for group in groups for unit in group.units]
     if not jobs:
@@ -108,7 +119,7 @@ def estimate(
 
     def work(job: tuple[Group, Unit]) -> list[_Error]:
         with memory.reserve(needs[job[1].id]):
-            return _unit_errors(source, *job, stats=stats, moment=moment)
+            return _unit_errors(source, *job, stats=stats, moment=moment, share=GPTQ_SHARE if follows else 1.0)
 
     errors: list[_Error] = []
     with (
@@ -139,14 +150,17 @@ def _cached(unit: Unit) -> bool:
     return unit.elements * 4 <= CACHE_BYTES
 
 
-def _unit_errors(source: Source, group: Group, unit: Unit, *, stats: Statistics | None, moment: str) -> list[_Error]:
+def _unit_errors(
+    source: Source, group: Group, unit: Unit, *, stats: Statistics | None, moment: str, share: float
+) -> list[_Error]:
     weights = [SourceRows(source, m.source, shape=m.shape, cache=_cached(unit)) for m in unit.members]
     inputs = _inputs(stats, [member.module for member in unit.members], moment)
     found = []
     for option in group.options:
         if option.scheme is None:
             continue
-        for member, error, signal in _scheme_errors(weights, inputs, unit, option.scheme):
+        noise = input_noise(option.scheme.activation) / share
+        for member, error, signal in _scheme_errors(weights, inputs, unit, option.scheme, noise):
             found.append(_Error(group.id, option.name, role_of(member), member, error, signal))
     return found
 
@@ -173,25 +187,43 @@ def _scheme_errors(
     inputs: Sequence[torch.Tensor | None],
     unit: Unit,
     scheme: Scheme,
+    noise: float,
 ) -> list[tuple[str, float, float]]:
-    """(weight, error, signal) of each member."""
+    """(weight, error, signal) of each member; ``noise`` is the relative squared error of its inputs."""
     sums: dict[tuple[int, int], tuple[float, float]] = {}
 
     def take(member: int, row: int, q: QTensor) -> None:  # rows that come again replace what they gave before
         h = inputs[member]
         if h is not None:
             w = weights[member].rows(row, row + q.shape[0]).float()
-            sums[(member, row)] = (output_error(q.dequantize() - w, h), output_error(w, h))
+            by_inputs = noise * output_error(w, _diagonal(h)) if noise else 0.0
+            sums[(member, row)] = (output_error(q.dequantize() - w, h) + by_inputs, output_error(w, h))
 
     result = quantize_as(weights, unit, scheme, take)
     if inputs[0] is None:
-        errors = [(error.squared_error, error.energy) for error in result.errors]
+        errors = [(error.squared_error + noise * error.energy, error.energy) for error in result.errors]
     else:
         errors = []
         for index in range(len(unit.members)):
             rows = [value for (member, _), value in sorted(sums.items()) if member == index]
             errors.append((sum(e for e, _ in rows), sum(s for _, s in rows)))
     return [(m.weight, *pair) for m, pair in zip(unit.members, errors, strict=True)]
+
+
+def _diagonal(moment: torch.Tensor) -> torch.Tensor:
+    """The second moment [K] of each input, from what `output_error` takes."""
+    return moment if moment.dim() == 1 else torch.diagonal(moment, dim1=-2, dim2=-1).flatten()
+
+
+@cache
+def input_noise(activation: Activation) -> float:
+    """The squared error of normally distributed inputs that are quantized so, relative to their squares: 0 to 1."""
+    if activation is Activation.NONE:
+        return 0.0
+    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    largest = {Activation.NVFP4_STATIC_GLOBAL: 6.0 * 448.0, Activation.FP8_TENSOR_STATIC: 448.0}.get(activation)
+    quantizer = InputQuantizer(activation, None if largest is None else float(x.abs().amax()) / largest)
+    return float((quantizer(x) - x).double().square().sum() / x.double().square().sum())
 
 
 def _sum(errors: Sequence[_Error], *, relative: bool) -> dict[tuple[str, str], float]:

@@ -117,6 +117,7 @@ def plan_mixed(
     measurement: Measurement | None = None,
     machine: Machine | None = None,
     container: str | None = None,
+    follows: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> MixedPlan:
     """Chooses a scheme for every group of fused weights.
@@ -125,6 +126,7 @@ def plan_mixed(
     stats        statistics of the inputs: costs are weighted output errors
     measurement  what to measure instead: KL of the model with one group quantized at a time
     container    what the recipe says of it; None: nothing, the usual one
+    follows      whether codes will come by error feedback though the statistics do not say so
     log          called with what will be decided, before anything is measured
 
     Raises UsageError for a budget that is too small (with the smallest possible), for statistics of another model, and
@@ -151,7 +153,8 @@ def plan_mixed(
                 moment = choose_moment(opened, groups)
                 how = f"output error of nearest codes relative to the output, {moment.replace('_', ' ')} of x"
                 options = {"algorithm": "gptq"} if moment == "full_moment" else {"weighting": "diagonal"}
-                costs = estimate(source, groups, stats=opened, machine=machine)
+                follows = follows or moment == "full_moment"
+                costs = estimate(source, groups, stats=opened, machine=machine, follows=follows)
         else:
             how = "squared error relative to the mean energy of the role (data-free)"
             costs = estimate(source, groups, stats=None, machine=machine)
