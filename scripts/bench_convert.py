@@ -11,6 +11,8 @@ direct   the same past the page cache, as convert reads and writes (ptqpipe/chec
 search   what convert computes for every unit (scales, codes, errors), weights in memory, on the same number of threads;
          loading is not timed
 
+PTQPIPE_ISA=avx2 measures as on a processor without AVX-512; the line says so.
+
 The source's pages are dropped from the system's cache before every convert and copy (posix_fadvise), outputs deleted
 after. Memory is sampled every 20 ms over the process and its children, and asked from the kernel at the end (the larger
 counts). One JSON line a case: medians, all runs, ratio = convert / max(copy, search), ratio_direct with the direct
@@ -279,6 +281,7 @@ def measure_case(
         "all_search_s": [round(run["seconds"], 2) for run in searches],
         "load_average_before": round(load[0], 1),
         "processors": os.cpu_count(),
+        "isa": os.environ.get("PTQPIPE_ISA", "the best"),
     }
 
 

@@ -234,7 +234,9 @@ def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int) -> Non
 _STAGE: ContextVar[str] = ContextVar("stage", default="")
 _FORMAT = "{desc}{percentage:3.0f}% {bar:10} {amount} {speed}/s ETA {remaining}{postfix}"
 _NARROW = "{desc}{percentage:3.0f}% {amount} {speed}/s ETA {remaining}{postfix}"
-_WIDTH, _NARROW_WIDTH = 90, 62  # columns of these beside the title, up to the peak of memory
+# Columns of a line beside its title, up to the peak of memory: with all that it has, without the memory in use, without
+# the bar. A terminal that is too narrow for one gets the next.
+_ALL, _WITHOUT_MEMORY, _WITHOUT_BAR = 90, 73, 62
 
 
 @contextmanager
@@ -297,8 +299,9 @@ def counting_bar(
     """
     lock = threading.Lock()
     label, columns = " ".join(word for word in (_STAGE.get(), title[:30]) if word), _columns()
-    narrow = columns < len(label) + _WIDTH
-    label = label[: max(10, columns - _NARROW_WIDTH)]
+    narrow = columns < len(label) + _ALL
+    bar_format = _NARROW if columns < len(label) + _WITHOUT_MEMORY else _FORMAT
+    label = label[: max(10, columns - _WITHOUT_BAR)]
     bar: Any = _Bar(
         total=total,
         initial=done,
@@ -307,7 +310,7 @@ def counting_bar(
         file=sys.stderr,
         smoothing=0.05,
         desc=f"{label}: " if label else None,
-        bar_format=_NARROW if narrow else _FORMAT,
+        bar_format=bar_format,
     )
 
     def advance(amount: float, note: str) -> None:
