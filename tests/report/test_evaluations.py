@@ -93,7 +93,7 @@ def test_checkpoints_of_one_model_are_compared(pair: tuple[Path, Path], tmp_path
     done = CliRunner().invoke(main, ["report", str(a), str(b), "-o", str(tmp_path / "x.html")])
     assert done.exit_code == 0, done.output
     assert "near-lossless" in done.stdout.splitlines()[0]
-    assert done.output.splitlines()[1].endswith(": good")
+    assert done.stdout.splitlines()[1].endswith(": good")
     page = Page((tmp_path / "x.html").read_text())
     shown = "".join(page.text)
     assert "2 checkpoints compared" in shown

@@ -21,7 +21,7 @@ weights' part of the cost is measured.
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -258,9 +258,15 @@ class Measurement:
 
 
 def measure(
-    source: Source, groups: Sequence[Group], measurement: Measurement, *, shown: bool = False
+    source: Source,
+    groups: Sequence[Group],
+    measurement: Measurement,
+    *,
+    shown: bool = False,
+    begin: Callable[[], None] = lambda: None,
 ) -> tuple[dict[tuple[str, str], float], str]:
-    """(the cost of every option but keep, what the costs are). ``shown``: with a progress bar.
+    """(the cost of every option but keep, what the costs are). ``shown``: with a progress bar; ``begin`` is called when
+    all is checked.
 
     UsageError for a text or a record that does not belong here, CheckpointError for a model that cannot be run.
     """
@@ -278,6 +284,7 @@ def measure(
     }
     known = _read_record(measurement.record, header)
     todo = [(g, o.scheme) for g in groups for o in g.options if o.scheme and (g.id, o.name) not in known]
+    begin()
     if todo:
         model = load_model(path, activations="none")
         reference = KeptLogits(model, text.tokens, window)

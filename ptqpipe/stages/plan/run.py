@@ -141,12 +141,15 @@ def plan_mixed(
         source.check_requantizable()
         groups = find_groups(source, schemes)
         limits = _Limits.of(source, groups, budget)
-        if log is not None:
-            log(_header(source, groups, formats, limits))
         costs: Costs
+
+        def begin() -> None:
+            if log is not None:
+                log(_header(source, groups, formats, limits))
+
         options: Mapping[str, str] = {}
         if measurement is not None:
-            costs, how = measure(source, groups, measurement, shown=machine.progress)
+            costs, how = measure(source, groups, measurement, shown=machine.progress, begin=begin)
         elif stats is not None:
             with Statistics.open(stats) as opened:
                 check_model(opened, source)
@@ -154,9 +157,11 @@ def plan_mixed(
                 how = f"output error of nearest codes relative to the output, {moment.replace('_', ' ')} of x"
                 options = {"algorithm": "gptq"} if moment == "full_moment" else {"weighting": "diagonal"}
                 follows = follows or moment == "full_moment"
+                begin()
                 costs = estimate(source, groups, stats=opened, machine=machine, follows=follows)
         else:
             how = "squared error relative to the mean energy of the role (data-free)"
+            begin()
             costs = estimate(source, groups, stats=None, machine=machine)
         return replace(_decide(source, groups, costs, how, limits, options, container), stats=stats)
 
