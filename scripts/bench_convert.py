@@ -219,9 +219,9 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
 
 
 def measure_case(
-    case: Case, source: Path, scratch: Path, *, repeat: int, workers: int, max_memory: str
+    case: Case, source: Path, scratch: Path, *, repeat: int, workers: int, max_memory: str, alone: bool
 ) -> dict[str, Any]:
-    """Everything about one case."""
+    """Everything about one case; ``alone``: of the conversion, without what it is compared with."""
     out, copied = scratch / "converted", scratch / "copied"
     converts: list[Run] = []
     copies: list[Run] = []
@@ -238,6 +238,8 @@ def measure_case(
         converts.append(run)
         written = folder_bytes(out)
         shutil.rmtree(out)
+        if alone:
+            continue
         drop_cache(source)
         run, _ = measured([sys.executable, __file__, "--child-copy", str(source), str(copied), str(written)])
         copies.append(run)
@@ -250,38 +252,42 @@ def measure_case(
         _, output = measured([sys.executable, __file__, "--child-search", str(source), spelled, str(workers)])
         searches.append(json.loads(output))
     wall = statistics.median(run.seconds for run in converts)
-    copy = statistics.median(run.seconds for run in copies)
-    direct = statistics.median(run.seconds for run in directs)
-    search = statistics.median(run["seconds"] for run in searches)
     peak = max(run.peak_bytes for run in converts)
-    elements = searches[0]["elements"]
-    return {
+    found = {
         "case": f"{case.shape}:{case.format}" + (":absmax" if case.global_scale == "absmax" else ""),
         "source_bytes": folder_bytes(source),
         "output_bytes": written,
-        "quantized_elements": int(elements),
         "workers": workers,
         "max_memory": max_memory,
         "convert_s": round(wall, 2),
+        "peak_rss_mib": round(peak / 2**20, 1),
+        "peak_rss_goal_mib": 2048,
+        "convert_cpu_s": round(statistics.median(run.cpu_seconds for run in converts), 2),
+        "all_convert_s": [round(run.seconds, 2) for run in converts],
+        "load_average_before": round(load[0], 1),
+        "processors": os.cpu_count(),
+        "isa": os.environ.get("PTQPIPE_ISA", "the best"),
+    }
+    if alone:
+        return found
+    copy = statistics.median(run.seconds for run in copies)
+    direct = statistics.median(run.seconds for run in directs)
+    search = statistics.median(run["seconds"] for run in searches)
+    elements = searches[0]["elements"]
+    return found | {
+        "quantized_elements": int(elements),
         "copy_s": round(copy, 2),
         "search_s": round(search, 2),
         "ratio": round(wall / max(copy, search), 3),
         "ratio_goal": 1.25,
         "direct_s": round(direct, 2),
         "ratio_direct": round(wall / max(direct, search), 3),
-        "peak_rss_mib": round(peak / 2**20, 1),
-        "peak_rss_goal_mib": 2048,
-        "convert_cpu_s": round(statistics.median(run.cpu_seconds for run in converts), 2),
         "search_cpu_s": round(statistics.median(run["cpu_seconds"] for run in searches), 2),
         "copy_cpu_s": round(statistics.median(run.cpu_seconds for run in copies), 2),
         "convert_mparam_per_s": round(elements / wall / 1e6, 1),
-        "all_convert_s": [round(run.seconds, 2) for run in converts],
         "all_copy_s": [round(run.seconds, 2) for run in copies],
         "all_direct_s": [round(run.seconds, 2) for run in directs],
         "all_search_s": [round(run["seconds"], 2) for run in searches],
-        "load_average_before": round(load[0], 1),
-        "processors": os.cpu_count(),
-        "isa": os.environ.get("PTQPIPE_ISA", "the best"),
     }
 
 
@@ -312,6 +318,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--max-memory", default="2GiB")
     parser.add_argument("--scratch", type=Path, default=Path("bench-scratch"), help="folder for sources and outputs")
+    parser.add_argument("--alone", action="store_true", help="measure the conversion alone")
     parser.add_argument("--keep-sources", action="store_true", help="leave the synthetic sources for the next run")
     parser.add_argument("--results", type=Path, help="file to which the lines are appended as well")
     options = parser.parse_args()
@@ -328,6 +335,7 @@ def main() -> None:
                 repeat=options.repeat,
                 workers=options.workers,
                 max_memory=options.max_memory,
+                alone=options.alone,
             )
             line = json.dumps({**result, "layers": options.layers})
             print(line, flush=True)

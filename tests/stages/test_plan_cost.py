@@ -121,7 +121,7 @@ def test_a_format_that_quantizes_inputs_costs_what_these_add_to_the_output(model
             added = known[with_inputs] - known[without]
             w, x = source.reader.read(member.weight).float(), inputs[member.module].float()
             error = ((quantize(x) - x) @ w.T).square().mean() / (x @ w.T).square().mean()
-            assert 0.5 < added / float(error) < 2
+            assert 0.5 < added / (cost.INPUTS * float(error)) < 2
             assert followed[with_inputs] - followed[without] == pytest.approx(added / cost.GPTQ_SHARE)
             assert followed[without] == known[without]
     assert groups

@@ -9,8 +9,9 @@ role's weights in one group, the experts of an MLP, count as their mean):
 with the expectation from the full, block or diagonal second moment of the input, the richest that all weights have.
 Data-free compares weights of one role by their absolute error, since the layers of one role see inputs of one kind.
 A format that quantizes the inputs adds what that does to the output: the relative error of normal numbers in that
-format, times E||W x||^2 of inputs that do not depend on each other. It counts more where codes come by error feedback,
-which leaves GPTQ_SHARE of the weights' part and all of the inputs'.
+format, times E||W x||^2 of inputs that do not depend on each other. It counts INPUTS times, since the same input goes
+into several weights and all of their rows, and more where codes come by error feedback, which leaves GPTQ_SHARE of the
+weights' part and all of the inputs'.
 
 *Measured*: the KL divergence to the float model with that group alone quantized. The model is loaded once, in float32;
 a group's weights are replaced by their decode, the text is scored, and the weights are put back. Each number goes to a
@@ -62,6 +63,8 @@ Costs = Mapping[tuple[str, str], float]
 """(group id, option name) -> cost. Keeping costs nothing and is left out."""
 
 CACHE_BYTES = 256 << 20  # of a unit; a larger one is read as often as its passes need it
+# KL for each unit of output error by inputs, over that by weights: 2.3 in NVFP4, 3.2 in MXFP4, 3 in FP8 (bench-4m).
+INPUTS = 3.0
 GPTQ_SHARE = 0.2  # of the KL of nearest codes: 0.18 to 0.21 with data, nvfp4 and mxfp4a16 in docs/quality.md
 MOMENTS = ("full_moment", "block_moment", "second_moment")
 
@@ -159,7 +162,7 @@ def _unit_errors(
     for option in group.options:
         if option.scheme is None:
             continue
-        noise = input_noise(option.scheme.activation) / share
+        noise = INPUTS * input_noise(option.scheme.activation) / share
         for member, error, signal in _scheme_errors(weights, inputs, unit, option.scheme, noise):
             found.append(_Error(group.id, option.name, role_of(member), member, error, signal))
     return found
