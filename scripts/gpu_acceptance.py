@@ -224,7 +224,8 @@ def command_of(part: Part, here: dict[str, Any], scratch: Path, *, rehearse: boo
 
 def run(command: list[str], name: str, lines: Lines, log: TextIO, *, limit_s: float, rehearse: bool) -> int:
     """Runs a part and keeps its lines; its exit code, SHORT_OF_TIME where it was ended."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     environment |= {"TRITON_INTERPRET": "1" if rehearse else "0", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if rehearse else {}
     process = subprocess.Popen(

@@ -573,3 +573,22 @@ ptqpipe.__main__.run()
 def test_a_thread_that_waits_for_a_dead_rank_does_not_spoil_the_exit_code() -> None:
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (7, "said\n"), done.stderr
+
+
+def test_a_gpu_that_is_found_and_not_used_is_said_once_unless_a_device_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    tiny.save(model, tiny.llama(layers=1, hidden=32, inner=64))
+    line = "A GPU was found (NVIDIA X1) and is not used; to use it, add --device cuda."
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: "NVIDIA X1")
+
+    def said(*options: str, available: bool = True) -> int:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: available)
+        done = run("convert", model, "--format", "mxfp4", "--out", tmp_path / "out", "--overwrite", *options)
+        assert done.exit_code == 0, done.output
+        assert line not in done.stdout
+        return done.stderr.splitlines().count(line)
+
+    assert said() == 1
+    assert [said("--device", "cpu"), said("--quiet"), said("--json"), said(available=False)] == [0, 0, 0, 0]

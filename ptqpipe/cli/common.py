@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from ptqpipe._version import __version__
 from ptqpipe.cli.help import Command, Commands, examples
@@ -66,8 +67,22 @@ class Given(SimpleNamespace):
         silent = self.quiet or getattr(self, "as_json", False)
         return None if silent else lambda line: click.echo(line, err=True)
 
+    def say_unused_gpu(self) -> None:
+        """Says on stderr that a GPU is not used, where there is one and nobody chose a device; not under --quiet or
+        --json."""
+        import torch
+
+        silent = getattr(self, "quiet", False) or getattr(self, "as_json", False)
+        chosen = click.get_current_context().get_parameter_source("device") is not ParameterSource.DEFAULT
+        if silent or chosen or getattr(self, "device", "") != "cpu" or _environment("LOCAL_RANK", 0, least=0):
+            return
+        if torch.cuda.is_available():
+            name = torch.cuda.get_device_name()
+            click.echo(f"A GPU was found ({name}) and is not used; to use it, add --device cuda.", err=True)
+
     def machine(self, device: str = "cpu", *, waits: bool = True) -> "Machine":
         """The machine options, checked; see `machine_of`."""
+        self.say_unused_gpu()
         shown = not self.quiet and not getattr(self, "as_json", False)
         return machine_of(self.workers, device, getattr(self, "max_memory", 8 << 30), progress=shown, waits=waits)
 

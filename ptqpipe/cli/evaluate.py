@@ -104,6 +104,7 @@ def evaluate(given: Given) -> None:
     compared = given.source is not None and bool(given.data or not options.tasks)
     report.check_target(target, overwrite=given.overwrite, compared=compared, tasks=bool(options.tasks))
     shown = not given.quiet and sys.stderr.isatty()
+    given.say_unused_gpu()
     result = stage.evaluate(given.ckpt, source=given.source, options=options, progress=shown, log=given.log)
     try:
         click.echo(json.dumps(result) if given.as_json else f"{report.render(result)}\n")

@@ -206,6 +206,8 @@ def serve(given: Given) -> None:
     serving = replace(serving, ckpt=str(resolve_source(given.ckpt)))  # the rest of the call is right by now
     worker = [sys.executable, "-m", "ptqpipe", *sys.argv[1:]]
     place = _place(given.tp, given.rank_of, given.parent)
+    if given.rank_of is None:
+        given.say_unused_gpu()
     stage.serve(serving, place, worker=worker, log=lambda line: click.echo(line, err=True))
 
 
