@@ -6,9 +6,10 @@ Triton's interpreter they take CPU tensors instead, which is how they are tested
 imported on first use only. Knows formats; must not know searches' names, files or containers.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -21,6 +22,9 @@ from ptqpipe.qtensor import check_finite
 
 if TYPE_CHECKING:
     from ptqpipe.kernels import triton_block
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BLOCK_LANES = 128  # blocks a program: one to a thread of four warps, so that 32 magnitudes stay in registers
@@ -51,6 +55,22 @@ def require() -> None:
         raise UsageError("device 'cuda' was asked for, but torch finds no CUDA device; use device 'cpu'")
 
 
+def _where_it_lies(
+    function: Callable[Concatenate[torch.Tensor, P], R],
+) -> Callable[Concatenate[torch.Tensor, P], R]:
+    """Runs a function of a tensor on that tensor's GPU: Triton launches on the current one, wherever tensors are."""
+
+    @wraps(function)
+    def run(tensor: torch.Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if tensor.device.type != "cuda":
+            return function(tensor, *args, **kwargs)
+        with torch.cuda.device(tensor.device):
+            return function(tensor, *args, **kwargs)
+
+    return run
+
+
+@_where_it_lies
 def block_quantize(
     w: torch.Tensor,
     fmt: Format,
@@ -89,6 +109,7 @@ def block_quantize(
     return data, scales
 
 
+@_where_it_lies
 def score_total(
     w: torch.Tensor,
     fmt: Format,
@@ -120,6 +141,7 @@ def score_total(
     return total if global_scale is None else total * float(global_scale.double().square())
 
 
+@_where_it_lies
 def dequantize(
     data: torch.Tensor,
     scales: torch.Tensor,
@@ -155,6 +177,7 @@ def dequantize(
     return out
 
 
+@_where_it_lies
 def decode_error(
     data: torch.Tensor,
     scales: torch.Tensor,
@@ -192,6 +215,7 @@ def decode_error(
     )
 
 
+@_where_it_lies
 def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tensor | None:
     """uint8 ``[N, K]``: the codes of ``qtensor.encode`` for an 8-bit element and scales that are numbers.
 
@@ -219,6 +243,7 @@ def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tens
     return data
 
 
+@_where_it_lies
 def amax(w: torch.Tensor) -> tuple[float, int] | None:
     """(max |w|, row-major index of the first NaN or inf or -1 without one) of a matrix.
 

@@ -8,10 +8,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from ptqpipe.formats import get_format
+from ptqpipe.kernels import triton
 
 CASES = Path(__file__).with_name("triton_cases.py")
 ROOT = CASES.parents[2]
@@ -128,6 +134,35 @@ def python(code: str) -> str:
         check=True,
     )
     return result.stdout.strip()
+
+
+def test_kernels_start_on_the_gpu_where_their_tensor_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    @contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        entered.append(where)
+        yield
+        entered.pop()
+
+    def runs(where: torch.device) -> bool:
+        assert entered == [torch.device("cuda:1")]
+        return False
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(triton, "_runs", lambda w: runs(w.device))
+    monkeypatch.setattr(triton, "_runs_on", runs)
+    w, fmt = SimpleNamespace(device=torch.device("cuda:1")), get_format("mxfp4")
+    calls = [
+        lambda: triton.block_quantize(w, fmt),
+        lambda: triton.score_total(w, fmt),
+        lambda: triton.dequantize(w, w, fmt),
+        lambda: triton.decode_error(w, w, fmt, w),
+        lambda: triton.fp8_encode(w, w, fmt),
+        lambda: triton.amax(w),
+    ]
+    assert [call() for call in calls] == [None] * 6
+    assert entered == []
 
 
 def test_triton_is_imported_on_first_use_only() -> None:

@@ -1,4 +1,4 @@
-"""scripts/gpu_acceptance.py: a rehearsal of all of its parts; what is missing, what has no time, what does not compile."""
+"""scripts/gpu_acceptance.py: a rehearsal of all of its parts, what is not installed, and a part without time."""
 
 import json
 import os
