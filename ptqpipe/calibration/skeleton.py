@@ -8,6 +8,7 @@ tensors of one part at a time. A quantized checkpoint is decoded as it is read (
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -164,9 +165,11 @@ def _load(skeleton: Skeleton, wanted: Mapping[str, LazyTensor], device: torch.de
     settings = LoadStateDictConfig(
         device_map={"": device}, dtype=skeleton.dtype, weight_mapping=list(skeleton.conversions)
     )
+    convert = convert_and_load_state_dict_in_model
+    old = {"tp_plan": None} if "tp_plan" in signature(convert).parameters else {}  # up to transformers 5.8 at least
     try:
         with quiet(), torch.no_grad():
-            info, _ = convert_and_load_state_dict_in_model(skeleton.model, dict(wanted), settings)
+            info, _ = convert(skeleton.model, dict(wanted), settings, **old)
     except RuntimeError as error:
         raise CheckpointError(f"the weights do not fit config.json: {first_line(error)}") from None
     for parameter in skeleton.model.parameters():

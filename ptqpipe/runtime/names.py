@@ -115,8 +115,8 @@ def _expert_converters(*, turned: bool) -> list[Any]:
     last = [Transpose(1, 2)] if turned else []
     first = [f"experts.*.{name}_proj.weight" for name in ("gate", "up")]
     return [
-        WeightConverter(first, "experts.gate_up_proj", [MergeModulelist(dim=0), Concatenate(dim=1), *last]),
-        WeightConverter("experts.*.down_proj.weight", "experts.down_proj", [MergeModulelist(dim=0), *last]),
+        WeightConverter(first, "experts.gate_up_proj", operations=[MergeModulelist(dim=0), Concatenate(dim=1), *last]),
+        WeightConverter("experts.*.down_proj.weight", "experts.down_proj", operations=[MergeModulelist(dim=0), *last]),
     ]
 
 
