@@ -110,8 +110,6 @@ def test_blocks_drawn_to_break_bounds(name: str) -> None:
     fmt = get_format(name)
     shape = (1 if INTERPRETED else 64, 3 * fmt.block[1])
     for seed, size in enumerate(hostile.SIZES):
-        if INTERPRETED and (seed + FORMATS.index(name)) % len(hostile.SIZES) > 1:
-            continue  # a launch takes seconds: two sizes of a format, every size with E8M0 scales and with others
         dtype, importance = hostile.DTYPES[seed % 3], ("none", "2^-30 .. 2^30")[seed % 2]
         if INTERPRETED and size == "smallest of the dtype":
             dtype = torch.float32  # the interpreter widens subnormal bfloat16 to other numbers than a device does
