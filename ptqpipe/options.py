@@ -118,7 +118,7 @@ class CodeOptions:
     )
     damping: float = option(
         0.01,
-        "For --algorithm gptq: fraction of the mean second moment of the inputs that is added to every one.",
+        "For --algorithm gptq: what is added to the second moment of each input, as a fraction of their mean.",
         metavar="D",
         bounds=(0, 10),
         usual="the usual is 0.01",

@@ -200,7 +200,7 @@ _SIMULATED = {
 
 @command(_SIMULATED)
 def simulate(ranks: str = "8..512", codec: str = "int8", *, only: str | None = None, **options: Any) -> Result:
-    """Simulates plain and quantized AllReduces: errors with the arithmetic that runs, times by a model.
+    """Simulates plain and quantized AllReduces: errors by their real arithmetic, times by a model.
 
     ranks    numbers of ranks: "8", "2,4", "8..512", a range that doubles
     codec    codecs of what is sent, with commas; times are those of the first

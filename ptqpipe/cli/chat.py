@@ -34,9 +34,17 @@ def _options_of_serve(function: F) -> F:
 @click.option("--system", default="", metavar="TEXT", help="System prompt, for all answers.  [default: none]")
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="Randomness of the answers, 0 to 2.")
 @click.option(
-    "--top-p", type=float, metavar="P", help="Sum of the probabilities of the tokens drawn from.  [default: 1]"
+    "--top-p",
+    type=float,
+    metavar="P",
+    help="Draw each token from the likeliest ones, whose probabilities add up to P.  [default: 1]",
 )
-@click.option("--max-tokens", type=int, metavar="N", help="Most tokens of an answer.  [default: as fit the context]")
+@click.option(
+    "--max-tokens",
+    type=int,
+    metavar="N",
+    help="Largest number of tokens in an answer.  [default: what the context leaves]",
+)
 @click.option("--seed", type=int, metavar="N", help="Seed of the answers' randomness.  [default: a random one]")
 @_options_of_serve
 def chat(given: Given) -> None:

@@ -215,7 +215,8 @@ def dequantize(given: Given) -> None:
     "--edges",
     type=names,
     metavar="KINDS",
-    help="Between which layers factors move, with commas: norm, value, up.  [default: each transform's own]",
+    help="Where factors move, with commas: from a norm to the layers that read it (norm), from v_proj to o_proj "
+    "(value), from up_proj to down_proj (up).  [default: each transform's own]",
 )
 @click.option("--block", type=int, default=32, show_default=True, help="Size of the Hadamard blocks, 16 to 128.")
 @click.option("--untie", is_flag=True, help="Write an output head that shares the embedding as a tensor of its own.")

@@ -126,7 +126,7 @@ def _user_cache() -> Path:
 def simulate() -> None:
     """Simulate collectives: their errors and their times.
 
-    Errors are computed with the arithmetic that runs, times by a model.
+    Errors come from the arithmetic of the real collectives, times from a model of machines.
     """
 
 
@@ -136,14 +136,18 @@ def simulate() -> None:
     leaves="only what is printed above is complete; no plots were written",
 )
 @click.option(
-    "--ranks", default="8..512", show_default=True, metavar="8|2,4|8..512", help="Numbers of ranks; a range doubles."
+    "--ranks",
+    default="8..512",
+    show_default=True,
+    metavar="8|2,4|8..512",
+    help="Numbers of ranks; a range means the powers of two in it.",
 )
 @click.option(
     "--codec",
     default="int8",
     show_default=True,
     metavar="A,B",
-    help="Codecs of what is sent, with commas; times are those of the first.",
+    help="Codecs of the messages, with commas; times are those of the first.",
 )
 @click.option("--block", type=int, default=64, show_default=True, help="Elements of a message that share a scale.")
 @click.option(
@@ -154,7 +158,10 @@ def simulate() -> None:
     help="Rotate groups of N elements before they are quantized.  [default: 0, no rotation]",
 )
 @click.option(
-    "--scheme", metavar="A,B", help="Schemes of adding up whose errors are simulated.  [default: the usual ones]"
+    "--scheme",
+    metavar="A,B",
+    help="Ways to add up whose errors are simulated, with commas.  [default: ring-bf16, two-shot-bf16, one-shot, "
+    "two-shot, hierarchical, semi-loop, ring]",
 )
 @click.option(
     "--values",
@@ -172,12 +179,16 @@ def simulate() -> None:
     help="A .safetensors file with partial sums to add up, instead of drawn ones.",
 )
 @click.option(
-    "--tensor", metavar="NAME", help="Tensor of --partials: [ranks, ...] sums, or with --weight the layer's inputs."
+    "--tensor",
+    metavar="NAME",
+    help="Tensor of --partials with the sums [ranks, ...]; with --weight, the inputs of its layer.",
 )
 @click.option("--weight", metavar="NAME", help="Tensor of --partials with the layer's weight [outer, inner].")
 @click.option("--node", type=int, default=8, show_default=True, help="Ranks per node, in hierarchical schemes.")
 @click.option(
-    "--topology", metavar="A,B", help="Machines whose times are modelled, ethernet-<G>g among them.  [default: all]"
+    "--topology",
+    metavar="A,B",
+    help="Machines whose times are modelled, with commas; ethernet-<G>g has G Gbit/s.  [default: all]",
 )
 @click.option(
     "--size",
@@ -196,8 +207,8 @@ def simulate() -> None:
 def allreduce(given: Given) -> None:
     """Compare plain and quantized AllReduces.
 
-    Prints errors, computed with the arithmetic that runs; times, from a model of latency, bandwidth and codec speed;
-    and the message size from which quantizing pays.
+    Prints the errors of sums, from the real arithmetic; times, from a model of latency, bandwidth and codec speed; and
+    the message size from which quantizing pays.
     """
     from ptqpipe.stages import simulate as stage
 

@@ -77,7 +77,7 @@ def inspect(given: Given) -> None:
 def diff(given: Given) -> None:
     """Compare two checkpoints; exit 1 if they differ.
 
-    A and B may have different containers: what counts are their weights.
+    A and B may have different containers; their weights are compared.
     """
     from ptqpipe.stages import diff as stage
 
