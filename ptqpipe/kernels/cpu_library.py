@@ -16,7 +16,7 @@ from ptqpipe.errors import FormatError, one_line
 
 LIBRARY = Path(__file__).with_name("_cpu.so")  # where setup.py puts it
 ABI = 14
-ISAS = ("avx512", "avx2", "baseline")  # best first
+ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 OK, NOT_FINITE, UNSUPPORTED, NO_MEMORY = 0, 1, 2, 3  # what a call returns
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32

@@ -1,4 +1,4 @@
-// The plain C interface between module.cpp, the three per-ISA translation units and cpu_library.py (ctypes).
+// The plain C interface between module.cpp, the per-ISA translation units and cpu_library.py (ctypes).
 //
 // cpu_library.py mirrors these structs field by field; ptq_abi() returns PTQ_ABI so that a stale build is noticed.
 #ifndef PTQ_API_H
@@ -166,8 +166,8 @@ struct ptq_ops {
     void (*rms_norm)(const struct ptq_norm *job, int64_t first, int64_t last);
 };
 
-extern "C" const struct ptq_ops ptq_ops_avx512, ptq_ops_avx2, ptq_ops_baseline;
-// In panels: AVX-512 with BF16 and VBMI, whose `unpack` is for rows, and AVX2 with FMA, which has none.
-extern "C" const struct ptq_linear_ops ptq_linear_bf16, ptq_linear_avx2;
+extern "C" const struct ptq_ops ptq_ops_avx512, ptq_ops_avx2, ptq_ops_neon, ptq_ops_baseline;
+// In panels: AVX-512 with BF16 and VBMI, whose `unpack` is for rows; AVX2 with FMA, and NEON, which have none.
+extern "C" const struct ptq_linear_ops ptq_linear_bf16, ptq_linear_avx2, ptq_linear_neon;
 
 #endif

@@ -62,6 +62,14 @@ enum { LANES = 16 };
 #endif
 #undef madd
 }  // namespace avx512
+#elif defined(__aarch64__)
+
+namespace neon {
+enum { LANES = 4 };
+#define madd(a, b, c) ((vf)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
+#include "attention.h"
+#undef madd
+}  // namespace neon
 #endif
 
 extern "C" __attribute__((visibility("default"))) int32_t ptq_paged_attention(const char *name, struct ptq_attention *job) {
@@ -73,6 +81,8 @@ extern "C" __attribute__((visibility("default"))) int32_t ptq_paged_attention(co
     __builtin_cpu_init();
     if (!strcmp(name, "avx512")) run = avx512::part;
     if (!strcmp(name, "avx2")) run = __builtin_cpu_supports("fma") ? avx2::part : baseline::part;
+#elif defined(__aarch64__)
+    if (!strcmp(name, "neon")) run = neon::part;
 #endif
     if (!strcmp(name, "baseline")) run = baseline::part;
     if (!run) return PTQ_UNSUPPORTED;

@@ -77,6 +77,15 @@ template <class E, int B> INLINE void store_words(const vi *words, int any_block
         }
         return;
     }
+#elif defined(PTQ_NEON)
+    if (bytes == 4 * count && count == 2) {
+        const uint32x4x2_t both = {{(uint32x4_t)words[0], (uint32x4_t)words[1]}};
+        return vst2q_u32((uint32_t *)out, both);
+    }
+    if (bytes == 4 * count && count == 4) {
+        const uint32x4x4_t all = {{(uint32x4_t)words[0], (uint32x4_t)words[1], (uint32x4_t)words[2], (uint32x4_t)words[3]}};
+        return vst4q_u32((uint32_t *)out, all);
+    }
 #endif
     enum { WORD_BYTES = E::code_bits == 6 ? 3 : 4 };
     for (int i = 0; i < count; ++i) {

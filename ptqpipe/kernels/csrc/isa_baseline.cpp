@@ -1,5 +1,6 @@
-// The kernels for any CPU: 4 lanes, which the compiler maps to SSE2, NEON or scalars.
+// The kernels for any CPU but those of isa_neon.cpp: 4 lanes, which the compiler maps to SSE2 or scalars.
 #include "system.h"
+#if !defined(__aarch64__)
 #if !defined(__clang__)
 #pragma GCC optimize("fp-contract=off")
 #endif
@@ -7,3 +8,4 @@
 #define PTQ_OPS ptq_ops_baseline
 #define PTQ_COLLECTIVE ptq_collective_baseline
 #include "body.h"
+#endif

@@ -24,10 +24,14 @@ static const struct ptq_ops *ops_called(const char *name) {
     // F16C came before AVX2 in every line of CPUs; older compilers cannot ask for it.
     if (!strcmp(name, "avx2") && __builtin_cpu_supports("avx2")) return &ptq_ops_avx2;
 #endif
+#if defined(__aarch64__)
+    return strcmp(name, "neon") ? nullptr : &ptq_ops_neon;
+#else
     return strcmp(name, "baseline") ? nullptr : &ptq_ops_baseline;
+#endif
 }
 
-// Whether this machine runs the kernels called `name` (avx512, avx2, baseline).
+// Whether this machine runs the kernels called `name` (avx512, avx2, neon, baseline).
 EXPORT int32_t ptq_has(const char *name) { return ops_called(name) != nullptr; }
 EXPORT int32_t ptq_abi(void) { return PTQ_ABI; }
 
@@ -97,13 +101,9 @@ static void unpack_part(void *argument, int64_t part) {
     c->ops->unpack(c->job, first, last < c->last ? last : c->last, c->job->out + (first - c->first) * c->job->k);
 }
 
-static bool has_fma(void) {
 #if defined(__x86_64__)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-    return false;
+static bool has_fma(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
-}
 
 static bool has_bf16(const struct ptq_ops *ops) {
 #if defined(__x86_64__)
@@ -121,6 +121,8 @@ static const struct ptq_linear_ops *linear_called(const char *name, bool panels)
     const struct ptq_ops *ops = ops_called(name);
 #if defined(__x86_64__)
     if (panels) return has_bf16(ops) ? &ptq_linear_bf16 : ops && ops != &ptq_ops_baseline && has_fma() ? &ptq_linear_avx2 : nullptr;
+#elif defined(__aarch64__)
+    if (panels) return ops ? &ptq_linear_neon : nullptr;
 #endif
     return ops && !panels ? ops->linear : nullptr;
 }

@@ -1,4 +1,4 @@
-// W float lanes and their masks, on AVX-512 (16), AVX2 (8) or whatever the compiler makes of 4 lanes.
+// W float lanes and their masks, on AVX-512 (16), AVX2 (8), NEON (4) or whatever the compiler makes of 4 lanes.
 //
 // Included inside an unnamed namespace of each per-ISA translation unit, after the target pragma: everything here has
 // internal linkage, so no code compiled for a newer CPU can be merged into an older path by the linker.
@@ -55,7 +55,11 @@ INLINE vf min_of(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE vf max_of(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE unsigned lane_bits(vm m) { return (unsigned)_mm256_movemask_ps((__m256)m); }
 #else
+#if defined(PTQ_NEON)
+INLINE vf select(vm m, vf a, vf b) { return (vf)vbslq_f32((uint32x4_t)m, (float32x4_t)a, (float32x4_t)b); }
+#else
 INLINE vf select(vm m, vf a, vf b) { return (vf)(((vi)a & m) | ((vi)b & ~m)); }
+#endif
 #if defined(__SSE2__)
 INLINE vf min_of(vf a, vf b) { return (vf)_mm_min_ps((__m128)a, (__m128)b); }
 INLINE vf max_of(vf a, vf b) { return (vf)_mm_max_ps((__m128)a, (__m128)b); }
@@ -63,11 +67,15 @@ INLINE unsigned lane_bits(vm m) { return (unsigned)_mm_movemask_ps((__m128)m); }
 #else
 INLINE vf min_of(vf a, vf b) { return select(a < b, a, b); }
 INLINE vf max_of(vf a, vf b) { return select(a > b, a, b); }
+#if defined(PTQ_NEON)
+INLINE unsigned lane_bits(vm m) { return vaddvq_u32((uint32x4_t)(m & (vi){1, 2, 4, 8})); }
+#else
 INLINE unsigned lane_bits(vm m) {
     unsigned out = 0;
     for (int i = 0; i < W; ++i) out |= (unsigned)(m[i] & 1) << i;
     return out;
 }
+#endif
 #endif
 #endif
 INLINE vi select(vm m, vi a, vi b) { return (vi)select(m, (vf)a, (vf)b); }
@@ -80,7 +88,12 @@ INLINE vi max_of(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)
 INLINE vi min_of(vi a, vi b) { return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b); }
 INLINE vm no_lanes() { return 0; }
 #else
+#if defined(PTQ_NEON)
+INLINE vi max_of(vi a, vi b) { return (vi)vmaxq_s32((int32x4_t)a, (int32x4_t)b); }
+INLINE vi min_of(vi a, vi b) { return (vi)vminq_s32((int32x4_t)a, (int32x4_t)b); }
+#else
 INLINE vi max_of(vi a, vi b) { return select(less(a, b), b, a); }
 INLINE vi min_of(vi a, vi b) { return select(less(a, b), a, b); }
+#endif
 INLINE vm no_lanes() { return splat(0); }
 #endif

@@ -23,6 +23,8 @@ template <int DTYPE> INLINE vf load_lanes(const void *w, int64_t i) {
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(PTQ_AVX2)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(PTQ_NEON)
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
     vshorts s;  // as half_to_float
     memcpy(&s, p, sizeof s);

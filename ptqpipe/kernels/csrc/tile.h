@@ -90,13 +90,35 @@ INLINE void halves_to_float(__m256i pair, vf *even, vf *odd) {
 }
 typedef __m256i words;
 
+#elif defined(PTQ_NEON)
+
+INLINE void transpose_words(const char *p, int64_t stride, uint32x4_t *out) {
+    for (int half = 0; half < 2; ++half) {
+        uint32x4_t a[4], b[4];
+        for (int i = 0; i < 4; ++i) a[i] = vreinterpretq_u32_u8(vld1q_u8((const uint8_t *)p + i * stride + 16 * half));
+        for (int i = 0; i < 2; ++i) {  // words 0 and 1, then 2 and 3, of rows i and i + 2
+            b[i] = vzip1q_u32(a[i], a[i + 2]);
+            b[i + 2] = vzip2q_u32(a[i], a[i + 2]);
+        }
+        for (int i = 0; i < 2; ++i) {
+            out[4 * half + 2 * i] = vzip1q_u32(b[2 * i], b[2 * i + 1]);
+            out[4 * half + 2 * i + 1] = vzip2q_u32(b[2 * i], b[2 * i + 1]);
+        }
+    }
+}
+INLINE void halves_to_float(uint32x4_t pair, vf *even, vf *odd) {
+    *even = (vf)vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(pair)));
+    *odd = (vf)vcvt_f32_f16(vreinterpret_f16_u16(vshrn_n_u32(pair, 16)));
+}
+typedef uint32x4_t words;
+
 #endif
 
 template <int DTYPE, int B> static void load_tile(const char *p, int any_block, vf *x) {
     const int block = B ? B : any_block;
     [[maybe_unused]] const int64_t stride = (int64_t)block * dtype_bytes(DTYPE);
     int k = 0;
-#if defined(PTQ_AVX512) || defined(PTQ_AVX2)
+#if defined(PTQ_AVX512) || defined(PTQ_AVX2) || defined(PTQ_NEON)
     words t[8];
     if (DTYPE == PTQ_F32) {
         for (; k + 8 <= block; k += 8) {

@@ -121,6 +121,8 @@ template <int DTYPE> INLINE void store_lanes(void *out, int64_t i, vf x) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(PTQ_AVX2)
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(PTQ_NEON)
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
 #else
     for (int lane = 0; lane < W; ++lane) p[lane] = to_half(x[lane]);
 #endif

@@ -5,6 +5,8 @@ INLINE vi nearest_integer(vf y) {  // ties to even, for |y| < 2^22
     return (vi)_mm512_cvtps_epi32((__m512)y);
 #elif defined(PTQ_AVX2)
     return (vi)_mm256_cvtps_epi32((__m256)y);
+#elif defined(PTQ_NEON)
+    return (vi)vcvtnq_s32_f32((float32x4_t)y);
 #else
     return bits(y + splat(12582912.0f)) - (int32_t)0x4B400000;
 #endif
@@ -34,6 +36,12 @@ template <bool SIGNED, int V> INLINE void store_codes(uint8_t *p, const vi *c) {
         const __m128i b = _mm_packs_epi32((__m128i)c[i + 2], (__m128i)c[i + 3]);
         _mm_storeu_si128((__m128i *)(p + i * W), SIGNED ? _mm_packs_epi16(a, b) : _mm_packus_epi16(a, b));
     }
+#elif defined(PTQ_NEON)
+    for (; i + 4 <= V; i += 4) {
+        const uint16x8_t a = vcombine_u16(vmovn_u32((uint32x4_t)c[i]), vmovn_u32((uint32x4_t)c[i + 1]));
+        const uint16x8_t b = vcombine_u16(vmovn_u32((uint32x4_t)c[i + 2]), vmovn_u32((uint32x4_t)c[i + 3]));
+        vst1q_u8(p + i * W, vcombine_u8(vmovn_u16(a), vmovn_u16(b)));
+    }
 #endif
     for (; i < V; ++i) {
         const vbytes b = __builtin_convertvector((vu)c[i], vbytes);
@@ -48,6 +56,12 @@ template <bool SIGNED> INLINE vi load_code(const uint8_t *p) {
 #elif defined(PTQ_AVX2)
     const __m128i b = _mm_loadl_epi64((const __m128i *)p);
     return (vi)(SIGNED ? _mm256_cvtepi8_epi32(b) : _mm256_cvtepu8_epi32(b));
+#elif defined(PTQ_NEON)
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    const uint8x8_t b = vreinterpret_u8_u32(vdup_n_u32(four));
+    if (SIGNED) return (vi)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(b))));
+    return (vi)vmovl_u16(vget_low_u16(vmovl_u8(b)));
 #else
     if (SIGNED) {
         vsigned b;
