@@ -1,7 +1,8 @@
 """The CPU kernels, which pyproject.toml cannot describe: all .cpp files of csrc, compiled side by side if they changed.
 
 They export a plain C interface for ctypes and link to neither Python nor torch, so one build serves every version of
-both: the library has no version in its name, and ``python -m build`` makes one wheel, py3-none-linux_x86_64.
+both: the library has no version in its name, and ``python -m build`` makes one wheel, py3-none-linux_x86_64 or
+py3-none-linux_aarch64.
 Without a compiler the install goes on without them (``optional``), and ptqpipe uses its pure-torch path.
 """
 
@@ -21,8 +22,8 @@ CSRC = Path("ptqpipe/kernels/csrc")
 LIBRARY = Path("ptqpipe/kernels/_cpu.so")
 OBJECTS = Path("build/kernels")  # one object for each state of a source, its headers, the flags and the compiler
 
-# No -march: the sources choose AVX-512, AVX2 or baseline at run time. No -ffast-math and no contraction to FMA:
-# the kernels are bit-equal to their torch references.
+# No -march: the sources choose AVX-512, AVX2 or baseline at run time (NEON on aarch64). No -ffast-math and no
+# contraction to FMA: the kernels are bit-equal to their torch references.
 FLAGS = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fno-math-errno"]
 
 

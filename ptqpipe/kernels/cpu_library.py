@@ -176,10 +176,12 @@ def call(function: str, *arguments: object) -> int:
 
 
 def processor() -> tuple[str, set[str]]:
-    """What the first processor calls itself, and its flags, from /proc; the architecture and none where that is not."""
+    """What the first processor calls itself, and its flags or features, from /proc; the architecture and none where
+    that is not."""
     found: dict[str, str] = {}
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in takewhile(str.strip, file):
             key, _, value = line.partition(":")
             found[key.strip()] = value.strip()
-    return one_line(found.get("model name") or platform.machine(), limit=100), set(found.get("flags", "").split())
+    flags = found.get("flags", found.get("Features", ""))  # the latter on aarch64
+    return one_line(found.get("model name") or platform.machine(), limit=100), set(flags.split())

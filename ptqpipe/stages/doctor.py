@@ -18,7 +18,7 @@ from ptqpipe.kernels import cpu_library
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.runtime.memory import available_bytes
 
-FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512vbmi", "amx_tile")
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512vbmi", "amx_tile", "asimd", "asimddp")
 """What the kernels ask of a CPU, as /proc/cpuinfo names it; AMX they leave to torch."""
 
 _REQUIRED = re.compile(r"([\w.-]+)(?:\[([\w,-]+)\])?[^;]*; extra == ['\"](\w+)['\"]")

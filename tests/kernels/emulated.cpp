@@ -1,8 +1,8 @@
-// Runs the kernels of another processor for tests on this one: started under an emulator by emulated.py, which sends calls.
+// Runs the kernels of another processor for tests on this one. emulated.py starts it under an emulator and sends calls.
 //
-// A call is a name and up to eight integers, pointers among them, whose addresses are those of the tests' process with one
-// bit changed (so that they meet nothing of the emulator's). The kernel faults where it follows one; the handler asks for
-// the memory there and maps it. After the call the words that were changed go back, and all of it is forgotten.
+// A call is a name and up to eight integers, pointers among them, whose addresses are those of the tests' process with
+// one bit changed (so that they meet nothing of the emulator's). The kernel faults where it follows one; the handler
+// asks for the memory there and maps it. After the call the words that were changed go back, and all is forgotten.
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdint.h>

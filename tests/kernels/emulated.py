@@ -1,7 +1,7 @@
 """A plugin of pytest: the kernels of another processor, run by an emulator, under the same tests as those of this one.
 
 ``PTQPIPE_EMULATED=COMMAND python -m pytest -p tests.kernels.emulated ...``, where COMMAND starts the program of
-``emulated.cpp``, built for that processor, with a library of kernels that was. `scripts/check_aarch64.py` does all of it.
+``emulated.cpp``, built for that processor, with a library of kernels that was. `scripts/check_aarch64.py` does it all.
 """
 
 import ctypes
@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     library = EmulatedLibrary(shlex.split(os.environ["PTQPIPE_EMULATED"]))
     assert not cpu_library.library.cache_info().currsize, "the library of this machine is in use already"
     cpu_library._built = lambda: (library, library.ptq_abi())  # type: ignore[assignment]
+    assert cpu_library.known_isas(), "it has no kernels for the processor that is emulated"
     config.stash[_LIBRARY] = library
 
 

@@ -24,7 +24,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return given
 
 
-@pytest.mark.parametrize(("built", "platform"), [(True, "linux_x86_64"), (False, "any")])
+@pytest.mark.parametrize(("built", "platform"), [(True, "linux_x86_64"), (True, "linux_aarch64"), (False, "any")])
 def test_the_tag_names_no_python_and_a_platform_only_where_there_are_kernels(
     described: dict[str, Any], tmp_path: Path, *, built: bool, platform: str
 ) -> None:
@@ -32,7 +32,7 @@ def test_the_tag_names_no_python_and_a_platform_only_where_there_are_kernels(
         (tmp_path / LIBRARY).parent.mkdir(parents=True)
         (tmp_path / LIBRARY).touch()
     wheel = Distribution({"name": "ptqpipe", **described}).get_command_obj("bdist_wheel")
-    wheel.bdist_dir, wheel.plat_name = str(tmp_path), "linux-x86_64"
+    wheel.bdist_dir, wheel.plat_name = str(tmp_path), platform if built else "linux-x86_64"
     wheel.plat_name_supplied = wheel.root_is_pure = False
     assert wheel.get_tag() == ("py3", "none", platform)
 

@@ -1,6 +1,8 @@
 """Claims about ``ptqpipe doctor``: it says what is here and what is not, with the remedy, and always ends with 0."""
 
+import io
 import json
+import platform
 import socket
 import tomllib
 from pathlib import Path
@@ -32,6 +34,14 @@ def test_every_part_of_the_machine_has_a_line_and_the_same_in_json() -> None:
         assert f"  {name} " in text.output
     assert checks["torch"]["version"] == torch.__version__
     assert checks["kernels"]["isa"] == cpu_library.current_isa()
+
+
+def test_an_aarch64_processor_is_known_by_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "processor\t: 0\nFeatures\t: fp asimd aes asimddp\nCPU implementer\t: 0x41\n\nprocessor\t: 1\n"
+    monkeypatch.setattr(cpu_library, "open", lambda *_, **__: io.StringIO(text), raising=False)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    cpu = found(network=False)["CPU"]
+    assert (cpu.facts["model"], cpu.facts["flags"]) == ("aarch64", ["asimd", "asimddp"])
 
 
 def test_kernels_that_were_not_built_are_named_with_what_builds_them(

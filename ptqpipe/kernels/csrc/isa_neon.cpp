@@ -7,5 +7,6 @@
 #define PTQ_NEON 1
 #define PTQ_NAME "neon"
 #define PTQ_OPS ptq_ops_neon
+#define PTQ_COLLECTIVE ptq_collective_neon
 #include "body.h"
 #endif

@@ -1,0 +1,29 @@
+"""The kernels compile for aarch64 and run under an emulator, where there are a cross compiler and one."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts/check_aarch64.py"
+TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
+
+
+@pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"without {' or '.join(TOOLS)}")
+def test_the_kernels_compile_and_one_of_their_tests_passes() -> None:
+    command = [sys.executable, str(SCRIPT), "-v", "tests/kernels/test_cpu_norm.py::test_it_is_torchs_norm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^kernels: neon of qemu-aarch64 ", done.stdout, re.MULTILINE)
+    assert "6 passed" in done.stdout
+
+
+def test_without_the_tools_it_says_what_to_install(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT)]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "apt-get install g++-aarch64-linux-gnu qemu-user" in done.stderr
