@@ -278,7 +278,7 @@ def test_an_input_of_another_width_is_refused() -> None:
 @pytest.mark.skipif(IN_INTEGERS is None, reason="this machine has no kernel for AVX2 or NEON")
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_inputs_far_below_the_largest_of_16_lose_less_than_stated(fmt: str) -> None:
-    """On AVX2 and NEON 16 columns of x are whole numbers over one power of two: they lose 2^-14 of their largest at most."""
+    """On AVX2 and NEON 16 columns of x are whole numbers over one power of two: 2^-14 of the largest may be lost."""
     g = torch.Generator().manual_seed(12)
     w, x = torch.randn(48, 512, generator=g), torch.randn(5, 512, generator=g)
     w[:, ::16] = 0  # else what the largest contribute hides the loss
