@@ -27,6 +27,7 @@ from ptqpipe.stages.evaluate.text import write as write_evaluation
 from ptqpipe.stages.generate import generate
 from ptqpipe.stages.pipeline import call
 from ptqpipe.stages.pipeline.disk import Disk, disk_of
+from ptqpipe.stages.pipeline.memory import memory_of, text_of
 from ptqpipe.stages.pipeline.table import Way, words_of
 from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
 from ptqpipe.stages.report.run import make_report
@@ -52,7 +53,7 @@ class Pipeline:
     path      of the model; ``floats`` what is quantized: the model, or the folder of the factors to fold into it
     folder    where the stages' outputs lie; ``begun`` the hidden folder that says that a run is unfinished
     texts     files of --data, empty where the model writes its own
-    disk      what it takes beside the output
+    disk      what it takes beside the output; ``memory`` about what each stage holds
     identity  what decides the bytes, by its name in a message
     replaces  whether the run, or the one that it continues, was begun with --overwrite
     command   the call, which eval file and report show
@@ -73,6 +74,7 @@ class Pipeline:
     floats: Path = field(init=False)
     begun: Path = field(init=False)
     disk: Disk = field(init=False)
+    memory: str = field(init=False)
     identity: Mapping[str, str] = field(init=False)
     evaluation: Mapping[str, Any] | None = None
     report: Path | None = None
@@ -85,6 +87,8 @@ class Pipeline:
             self.identity = self._identity(source)
             known, size = self.needs_statistics, self.weights_bytes
             self.disk = disk_of(source, self.work, self.way, statistics=known, weights_bytes=size)
+            limit = self.machine.memory_bytes
+            self.memory = text_of(memory_of(source, self.work, self.way, disk=self.disk, limit=limit), limit)
 
     @property
     def folder(self) -> Path:

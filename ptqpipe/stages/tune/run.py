@@ -280,8 +280,10 @@ def _tune_block(
         run(lambda batch: None)
         codes = codes_of.read(folder, block, work.units)
     else:
-        inputs = observe(block, runner, run) if collects else run(lambda batch: None)
-        codes, record = _find(work, options, work.start(inputs), streams, on_part=on_part)
+        if not collects:
+            run(lambda batch: None)
+        start = work.start(observe(block, runner, run) if collects else None)  # whose moments then go
+        codes, record = _find(work, options, start, streams, on_part=on_part)
         record |= codes_of.write(folder.paths.growing, block.name, codes)
         folder.commit(block.name, record)
     decoded = {key: q.dequantize() for key, q in codes.items()}
