@@ -111,7 +111,7 @@ def weighted_error(q: QTensor, w: torch.Tensor, importance: torch.Tensor) -> flo
     for start, stop in chunks(q.shape, q.fmt):
         part = q if (start, stop) == (0, q.shape[0]) else q.narrow(0, start, stop - start)
         diff = part.dequantize().double() - w[start:stop].double()
-        total += float((diff.square_().sum(dim=0) * importance.double()).sum())
+        total += float((diff.square_().sum(dim=0) * importance.to(diff.device).double()).sum())
     return total
 
 
