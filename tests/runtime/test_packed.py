@@ -111,6 +111,20 @@ def test_scales_that_are_negative_or_nan_reach_their_own_row_alone(rows: int) ->
     assert bool(((y - exact).abs() <= bound(x, w, exact, decoded_bf16=False))[:, others].all())
 
 
+@pytest.mark.parametrize("rows", [1, 6, 16])
+@pytest.mark.parametrize("fmt", ["fp8_channel", "fp8_block", "mxfp8"])
+@pytest.mark.usefixtures("isa")
+def test_codes_that_are_nan_reach_their_own_row_alone(fmt: str, rows: int) -> None:
+    packed, w = weight(fmt, 48, 256)
+    packed.data[3, 200], packed.data[40, 0] = 0x7F, 0xFF
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(10)).bfloat16()
+    x[0, 200] = 0
+    y, exact = packed_linear(x, packed.arranged()).double(), x.double() @ w.t()
+    others = [row for row in range(48) if row not in (3, 40)]
+    assert bool(y[:, [3, 40]].isnan().all())
+    assert bool(((y - exact).abs() <= bound(x, w, exact, decoded_bf16=fmt == "fp8_block"))[:, others].all())
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.usefixtures("isa")
 def test_panels_hold_the_same_bytes(fmt: str) -> None:

@@ -135,6 +135,14 @@ INLINE uint16_t to_bf16(float v) {
     return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
 }
 
+// The sums of a panel's rows, NaN where a dword of `bad` is not zero.
+INLINE void spoil(__m256 *sums, const __m256i *bad) {
+    UNROLL for (int h = 0; h < HALVES; ++h) {
+        const __m256i sound = _mm256_cmpeq_epi32(bad[h], _mm256_setzero_si256());
+        sums[h] = _mm256_blendv_ps(_mm256_set1_ps(__builtin_nanf("")), sums[h], _mm256_castsi256_ps(sound));
+    }
+}
+
 INLINE void write(const ptq_linear *j, const __m256 *sums, int64_t m, int64_t row, int64_t last) {
     alignas(32) float y[LANES];
     for (int h = 0; h < HALVES; ++h) _mm256_store_ps(y + 8 * h, sums[h]);
@@ -203,13 +211,13 @@ template <int ELEMENT> struct Shape {
 };
 
 // Column c of a step whose dwords are `v`, 64 bytes apart.
-template <int ELEMENT, bool NANS> INLINE __m256 column(const uint8_t *v, int c) {
+template <int ELEMENT> INLINE __m256 column(const uint8_t *v, int c) {
     const __m256i *d = (const __m256i *)v;
     if (ELEMENT == PTQ_BF16_ELEMENT) {
         const __m256i pair = _mm256_loadu_si256(d);
         return _mm256_castsi256_ps(c ? _mm256_and_si256(pair, _mm256_set1_epi32((int)0xFFFF0000)) : _mm256_slli_epi32(pair, 16));
     }
-    if (ELEMENT == PTQ_E4M3) return NANS ? e4m3_or_nan(_mm256_loadu_si256(d), c) : e4m3(_mm256_loadu_si256(d), c);
+    if (ELEMENT == PTQ_E4M3) return e4m3(_mm256_loadu_si256(d), c);
     const int at = 6 * c / 32, down = 6 * c % 32;
     __m256i code = _mm256_srli_epi32(_mm256_loadu_si256(d + 2 * at), down);
     if (down > 26) code = _mm256_or_si256(code, _mm256_slli_epi32(_mm256_loadu_si256(d + 2 * at + 2), 32 - down));
@@ -220,13 +228,20 @@ template <int ELEMENT, bool NANS> INLINE __m256 column(const uint8_t *v, int c) 
     return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_or_si256(magnitude, sign)), scale);
 }
 
-template <int ELEMENT, int SCALE, bool NANS, int T>
+// A code that is NaN, which makes every sum of its row NaN, is noted in passing: a byte of `bad`.
+template <int ELEMENT> INLINE void note_nan(const uint8_t *v, __m256i *bad) {
+    const __m256i nan = _mm256_set1_epi8(127), codes = _mm256_loadu_si256((const __m256i *)v);
+    if (ELEMENT == PTQ_E4M3) *bad = _mm256_or_si256(*bad, _mm256_cmpeq_epi8(_mm256_and_si256(codes, nan), nan));
+}
+
+template <int ELEMENT, int SCALE, int T>
 void floats_tile(const ptq_linear *j, const void *prepared, int64_t row, int64_t last, int64_t m0) {
     typedef Shape<ELEMENT> S;
     enum { BLOCKS = SCALE == PTQ_BLOCK_E8M0 ? 2 : 1, STEPS = UNIT / S::STEP / BLOCKS };
     const int64_t units = units_of(j), stride = units * UNIT;
     const uint8_t *d = j->data + row * j->data_stride;
     const float *x = (const float *)prepared + m0 * stride;
+    __m256i bad[HALVES] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     __m256 sums[T][HALVES];
     UNROLL for (int t = 0; t < T; ++t) UNROLL for (int h = 0; h < HALVES; ++h) sums[t][h] = _mm256_setzero_ps();
     for (int64_t unit = 0; unit < units; ++unit) {
@@ -234,9 +249,10 @@ void floats_tile(const ptq_linear *j, const void *prepared, int64_t row, int64_t
             __m256 part[T][HALVES];
             UNROLL for (int t = 0; t < T; ++t) UNROLL for (int h = 0; h < HALVES; ++h) part[t][h] = _mm256_setzero_ps();
             for (int q = 0; q < STEPS; ++q, d += 64 * S::STEP_DWORDS, x += S::STEP) {
-                _mm_prefetch((const char *)(d + 2048), _MM_HINT_T0);
+                UNROLL for (int i = 0; i < S::STEP_DWORDS; ++i) _mm_prefetch((const char *)(d + 2048 + 64 * i), _MM_HINT_T0);
+                UNROLL for (int h = 0; h < HALVES; ++h) note_nan<ELEMENT>(d + 32 * h, bad + h);
                 UNROLL for (int c = 0; c < S::STEP; ++c) {
-                    const __m256 w[HALVES] = {column<ELEMENT, NANS>(d, c), column<ELEMENT, NANS>(d + 32, c)};
+                    const __m256 w[HALVES] = {column<ELEMENT>(d, c), column<ELEMENT>(d + 32, c)};
                     UNROLL for (int t = 0; t < T; ++t) {
                         const __m256 v = _mm256_broadcast_ss(x + t * stride + c);
                         UNROLL for (int h = 0; h < HALVES; ++h) part[t][h] = _mm256_fmadd_ps(w[h], v, part[t][h]);
@@ -253,17 +269,10 @@ void floats_tile(const ptq_linear *j, const void *prepared, int64_t row, int64_t
             }
         }
     }
-    UNROLL for (int t = 0; t < T; ++t) write(j, sums[t], m0 + t, row, last);
-}
-
-// Whether the panel at `row` has a code of E4M3 that is NaN.
-bool has_nan(const ptq_linear *j, int64_t row) {
-    const __m256i nan = _mm256_set1_epi8(127);
-    __m256i found = _mm256_setzero_si256();
-    const uint8_t *d = j->data + row * j->data_stride;
-    for (int64_t i = 0; i < j->data_stride * LANES; i += 32)
-        found = _mm256_or_si256(found, _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_loadu_si256((const __m256i *)(d + i)), nan), nan));
-    return !_mm256_testz_si256(found, found);
+    UNROLL for (int t = 0; t < T; ++t) {
+        if (ELEMENT == PTQ_E4M3) spoil(sums[t], bad);
+        write(j, sums[t], m0 + t, row, last);
+    }
 }
 
 // ---- every row of x, in tiles as equal as they can be ----
@@ -275,10 +284,10 @@ template <int SCALE> struct Codes {
     }
 };
 
-template <int ELEMENT, int SCALE, bool NANS> struct Numbers {
+template <int ELEMENT, int SCALE> struct Numbers {
     enum { MOST = FLOAT_ROWS };
     template <int T> static void tile(const ptq_linear *j, const void *x, int64_t row, int64_t last, int64_t m0) {
-        floats_tile<ELEMENT, SCALE, NANS, T>(j, x, row, last, m0);
+        floats_tile<ELEMENT, SCALE, T>(j, x, row, last, m0);
     }
 };
 
@@ -294,20 +303,15 @@ template <class KIND> void panel(const ptq_linear *j, const void *x, int64_t row
     }
 }
 
-template <int ELEMENT, int SCALE> void float_panel(const ptq_linear *j, const void *x, int64_t row, int64_t last) {
-    if (ELEMENT == PTQ_E4M3 && has_nan(j, row)) panel<Numbers<ELEMENT, SCALE, true>>(j, x, row, last);
-    else panel<Numbers<ELEMENT, SCALE, false>>(j, x, row, last);
-}
-
 void rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
     void (*one)(const ptq_linear *, const void *, int64_t, int64_t) = nullptr;
     if (j->element == PTQ_E2M1) one = j->scale_kind == PTQ_BLOCK_E4M3 ? panel<Codes<PTQ_BLOCK_E4M3>> : panel<Codes<PTQ_BLOCK_E8M0>>;
-    else if (j->element == PTQ_BF16_ELEMENT) one = float_panel<PTQ_BF16_ELEMENT, PTQ_NO_SCALES>;
-    else if (j->element == PTQ_E2M3) one = float_panel<PTQ_E2M3, PTQ_BLOCK_E8M0>;
-    else if (j->element == PTQ_E3M2) one = float_panel<PTQ_E3M2, PTQ_BLOCK_E8M0>;
-    else if (j->scale_kind == PTQ_NO_SCALES) one = float_panel<PTQ_E4M3, PTQ_NO_SCALES>;
-    else if (j->scale_kind == PTQ_BLOCK_E8M0) one = float_panel<PTQ_E4M3, PTQ_BLOCK_E8M0>;
-    else one = float_panel<PTQ_E4M3, PTQ_BLOCK_FLOAT>;
+    else if (j->element == PTQ_BF16_ELEMENT) one = panel<Numbers<PTQ_BF16_ELEMENT, PTQ_NO_SCALES>>;
+    else if (j->element == PTQ_E2M3) one = panel<Numbers<PTQ_E2M3, PTQ_BLOCK_E8M0>>;
+    else if (j->element == PTQ_E3M2) one = panel<Numbers<PTQ_E3M2, PTQ_BLOCK_E8M0>>;
+    else if (j->scale_kind == PTQ_NO_SCALES) one = panel<Numbers<PTQ_E4M3, PTQ_NO_SCALES>>;
+    else if (j->scale_kind == PTQ_BLOCK_E8M0) one = panel<Numbers<PTQ_E4M3, PTQ_BLOCK_E8M0>>;
+    else one = panel<Numbers<PTQ_E4M3, PTQ_BLOCK_FLOAT>>;
     for (int64_t row = first; row < last; row += LANES) one(j, x, row, last);
 }
 
