@@ -1,7 +1,7 @@
-"""Serving, measured: ours (packed and bfloat16), transformers' generate and serve, and vLLM, on one model and prompts.
+"""Serving, measured: ours (packed and bfloat16), transformers' generate and serve, vLLM, llama.cpp; on one model.
 
 Usage: python scripts/bench_serve.py MODEL [--packed OUT] [--vllm-python PYTHON] [--systems a,b] [--batches 1,4,16]
-       [--prompt N] [--new N] [--threads N] [--repeats N]
+       [--prompt N] [--new N] [--threads N] [--repeats N] [--llama-python PYTHON] [--gguf FILE] [--isa avx2|avx512]
 
 MODEL is a bfloat16 checkpoint that exceeds the CPU's cache (scripts/make_synthetic_model.py), OUT the same converted
 (without it: converted to NVFP4 here). Servers are asked over HTTP by streams that begin at once, with random tokens as
@@ -14,14 +14,18 @@ each system and batch, medians of the repeats:
     pss_mb             memory of all its processes, shared pages divided
 
 and a line of ratios to vLLM's bfloat16 where both ran. Ratios within one run are what counts.
+
+``engine``, ``engine-bf16`` and ``llama`` have no server: a process each (engine_child.py, llama_child.py) that stays,
+and they take turns, repeat by repeat. llama.cpp has the same random weights in Q4_0, from a Python of its own with
+llama-cpp-python and gguf. ``--isa`` is what ptqpipe and torch use; give the --llama-python whose llama.cpp was built
+for the same. Their lines have the limits of this machine, too: ``read_limit`` is the decode speed if the bytes of
+weights were read once a step as fast as that was measured, ``of_limit`` the part of it that was reached.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import random
-import re
 import signal
 import statistics
 import subprocess
@@ -30,68 +34,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+from bench_children import Child, Load, Result, Timing, prompts_of, pss_mb, result_of
 
 START_S = 300
 SYSTEMS = ("ptqpipe", "ptqpipe-bf16", "generate", "transformers-serve", "vllm")
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """``batch`` prompts of ``prompt`` tokens, ``new`` tokens each."""
-
-    batch: int
-    prompt: int
-    new: int
-
-
-@dataclass(slots=True)
-class Timing:
-    """When each stream began and got its tokens, seconds."""
-
-    began: float
-    tokens: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One repeat."""
-
-    prefill_tokens_s: float
-    decode_tokens_s: float
-    ttft_ms: tuple[float, float]
-    itl_ms: tuple[float, float]
-
-
-def prompts_of(load: Load, vocabulary: int, repeat: int) -> list[list[int]]:
-    """Random tokens, others for every load and repeat."""
-    rng = random.Random(f"{load.batch} {load.prompt} {repeat}")
-    return [[rng.randrange(16, vocabulary - 16) for _ in range(load.prompt)] for _ in range(load.batch)]
-
-
-def quantile(values: list[float], q: float) -> float:
-    """The nearest rank."""
-    return sorted(values)[min(len(values) - 1, round(q * (len(values) - 1)))]
-
-
-def result_of(timings: list[Timing], load: Load) -> Result:
-    """What the streams' times say."""
-    began, ready = min(t.began for t in timings), max(t.tokens[0] for t in timings)
-    last = max(t.tokens[-1] for t in timings)
-    # A server may put several tokens in one event: events count as many tokens as each stream had.
-    after = sum(sum(at > ready for at in t.tokens) * load.new / len(t.tokens) for t in timings)
-    first = [1e3 * (t.tokens[0] - t.began) for t in timings]
-    gaps = [1e3 * (b - a) for t in timings for a, b in zip(t.tokens, t.tokens[1:], strict=False)] or [0.0]
-    return Result(
-        load.batch * load.prompt / (ready - began),
-        after / (last - ready) if last > ready else 0.0,
-        (quantile(first, 0.5), quantile(first, 0.99)),
-        (quantile(gaps, 0.5), quantile(gaps, 0.99)),
-    )
+IN_PROCESS = ("engine", "engine-bf16", "llama")
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> Timing:
@@ -147,21 +98,6 @@ def healthy(port: int) -> bool:
         return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def pss_mb(root: int) -> float:
-    """Proportional set size of a process and all below it."""
-    total, found = 0, [root]
-    while found:
-        pid = found.pop()
-        try:
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            total += int(re.search(r"^Pss:\s+(\d+)", rollup, re.MULTILINE)[1])  # type: ignore[index]
-            for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                found += [int(child) for child in children.read_text().split()]
-        except OSError:
-            continue
-    return total / 1024
 
 
 def command_of(system: str, arguments: argparse.Namespace, packed: Path, longest: int) -> list[str]:
@@ -275,10 +211,42 @@ def measure_generate(arguments: argparse.Namespace, loads: list[Load]) -> None:
         report("generate", load, results, found["pss_mb"], arguments)
 
 
+def measure_in_process(arguments: argparse.Namespace, models: dict[str, Path], loads: list[Load]) -> None:
+    """Loads all of ``models`` (by system), and asks them in turns; prints their lines."""
+    vocabulary = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
+    longest, most = max(load.prompt + load.new for load in loads) + 16, max(load.batch for load in loads)
+    children = [
+        Child(system, model, (arguments.threads, longest, most), isa=arguments.isa, llama_python=arguments.llama_python)
+        for system, model in models.items()
+    ]
+    reached = max((child.facts.get("read_gb_s", 0.0) for child in children), default=0.0)
+    for load in loads:
+        results: dict[str, list[Result]] = {system: [] for system in models}
+        for repeat in range(-1, arguments.repeats):  # the first one warms up
+            small = load if repeat >= 0 else Load(load.batch, 32, 4)
+            for child in children:
+                began, streams = child.ask(prompts_of(small, vocabulary, repeat), small.new)
+                results[child.system].append(result_of([Timing(began, stream) for stream in streams], small))
+        for child in children:
+            known = {name: value for name, value in child.facts.items() if name != "bytes"}
+            if reached:
+                limit = load.batch * reached * 1e9 / child.facts["bytes"]
+                decode = statistics.median(result.decode_tokens_s for result in results[child.system][1:])
+                known |= {"read_limit": round(limit, 1), "of_limit": round(decode / limit, 3)}
+            memory = pss_mb(child.process.pid)
+            report(
+                child.system, load, results[child.system][1:], memory, arguments, bytes=child.facts["bytes"], **known
+            )
+    for child in children:
+        child.end()
+
+
 MEASURED: dict[tuple[str, int], dict[str, Any]] = {}
 
 
-def report(system: str, load: Load, results: list[Result], memory: float, arguments: argparse.Namespace) -> None:
+def report(
+    system: str, load: Load, results: list[Result], memory: float, arguments: argparse.Namespace, **known: Any
+) -> None:
     """One line."""
     line: dict[str, Any] = {"system": system, "batch": load.batch, "prompt": load.prompt, "new": load.new}
     line["threads"] = arguments.threads
@@ -287,7 +255,7 @@ def report(system: str, load: Load, results: list[Result], memory: float, argume
     for name in ("ttft_ms", "itl_ms"):
         for at, quantity in enumerate(("p50", "p99")):
             line[f"{name}_{quantity}"] = round(statistics.median(getattr(result, name)[at] for result in results), 2)
-    line["pss_mb"] = round(memory)
+    line |= {"pss_mb": round(memory), **known}
     MEASURED[system, load.batch] = line
     print(json.dumps(line), flush=True)
 
@@ -295,8 +263,8 @@ def report(system: str, load: Load, results: list[Result], memory: float, argume
 def ratios(loads: list[Load]) -> None:
     """Ours to the others' bfloat16."""
     for load in loads:
-        for ours in ("ptqpipe", "ptqpipe-bf16"):
-            for theirs in ("vllm", "generate", "transformers-serve"):
+        for ours in ("ptqpipe", "ptqpipe-bf16", "engine", "engine-bf16"):
+            for theirs in ("llama",) if ours in IN_PROCESS else ("vllm", "generate", "transformers-serve"):
                 a, b = MEASURED.get((ours, load.batch)), MEASURED.get((theirs, load.batch))
                 if a and b:
                     names = ("prefill_tokens_s", "decode_tokens_s", "pss_mb")
@@ -321,6 +289,9 @@ def main() -> None:
     parser.add_argument(
         "--ptqpipe-flags", type=str.split, default=[], help="further flags of ptqpipe serve, in one word"
     )
+    parser.add_argument("--llama-python", help="interpreter of an environment with llama-cpp-python and gguf")
+    parser.add_argument("--gguf", type=Path, help="the model in Q4_0, if it was made before [made here]")
+    parser.add_argument("--isa", choices=("avx2", "avx512"), help="instruction set of ptqpipe and torch [the best]")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -329,14 +300,27 @@ def main() -> None:
     systems = arguments.systems.split(",")
     if "vllm" in systems and not arguments.vllm_python:
         raise SystemExit("--systems vllm needs --vllm-python, the interpreter of its environment")
+    if "llama" in systems and not arguments.llama_python:
+        raise SystemExit("--systems llama needs --llama-python, the interpreter of its environment")
     loads = [Load(batch, arguments.prompt, arguments.new) for batch in arguments.batches]
     with tempfile.TemporaryDirectory() as folder:
         packed = arguments.packed
-        if packed is None and "ptqpipe" in systems:
+        if packed is None and {"ptqpipe", "engine"} & set(systems):
             packed = Path(folder) / "packed"
             command = [sys.executable, "-m", "ptqpipe", "convert", str(arguments.model), "-o", str(packed)]
             subprocess.run([*command, "--format", arguments.format, "-q"], check=True, stdout=subprocess.DEVNULL)
+        gguf = arguments.gguf
+        if gguf is None and "llama" in systems:
+            gguf = Path(folder) / "q4_0.gguf"
+            script = str(Path(__file__).with_name("llama_child.py"))
+            command = [arguments.llama_python, script, "make", str(arguments.model), str(gguf)]
+            subprocess.run(command, check=True, capture_output=True)
+        places = {"engine": packed, "engine-bf16": arguments.model, "llama": gguf}
+        if alone := {system: places[system] for system in systems if system in places}:
+            measure_in_process(arguments, alone, loads)
         for system in systems:
+            if system in IN_PROCESS:
+                continue
             if system == "generate":
                 measure_generate(arguments, loads)
             else:
