@@ -74,11 +74,19 @@ class Child:
     sizes         threads, tokens of a sequence, sequences at once
     isa           instruction set of ptqpipe and torch; None: the best
     llama_python  interpreter of llama.cpp's environment
+    cpu_clock     whether seconds are those of its CPU time
     facts         what it says of itself in its first line
     """
 
     def __init__(
-        self, system: str, model: Path, sizes: tuple[int, int, int], *, isa: str | None, llama_python: str | None
+        self,
+        system: str,
+        model: Path,
+        sizes: tuple[int, int, int],
+        *,
+        isa: str | None,
+        llama_python: str | None,
+        cpu_clock: bool,
     ) -> None:
         self.system, here = system, Path(__file__).parent
         ours = [sys.executable, str(here / "engine_child.py")]
@@ -87,6 +95,7 @@ class Child:
         if isa:
             environment |= {"PTQPIPE_ISA": isa, **(TORCH_AVX2 if isa == "avx2" else {})}
         command = [*(theirs if system == "llama" else ours), str(model), *map(str, sizes)]
+        command += ["--cpu-clock"] if cpu_clock else []
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         self.facts = self._line()

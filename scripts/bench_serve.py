@@ -216,7 +216,14 @@ def measure_in_process(arguments: argparse.Namespace, models: dict[str, Path], l
     vocabulary = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
     longest, most = max(load.prompt + load.new for load in loads) + 16, max(load.batch for load in loads)
     children = [
-        Child(system, model, (arguments.threads, longest, most), isa=arguments.isa, llama_python=arguments.llama_python)
+        Child(
+            system,
+            model,
+            (arguments.threads, longest, most),
+            isa=arguments.isa,
+            llama_python=arguments.llama_python,
+            cpu_clock=arguments.cpu_clock,
+        )
         for system, model in models.items()
     ]
     reached = max((child.facts.get("read_gb_s", 0.0) for child in children), default=0.0)
@@ -228,7 +235,8 @@ def measure_in_process(arguments: argparse.Namespace, models: dict[str, Path], l
                 began, streams = child.ask(prompts_of(small, vocabulary, repeat), small.new)
                 results[child.system].append(result_of([Timing(began, stream) for stream in streams], small))
         for child in children:
-            known = {name: value for name, value in child.facts.items() if name != "bytes"}
+            known = {"clock": "cpu" if arguments.cpu_clock else "wall"}
+            known |= {name: value for name, value in child.facts.items() if name != "bytes"}
             if reached:
                 limit = load.batch * reached * 1e9 / child.facts["bytes"]
                 decode = statistics.median(result.decode_tokens_s for result in results[child.system][1:])
@@ -291,6 +299,9 @@ def main() -> None:
     )
     parser.add_argument("--llama-python", help="interpreter of an environment with llama-cpp-python and gguf")
     parser.add_argument("--gguf", type=Path, help="the model in Q4_0, if it was made before [made here]")
+    parser.add_argument(
+        "--cpu-clock", action="store_true", help="CPU seconds, for engine and llama on one thread beside other work"
+    )
     parser.add_argument("--isa", choices=("avx2", "avx512"), help="instruction set of ptqpipe and torch [the best]")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -302,6 +313,8 @@ def main() -> None:
         raise SystemExit("--systems vllm needs --vllm-python, the interpreter of its environment")
     if "llama" in systems and not arguments.llama_python:
         raise SystemExit("--systems llama needs --llama-python, the interpreter of its environment")
+    if arguments.cpu_clock and (arguments.threads > 1 or set(systems) - set(IN_PROCESS)):
+        raise SystemExit(f"--cpu-clock is for one thread and {', '.join(IN_PROCESS)}; leave the others to another run")
     loads = [Load(batch, arguments.prompt, arguments.new) for batch in arguments.batches]
     with tempfile.TemporaryDirectory() as folder:
         packed = arguments.packed

@@ -1,13 +1,13 @@
 """llama.cpp in its own environment, for bench_serve.py. Needs llama-cpp-python, gguf and numpy alone.
 
     python llama_child.py make MODEL OUT.gguf           a bfloat16 Llama checkpoint as GGUF: the same numbers, then Q4_0
-    python llama_child.py run OUT.gguf THREADS TOKENS SEQUENCES
+    python llama_child.py run OUT.gguf THREADS TOKENS SEQUENCES [--cpu-clock]
 
 ``make`` writes bfloat16 beside OUT and lets llama.cpp itself quantize that to Q4_0, as ``llama-quantize`` does: its
 output matrix becomes Q6_K. ``run`` answers lines of JSON on standard input, {"prompts": [[token, ...], ...], "new": N},
 with a line each: {"began": seconds, "tokens": [seconds of each token of all sequences]}. Prompts and steps go through
 ``llama_decode`` with all sequences in one batch, each with a stream of the cache of its own; tokens are the largest
-logits. TOKENS is the length of a sequence, SEQUENCES the most at once.
+logits. TOKENS is the length of a sequence, SEQUENCES the most at once; ``--cpu-clock`` counts CPU seconds.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
+CLOCK = time.process_time if "--cpu-clock" in sys.argv else time.perf_counter
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -150,11 +151,11 @@ class Model:
             for sequence, prompt in enumerate(prompts)
             for at, token in enumerate(prompt)
         ]
-        began, last, times, made = time.perf_counter(), [], [], []
+        began, last, times, made = CLOCK(), [], [], []
         for first in range(0, len(entries), 512):
             last += self.decode(entries[first : first + 512])
         for step in range(new):
-            times.append(time.perf_counter())
+            times.append(CLOCK())
             made.append(last)
             if step < new - 1:
                 length = len(prompts[0]) + step
@@ -183,4 +184,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "make":
         make(Path(sys.argv[2]), Path(sys.argv[3]))
     else:
-        run(sys.argv[2], *map(int, sys.argv[3:]))
+        run(sys.argv[2], *map(int, sys.argv[3:6]))
