@@ -128,8 +128,13 @@ class PagedAttention:
         )  # fmt: skip
         if found is not None:
             return found
+        found = self._attend_singles(step, pages, query, terms)
+        at = 0 if found is None else found.shape[0]
+        if found is not None and at == query.shape[0]:
+            return found
         out = query.new_empty(*query.shape[:2], value.shape[-1])
-        at = self._attend_singles(step, pages, query, out, terms)
+        if found is not None:
+            out[:at] = found
         for span, table in list(zip(step.batch.spans, step.tables, strict=True))[at:]:
             rows = slice(at, at + span.count)
             if span.count == span.total and pages.key_scale is None:  # all that it sees is at hand
@@ -141,19 +146,14 @@ class PagedAttention:
             at += span.count
         return out
 
-    def _attend_singles(self, step: _Step, pages: Pages, query: torch.Tensor, out: torch.Tensor, terms: Terms) -> int:
-        """Fills ``out`` for the single queries in front by the compiled kernel; how many spans are done (0 without)."""
+    def _attend_singles(self, step: _Step, pages: Pages, query: torch.Tensor, terms: Terms) -> torch.Tensor | None:
+        """``[n, heads, dv]`` of the n single queries in front, by the compiled kernel; None without them or it."""
         if step.singles is None:
-            return 0
-        n = len(step.singles.totals)
-        found = paged_attention(
-            query[:n], pages.keys, pages.values, step.singles, scaling=terms.scaling, window=terms.window,
-            softcap=terms.softcap, sinks=terms.sinks, numbers=pages.numbers,
+            return None
+        return paged_attention(
+            query[: len(step.singles.totals)], pages.keys, pages.values, step.singles, scaling=terms.scaling,
+            window=terms.window, softcap=terms.softcap, sinks=terms.sinks, numbers=pages.numbers,
         )  # fmt: skip
-        if found is None:
-            return 0
-        out[:n] = found
-        return n
 
     def _one(
         self, step: _Step, span: Span, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
@@ -303,5 +303,5 @@ def paged_attention_forward(
     active, layer = _ACTIVE.get(), int(module.layer_idx)
     window = active.windows.get(layer, sliding_window)
     terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return active.attend(layer, q, k, v, terms)[None], None
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return active.attend(layer, q, k, v, terms).unsqueeze(0), None
