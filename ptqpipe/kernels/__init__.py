@@ -1,6 +1,6 @@
 """Fast versions of reference functions, bit-equal to the torch code that they mirror, and products of packed weights.
 
-    ptqpipe.kernels.cpu     compiled C++ for CPU tensors (AVX-512, AVX2, baseline), where a compiler built it
+    ptqpipe.kernels.cpu     compiled C++ for CPU tensors (AVX-512, AVX2, NEON, baseline), where a compiler built it
     ptqpipe.kernels.triton  the same for CUDA tensors
 
     ptqpipe.kernels.cpu_linear, triton_linear, cuda_fp8

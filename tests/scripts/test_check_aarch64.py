@@ -13,6 +13,7 @@ SCRIPT = ROOT / "scripts/check_aarch64.py"
 TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"without {' or '.join(TOOLS)}")
 def test_the_kernels_compile_and_one_of_their_tests_passes() -> None:
     command = [sys.executable, str(SCRIPT), "-v", "tests/kernels/test_cpu_norm.py::test_it_is_torchs_norm"]
