@@ -100,7 +100,7 @@ void prepare(const ptq_linear *j, void *out, int64_t first, int64_t last) {
 
 // ---- scales ----
 
-// Byte i of every dword, a code of E4M3, as a float.
+// Byte i of every dword, a code of E4M3 that is not NaN (which would be 480), as a float.
 INLINE __m256 e4m3(__m256i v, int i) {
     const __m256i top = _mm256_slli_epi32(v, 24 - 8 * i);
     const __m256i bits = _mm256_and_si256(_mm256_srai_epi32(top, 4), _mm256_set1_epi32((int)0x87F00000));
