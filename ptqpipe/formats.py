@@ -250,6 +250,7 @@ def _rows() -> tuple[Format, ...]:
         Format("fp8_channel", c["e4m3"], (1, WHOLE), c["bf16"]),
         Format("fp8_tensor", c["e4m3"], (WHOLE, WHOLE), c["bf16"]),
         Format("fp8_block", c["e4m3"], (128, 128), c["bf16"], partial_blocks=True),
+        Format("fp8_block_ue8m0", c["e4m3"], (128, 128), c["e8m0"], partial_blocks=True),
     )
 
 

@@ -23,6 +23,7 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
         "fp8_tensor": (_CT,),
         "fp8_static": (_CT, _MODELOPT),
         "fp8_block": (_DEEPSEEK, _CT, _MODELOPT),
+        "fp8_block_ue8m0": (_DEEPSEEK,),
     },
     "sglang": {
         "nvfp4": (_CT, _MODELOPT),
@@ -37,6 +38,7 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
         "fp8_dynamic": (_MODELOPT, _CT),
         "fp8_static": (_MODELOPT, _CT),
         "fp8_block": (_DEEPSEEK, _MODELOPT),
+        "fp8_block_ue8m0": (_DEEPSEEK,),
     },
     "transformers": {
         "nvfp4": (_CT,),
@@ -50,6 +52,7 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
         "fp8_tensor": (_CT,),
         "fp8_static": (_CT,),
         "fp8_block": (_DEEPSEEK, _CT),
+        "fp8_block_ue8m0": (_DEEPSEEK,),
     },
 }
 

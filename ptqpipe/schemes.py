@@ -125,6 +125,10 @@ def _rows() -> tuple[Scheme, ...]:
         Scheme("fp8_tensor", f("fp8_tensor"), a.FP8_TOKEN, "FP8-Tensor", ("fp8_per_tensor",), native=fp8),
         Scheme("fp8_static", f("fp8_tensor"), a.FP8_TENSOR_STATIC, "FP8", ("fp8_tensor_static",), native=fp8),
         Scheme("fp8_block", f("fp8_block"), a.FP8_GROUP, "FP8-Block", container="deepseek_fp8", native="Hopper, newer"),
+        Scheme(
+            "fp8_block_ue8m0", f("fp8_block_ue8m0"), a.FP8_GROUP, "FP8-Block-UE8M0", ("fp8_ue8m0",),
+            container="deepseek_fp8", native="Hopper, newer",
+        ),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from ptqpipe.containers._codec import (
     encode_part,
     part_bytes,
     part_offset,
+    scale_codes,
 )
 from ptqpipe.containers._config import (
     HF_QUANT_CONFIG,
@@ -72,6 +73,7 @@ __all__ = [
     "part_offset",
     "quantization_config",
     "same_value",
+    "scale_codes",
     "short_json",
     "without_quantization",
 ]

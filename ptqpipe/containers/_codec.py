@@ -14,7 +14,7 @@ from ptqpipe.containers._types import Load, Part, Role, StoredWeight
 from ptqpipe.dtypes import DTYPE_NAMES, DTYPES, FLOATS
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.formats import CODECS, Format
-from ptqpipe.qtensor import Factors, QTensor
+from ptqpipe.qtensor import Factors, QTensor, scale_values
 
 TORCH_DTYPES = {name: DTYPES[name][0] for name in ("U8", "F8_E4M3", "F8_E8M0", "F16", "BF16", "F32")}
 FLOAT_SCALES: dict[str, str] = {stored: short for short, (stored, _) in FLOATS.items()}
@@ -74,7 +74,7 @@ def encode_part(part: Part, q: QTensor, *, input_global_scale: torch.Tensor | No
         data = q.data.contiguous()
         return _cut(data if part.dtype == "U8" else data.view(TORCH_DTYPES[part.dtype]), inner)
     if part.role is Role.SCALES:
-        return _cut(_stored_scales(part, q.scales), inner)
+        return _cut(_stored_scales(part, q.scales, q.fmt), inner)
     if part.role in (Role.GLOBAL, Role.GLOBAL_DIVISOR):
         return _stored_global(part, q.global_scale, q.global_divides is (part.role is Role.GLOBAL)).reshape(inner)
     if part.role in (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR):
@@ -103,7 +103,7 @@ def decode(
     data = _read(_need(stored, Role.DATA), load, expert=expert, rows=(start, stop), total=n)
     scales = _read(_need(stored, Role.SCALES), load, expert=expert, rows=grid, total=fmt.scale_shape(stored.shape)[0])
     if fmt.scale.enumerable:
-        scales = scales.view(torch.uint8)
+        scales = scale_codes(scales, fmt, _need(stored, Role.SCALES).name)
     divisor = stored.part(Role.GLOBAL_DIVISOR)
     source = divisor or stored.part(Role.GLOBAL)
     return QTensor(
@@ -150,6 +150,20 @@ def decode_input_global(stored: StoredWeight, load: Load, *, expert: int | None 
     return value if divisor is None else 1.0 / value
 
 
+def scale_codes(stored: torch.Tensor, fmt: Format, name: str) -> torch.Tensor:
+    """uint8 codes of an enumerable scale codec, from what is stored: codes, or (E8M0 in DeepSeek's layout) their
+    numbers as float32. CheckpointError for a number that the codec does not have."""
+    if stored.dtype.itemsize == 1:
+        return stored.view(torch.uint8)
+    values = stored.float()
+    codes = (values.view(torch.int32) >> 23).clamp(0, len(fmt.scale.magnitudes) - 1).to(torch.uint8)
+    same = scale_values(codes, fmt.scale) == values
+    if not bool(same.all()):
+        wrong = float(values[~same][0])
+        raise CheckpointError(f"{name} has the scale {wrong:.9g}, but its config says {fmt.scale.name}: powers of two")
+    return codes
+
+
 def scale_dtype(fmt: Format) -> str:
     """The natural stored dtype of a format's block scales: E4M3 codes as F8_E4M3, other codes as U8, floats as such."""
     if fmt.scale.dtype is not None:
@@ -169,9 +183,9 @@ def _cut(x: torch.Tensor, inner: tuple[int, ...]) -> torch.Tensor:
     return x.reshape(-1, *inner[1:]) if inner else x.reshape(())
 
 
-def _stored_scales(part: Part, scales: torch.Tensor) -> torch.Tensor:
+def _stored_scales(part: Part, scales: torch.Tensor, fmt: Format) -> torch.Tensor:
     dtype = TORCH_DTYPES[part.dtype]
-    scales = scales.contiguous()
+    scales = scale_values(scales, fmt.scale) if fmt.scale.enumerable and dtype.itemsize > 1 else scales.contiguous()
     if scales.dtype is dtype:
         return scales
     if scales.dtype is torch.uint8:

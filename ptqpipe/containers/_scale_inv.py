@@ -122,7 +122,10 @@ def _check_known(names: Names) -> None:
 
 
 def fmt_of_scale(fmt: Format, dtype: str) -> Format:
-    """``fmt`` with the codec that scales of this dtype hold: floats as such, one byte as E8M0."""
+    """``fmt`` with the codec that scales of this dtype hold: floats as such, one byte as E8M0; float32 may hold E8M0,
+    too, where the config says so."""
+    if fmt.scale.name == "e8m0" and dtype == "F32":
+        return fmt
     codec = "e8m0" if dtype in ("U8", "F8_E8M0") else FLOAT_SCALES.get(dtype)
     if codec is None:
         raise CheckpointError(f"scales of dtype {dtype} are not read; expected F32, BF16, F16, U8 or F8_E8M0")

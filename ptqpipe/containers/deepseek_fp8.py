@@ -10,7 +10,7 @@ from typing import Any
 
 from ptqpipe.containers._config import expert_name_warnings, quantization_config, sglang_scale_warnings
 from ptqpipe.containers._scale_inv import ScaleInv, stored_weights_of
-from ptqpipe.containers._types import Names, Part, StoredWeight, Target
+from ptqpipe.containers._types import ConfigRequest, Names, Part, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS, Format
 from ptqpipe.schemes import Abilities, Activation, Scheme, get_scheme
@@ -25,7 +25,20 @@ _LAYOUT = ScaleInv(
     described={"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
     ignore_keys=("modules_to_not_convert",),
 )
-supports, configs, detect, config_faults = _LAYOUT.supports, _LAYOUT.configs, _LAYOUT.detect, _LAYOUT.config_faults
+# Scales that are powers of two: DeepGEMM on Blackwell uses them as they are, and rounds any others when it loads them.
+_UE8M0 = replace(_LAYOUT, scheme=get_scheme("fp8_block_ue8m0"), described={**_LAYOUT.described, "scale_fmt": "ue8m0"})
+detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
+
+
+def supports(scheme: Scheme) -> str | None:
+    """None for the two schemes, else what to use."""
+    return None if _UE8M0.supports(scheme) is None else _LAYOUT.supports(scheme)
+
+
+def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
+    """config.json with everything kept listed. FormatError where both kinds of scales are asked for."""
+    powers = any(_UE8M0.supports(target.scheme) is None for target in request.targets)
+    return (_UE8M0 if powers else _LAYOUT).configs(request)
 
 
 def parts(
@@ -42,7 +55,8 @@ def parts(
             raise FormatError(f"{weight}: FP8 blocks need K in multiples of {width}, got {columns}; keep it")
         if rows > block and rows % block and rows % -(-rows // block) == 0:
             raise FormatError(f"{weight}: transformers misreads {rows} rows in blocks of {block}; keep it")
-    return _LAYOUT.parts(weight, shape, scheme, experts=experts, transposed=transposed)
+    layout = _LAYOUT if _UE8M0.supports(scheme) is not None else _UE8M0
+    return layout.parts(weight, shape, scheme, experts=experts, transposed=transposed)
 
 
 def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
@@ -56,16 +70,16 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
-    block = quantization_config(config).get("weight_block_size")
-    return stored_weights_of(names, *_read_block(block))
+    described = quantization_config(config)
+    return stored_weights_of(names, *_read_block(described.get("weight_block_size"), described.get("scale_fmt")))
 
 
-def _read_block(block: Any) -> tuple[Format, Activation]:
+def _read_block(block: Any, scale_fmt: Any) -> tuple[Format, Activation]:
     if block is None:
         return FORMATS["fp8_tensor"], Activation.UNKNOWN
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(x, int) and x > 0 for x in block)):
         raise CheckpointError(f"weight_block_size in config.json is {block!r}, expected two positive integers")
-    fmt = FORMATS["fp8_block"]
+    fmt = FORMATS["fp8_block_ue8m0" if scale_fmt == "ue8m0" else "fp8_block"]
     if block == list(fmt.block):
         return fmt, Activation.FP8_GROUP
     return replace(fmt, block=(block[0], block[1])), Activation.UNKNOWN

@@ -11,7 +11,7 @@ from math import gcd, prod
 import torch
 
 from ptqpipe.checkpoint import CheckpointReader, bytes_of
-from ptqpipe.containers import Part, Role, StoredWeight, decode_low_rank, part_bytes
+from ptqpipe.containers import Part, Role, StoredWeight, decode_low_rank, part_bytes, scale_codes
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor
@@ -154,9 +154,8 @@ def _read_scales(
         read = [row for start, stop in runs for row in range(start, stop)]
         index = {row: at for at, row in enumerate(read)}
         raw = raw[torch.tensor([index[row] for row in rows])]
-    if stored.scheme.fmt.scale.enumerable:
-        return raw
-    return raw.view(stored_dtype(source.reader, part.name))
+    scales, fmt = raw.view(stored_dtype(source.reader, part.name)), stored.scheme.fmt
+    return scale_codes(scales, fmt, part.name) if fmt.scale.enumerable else scales
 
 
 def _runs_of(rows: Sequence[int]) -> list[Range]:

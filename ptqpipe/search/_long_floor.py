@@ -54,7 +54,7 @@ class Scales:
     def make(
         cls, fmt: Format, *, global_scale: torch.Tensor | None, grid: ElementGrid, device: torch.device
     ) -> "Scales":
-        count = round(1.0 / torch.finfo(fmt.scale.dtype or torch.float32).eps)
+        count = 1 if fmt.scale.power_of_two else round(1.0 / torch.finfo(fmt.scale.dtype or torch.float32).eps)
         value = 1.0 + torch.arange(count, device=device) / count
         if global_scale is None:
             return cls(1.0 / value, value.double().square(), 0, grid)

@@ -29,12 +29,12 @@ from ptqpipe.kernels.importance import column_weights
 from ptqpipe.qtensor import check_finite, to_blocks
 from ptqpipe.search import _long, brute_force
 from ptqpipe.search._grid import MARGIN, ElementGrid, Ladder, deviations, element_grid, ladder
-from ptqpipe.search.objective import FLUSH, LANES, fold
+from ptqpipe.search.objective import FLUSH, LANES, SHORT, fold
 
 PROVEN = True
 
 CHUNK = 1 << 17  # elements scored at a time: three float32 arrays of this size, most of a 2 MiB cache
-SCAN_MAX = 256  # elements of a block up to which every candidate is scored directly
+SCAN_MAX = SHORT  # elements of a block up to which every candidate is scored directly
 
 
 def search(

@@ -31,8 +31,8 @@ Working on y instead of the decoded value makes three proofs exact *in floating 
 * one clipped element bounds the score from below: score(s) >= h_k (y_k - max)^2 value(code)^2, and that grows
   strictly from code to the next smaller code, so a downward scan may stop once it exceeds the best score.
 
-Formats whose scales are not enumerable (bfloat16 scales of FP8 rows and tiles: long blocks) sum t_k and multiply in
-float64 instead, since thousands of float32 additions would drown the differences. The order of that sum is fixed
+Formats whose scales are not enumerable, and blocks of more than 256 elements (FP8 rows and tiles), sum t_k and multiply
+in float64 instead, since thousands of float32 additions would drown the differences. The order of that sum is fixed
 too: ``LANES`` partial sums, lane j over the elements j, j + LANES, ... in order, then the lanes folded in halves.
 """
 
@@ -43,7 +43,8 @@ from ptqpipe.kernels.importance import column_weights
 from ptqpipe.qtensor import check_finite, round_to, scale_values, to_blocks
 
 FLUSH = 2.0**-32  # elements below this fraction of their block's largest count as zero
-LANES = 1024  # partial sums of a block whose scale codec is not enumerable
+SHORT = 256  # elements of the longest block whose sum is float32, in element order
+LANES = 1024  # partial sums of a longer block, or one whose scale codec is not enumerable
 
 
 def magnitude_blocks(w: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -112,7 +113,7 @@ def formula(
     t = d * d
     if h is not None:
         t = t * h
-    if fmt.scale.enumerable:
+    if fmt.scale.enumerable and t.shape[1] <= SHORT:
         acc = t[:, 0].clone()
         for k in range(1, t.shape[1]):
             acc += t[:, k]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint import RECORD_FILE
-from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, is_kv_scale, quantization_config
+from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, is_kv_scale, quantization_config, scale_codes
 from ptqpipe.formats import Codec
 from ptqpipe.qtensor import scale_faults, used_blocks
 from ptqpipe.quantities import disk_size, number, scientific
@@ -171,13 +171,13 @@ def _scale_counts(opened: Source, stored: StoredWeight) -> ScaleCounts:
     step = max(1, _SCALE_ROWS // max(1, math.prod(inner[part.stacked :])))
     total = ScaleCounts()
     for start in range(0, rows, step):
-        total += _count(opened.reader.read(part.name, start=start, stop=min(start + step, rows)).flatten(), codec)
+        scales = opened.reader.read(part.name, start=start, stop=min(start + step, rows)).flatten()
+        total += _count(scale_codes(scales, stored.scheme.fmt, part.name) if codec.enumerable else scales, codec)
     suspicious = total.zero or total.least
     return total + ScaleCounts(empty=_empty_blocks(opened, stored)) if suspicious else total
 
 
 def _count(scales: torch.Tensor, codec: Codec) -> ScaleCounts:
-    scales = scales.view(torch.uint8) if codec.enumerable else scales
     zero, bad = (int(mask.sum()) for mask in scale_faults(scales, codec))
     if not codec.enumerable:
         return ScaleCounts(len(scales), zero, bad)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter, TensorSpec
-from ptqpipe.containers import Container, Part, Role, StoredWeight, Target, kv_scale
+from ptqpipe.containers import Container, Part, Role, StoredWeight, Target, kv_scale, scale_codes
 from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.families import family_of
 from ptqpipe.formats import CODECS, Codec
+from ptqpipe.qtensor import scale_values
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common import CopyTensor, Job
@@ -155,11 +156,17 @@ def rows_of(piece: Piece, part: Part) -> tuple[int, int, int, int]:
 
 def _move_rows(piece: Piece, part: Part, origin: Part, reader: CheckpointReader, writer: CheckpointWriter) -> str:
     """Writes a DATA or SCALES part; its sha256."""
+    fmt = piece.scheme.fmt
+    as_numbers = part.role is Role.SCALES and fmt.scale.enumerable and "F32" in (origin.dtype, part.dtype)
     same = origin.dtype == part.dtype or origin.dtype not in _FLOATS
     one = writer.layout.placements[part.name].nbytes // (part.shape[0] if part.stacked else 1)
     written = writer.tensor(part.name, byte_offset=one * (piece.into or 0))
     for rows in _read_rows(piece, origin, reader):
-        written.put(rows if same else _exactly(rows.reshape(-1).view(_FLOATS[origin.dtype]), part))
+        if as_numbers:  # codes on one side, their numbers on the other
+            codes = scale_codes(rows.view(_FLOATS.get(origin.dtype, torch.uint8)), fmt, origin.name)
+            written.put(scale_values(codes, fmt.scale) if part.dtype == "F32" else codes)
+        else:
+            written.put(rows if same else _exactly(rows.reshape(-1).view(_FLOATS[origin.dtype]), part))
     return written.sha256
 
 
