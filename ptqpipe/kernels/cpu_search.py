@@ -5,19 +5,21 @@ Mirrors ``search/brute_force.py`` (the exact search) and the baselines of ``sear
 """
 
 import ctypes
+from dataclasses import replace
 
 import torch
 
-from ptqpipe.formats import Format, packed_columns
+from ptqpipe.formats import CODECS, Format, packed_columns
 from ptqpipe.kernels import cpu_library as lib
 from ptqpipe.kernels.cpu_tensors import DTYPES, ELEMENTS, check_global, checked_grid, readable
 from ptqpipe.kernels.importance import column_weights
-from ptqpipe.qtensor import check_finite
+from ptqpipe.qtensor import check_finite, scale_values, to_blocks
 
 _MINIFLOAT3, _E8M0 = 0, 1
 _SCALES = {"e4m3": (_MINIFLOAT3, 7), "ue5m3": (_MINIFLOAT3, 15), "e8m0": (_E8M0, 127)}  # kind, exponent bias
 _RULES = {
     "exact": 0, "absmax": 2, "absmax_pz": 3, "four_over_six": 4, "ocp_floor": 5, "ocp_even": 6, "ocp_ceil": 7,
+    "powers": 8,
 }  # fmt: skip
 _WEIGHTED = ("exact", "four_over_six")  # the rules that importance matters to
 _GLOBAL_RANGE = 2.0**100  # beyond it, or below its inverse, scales or their inverses may leave the float32 range
@@ -40,11 +42,13 @@ def block_quantize(
     importance   ``[K]`` non-negative weights of the columns, or None
 
     E2M1, E2M3, E3M2 or E4M3 elements with E4M3 or UE5M3 scales (with or without a global one) or E8M0 scales, in
-    blocks of 2 to 256 columns that fill whole bytes; E4M3 rows, tiles and tensors with bfloat16 scales; None for the
-    rest. NumericsError for NaN and inf.
+    blocks of 2 to 256 columns that fill whole bytes; E4M3 rows, tiles and tensors with bfloat16 scales, or (tiles, the
+    exact rule) E8M0 ones; None for the rest. NumericsError for NaN and inf.
     """
     if fmt.scale.dtype is not None:
         return _fp8_quantize(w, fmt, rule=rule, importance=importance)
+    if fmt.block[0] != 1 and fmt.scale.name == "e8m0" and rule == "exact":
+        return _powers_quantize(w, fmt, importance=importance)
     job = _job(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
     if job is None:
         return None
@@ -82,11 +86,11 @@ def _fp8_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """:func:`block_quantize` for E4M3 elements and bfloat16 scales."""
     known = fmt.element.name == "e4m3" and fmt.scale.dtype == torch.bfloat16 and not fmt.has_global
-    if not known or rule not in ("exact", "absmax", "absmax_pz") or not readable(w) or not lib.available():
+    if not known or rule not in ("exact", "powers", "absmax", "absmax_pz") or not readable(w) or not lib.available():
         return None
     shape = (w.shape[0], w.shape[1])
     scales = torch.empty(fmt.scale_shape(shape), dtype=torch.bfloat16)
-    h = None if importance is None or rule != "exact" else column_weights(importance, w)
+    h = None if importance is None or rule not in ("exact", "powers") else column_weights(importance, w)
     block = fmt.block_extent(shape)
     job = lib.Long(
         w=w.data_ptr(), rows=shape[0], cols=shape[1], row_stride=w.stride(0), block_rows=block[0], block_cols=block[1],
@@ -100,20 +104,41 @@ def _fp8_quantize(
     return None if data is None else (data, scales)
 
 
+def _powers_quantize(
+    w: torch.Tensor, fmt: Format, *, importance: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """:func:`block_quantize` for E4M3 elements and E8M0 scales, which the bfloat16 numbers hold from 2^-126 on.
+
+    None, too, where a block has the smallest of them: 2^-127 could be better for it.
+    """
+    numbers = replace(fmt, scale=CODECS["bf16"])
+    found = _fp8_quantize(w, numbers, rule="powers", importance=importance)
+    if found is None:
+        return None
+    data, scales = found
+    codes = (scales.view(torch.int16) >> 7).to(torch.uint8)
+    least = codes == 1
+    if bool(least.any()):
+        zero = (to_blocks(w, fmt)[least.reshape(-1)] == 0).all()
+        return (data, codes.masked_fill_(least, 0)) if bool(zero) else None
+    return data, codes
+
+
 def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tensor | None:
     """uint8 ``[N, K]``: the codes of ``qtensor.encode`` for E4M3 elements and scales that are numbers.
 
     w       ``[N, K]`` bfloat16, float16 or float32
-    scales  ``[N/bn, K/bk]`` of the dtype of ``fmt.scale``: one per row, tile or tensor
+    scales  ``[N/bn, K/bk]`` of the dtype of ``fmt.scale``: one per row, tile or tensor; E8M0 codes of tiles
 
     None for formats without a kernel. NumericsError for NaN and inf.
     """
-    if fmt.element.name != "e4m3" or fmt.scale.enumerable or fmt.has_global or not readable(w) or not lib.available():
+    known = not fmt.scale.enumerable or (fmt.scale.name == "e8m0" and fmt.block[0] != 1)
+    if fmt.element.name != "e4m3" or not known or fmt.has_global or not readable(w) or not lib.available():
         return None
     shape = (w.shape[0], w.shape[1])
     grid = checked_grid(scales, fmt, shape)
     block = fmt.block_extent(shape)
-    numbers = scales.float().contiguous()
+    numbers = scale_values(scales, fmt.scale).contiguous()
     data = torch.empty(shape, dtype=torch.uint8)
     job = lib.Encode(
         w=w.data_ptr(), rows=shape[0], cols=shape[1], row_stride=w.stride(0), scales=numbers.data_ptr(),

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 14
+#define PTQ_ABI 15
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3,           // element
@@ -14,7 +14,8 @@ enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3,           // elem
 enum { PTQ_SCALE_MINIFLOAT3 = 0, PTQ_SCALE_E8M0 = 1 };                 // scale codec: ?E?M3 or a power of two
 // rule: the exact search, the scales given, or one of the baselines of ptqpipe/search
 enum { PTQ_EXACT = 0, PTQ_GIVEN = 1, PTQ_ABSMAX = 2, PTQ_ABSMAX_PZ = 3, PTQ_FOUR_OVER_SIX = 4, PTQ_OCP_FLOOR = 5,
-       PTQ_OCP_EVEN = 6, PTQ_OCP_CEIL = 7 };
+       PTQ_OCP_EVEN = 6, PTQ_OCP_CEIL = 7,
+       PTQ_POWERS = 8 };  // of a ptq_long: the exact search over powers of two
 enum { PTQ_FEED_FORWARD = 0, PTQ_DESCEND = 1, PTQ_CHOOSE_BLOCK = 2 };  // kind of a step over columns
 enum { PTQ_OK = 0, PTQ_NOT_FINITE = 1, PTQ_UNSUPPORTED = 2, PTQ_NO_MEMORY = 3 };
 

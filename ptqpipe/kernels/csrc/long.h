@@ -3,7 +3,7 @@
 // The scores are those of objective.py for scales that are numbers: float32 terms in element order into 1024 float64
 // lanes, folded by halves, times value^2. The method is that of ptqpipe/search/_long.py: scales are scored in the order
 // of the bounds of long_floor.h until none is at most the best score. The largest element contributes its clipping error
-// where that is larger, which ends the descent; the ascent ends as in search.h.
+// where that is larger, which ends the descent; the ascent ends as in search.h. PTQ_POWERS scores powers of two alone.
 
 enum { SCORE_RUN = 1 << 15 };  // elements between two looks at whether the score has passed the best one
 
@@ -73,7 +73,7 @@ template <int DTYPE> static int long_scale(const LongBlock *b, const LongFloor *
         bool scored = false;
         for (int i = 0; i < SIGNIFICANDS; ++i) {
             const int code = top - i, j = code & 127;
-            if (code < FIRST_SCALE) {
+            if (code < FIRST_SCALE || (b->powers && j)) {
                 bound[i] = INFINITY;
                 continue;
             }
@@ -139,11 +139,13 @@ template <int DTYPE> static int32_t quantize_blocks_of(const ptq_long *j, void *
             b.cols = j->cols - col < j->block_cols ? j->cols - col : j->block_cols;
             b.row_stride = j->row_stride, b.width = j->block_cols;
             b.h = j->importance ? j->importance + col : 0;
+            b.powers = j->rule == PTQ_POWERS;
             const ptq_amax whole = {b.w, b.rows, b.cols, b.row_stride, DTYPE, 0};
             int64_t bad;
             const int32_t status = amax(&whole, &b.amax, &bad);
             if (status != PTQ_OK) return status;
-            j->scales[index] = (uint16_t)(j->rule == PTQ_EXACT ? exact_number<DTYPE>(&b, table) : absmax_number(b.amax));
+            const bool exact = j->rule == PTQ_EXACT || b.powers;
+            j->scales[index] = (uint16_t)(exact ? exact_number<DTYPE>(&b, table) : absmax_number(b.amax));
         }
     return PTQ_OK;
 }

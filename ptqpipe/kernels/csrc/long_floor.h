@@ -33,6 +33,7 @@ struct LongBlock {
     int64_t rows, cols, row_stride, width;
     const float *h;  // [cols], or null
     float amax, amax_h;  // the largest magnitude, and the largest weight that one of this magnitude has
+    bool powers;  // whether scales are powers of two alone
 };
 
 // Bounds by the scale's significand: of all elements, and of those besides one that is the largest.
