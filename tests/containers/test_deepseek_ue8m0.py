@@ -12,7 +12,7 @@ from ptqpipe.errors import CheckpointError
 from ptqpipe.formats import get_format
 from ptqpipe.runtime import load_model
 from ptqpipe.search.brute_force import search as brute_force
-from ptqpipe.stages.relayout import relayout
+from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 
