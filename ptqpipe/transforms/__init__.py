@@ -52,7 +52,8 @@ __all__ = [
 
 SCALINGS = ("smoothquant", "awq", "aqas", "smooth_swiglu")
 ROTATIONS = ("rotate_residual", "rotate_values")
-# Rotations that a reader would have to apply while it runs; no reader of our containers does.
+# Rotations that a reader would have to apply while it runs: vLLM and transformers do, of compressed-tensors'
+# transform_config, which is not written here.
 ONLINE = ("rotate_online", "rotate_down", "rotate_keys", "r3", "r4")
 _SHORT = {"rotate": ROTATIONS, "r1": ("rotate_residual",), "r2": ("rotate_values",), "swiglu": ("smooth_swiglu",)}
 
@@ -92,8 +93,9 @@ def transform_names(asked: str) -> tuple[str, ...]:
         key = part.strip().lower().replace("-", "_")
         if key in ONLINE:
             raise UsageError(
-                f"{key!r} rotates activations while the model runs, which no reader does; use rotate_residual or "
-                "rotate_values, which are folded into the weights"
+                f"{key!r} rotates activations while the model runs; vLLM and transformers do that (compressed-tensors' "
+                "transform_config), but ptqpipe does not write it; use rotate_residual or rotate_values, which are "
+                "folded into the weights"
             )
         names = _SHORT.get(key, (key,))
         for name in names:
