@@ -5,9 +5,11 @@ stage works.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
+from ptqpipe.evaluation.log_probabilities import MOST
 from ptqpipe.options import PipelineOptions
 from ptqpipe.quantities import disk_size
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
@@ -53,13 +55,15 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     statistics     whether it makes any for what it writes
     weights_bytes  of the output; 0 where a budget decides it, which the size of the source then bounds
     """
-    logits = DEFAULT_LIMIT if work.eval else 0
+    config = source.reader.config
+    letters = sum(Path(text).expanduser().stat().st_size for text in work.eval)  # at least one to a token
+    vocabulary = _number(config, "vocab_size")
+    logits = min(DEFAULT_LIMIT, letters * (MOST * vocabulary + 4)) if vocabulary else DEFAULT_LIMIT * bool(work.eval)
     if way is None:
         return Disk(logits=logits)
     planes = [(shape, shape[0] if len(shape) > 2 else 1) for _, shape in source.tensors.values() if len(shape) > 1]
     each = _STATISTICS * statistics + (_STATISTICS + _BLOCKS + _FACTOR if way.transform else 0)
     channels = sum(max(shape[-2:]) * count for shape, count in planes)
-    config = source.reader.config
     longest = _number(config, "max_position_embeddings", "n_positions") or DEFAULT_LENGTH
     seqlen = work.seqlen or min(DEFAULT_LENGTH, longest)
     tokens = -(-work.samples * 9 // 8) * seqlen  # with the held-out ones
