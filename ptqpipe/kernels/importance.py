@@ -19,8 +19,8 @@ def normalize_importance(importance: torch.Tensor) -> torch.Tensor:
 
 
 def column_weights(importance: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """:func:`normalize_importance`; FormatError unless there is one weight for each column of ``w``."""
+    """:func:`normalize_importance`, where ``w`` is; FormatError unless there is one weight for each column of it."""
     if importance.shape != (w.shape[1],):
         columns, shape = w.shape[1], list(importance.shape)
         raise FormatError(f"importance must have one weight for each of {columns} columns, got {shape}")
-    return normalize_importance(importance)
+    return normalize_importance(importance).to(w.device)
