@@ -16,7 +16,7 @@ from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.formats import CODECS, Format
 from ptqpipe.qtensor import Factors, QTensor, scale_values
 
-TORCH_DTYPES = {name: DTYPES[name][0] for name in ("U8", "F8_E4M3", "F8_E8M0", "F16", "BF16", "F32")}
+TORCH_DTYPES = {name: DTYPES[name][0] for name in ("U8", "I8", "F8_E4M3", "F8_E8M0", "F16", "BF16", "F32")}
 FLOAT_SCALES: dict[str, str] = {stored: short for short, (stored, _) in FLOATS.items()}
 """The codec of a scale that is stored as a plain float, by safetensors dtype."""
 

@@ -1,6 +1,6 @@
 """What the two layouts with ``weight_scale_inv`` share: DeepSeek's FP8 blocks and the mxfp8 method.
 
-The scale multiplies despite its name. Knows the layout only.
+The scale multiplies despite its name, which DeepSeek-V4 shortens to ``scale``. Knows the layout only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,10 @@ from ptqpipe.containers._config import (
 )
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
-from ptqpipe.formats import CODECS, Format
+from ptqpipe.formats import CODECS, FORMATS, Format
 from ptqpipe.schemes import Activation, Scheme
 
-SUFFIXES = (".weight_scale_inv", ".weight_scale")
+SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,36 +89,28 @@ class ScaleInv:
 
 
 def stored_weights_of(names: Names, fmt: Format, activation: Activation) -> dict[str, StoredWeight]:
-    """Every F8_E4M3 weight with a scale. ``fmt`` is what the config says; the scale's dtype decides its codec."""
+    """Every F8_E4M3 weight with a scale, and every I8 one: those are two E2M1 codes to a byte (DeepSeek-V4's experts).
+
+    ``fmt`` is what the config says of F8_E4M3 weights; the scale's dtype decides its codec.
+    """
     found = {}
-    _check_known(names)
     for name, (dtype, _) in names.items():
-        if not name.endswith(".weight") or dtype != "F8_E4M3":
+        if not name.endswith(".weight") or dtype not in ("F8_E4M3", "I8"):
             continue
         module = name.removesuffix(".weight")
         scale = next((module + suffix for suffix in SUFFIXES if module + suffix in names), None)
         if scale is None:
-            raise CheckpointError(f"{name!r} is F8_E4M3 without a '{name}_scale_inv'; the checkpoint is damaged")
-        shape = matrix_shape(names, name, bits=8, owner=module)
-        found[name] = _stored(name, shape, scale, fmt_of_scale(fmt, names[scale][0]), activation, names)
+            raise CheckpointError(f"{name!r} is {dtype} without a '{name}_scale_inv'; the checkpoint is damaged")
+        two_codes = dtype == "I8"
+        own = FORMATS["mxfp4"] if two_codes else fmt
+        shape = matrix_shape(names, name, bits=own.element.bits, owner=module)
+        own = fmt_of_scale(own, names[scale][0])
+        found[name] = _stored(name, shape, scale, own, Activation.UNKNOWN if two_codes else activation, names)
     for name in names:
-        for suffix in SUFFIXES:
+        for suffix in SUFFIXES[:2]:  # ".scale" is also what other things than weights have
             if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in found:
                 raise CheckpointError(f"{name!r} belongs to no F8_E4M3 weight; the checkpoint is damaged")
     return found
-
-
-def _check_known(names: Names) -> None:
-    """CheckpointError for DeepSeek-V4's layout: another name for the scales, experts with two E2M1 codes to an I8."""
-    for name, (dtype, _) in names.items():
-        module = name.removesuffix(".weight")
-        scale = names.get(f"{module}.scale")
-        if name != module and dtype in ("F8_E4M3", "I8") and scale is not None:
-            raise CheckpointError(
-                f"{name!r} ({dtype}) has scales in '{module}.scale' ({scale[0]}): that is the layout of DeepSeek-V4, "
-                "which ptqpipe does not read (of FP8 sources it reads scales called '.weight_scale_inv'); decode the "
-                "model to bfloat16, and convert that"
-            )
 
 
 def fmt_of_scale(fmt: Format, dtype: str) -> Format:
@@ -142,7 +134,8 @@ def _stored(
     if fmt.one_scale:
         grid = (1,)
     module = weight.removesuffix(".weight")
-    expected = [Part(weight, "F8_E4M3", shape, Role.DATA), Part(scale, names[scale][0], grid, Role.SCALES)]
+    codes = Part(weight, names[weight][0], (shape[0], shape[1] * fmt.element.bits // 8), Role.DATA)
+    expected = [codes, Part(scale, names[scale][0], grid, Role.SCALES)]
     static = next((f"{module}.{s}" for s in ("input_scale", "activation_scale") if f"{module}.{s}" in names), None)
     if static is not None:
         expected.append(Part(static, names[static][0], (1,), Role.INPUT_GLOBAL))

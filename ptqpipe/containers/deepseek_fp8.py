@@ -1,7 +1,8 @@
 """DeepSeek's FP8 layout: ``quant_method: fp8``, blocks of 128 x 128, F32 ``weight_scale_inv`` (which multiplies).
 
 The one layout of FP8 blocks that transformers, vLLM, SGLang and TensorRT-LLM all read, experts included. Reading also
-takes other block sizes, E8M0 scales, and one scale per tensor, as older checkpoints have them.
+takes other block sizes, E8M0 scales, and one scale per tensor, as older checkpoints have them; and DeepSeek-V4's files:
+scales called ``scale``, and experts in MXFP4, I8 [out, in/2] with the even column in the low four bits.
 """
 
 from collections.abc import Mapping, Sequence
