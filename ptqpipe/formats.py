@@ -203,6 +203,12 @@ class Format:
         """(rows, columns) of one block of a weight of this ``shape``, with WHOLE resolved."""
         return (self.block[0] or shape[0], self.block[1] or shape[1])
 
+    def holds(self, other: "Format") -> bool:
+        """Whether a block of ``other`` may be written without loss, as far as the ranges of scales allow: every number
+        of its elements is one of ours, and its scales are powers of two."""
+        exact = set(other.element.magnitudes) <= set(self.element.magnitudes)
+        return exact and self.element.symmetric and other.element.symmetric and other.scale.power_of_two
+
     def step(self, dim: int) -> int:
         """Rows (dim 0) or columns (dim 1) can be cut at multiples of this: anywhere where all of them share scales."""
         return self.block[dim] or 1

@@ -18,7 +18,7 @@ callable. The octave and the number of points come from measurements of real wei
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -110,21 +110,56 @@ def candidates(plain: torch.Tensor, fmt: Format, *, points: int = POINTS) -> lis
 
 
 def pick(
-    plain: torch.Tensor, fmt: Format, *, total: Callable[[torch.Tensor], float], points: int = POINTS
+    plain: torch.Tensor,
+    fmt: Format,
+    *,
+    total: Callable[[torch.Tensor], float],
+    points: int = POINTS,
+    exact: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The candidate with the least ``total``, the first one at equality; ``plain`` where no other is below it.
 
     plain  float32 0-d, from :func:`absmax_global`
     total  the squared error of the whole group (or of a fixed sample of it) at a global scale, blocks searched
+    exact  a candidate besides, from :func:`exact_global`; where its total is zero it is taken
 
     On a sample the choice is a ranking, not a proof: the caller compares the whole group at both before it keeps it.
     """
-    best, least = plain, total(plain)
-    for candidate in candidates(plain, fmt, points=points)[1:]:
+    best, least = plain, math.inf
+    if exact is not None:
+        best, least = exact, total(exact)
+        if least == 0:
+            return best
+    for candidate in candidates(plain, fmt, points=points):
         error = total(candidate)
         if error < least:
             best, least = candidate, error
     return best
+
+
+def exact_global(amax: float, fmt: Format, samples: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The power of two at which weights of an MXFP4 checkpoint are written without loss, if any global scale does that.
+
+    Their numbers have at most the two significant bits of E2M1, which no trained float weight's all have: None for
+    those. A block whose largest number has the exponent a needs a scale of at least 2^(a-2), 2 being the exponent of
+    E2M1's largest number. The least power of two by which the largest number's block has a scale within E4M3 (2^8)
+    leaves the most room below it, 17 octaves; codes of smaller blocks may be shifted, which the exact search finds.
+    """
+    bits = significant_bits(fmt.element)
+    if not (fmt.has_global and fmt.scale.enumerable and fmt.element.symmetric and amax > 0):
+        return None
+    if not all(_few_bits(sample[:1], bits) for sample in samples) or not all(_few_bits(s, bits) for s in samples):
+        return None
+    exponents = [math.frexp(number)[1] for number in (amax, fmt.element.max, fmt.scale.max)]
+    power = exponents[0] - exponents[1] - exponents[2] + 1
+    g = torch.tensor(math.ldexp(1.0, power))
+    return g if RANGE[0] <= float(g) <= RANGE[1] else None
+
+
+def _few_bits(w: torch.Tensor, bits: int) -> bool:
+    """Whether all numbers have at most so many significant bits."""
+    below = (1 << (24 - bits)) - 1
+    return not bool((w.float().contiguous().view(torch.int32) & below).any())
 
 
 def sample_rows(shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:

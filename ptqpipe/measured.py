@@ -6,7 +6,9 @@ memory does not grow with the weight. Judges nothing; must not know records or c
 """
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +23,72 @@ _EXACT = 1e-12  # a relative MSE below float32 rounding
 _LOOK = 4.0  # times the typical error: worth a comparison of its own
 
 
+CHANGES = "changed"  # what the record calls the next, of each weight that its source stores below 8 bits
+
+
+class Changes(NamedTuple):
+    """How far a weight that was stored below 8 bits differs from what it was.
+
+    weights        numbers that are others than before (zero and its negative are one)
+    blocks         blocks with such a number
+    largest_error  the largest difference of a number
+    """
+
+    weights: int = 0
+    blocks: int = 0
+    largest_error: float = 0.0
+
+    @classmethod
+    def of(cls, q: QTensor, w: torch.Tensor) -> "Changes":
+        """Those of quantized rows against the rows ``w`` that they stand for, compared exactly."""
+        error = to_blocks((q.dequantize().cpu().double() - w.double()).abs(), q.fmt)
+        changed = error != 0
+        return cls(int(changed.sum()), int(changed.any(dim=1).sum()), float(error.max()))
+
+    @classmethod
+    def sum(cls, parts: Iterable["Changes"], fmt: Format | None = None) -> "Changes":
+        """Of all parts together; of runs of the rows of one weight where ``fmt`` has one scale for all rows."""
+        weights, blocks, errors = zip(cls(), *parts, strict=True)
+        return cls(sum(weights), int(any(blocks)) if fmt is not None and fmt.one_scale else sum(blocks), max(errors))
+
+
+def counting(
+    weights: Sequence[SourceRows], sink: Callable[[int, int, QTensor], None], changed: dict[tuple[int, int], Changes]
+) -> Callable[[int, int, QTensor], None]:
+    """A sink that passes rows on, and puts into ``changed`` what becomes of weights that are stored below 8 bits."""
+
+    def take(member: int, row: int, q: QTensor) -> None:
+        sink(member, row, q)
+        if weights[member].below_8_bits:
+            changed[member, row] = Changes.of(q, weights[member].rows(row, row + q.shape[0]))
+
+    return take if any(weight.below_8_bits for weight in weights) else sink
+
+
+def changes_of(
+    weights: Sequence[SourceRows], fmt: Format, changed: Mapping[tuple[int, int], Changes]
+) -> list[dict[str, Any]]:
+    """What the record says of the changes of each weight, from what `counting` found."""
+    by_member = [[found for (member, _), found in changed.items() if member == i] for i in range(len(weights))]
+    sums = [Changes.sum(found, fmt) for found in by_member]
+    return [{CHANGES: found._asdict()} if w.below_8_bits else {} for w, found in zip(weights, sums, strict=True)]
+
+
+def certificate(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """What the record certifies of all weights that were stored below 8 bits; empty where none was."""
+    found = [Changes(**entry[CHANGES]) for entry in entries.values() if CHANGES in entry]
+    total = Changes.sum(found)
+    text = f"{total.weights} weights changed; {total.blocks} blocks requantized, largest error {total.largest_error:g}"
+    return text if found else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Errors of one stored weight against its source, from its own decode in float64.
 
     worst_row, worst_ratio   the row that is worst relative to abs-max scales of the same format, and by what factor
     absmax_relative_mse      of abs-max scales on a sample of rows
+    changes                  of a weight that the source stores below 8 bits; of others nothing is counted
     other_codes, far_codes   codes that are not the nearest to their weight; those that are two or more steps away
     first_other              row of the first code that is not the nearest one bit for bit, the sign of zero included
     """
@@ -39,6 +101,7 @@ class Measured:
     other_codes: int
     far_codes: int
     first_other: int | None
+    changes: Changes
 
     @property
     def relative_mse(self) -> float:
@@ -59,6 +122,7 @@ def measure_weight(ckpt: Source, weight: str, rows: SourceRows, *, expert: int |
     squared = energy = amax = reach = 0.0
     other = far = 0
     first = None
+    changed: list[Changes] = []
     for start, q in ckpt.runs(weight, expert=expert):
         stop = start + q.shape[0]
         w = rows.rows(start, stop)
@@ -73,11 +137,13 @@ def measure_weight(ckpt: Source, weight: str, rows: SourceRows, *, expert: int |
         differing, distant, row = _compare_codes(q.multiplying(), w)
         other, far = other + differing, far + distant
         first = start + row if first is None and row is not None else first
+        changed += [Changes.of(q, w)] if rows.below_8_bits else []
     amax = reach if reach > _LOOK * amax else amax  # a fused sibling with larger numbers decided the scale
     fmt = replace(fmt, scale=chosen_scale(fmt.scale))  # for abs-max scales, beside which the stored ones are judged
     sample = _sample_relative_mse(rows, stored.shape, fmt, amax)
     worst, ratio = _worst_row(rows, row_error, row_energy, fmt=fmt, amax=amax, typical=sample)
-    return Measured(squared, energy, sample, worst, ratio, other, far, first)
+    changes = Changes.sum(changed, stored.scheme.fmt)
+    return Measured(squared, energy, sample, worst, ratio, other, far, first, changes)
 
 
 def _reach(q: QTensor) -> float:

@@ -230,6 +230,11 @@ class PipelineOptions:
         flag="--for",
         choices=("vllm", "sglang", "trtllm", "transformers"),
     )
+    requantize: bool = option(
+        False,
+        "Quantize weights that MODEL stores below 8 bits once more, also to a format that cannot hold their numbers "
+        "and so only adds error.",
+    )
     eval: tuple[str, ...] = option(
         (),
         "Text on which the result is compared with MODEL at the end, into OUT.eval.json. Repeatable.",
@@ -247,8 +252,8 @@ class PipelineOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether anything is given that a conversion alone does not do: but for a reader, any option."""
-        return self != PipelineOptions(reader=self.reader)
+        """Whether anything is given that a conversion alone does not do."""
+        return self != PipelineOptions(reader=self.reader, requantize=self.requantize)
 
 
 def pipeline_fields() -> dict[str, Field[Any]]:

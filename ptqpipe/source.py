@@ -28,7 +28,7 @@ from ptqpipe.containers import (
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.folded import folded, open_folded
 from ptqpipe.formats import Format
-from ptqpipe.plan import Member, Slice, make_plan
+from ptqpipe.plan import Member, Plan, Slice, make_plan
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import Recipe, Rule
 from ptqpipe.schemes import Abilities, get_scheme
@@ -88,14 +88,24 @@ class Source:
         """Stored tensors that are no part of a quantized weight, in the order of the files."""
         return [name for name in self.reader.entries if name not in self.consumed]
 
-    def check_requantizable(self) -> None:
-        """UsageError when the stored weights are already below 8 bits: quantizing them again only adds error."""
-        low = next((weight for weight in self.stored.values() if weight.scheme.fmt.element.bits < 8), None)
-        if low is not None:
-            raise UsageError(
-                f"{self.reader.path} is already quantized ({low.scheme.fmt.name}, {self.container_name}); converting "
-                "it again would only add error: use `ptqpipe relayout` to change its layout, or convert the original"
-            )
+    def below_8_bits(self, tensor: str) -> Format | None:
+        """The format of a stored weight with codes of fewer than 8 bits; None for any other tensor."""
+        stored = self.stored.get(tensor)
+        return stored.scheme.fmt if stored is not None and stored.scheme.fmt.element.bits < 8 else None
+
+    def check_requantizable(self, plan: Plan | None = None) -> None:
+        """UsageError where a weight that is stored below 8 bits would be quantized again to a format that cannot hold
+        its numbers, which only adds error. Without a plan: to any format."""
+        fates = {} if plan is None else {m.source.tensor: unit.scheme.fmt for unit in plan.units for m in unit.members}
+        for tensor in self.stored if plan is None else fates:
+            low, fmt = self.below_8_bits(tensor), fates.get(tensor)
+            if low is not None and (fmt is None or not fmt.holds(low)):
+                to, remedy = (" again", "") if fmt is None else (f" to {fmt.name}", "; convert --requantize does it")
+                raise UsageError(
+                    f"{self.reader.path} is already quantized ({low.name}, {self.container_name}); converting it{to} "
+                    "would only add error: use `ptqpipe relayout` to change its layout, or convert the "
+                    f"original{remedy}"
+                )
 
     def quantized(self, weight: str, *, expert: int | None = None, rows: tuple[int, int] | None = None) -> QTensor:
         """A stored weight (one expert of a stack), or some of its rows, as a QTensor."""
@@ -224,6 +234,11 @@ class SourceRows:
             self._whole = self._read(0, self.shape[0])
             return self._whole[start:stop]
         return self._read(start, stop)
+
+    @property
+    def below_8_bits(self) -> bool:
+        """Whether the source stores this weight in fewer than 8 bits."""
+        return self._source.below_8_bits(self._where.tensor) is not None
 
     def drop(self) -> None:
         """Forgets what is cached."""

@@ -143,24 +143,41 @@ def _as_fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
-def make_v4(folder: Path, *, expert: torch.dtype = torch.int8) -> Path:
-    """The layout of DeepSeek-V4's files: scales called ``.scale``, in E8M0 bytes; experts' codes two to an I8."""
-    e8m0 = torch.full((1, 1), 1.0).to(torch.float8_e8m0fnu)
-    base = "layers.0"
+def make_v4(
+    folder: Path,
+    *,
+    exponents: tuple[int, ...] = (-6, -4),
+    codes_of_least: tuple[int, ...] = tuple(range(16)),
+    block: int = 128,
+) -> Path:
+    """The layout of DeepSeek-V4's files: scales called ``.scale``, in E8M0 bytes; experts' codes two to an I8.
+
+    exponents       of the scales of the experts' blocks of 32, in turn
+    codes_of_least  the codes in blocks with the least of the exponents
+    block           of the linear layers: 128, or the 32 of DeepSeek-V4.1
+    """
+    grid = 128 // block
+    e8m0 = torch.exp2(torch.arange(grid * grid).reshape(grid, grid) % 3 - 4.0).to(torch.float8_e8m0fnu)
+    base, generator = "layers.0", torch.Generator().manual_seed(4)
     tensors = {
         "embed.weight": torch.randn(96, 128).bfloat16(),
         f"{base}.attn.wkv.weight": torch.randn(128, 128).to(torch.float8_e4m3fn),
         f"{base}.attn.wkv.scale": e8m0,
-        f"{base}.ffn.experts.0.w1.weight": torch.zeros(64, 64).to(expert),
-        f"{base}.ffn.experts.0.w1.scale": torch.full((64, 4), 1.0).to(torch.float8_e8m0fnu),
         f"{base}.ffn.gate.weight": torch.randn(4, 128).bfloat16(),
         "head.weight": torch.randn(96, 128).bfloat16(),
     }
+    for expert in ("0.w1", "0.w2", "0.w3"):
+        scales = torch.tensor(exponents).repeat(128 * 4 // len(exponents)).reshape(128, 4)
+        codes = torch.randint(0, 16, (128, 128), generator=generator)
+        some = torch.tensor(codes_of_least)[codes % len(codes_of_least)]
+        codes = torch.where((scales == min(exponents)).repeat_interleave(32, dim=1), some, codes).to(torch.uint8)
+        tensors[f"{base}.ffn.experts.{expert}.weight"] = (codes[:, 0::2] | codes[:, 1::2] << 4).view(torch.int8)
+        tensors[f"{base}.ffn.experts.{expert}.scale"] = torch.exp2(scales.float()).to(torch.float8_e8m0fnu)
     config = {
         "model_type": "deepseek_v4", "expert_dtype": "fp4", "hidden_size": 128, "num_hidden_layers": 1,
         "quantization_config": {
             "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0",
-            "weight_block_size": [128, 128],
+            "weight_block_size": [block, block],
         },
     }  # fmt: skip
     return tiny.save(folder, tensors, config=config)

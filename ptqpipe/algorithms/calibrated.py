@@ -38,7 +38,7 @@ from ptqpipe.algorithms.unit import (
 )
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Format
-from ptqpipe.global_scale import absmax_global, pick, sample_rows
+from ptqpipe.global_scale import absmax_global, exact_global, pick, sample_rows
 from ptqpipe.inputs import Moments
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
@@ -159,7 +159,7 @@ def _global_scale(task: Task, inputs: Sequence[Moments]) -> tuple[torch.Tensor |
             _scaled_error(w.rows(*run).to(device), fmt, search, c, h) for w, h in pairs for run in chunks(w.shape, fmt)
         )
 
-    g = pick(plain, fmt, total=sampled)
+    g = pick(plain, fmt, total=sampled, exact=exact_global(amax, fmt, [s for s, _ in samples]))
     if torch.equal(g, plain):
         return plain, plain, 1.0
     at_plain, at_g = whole(plain), whole(g)

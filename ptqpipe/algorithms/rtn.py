@@ -28,7 +28,7 @@ from ptqpipe.algorithms.unit import (
     total_error,
 )
 from ptqpipe.formats import Format, packed_columns
-from ptqpipe.global_scale import absmax_global, pick, sample_rows
+from ptqpipe.global_scale import absmax_global, exact_global, pick, sample_rows
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
 
@@ -53,8 +53,12 @@ def quantize(task: Task) -> UnitResult:
     if fmt.has_global:
         plain = g = absmax_global(amax, fmt)
         if task.search_global and amax > 0:
+            exact = exact_global(amax, fmt, samples)
             g = pick(
-                plain, fmt, total=lambda c: sum(total_error(s, fmt, search=search, global_scale=c) for s in samples)
+                plain,
+                fmt,
+                total=lambda c: sum(total_error(s, fmt, search=search, global_scale=c) for s in samples),
+                exact=exact,
             )
     compare = None if plain is None or g is None or torch.equal(plain, g) else plain
     sums, plain_error = _pass(task, g, compare)

@@ -77,8 +77,8 @@ def convert(
     data     what the model is calibrated on, in the same run: files, data sets by name, "self" for text that the model
              writes, texts, token ids, a ``datasets`` object or a DataLoader
     options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``quality``, ``budget``, ``formats``,
-             ``reader`` (the command's ``--for``), ``eval``, ``report``, ``samples``, ``seqlen``, ``seed``,
-             ``keep_stages``; ``push``, the hub's repository to which the result is uploaded; ``resume`` and
+             ``reader`` (the command's ``--for``), ``requantize``, ``eval``, ``report``, ``samples``, ``seqlen``,
+             ``seed``, ``keep_stages``; ``push``, the hub's repository to which the result is uploaded; ``resume`` and
              ``overwrite``; ``workers``, ``device``, ``max_memory`` and ``progress``, which decide no byte
 
     ``record`` is the content of ptqpipe.json. Raises a kind of PtqError; AlreadyComplete where ``resume`` finds nothing
@@ -122,6 +122,7 @@ def _convert(
     """A conversion alone. ``rules``: a recipe file."""
     best = best_with(given, recipe_path=rules, stats=stats, rounding=rounding)
     where: dict[str, Any] = {"out": out, "stats": stats, "rounding": rounding, "reader": options.get("reader")}
+    where["requantize"] = bool(options.get("requantize"))
     with prepare(model, options=best, recipe_path=rules, **where) as prepared:
         no_config = missing_config(prepared)
         if no_config is not None:

@@ -74,7 +74,8 @@ def convert(given: Given) -> None:
     mode, machine = given.mode, given.machine(given.device)
     where = {"recipe_path": given.recipe_path, "stats": given.stats, "rounding": given.rounding}
     recipe = given.recipe if work.reader is None else for_reader(work.reader, given.recipe, given.recipe_path)
-    prepared = prepare(given.model, options=best_with(recipe, **where), out=given.out, reader=work.reader, **where)
+    asked = {"out": given.out, "reader": work.reader, "requantize": work.requantize}
+    prepared = prepare(given.model, options=best_with(recipe, **where), **asked, **where)
     with prepared:
         no_config = tables.missing_config(prepared)
         if given.dry_run:

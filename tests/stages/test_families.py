@@ -282,19 +282,6 @@ def test_a_model_that_carries_a_state_between_its_blocks_is_refused_in_one_line(
         assert not (tmp_path / "stats").exists()
 
 
-@pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
-def test_the_layout_of_deepseek_v4_is_said_to_be_unknown_not_damaged(tmp_path: Path, command: str) -> None:
-    code, said = invoke(
-        command, str(families.make_v4(tmp_path / "v4")), *(["-o", str(tmp_path / "out")] * (command == "convert"))
-    )
-    assert code == 1
-    assert "layers.0.attn.wkv.weight' (F8_E4M3) has scales in 'layers.0.attn.wkv.scale' (F8_E8M0)" in said
-    assert "the layout of DeepSeek-V4, which ptqpipe does not read" in said
-    assert "decode the model to bfloat16" in said
-    assert "damaged" not in said
-    assert not (tmp_path / "out").exists()
-
-
 def test_int4_of_compressed_tensors_is_refused_with_what_to_do(tmp_path: Path) -> None:
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
     quantization = {

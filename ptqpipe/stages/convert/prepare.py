@@ -83,6 +83,7 @@ def prepare(
     rounding: Path | None = None,
     collected: bool = False,
     reader: str | None = None,
+    requantize: bool = False,
 ) -> Conversion:
     """Everything that can be decided from headers. Raises before any weight is read; writes nothing.
 
@@ -90,6 +91,7 @@ def prepare(
     rounding   one of `ptqpipe tune`: its codes are written as they are, by the recipe that they were learned for
                unless a recipe file is given; what contradicts it is a UsageError
     reader     the program that will load the result (``--for``): a weight that it gets wrong is a UsageError
+    requantize quantize weights again that are stored below 8 bits even where that only adds error
     collected  for what finds the moments that choosing codes reads as it goes, or later: `ptqpipe tune`, `pipeline`
     """
     options = options or RecipeOptions()
@@ -103,8 +105,9 @@ def prepare(
         container_of(recipe, recipe.container_name)  # before anything is downloaded
         source = opened.enter_context(Source.open(resolve_source(str(model))))
         source.reader.check_links()
-        source.check_requantizable()
         outputs = outputs_of(source, recipe.for_model(source.reader.config))
+        if not requantize:
+            source.check_requantizable(outputs.plan)
         check_ignored(outputs.plan, options.ignore)
         if reader is not None:
             outputs.check_reader(reader, source.reader.config)

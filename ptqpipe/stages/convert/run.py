@@ -18,6 +18,7 @@ from ptqpipe.checkpoint import CheckpointWriter, NotFinite, TensorWriter, margin
 from ptqpipe.containers import WHOLE_ROLES, Part, Role, encode_part, part_offset
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.measured import Changes, certificate, changes_of, counting
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import option_size, option_size_above
@@ -131,16 +132,18 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
         parts = PartWriter(job, writer, input_scales=scales)
         biases = {f"{name.removesuffix('bias')}weight": name for name in job.biases}
         errors = MeanErrors(weights, means_of(unit, self.statistics, set(biases)), parts.take)
+        changed: dict[tuple[int, int], Changes] = {}
         done = quantize_unit(
             unit,
             weights,
-            errors.take if biases else parts.take,
+            counting(weights, errors.take if biases else parts.take, changed),
             statistics=self.statistics,
             codes=learned_codes(unit, self.rounding),
             device=share.device,
         )
         _check_kept_alive(unit, done.errors)
-        columns = zip(unit.members, done.errors, parts.finish(), done.record_fields, scales, strict=True)
+        changes = changes_of(weights, unit.scheme.fmt, changed)
+        columns = zip(unit.members, done.errors, parts.finish(), done.record_fields, scales, changes, strict=True)
         return {
             "members": {
                 member.key: {
@@ -148,8 +151,9 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
                     "sha256": sha256,
                     **({} if scale is None else {"input_scale": float(scale)}),
                     **outcome,
+                    **change,
                 }
-                for member, error, sha256, outcome, scale in columns
+                for member, error, sha256, outcome, scale, change in columns
             },
             "kept": errors.write(unit.members, biases, self.source, writer),
         }
@@ -185,6 +189,8 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
 
     def record(self, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """As `Rewrite`: recipe, versions, and fate, error and hash of every tensor, in the plan's order."""
+        weights = merged(done, "members")
+        certified = certificate(weights)
         return {
             "ptqpipe": __version__,
             "torch": torch.__version__,
@@ -194,7 +200,8 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
             "recipe": self.outputs.recipe.to_json(),
             **({} if self.statistics is None else {"statistics": describe_statistics(self.statistics)}),
             **({} if self.rounding is None else {"rounding": self.rounding.describe()}),
-            "weights": merged(done, "members"),
+            **({"certificate": certified} if certified else {}),
+            "weights": weights,
             "kept": merged(done, "kept"),
             "consumed": sorted(self.source.consumed),
             **self.more,

@@ -222,6 +222,7 @@ def converted_json(done: Done) -> dict[str, Any]:
         "roles": by_role(weights),
         "kept": len(done.record["kept"]),
         "not_finite": _not_finite(done.record["kept"]),
+        "certificate": done.record.get("certificate"),
         "rechecked_blocks": _rechecked(done.record["weights"]),
         "source_bytes": done.source_bytes,
         "written_bytes": done.written_bytes,
@@ -238,6 +239,11 @@ def converted_text(done: Done) -> str:
             _roles_table(by_role(done.record["weights"]), by_data=bool(judged)),
             *([_WEIGHT_ERROR] if judged else []),
             *_looked_at(done.record["weights"]),
+            *(
+                [f"compared with the weights below 8 bits of the source: {done.record['certificate']}"]
+                if "certificate" in done.record
+                else []
+            ),
             *(
                 f"warning: {one_line(name)} is kept and has {found}; the source checkpoint is damaged"
                 for name, found in _not_finite(done.record["kept"]).items()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ptqpipe.calibration.data import check_samples
 from ptqpipe.calibration.generate import check_windows
@@ -47,9 +48,8 @@ def prepare(
         target = out or Path(f"{name_of(path)}-MIXED")
         nbytes = Budget.parse(work.budget).nbytes or 0
         return Pipeline(path, target, recipe, recipe_path, work, way, texts, True, nbytes, (), mode, machine)
-    with prepare_conversion(
-        path, options=recipe, recipe_path=recipe_path, out=out, collected=bool(work.data), reader=work.reader
-    ) as prepared:
+    asked: dict[str, Any] = {"collected": bool(work.data), "reader": work.reader, "requantize": work.requantize}
+    with prepare_conversion(path, options=recipe, recipe_path=recipe_path, out=out, **asked) as prepared:
         built = prepared.outputs.recipe
         way = TABLE[kind_of(built.schemes())][work.quality or "best"] if work.data else None
         way, warnings = _foldable(way, prepared.source)

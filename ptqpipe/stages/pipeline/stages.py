@@ -227,6 +227,7 @@ class Pipeline:
         options = RecipeOptions() if codes is not None else best_with(self.recipe, **where)
         begun = self.begun / "converting"  # an output that may be replaced is replaced once
         mode: Mode = "overwrite" if self.replaces and not begun.exists() else "resume"
+        where["requantize"] = self.work.requantize
         with prepare(self.floats, options=options, out=self.out, **where) as prepared:
             job = prepared.with_more(self._entry(), consumes=self.work.keep_stages is None)
             begun.touch()

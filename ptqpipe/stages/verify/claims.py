@@ -18,6 +18,7 @@ import torch
 from ptqpipe.checkpoint import OWN_FILES, RECORD_FILE, CheckpointReader, file_sha256, run_id_of
 from ptqpipe.containers import Part, get_container, is_kv_scale, quantization_config
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
+from ptqpipe.measured import certificate
 from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.recipe import Recipe
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of
@@ -207,6 +208,9 @@ def check_lists(ckpt: Source, record: Record, findings: Findings, *, source: Sou
     for key, names in (("decode_rounds_differently", record.weights.keys()), ("reciprocal_is_not_exact", entries)):
         for name in sorted({str(name) for name in record.raw.get(key, ())} - names):
             findings.fault("record", name, f"is listed as {key} in {RECORD_FILE}, but not stored")
+    claimed, counted = record.raw.get("certificate", ""), certificate({n: c.entry for n, c in record.weights.items()})
+    if record.converted and claimed != counted:
+        findings.fault("record", "certificate", f"is {claimed!r:.120}; the weights' own entries give {counted!r}")
     dropped = {str(name) for name in record.raw.get("dropped", ())}
     for name in sorted(dropped & entries):
         findings.fault("record", name, f"is dropped in {RECORD_FILE}, but stored")

@@ -10,7 +10,7 @@ import torch
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.formats import get_format
-from ptqpipe.measured import Measured, measure_weight
+from ptqpipe.measured import CHANGES, Measured, measure_weight
 from ptqpipe.qtensor import Illegal, illegal_numbers
 from ptqpipe.quantities import number
 from ptqpipe.record import UNKNOWN, Claim, Record
@@ -63,6 +63,10 @@ def check_weight(
         keys = ("squared_error", "energy", "relative_mse") if claim.numbers.keys() & {"squared_error"} else ()
         tolerance = ROUNDED if record is not None and name in record.rounded else SUM_TOLERANCE
         check_numbers(name, claim, {key: getattr(measured, key) for key in keys}, found, tolerance=tolerance)
+        counted = measured.changes._asdict() if rows.below_8_bits else None
+        if record is not None and record.converted and claim.entry.get(CHANGES) != counted:
+            claimed = f"claims {CHANGES} {claim.entry.get(CHANGES)!r:.120} in {RECORD_FILE}"
+            found.fault("record", name, f"{claimed}; compared with the source it is {counted}")
     proof = None
     joint = claim is not None and fmt.one_scale  # one scale for the fused group: proven by unit
     if optimal and not joint and (claim is None or claim.unweighted):
