@@ -1,6 +1,7 @@
 """Claims about the table of families: every row has a model, and what is written of it is what its readers take."""
 
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,12 @@ def options(kind: str) -> RecipeOptions:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.types[0])
 def test_every_row_has_a_model(family: Family) -> None:
     assert {*KINDS, *ELSEWHERE} & {*family.types}
+
+
+def test_the_page_of_families_is_what_the_table_says() -> None:
+    script = Path(__file__).resolve().parent.parent / "scripts/models_docs.py"
+    made = runpy.run_path(str(script))
+    assert made["PAGE"].read_text() == made["page"](), "run python scripts/models_docs.py"
 
 
 def test_no_model_type_stands_in_two_rows() -> None:

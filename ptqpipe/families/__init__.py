@@ -14,6 +14,7 @@ from ptqpipe.families.table import COMMON, DEFAULT_FUSE, FAMILIES
 from ptqpipe.families.types import Fact, Family, Keep, Norms
 
 __all__ = [
+    "COMMON",
     "DEFAULT_FUSE",
     "DEFAULT_KEEP",
     "FAMILIES",

@@ -242,7 +242,7 @@ FAMILIES: tuple[Family, ...] = (
                 fails="vLLM builds it as plain linear layers and finds no place for codes",
                 readers=("vllm",),
             ),
-            Fact(Keep(r"re:(.*\.)?lora_[AB](\.|$)", "adapter")),
+            Fact(Keep(r"re:(.*\.)?lora_(A|B)(\.|$)", "adapter")),
         ),
     ),
 )
