@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests import tiny
+from tests import image_text, tiny
 
 HIDDEN, VOCABULARY, LAYERS = 128, 96, 2
 
@@ -75,7 +75,7 @@ def make_config(kind: str) -> Any:
             vocab_size=VOCABULARY, context_length=64, hidden_size=64, num_hidden_layers=LAYERS, intermediate_size=128
         ),
     }  # fmt: skip
-    return makers[kind]()
+    return makers[kind]() if kind in makers else image_text.make_config(kind)
 
 
 def make_model(folder: Path, kind: str, *, mtp: bool = False, fp8: bool = False, seed: int = 0) -> Path:

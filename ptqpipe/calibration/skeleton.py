@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError, first_line, missing_package
-from ptqpipe.runtime.loading import causal_model_of, quiet, read_config
+from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
+from ptqpipe.runtime.loading import quiet, read_config
 from ptqpipe.runtime.state import LazyTensor, lazy_state
 from ptqpipe.source import Source
 
@@ -115,7 +116,7 @@ def _empty_model(config: Any, dtype: torch.dtype, source: Source) -> Any:
     model_class, config = causal_model_of(config, source.reader.path)
     with quiet(), init_empty_weights(include_buffers=False):
         model = model_class._from_config(config, dtype=dtype)
-    return model.eval()
+    return keep_language_model(model).eval()
 
 
 def _conversions(model: Any) -> list[Any]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ptqpipe.runtime.fill import completed, decide
-from ptqpipe.runtime.loading import causal_model_of, no_model, quiet, read_config, read_generation_config
+from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
+from ptqpipe.runtime.loading import no_model, quiet, read_config, read_generation_config
 from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.source import Source
 
@@ -37,6 +38,6 @@ def empty_model(config: Any, path: Path) -> Any:
     model_class, config = causal_model_of(config, path)
     try:
         with quiet(), torch.device("meta"):
-            return model_class(config)
+            return keep_language_model(model_class(config))
     except Exception as error:  # of what kind depends on the family's code
         raise no_model(path, error) from None

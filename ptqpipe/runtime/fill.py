@@ -143,8 +143,8 @@ def decide(
 
     From names and headers alone; raises what `prepare` does.
     """
-    names = parameter_names(source)
     find = Homes(model, conversions)
+    names = [name for name in parameter_names(source) if not find.left_out(name)]
     homes = {name: find.of(name) for name in names}
     for name in names:
         _check_shape(model, source, name, homes[name])

@@ -20,6 +20,7 @@ from ptqpipe.checkpoint import refuse_pipes
 from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import CheckpointError, PtqError, UsageError, first_line, missing_package, one_line
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
+from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
 from ptqpipe.runtime.parallel import AllReduce, RunCollective, TensorParallel
 from ptqpipe.source import Source
 
@@ -238,26 +239,6 @@ def read_generation_config(path: Path) -> Any:
     return found
 
 
-def causal_model_of(config: Any, path: Path) -> tuple[Any, Any]:
-    """transformers' class of the causal model of ``config``, of the checkpoint at ``path``, and the config to make it
-    with: of some image-text models (Qwen3.5, Llama 4) that is the text model alone, with its part of the config.
-
-    CheckpointError where there is none.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        text = config.get_text_config()
-        return model_class, text if model_class.config_class is type(text) else config
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        raise CheckpointError(
-            f"{path} is a {config.model_type!r} model of images and text, and ptqpipe cannot run one yet (calibrate, "
-            "tune, generate, eval, serve); convert it without statistics, which runs nothing, and serve that with vLLM"
-        )
-    raise CheckpointError(f"{path} is a {config.model_type!r} model, which transformers has no causal model for")
-
-
 def no_model(path: Path, error: Exception) -> CheckpointError:
     """The error for a checkpoint whose config.json describes no model."""
     what = f"{type(error).__name__}: {first_line(error)}"
@@ -288,7 +269,7 @@ def _fill(source: Source, config: Any, dtype: torch.dtype, state: Prepare) -> An
     def noted(model: Any, conversions: Any) -> Filling:
         nonlocal made
         made = True
-        return state(model, conversions)
+        return state(keep_language_model(model), conversions)
 
     try:
         with quiet(), instead_of_files(model_class, noted):  # what its report says becomes one error below

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ptqpipe.runtime.language_model import left_out_of
+
 _FIRST_EXPERT = re.compile(r"\.experts\.0\.(gate|up|down)_proj\.weight$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MERGING = {"MergeModulelist", "Concatenate"}
@@ -57,8 +59,16 @@ class Homes:
         self._state = set(model.state_dict())
         self._shapes = dict.fromkeys(self._state, True)  # transformers asks with ``get`` and compares with None
         self._prefix = model.base_model_prefix
+        self._left_out = tuple(f"{name}." for name in left_out_of(model))
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+
+    def left_out(self, name: str) -> bool:
+        """Whether the checkpoint's tensor ``name`` belongs to a part that was taken out of the model."""
+        from transformers.core_model_loading import rename_source_key
+
+        found, _ = rename_source_key(name, self._renamings, self._converters)
+        return any(x.startswith(self._left_out) for x in (name, found, f"{self._prefix}.{found}"))
 
     def of(self, name: str) -> list[Home]:
         """Where the checkpoint's tensor ``name`` goes; empty where the model has no place for it."""

@@ -186,7 +186,10 @@ class Message(BaseModel):
         for part in self.content:
             if part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise ApiError(
-                    400, f"content of type {part.get('type')!r} is not supported; send text", param="messages"
+                    400,
+                    f"content of type {part.get('type')!r} is not served, whatever the model: neither images nor sound "
+                    "are; send parts of type 'text'",
+                    param="messages",
                 )
         return "".join(part["text"] for part in self.content)
 

@@ -9,6 +9,7 @@ from ptqpipe.calibration.data import HELD_SHARE
 from ptqpipe.calibration.generate import check_windows, generate as windows_of, threads_for
 from ptqpipe.checkpoint import Finished, check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
+from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import check_device, default_length, dtype_of, load_model, read_config
 from ptqpipe.stages.common import Machine, compute_threads, counting_bar, peak_bytes, threads
 
@@ -54,7 +55,8 @@ def generate(
     if out.exists() and not overwrite:
         raise OutputExists(f"{out} exists; --overwrite replaces it, or give another -o")
     if log is not None:
-        log(f"{model} writes {samples} windows of {seqlen} tokens and {held_out} to hold out; it is loaded first")
+        header = f"{model} writes {samples} windows of {seqlen} tokens and {held_out} to hold out; it is loaded first"
+        log(with_note(header, config))
     begin = getattr(config.get_text_config(), "bos_token_id", None)
     loaded = load_model(path, dtype=dtype, device=str(machine.device))
     most = threads_for(loaded, samples=count, seqlen=seqlen, most=machine.workers)

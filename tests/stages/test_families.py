@@ -25,7 +25,6 @@ from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.evaluate.run import Options, evaluate
-from ptqpipe.stages.generate import generate
 from ptqpipe.stages.inspect import inspect
 from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.serve.checks import check_checkpoint
@@ -251,26 +250,6 @@ def test_the_text_model_of_an_image_text_model_is_evaluated_and_refused_by_serve
     layers = {"qwen3_5": "linear_attention", "llama4": "chunked_attention"}[kind]
     with pytest.raises(UsageError, match=f"has {layers} layers"):
         check_checkpoint(str(make(kind)), tp=1, packed=True)
-
-
-def test_an_image_text_model_without_a_causal_class_is_refused_first_and_told_what_works(
-    make: Make, tmp_path: Path
-) -> None:
-    model, data = make("qwen3_vl"), families.write_windows(tmp_path / "data.jsonl")
-    warned: list[str] = []
-    runs: dict[str, Callable[[], object]] = {
-        "calibrate": lambda: calibrate(
-            model, [str(data)], tmp_path / "st", options=CalibrateOptions(samples=12, seqlen=16), warn=warned.append
-        ),
-        "eval": lambda: evaluate(str(model), options=Options(data=(data,))),
-        "generate": lambda: generate(model, tmp_path / "g.jsonl", samples=2, log=warned.append),
-        "serve": lambda: check_checkpoint(str(model), tp=1, packed=True),
-    }
-    for act in runs.values():
-        with pytest.raises(CheckpointError, match=r"'qwen3_vl' model of images and text.*without statistics.*vLLM"):
-            act()
-    assert warned == []
-    assert verify(ptqpipe.convert(model, out=tmp_path / "out", **EXACT).out, source=model, workers=1).ok
 
 
 def test_a_model_that_carries_a_state_between_its_blocks_is_refused_in_one_line(make: Make, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import disk_size, memory_size
+from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.common import (
@@ -134,7 +135,8 @@ def calibrate(
         )
         with folder as output, threads(machine.workers):
             if log is not None and ranks.rank == 0:
-                log(f"{name_of(path)} on {_described(samples, skeleton, options, collecting)}")
+                described = _described(samples, skeleton, options, collecting)
+                log(with_note(f"{name_of(path)} on {described}", config))
             with _open_runner(skeleton, samples, output, collecting, machine) as runner:
                 run_blocks(runner, output, collecting, shown=machine.progress)
             if ranks.rank != 0:

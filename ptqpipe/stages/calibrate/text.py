@@ -84,7 +84,7 @@ def render(done: Finished) -> str:
     lines += _short("experts that saw too few tokens; their group's statistics are used", list(stand_ins(content)))
     lines += _short("modules that no sample reached; they have no statistics", content["unused"])
     unused = sorted({name_pattern(name) for name in content["unplaced"]})
-    lines += _short("tensors of the checkpoint that the model in transformers does not use", unused)
+    lines += _short("tensors of the checkpoint that no text passes in transformers' model", unused)
     lines.append(
         f"Done: {done.out}: {len(content['modules'])} modules in {done.seconds:.1f} s, peak memory "
         f"{memory_size(done.peak_rss_bytes)}; digest {content['digest'][:16]}"

@@ -25,6 +25,7 @@ from ptqpipe.evaluation.text import SAMPLE, SAMPLE_NAME, Text, read_text
 from ptqpipe.evaluation.tokens import Decode, beginnings, continued, kl_by_position, kl_histogram, worst_tokens
 from ptqpipe.quantities import disk_size, option_size
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import (
     check_device,
     default_length,
@@ -110,7 +111,7 @@ def evaluate(
     UsageError for what cannot be measured, before any weight is read.
     """
     job = _prepare(ckpt, source, options or Options(), progress, log or (lambda line: None))
-    job.log(_header(job))
+    job.log(with_note(_header(job), read_config(job.path)))
     references: Sequence[Any] = [None] * len(job.texts)
     theirs: list[Metric] = []
     written: list[list[str]] = []

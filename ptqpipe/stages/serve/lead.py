@@ -21,6 +21,7 @@ from ptqpipe.quantities import memory_size
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.fill import watched
 from ptqpipe.runtime.invariant import make_batch_invariant
+from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import dtype_of, load, read_config
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.parallel import RunCollective
@@ -114,7 +115,7 @@ class Lead:
         options, service = self.options, self.service
         self.ranks.watch(service.fail)
         name, facts = options.name or name_of(Path(options.ckpt)), facts_of(options.ckpt)
-        self.log(heading(name, facts))
+        self.log(with_note(heading(name, facts), read_config(Path(options.ckpt))))
         hosts = host_names(options.host, options.allowed_hosts)
         server = ServerOptions((name,), self.context, hosts, options.api_key, options.max_body, template)
         app = create_app(service, self.tokenizer, server, all_reduce=self.counts, details=lambda: _now(facts))

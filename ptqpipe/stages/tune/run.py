@@ -32,6 +32,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE
+from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import default_length, read_config
 from ptqpipe.stages.common import BASE_BYTES, Machine, compute_threads, counting_bar, name_of, peak_bytes, threads
 from ptqpipe.stages.convert.prepare import best_with, prepare
@@ -121,7 +122,7 @@ def tune(
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
         with folder, threads(machine.workers if _is_large(prepared) else 1):
             if log is not None:
-                log(_described(prepared, samples, options))
+                log(with_note(_described(prepared, samples, options), config))
             _run(prepared, samples, folder, options, machine, collects=collects)
             content = codes_of.content(prepared, samples, _how(options), folder, seed=options.seed, collects=collects)
             folder.finish(content)

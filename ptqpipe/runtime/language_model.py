@@ -1,0 +1,91 @@
+"""Which of transformers' classes runs a checkpoint, and how much of it: for calibration, evaluation and serving alike.
+
+Of a model of images (or sound) and text the language model alone runs, given tokens: the rest is taken out of the
+empty model, so that its weights are never read.
+"""
+
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+from ptqpipe.errors import CheckpointError
+
+_LEFT_OUT = "_ptqpipe_left_out"
+_NEED_IMAGES = {"idefics"}  # their forward refuses text alone, which its signature does not say
+
+
+def causal_model_of(config: Any, path: Path) -> tuple[Any, Any]:
+    """transformers' class of the causal model of ``config``, of the checkpoint at ``path``, and the config to make it
+    with: of some image-text models (Qwen3.5, Llama 4) that is the text model alone, with its part of the config.
+
+    CheckpointError where there is none.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        text = config.get_text_config()
+        return model_class, text if model_class.config_class is type(text) else config
+    model_class = _with_images(config)
+    if model_class is None:
+        raise CheckpointError(f"{path} is a {config.model_type!r} model, which transformers has no causal model for")
+    if not _takes_text_alone(model_class, config):
+        raise CheckpointError(
+            f"{path} is a {config.model_type!r} model of images and text, which runs with images alone (calibrate, "
+            "tune, generate, eval, serve need one that continues text); convert it without statistics, which runs "
+            "nothing, and serve that with vLLM"
+        )
+    return model_class, config
+
+
+def _with_images(config: Any) -> Any:
+    """transformers' class for images and text of a config, None where it has none."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+
+
+def _takes_text_alone(model_class: Any, config: Any) -> bool:
+    """Whether it continues text that comes without an image."""
+    known = signature(model_class.forward).parameters
+    image = known.get("pixel_values")
+    optional = image is None or image.default is not Parameter.empty
+    if config.model_type in _NEED_IMAGES or "input_ids" not in known or not optional:
+        return False
+    return not (config.is_encoder_decoder or config.get_text_config().is_encoder_decoder)
+
+
+def with_note(header: str, config: Any) -> str:
+    """A command's header, which says of a model of images and text that vision tower and projector are left out."""
+    if _with_images(config) is None or config.get_text_config() is config:
+        return header
+    return f"{header}\n(a model of images and text: its language model runs, vision tower and projector are left out)"
+
+
+def keep_language_model(model: Any) -> Any:
+    """Takes everything out of an empty model that only images or sound pass: what lies neither in nor around the
+    decoder, the embeddings and the head. A model of text stays whole. Returns the model."""
+    if _with_images(model.config) is type(model):
+        parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+        kept = {module for part in parts if part is not None for module in part.modules()}
+        setattr(model, _LEFT_OUT, tuple(_prune(model, kept, "")))
+    return model
+
+
+def left_out_of(model: Any) -> tuple[str, ...]:
+    """The names of the modules that `keep_language_model` took out."""
+    return tuple(getattr(model, _LEFT_OUT, ()))
+
+
+def _prune(module: Any, kept: set[Any], prefix: str) -> list[str]:
+    """Takes out the modules below ``module`` that neither are kept nor hold one that is; their names."""
+    gone = []
+    for leaf, child in list(module.named_children()):
+        if child in kept:
+            continue
+        if kept.isdisjoint(child.modules()):
+            setattr(module, leaf, None)
+            gone.append(f"{prefix}{leaf}")
+        else:
+            gone += _prune(child, kept, f"{prefix}{leaf}.")
+    return gone

@@ -1,0 +1,102 @@
+"""Models of images and text, given text: their language model runs, tower and projector stay on disk."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import ptqpipe
+from ptqpipe.engine.probe import check_empty
+from ptqpipe.engine.runner import CacheOptions, Runner, check_model
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.runtime import load, load_model
+from ptqpipe.runtime.check import check_load
+from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
+from ptqpipe.stages.evaluate.run import Options, evaluate
+from ptqpipe.stages.generate import generate
+from ptqpipe.stages.serve.checks import check_checkpoint
+from ptqpipe.stages.verify.run import verify
+from tests import families, image_text, tiny
+from tests.engine.models import ask, engine, generate as served_by, greedy_of, tokenizer
+
+NOTE = "vision tower and projector are left out"
+TOWERS = re.compile(r"vis(ual|ion)|projector|connector|aligner|merger")
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes each model once."""
+    made: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = families.make_model(tmp_path_factory.mktemp("model") / kind, kind)
+        return made[kind]
+
+    return of
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    """Of two rows of random tokens."""
+    ids = torch.randint(3, 80, (2, 12), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=ids).logits
+    return found
+
+
+@pytest.mark.parametrize("kind", image_text.RUN)
+@pytest.mark.filterwarnings("error:.*no place")
+def test_the_language_model_computes_what_the_whole_model_computes_of_text(
+    make: Callable[[str], Path], kind: str
+) -> None:
+    path = make(kind)
+    alone = load_model(path)
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    torch.testing.assert_close(logits_of(alone), logits_of(whole), rtol=0, atol=0)
+    assert not [name for name, _ in alone.named_parameters() if TOWERS.search(name)]
+    empty, refusal = check_load(path), ""
+    try:
+        check_model(empty)
+        check_empty(empty, 64)
+    except UsageError as error:
+        refusal = str(error)
+    assert image_text.RUN[kind] in refusal
+    assert bool(image_text.RUN[kind]) == bool(refusal)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llava"])
+def test_calibrated_converted_evaluated_and_served(make: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    model, data, said = make(kind), families.write_windows(tmp_path / "data.jsonl"), list[str]()
+    stats, options = tmp_path / "stats", CalibrateOptions(samples=8, seqlen=16, holdout=2)
+    done = calibrate(model, [str(data)], stats, options=options, log=said.append)
+    assert done is not None
+    assert not [name for name in done.content["modules"] if TOWERS.search(name)]
+    out = ptqpipe.convert(model, out=tmp_path / "out", stats=stats, workers=1)
+    assert len(out.record["weights"]) == 14  # of two layers; the checkpoint's own names
+    assert verify(out.out, source=model, statistics=stats, workers=1).ok
+    result = evaluate(str(out.out), source=str(model), options=Options(data=(str(data),), seqlen=16), log=said.append)
+    assert 0 < result["kl"][0]["mean"] < 0.3
+    assert generate(model, tmp_path / "own.jsonl", samples=2, seqlen=16, log=said.append).content["samples"] == 2
+    assert [NOTE in line for line in said] == [True] * 3
+    check_checkpoint(str(out.out), tp=1, packed=True)
+    oracle, prompts = load(out.out, dtype="float32"), [(5, 6, 7, 8), tuple(range(9, 39))]
+    runner = Runner(load(out.out, dtype="float32"), CacheOptions(1 << 24, 64, 4, 8))
+    found = served_by(
+        engine(runner, max_len=64, max_batch_tokens=11, tokens=tokenizer()),
+        [ask(prompt, 12, name=str(at)) for at, prompt in enumerate(prompts)],
+    )
+    assert [found[str(at)][0] for at in range(2)] == [greedy_of(oracle, prompt, 12) for prompt in prompts]
+    decoded = load_model(out.out)
+    torch.testing.assert_close(logits_of(load(out.out, dtype="float32")), logits_of(decoded), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["blip", "idefics"])
+def test_a_model_that_needs_an_image_is_refused_with_what_works(kind: str, tmp_path: Path) -> None:
+    config = transformers.CONFIG_MAPPING[kind]().to_diff_dict()
+    tiny.save(tmp_path, {"a.weight": torch.zeros(16, 16)}, config={**config, "model_type": kind})
+    with pytest.raises(CheckpointError, match=r"with images alone.*without statistics.*vLLM"):
+        check_load(tmp_path)
