@@ -136,7 +136,7 @@ static int32_t run_blocks(const ptq_blocks *j, const Minifloat3Scale *scales, co
             choose_tiles<E, MX, H, B, U>(j, flushed, weights, block, largest, scales[0], chosen, 0);
         EACH(u) {
             if (j->rule == PTQ_GIVEN) chosen[u] = load_scales(codes_out + u * W);
-            else store_scales(chosen[u], codes_out + u * W);
+            else store_bytes(chosen[u], codes_out + u * W);
             encode_tile<E, MX, B>(x + u * block, block, chosen[u], scales[0], words + u * n_words);
             store_words<E, B>(words + u * n_words, block, data_out + u * W * out_bytes);
         }

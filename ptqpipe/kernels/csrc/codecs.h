@@ -6,7 +6,7 @@
 struct Rounded { vf power, sum; };
 
 INLINE Rounded round_minifloat(vf y, int mantissa, int emin) {
-    vf e = max_of(from_bits(bits(y) & 0x7F800000), from_bits(splat((127 + emin) << 23)));
+    const vf e = larger(from_bits(bits(y) & 0x7F800000), from_bits(splat((127 + emin) << 23)));
     Rounded r;
     r.power = from_bits(bits(e) + ((23 - mantissa) << 23));
     r.sum = y + r.power;
@@ -27,12 +27,13 @@ template <int MANTISSA, int EMIN, int EMAX, int BITS, int MAX_X8, int EDGE_X8> s
     static constexpr float max = MAX_X8 / 8.0f, half_edge = EDGE_X8 / 8.0f;
     static constexpr float zero_edge = 1.0f / (1 << (1 + MANTISSA - EMIN));  // half the smallest: y up to here rounds to 0
     static constexpr float unit = 1.0f;             // nearest() takes y times this power of two
-    static constexpr float table_end = 0.0f;        // y at which `Clamp = false` stops being valid; 0: always clamp
+    // y up to which `Clamp = false` has the right error: the middle of the largest value and the one that would follow
+    static constexpr float clamp_from = max + (1 << EMAX) * 0.5f / (1 << MANTISSA);
     struct Tables {};                               // registers that nearest() wants prepared
     INLINE Tables tables() { return Tables(); }
 
     template <bool CLAMP> INLINE vf nearest(vf y, const Tables &) {
-        Rounded r = round_minifloat(min_of(y, splat(max)), MANTISSA, EMIN);
+        Rounded r = round_minifloat(CLAMP ? smaller(y, splat(max)) : y, MANTISSA, EMIN);
         return r.sum - r.power;
     }
     INLINE vi code(vf y) { return minifloat_code(min_of(y, splat(max)), MANTISSA, EMIN); }  // magnitude code
@@ -55,7 +56,8 @@ alignas(64) static const uint16_t e2m1_codes[64] = {
 
 struct E2M1 {
     static constexpr int code_bits = 4, mantissa = 1, emin = 0, emax = 2;
-    static constexpr float max = 6.0f, half_edge = 3.5f, zero_edge = 0.25f, unit = 4.0f, table_end = 8.0f;
+    static constexpr float max = 6.0f, half_edge = 3.5f, zero_edge = 0.25f, unit = 4.0f;
+    static constexpr float clamp_from = 8.0f;  // an index has five bits
     struct Tables { __m512 low, high; };
     INLINE Tables tables() { return Tables{_mm512_load_ps(e2m1_x4), _mm512_load_ps(e2m1_x4 + 16)}; }
 
@@ -82,9 +84,11 @@ typedef Minifloat<1, 0, 2, 4, 48, 28> E2M1;
 struct Minifloat3Scale {
     float global_scale, unit;
     int bias, top;
+    // r and square of the first codes; those above 15 differ from 8..15 by a power of two, which is exact
 #if defined(PTQ_AVX512)
-    // r and square of codes 0..15; the codes above differ from 8..15 by a power of two, which is exact
-    __m512 r_low, square_low;
+    __m512 r_low, square_low;  // of codes 0..15
+#elif defined(PTQ_AVX2)
+    __m256 r_least, square_least, r_low, square_low;  // of codes 0..7, and of 8..15
 #endif
 };
 
@@ -98,14 +102,19 @@ INLINE float scale_value(int code, int bias) {
 INLINE Minifloat3Scale make_scale(float global_scale, float unit, int bias, int top) {
     Minifloat3Scale s;
     s.global_scale = global_scale, s.unit = unit, s.bias = bias, s.top = top;
-#if defined(PTQ_AVX512)
+#if defined(PTQ_AVX512) || defined(PTQ_AVX2)
     alignas(64) float r[16], square[16];
     for (int c = 0; c < 16; ++c) {
         float v = scale_value(c, bias);
         r[c] = unit * (1.0f / (v * global_scale));
         square[c] = v * v / (unit * unit);
     }
+#endif
+#if defined(PTQ_AVX512)
     s.r_low = _mm512_load_ps(r), s.square_low = _mm512_load_ps(square);
+#elif defined(PTQ_AVX2)
+    s.r_least = _mm256_load_ps(r), s.square_least = _mm256_load_ps(square);
+    s.r_low = _mm256_load_ps(r + 8), s.square_low = _mm256_load_ps(square + 8);
 #endif
     return s;
 }
@@ -117,6 +126,16 @@ INLINE void scale_factors(const Minifloat3Scale &s, vi code, vf *r, vf *square) 
     __m512i up = _mm512_slli_epi32(_mm512_sub_epi32(c, first), 20);
     *r = (vf)_mm512_sub_epi32((__m512i)_mm512_permutexvar_ps(first, s.r_low), up);
     *square = (vf)_mm512_add_epi32((__m512i)_mm512_permutexvar_ps(first, s.square_low), _mm512_slli_epi32(up, 1));
+#elif defined(PTQ_AVX2)
+    const __m256i c = (__m256i)code;  // its lowest three bits are what a permutation takes
+    vi r_bits = (vi)_mm256_permutevar8x32_ps(s.r_low, c), square_bits = (vi)_mm256_permutevar8x32_ps(s.square_low, c);
+    const vm least = less(code, splat(8));
+    if (__builtin_expect(any(least), 0)) {
+        r_bits = select(least, (vi)_mm256_permutevar8x32_ps(s.r_least, c), r_bits);
+        square_bits = select(least, (vi)_mm256_permutevar8x32_ps(s.square_least, c), square_bits);
+    }
+    const vi up = ((max_of(code, splat(8)) & ~7) - 8) << 20;
+    *r = from_bits(r_bits - up), *square = from_bits(square_bits + (up << 1));
 #else
     vi up = max_of(shift_right(code, 3), splat(1)) - 1;
     vi significand = (code & 7) + (less(splat(7), code) & 8);

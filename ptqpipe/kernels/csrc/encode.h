@@ -86,6 +86,31 @@ template <class E, int B> INLINE void store_words(const vi *words, int any_block
         const uint32x4x4_t all = {{(uint32x4_t)words[0], (uint32x4_t)words[1], (uint32x4_t)words[2], (uint32x4_t)words[3]}};
         return vst4q_u32((uint32_t *)out, all);
     }
+#elif defined(PTQ_AVX2)
+    const bool whole = bytes == 4 * count;
+    if (whole && count == 2) {
+        const __m256i a = _mm256_unpacklo_epi32((__m256i)words[0], (__m256i)words[1]);
+        const __m256i b = _mm256_unpackhi_epi32((__m256i)words[0], (__m256i)words[1]);
+        _mm256_storeu_si256((__m256i *)out, _mm256_permute2x128_si256(a, b, 0x20));
+        _mm256_storeu_si256((__m256i *)(out + 32), _mm256_permute2x128_si256(a, b, 0x31));
+        return;
+    }
+    if (whole && count % 4 == 0) {
+        for (int i = 0; i < count; i += 4) {
+            const __m256i a = _mm256_unpacklo_epi32((__m256i)words[i], (__m256i)words[i + 1]);
+            const __m256i b = _mm256_unpackhi_epi32((__m256i)words[i], (__m256i)words[i + 1]);
+            const __m256i c = _mm256_unpacklo_epi32((__m256i)words[i + 2], (__m256i)words[i + 3]);
+            const __m256i d = _mm256_unpackhi_epi32((__m256i)words[i + 2], (__m256i)words[i + 3]);
+            const __m256i four[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c),
+                                     _mm256_unpacklo_epi64(b, d), _mm256_unpackhi_epi64(b, d)};
+            for (int j = 0; j < 4; ++j) {  // lane j in the lower half, 4 + j in the upper
+                uint8_t *p = out + j * bytes + i * 4;
+                _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(four[j]));
+                _mm_storeu_si128((__m128i *)(p + 4 * bytes), _mm256_extracti128_si256(four[j], 1));
+            }
+        }
+        return;
+    }
 #endif
     enum { WORD_BYTES = E::code_bits == 6 ? 3 : 4 };
     for (int i = 0; i < count; ++i) {
@@ -103,9 +128,13 @@ template <class E, int B> INLINE void store_words(const vi *words, int any_block
     }
 }
 
-INLINE void store_scales(vi codes, uint8_t *out) {
+// The low bytes, all of numbers from 0 to 255.
+INLINE void store_bytes(vi codes, uint8_t *out) {
 #if defined(PTQ_AVX512)
     _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8((__m512i)codes));
+#elif defined(PTQ_AVX2)
+    const __m128i shorts = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)codes), _mm256_extracti128_si256((__m256i)codes, 1));
+    _mm_storel_epi64((__m128i *)out, _mm_packus_epi16(shorts, shorts));
 #else
     for (int lane = 0; lane < W; ++lane) out[lane] = (uint8_t)codes[lane];
 #endif

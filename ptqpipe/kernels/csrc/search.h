@@ -44,6 +44,7 @@ INLINE void add_element(const vf *x, const vf *h, int n, int k, const vf *r, con
         if (H) t = t * h[u * n + k];
         if (C) clipped[u] = clipped[u] + select(less(splat(E::max * E::unit), y), t, splat(0.0f));
         sum[u] = k ? sum[u] + t : t;
+        settle(sum[u]);
     }
 }
 
@@ -68,13 +69,13 @@ template <class E, int U> INLINE bool any_from(float y, const vf *top, const vm 
     return any(from);
 }
 
-// block_error, clamped only where a lane that still counts needs it: an index beyond the table wraps to a value that is
-// too small, which makes the error of a lane that is already done larger still. FAR: without weights the clipping is summed
-// too, once the largest element is so far beyond max that few blocks are still scanned. Returns whether it was summed.
+// block_error, clamped only where a lane that still counts needs it; those that are done may get any error. FAR: without
+// weights the clipping is summed too, once the largest element is so far beyond max that few blocks are still scanned.
+// Returns whether it was summed.
 template <class E, bool H, bool FAR, int B, int U>
 INLINE bool lanes_error(const vf *x, const vf *h, int block, const vf *r, const vf *top, const vm *done,
                         const typename E::Tables &tables, vf *sum, vf *clipped) {
-    const bool clamp = E::table_end == 0 || any_from<E, U>(E::table_end, top, done);
+    const bool clamp = any_from<E, U>(E::clamp_from, top, done);
     const bool summed = H || (FAR && clamp && any_from<E, U>(2.0f * E::max, top, done));
     if (summed && clamp) block_error<E, true, H, H || FAR, B, U>(x, h, block, r, tables, sum, clipped);
     else if (clamp) block_error<E, true, H, H, B, U>(x, h, block, r, tables, sum, clipped);
@@ -107,7 +108,7 @@ static void scan_minifloat3(const vf *x, const vf *h, int block, const Lanes<U> 
         lanes_error<E, H, false, B, U>(x, h, block, r, top, done, tables, error, clipped);
         EACH(u) {
             score[u] = error[u] * square[u];
-            vm counts = mask_and(less(splat(E::zero_edge * E::unit), top[u]), less(splat(0), code[u]));
+            vm counts = mask_and(less(splat(E::zero_edge * E::unit), top[u]), mask_not(done[u]));
             vm better = mask_and(less_equal(score[u], best->score[u]), counts);
             best->score[u] = select(better, score[u], best->score[u]);
             best->code[u] = select(better, code[u], best->code[u]);

@@ -213,12 +213,7 @@ template <class E, int DTYPE> static int32_t encode_rows(const ptq_encode *j) {
                 top = max_of(top, bits(a));
                 const vi code = E::code(a * r) | (shift_right(bits(x), 31) << (E::code_bits - 1));
                 uint8_t *p = stop - k >= W ? out + k : tail;
-#if defined(PTQ_AVX512)
-                _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)code));
-#else
-                const vbytes narrow = __builtin_convertvector(code, vbytes);
-                memcpy(p, &narrow, sizeof narrow);
-#endif
+                store_bytes(code, p);
                 if (p == tail) memcpy(out + k, tail, (size_t)(stop - k));
             }
         }
