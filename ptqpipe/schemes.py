@@ -170,7 +170,8 @@ class Abilities:
     own_reader    ptqpipe alone reads the layout, and takes every weight of every model
     methods       other values of ``quant_method`` than the container's own
     transformers  "reads" what the container stores; "never": has no quantizer of that method; "kernels": with kernels
-                  of its own where there is an accelerator; otherwise the package that it needs for it
+                  of its own where there is an accelerator; otherwise the package that it needs for it, or
+                  "transformers": it never leaves the layout to ptqpipe
     """
 
     matrices: bool = True

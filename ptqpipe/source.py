@@ -124,7 +124,7 @@ class Source:
         By default all rows, in runs of about ``elements`` weights; else those of ``runs``, [start, stop) each.
         """
         stored = self.stored[weight]
-        whole = None if expert is None else self.quantized(weight, expert=expert)
+        whole = None if expert is None and stored.whole is None else self.quantized(weight, expert=expert)
         for start, stop in row_runs(stored.shape, stored.scheme.fmt, elements) if runs is None else runs:
             if whole is None:
                 yield start, self.quantized(weight, rows=(start, stop))
@@ -205,8 +205,8 @@ class Scratch:
 class SourceRows:
     """The rows of one weight of a source, [out, in] whatever its orientation on disk; reads them when asked.
 
-    cache   keeps what was read: for units whose passes fit the memory limit, and for transposed weights, which have to
-            be read whole
+    cache   keeps what was read: for units whose passes fit the memory limit, and for weights that have to be read
+            whole, such as transposed ones
     memory  where a cached weight is read to, past the page cache; fresh and through the cache without it
     """
 
@@ -223,7 +223,8 @@ class SourceRows:
         self._memory = memory if cache else None
         self._source = source
         self._where = where
-        self._cache = cache or where.transposed
+        stored = source.stored.get(where.tensor)
+        self._cache = cache or where.transposed or (stored is not None and stored.whole is not None)
         self._whole: torch.Tensor | None = None
 
     def rows(self, start: int, stop: int) -> torch.Tensor:

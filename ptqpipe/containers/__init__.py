@@ -29,6 +29,7 @@ from ptqpipe.containers._config import (
     short_json,
     without_quantization,
 )
+from ptqpipe.containers._integers import has_integers
 from ptqpipe.containers._kv import announces_kv_cache, is_kv_scale, kv_scale, kv_scale_place
 from ptqpipe.containers._types import (
     DECODED_ROLES,
@@ -65,6 +66,7 @@ __all__ = [
     "detect_container",
     "encode_part",
     "get_container",
+    "has_integers",
     "is_kv_scale",
     "kv_scale",
     "kv_scale_place",

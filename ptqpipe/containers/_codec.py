@@ -16,7 +16,7 @@ from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.formats import CODECS, Format
 from ptqpipe.qtensor import Factors, QTensor, scale_values
 
-TORCH_DTYPES = {name: DTYPES[name][0] for name in ("U8", "I8", "F8_E4M3", "F8_E8M0", "F16", "BF16", "F32")}
+TORCH_DTYPES = {name: DTYPES[name][0] for name in ("U8", "I8", "I32", "F8_E4M3", "F8_E8M0", "F16", "BF16", "F32")}
 FLOAT_SCALES: dict[str, str] = {stored: short for short, (stored, _) in FLOATS.items()}
 """The codec of a scale that is stored as a plain float, by safetensors dtype."""
 
@@ -100,6 +100,8 @@ def decode(
     if not 0 <= start < stop <= n or start % step or (stop % step and stop != n):
         raise FormatError(f"rows [{start}, {stop}) of {stored.weight} are not whole blocks; use multiples of {step}")
     grid = fmt.scale_run(0, start, stop)
+    if stored.whole is not None:
+        return stored.whole(load).narrow(0, start, stop - start)
     data = _read(_need(stored, Role.DATA), load, expert=expert, rows=(start, stop), total=n)
     scales = _read(_need(stored, Role.SCALES), load, expert=expert, rows=grid, total=fmt.scale_shape(stored.shape)[0])
     if fmt.scale.enumerable:

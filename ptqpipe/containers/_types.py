@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from ptqpipe.errors import FormatError
+from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import Abilities, Scheme
 
 Names = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -32,6 +33,8 @@ class Role(StrEnum):
     LOW_RANK_LEFT = "low_rank_left"  # [N, rank], whose product with the next is added to the decode
     LOW_RANK_RIGHT = "low_rank_right"  # [rank, K]
     LOW_RANK_SCALE = "low_rank_scale"  # float32 [rank], multiplies; of FP8 factors only
+    ZEROS = "zeros"  # zero points of the blocks
+    GROUPS = "groups"  # which block each column belongs to, where they are not in order
     OTHER = "other"  # kept with the weight, not part of its decode
 
 
@@ -61,6 +64,8 @@ class StoredWeight:
     ``weight`` is the logical name ("model.layers.0.mlp.up_proj.weight"). ``shape`` is (N, K) = (out, in) of the codes.
     A stack of experts in one 3-D tensor has ``experts`` = E, and its parts have a leading axis E. ``transposed`` says
     that the tensor of this name in the float checkpoint is [in, out] (each expert of a stack); the codes never are.
+    Where codes or zero points are not row major (AWQ, GPTQ), ``whole`` reads the weight, CheckpointError for numbers
+    that contradict each other.
     """
 
     weight: str
@@ -69,6 +74,7 @@ class StoredWeight:
     parts: tuple[Part, ...]
     experts: int | None = None
     transposed: bool = False
+    whole: Callable[[Load], QTensor] | None = None
 
     def part(self, role: Role) -> Part | None:
         """The part with this role, if there is one."""

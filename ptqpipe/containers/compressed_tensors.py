@@ -27,6 +27,7 @@ from ptqpipe.containers._config import (
     without_quantization,
 )
 from ptqpipe.containers._config_groups import group_faults, resolver
+from ptqpipe.containers._integers import described_integers, stored_integers
 from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
@@ -87,7 +88,7 @@ _INPUTS: dict[Activation, dict[str, Any]] = {
     Activation.FP8_TENSOR_STATIC: {"num_bits": 8, "strategy": "tensor", "dynamic": False},
 }
 _BY_STRUCTURE = {structure(FORMATS[name]): name for name in _ROWS}
-_UNREADABLE = ("weight_zero_point", "weight_g_idx")
+_ONLY_INTEGERS, _UNREADABLE = "weight_zero_point", "weight_g_idx"
 
 
 def supports(scheme: Scheme) -> str | None:
@@ -282,10 +283,12 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
 def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
     """The weight of ``module``, whose config gives ``scheme``; scale dtypes and scalar shapes as they are found."""
     weight, fmt = f"{module}.weight", scheme.fmt
-    data = weight if fmt.element.bits == 8 else f"{module}.weight_packed"
-    for suffix in _UNREADABLE:
+    for suffix in (_UNREADABLE, *([] if fmt.element.grid else [_ONLY_INTEGERS])):
         if f"{module}.{suffix}" in names:
-            raise CheckpointError(f"{module}.{suffix}: only symmetric formats are read; start from the float model")
+            raise CheckpointError(f"{module}.{suffix} is not read with {fmt.name} weights; start from the float model")
+    if fmt.element.grid:
+        return stored_integers(module, fmt, scheme.activation, names)
+    data = weight if fmt.element.bits == 8 else f"{module}.weight_packed"
     shape = matrix_shape(names, data, bits=fmt.element.bits, owner=module)
     scale = names.get(f"{module}.weight_scale")
     if scale is not None:
@@ -335,6 +338,9 @@ def _read_format(weights: Any, key: str) -> Format:
         for name, (_, row, _) in _ROWS.items():
             if all(weights.get(field) == row.get(field) for field in fields):
                 return FORMATS[name]
+    integer = described_integers(weights)
+    if integer is not None:
+        return integer
     shown = {field: weights.get(field) for field in ("type", *fields)}
     raise CheckpointError(
         f"config group {key!r} has weights {shown}, a format that ptqpipe does not read; "
@@ -345,7 +351,7 @@ def _read_format(weights: Any, key: str) -> Format:
 def _read_activation(inputs: Any) -> Activation:
     if inputs is None:
         return Activation.NONE
-    if isinstance(inputs, Mapping):
+    if isinstance(inputs, Mapping) and inputs.get("type", "float") == "float":
         for activation, row in _INPUTS.items():
             if all(inputs.get(field) == row.get(field) for field in ("num_bits", "strategy", "group_size", "dynamic")):
                 return activation

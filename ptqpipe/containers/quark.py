@@ -4,19 +4,23 @@ As amd-quark 0.13 exports it (``pack_method: reorder``, real quantized). Nothing
 the same numbers and more readers take it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ptqpipe.containers._codec import with_scale_dtype
 from ptqpipe.containers._config import as_found, check_parts, matrix_shape, quantization_config, scheme_for
-from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
+from ptqpipe.containers._read_only import ReadOnly
+from ptqpipe.containers._types import Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS
-from ptqpipe.schemes import Abilities, Activation, Scheme
+from ptqpipe.schemes import Abilities, Activation
 
 QUANT_METHOD = "quark"
 ABILITIES = Abilities(transformers="quark")
+_LAYOUT = ReadOnly(QUANT_METHOD)
+supports, parts, configs, warnings = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs, _LAYOUT.warnings
+detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
 
 # (dtype, qscheme) of the weight's spec -> format name
 _WEIGHTS = {
@@ -24,38 +28,6 @@ _WEIGHTS = {
     ("fp8_e4m3", "per_tensor"): "fp8_tensor",
     ("fp8_e4m3", "per_channel"): "fp8_channel",
 }
-
-
-def supports(scheme: Scheme) -> str | None:
-    """Never: the layout is read only."""
-    return f"quark is read only; write {scheme.name} with the {scheme.container} container"
-
-
-def parts(
-    weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None, transposed: bool = False
-) -> tuple[Part, ...]:
-    """FormatError: the layout is read only."""
-    raise FormatError(f"{weight}: {supports(scheme)}")
-
-
-def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
-    """FormatError: the layout is read only."""
-    raise FormatError("quark is read only; choose another container")
-
-
-def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
-    """Nothing: the layout is read only."""
-    return iter(())
-
-
-def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
-    """Nothing is written, nothing is to be warned of."""
-    return []
-
-
-def detect(config: Mapping[str, Any], names: Names) -> bool:
-    """Whether a checkpoint with this config has this layout."""
-    return quantization_config(config).get("quant_method") == QUANT_METHOD
 
 
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:

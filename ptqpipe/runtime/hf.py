@@ -32,7 +32,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ptqpipe.containers import container_names, get_container
+from ptqpipe.containers import container_names, get_container, has_integers
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime.fill import Filling, override_loading, prepare
 from ptqpipe.runtime.linear import PackedLinear
@@ -201,8 +201,8 @@ def takes(described: Mapping[str, Any]) -> bool:
         return True
     container = _CONTAINERS.get(method)
     config = {"quantization_config": described}
-    if container is None or not container.detect(config, {}):
-        return False
+    if container is None or not container.detect(config, {}) or has_integers(described):
+        return False  # integers: transformers has kernels for them, and ptqpipe reads them to convert them
     way = container.ABILITIES.transformers
     if way not in ("reads", "kernels"):  # transformers needs a package for it
         return find_spec(way) is None

@@ -102,16 +102,17 @@ def test_our_own_layout_spells_everything() -> None:
         assert get_container("ptqpipe").supports(get_scheme(name)) is None, name
 
 
-def test_quark_is_read_only() -> None:
+@pytest.mark.parametrize("name", ["awq", "gptq", "quark"])
+def test_layouts_of_other_tools_are_read_only(name: str) -> None:
     scheme = get_scheme("mxfp4")
     assert (
-        get_container("quark").supports(scheme)
-        == "quark is read only; write mxfp4 with the compressed_tensors container"
+        get_container(name).supports(scheme)
+        == f"{name} is read only; write mxfp4 with the compressed_tensors container"
     )
     with pytest.raises(FormatError, match="read only"):
-        get_container("quark").parts(W, (64, 64), scheme)
+        get_container(name).parts(W, (64, 64), scheme)
     with pytest.raises(FormatError, match="read only"):
-        get_container("quark").configs(ConfigRequest({}, [], [], {}))
+        get_container(name).configs(ConfigRequest({}, [], [], {}))
 
 
 @pytest.mark.parametrize("container", container_names())
@@ -204,9 +205,11 @@ def test_a_short_last_block_of_rows_is_stored_as_deepseek_does() -> None:
 
 def test_containers_are_files() -> None:
     assert container_names() == [
+        "awq",
         "compressed_tensors",
         "deepseek_fp8",
         "gptoss_mxfp4",
+        "gptq",
         "modelopt",
         "mxfp8_hf",
         "ptqpipe",

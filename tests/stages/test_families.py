@@ -261,24 +261,6 @@ def test_a_model_that_carries_a_state_between_its_blocks_is_refused_in_one_line(
         assert not (tmp_path / "stats").exists()
 
 
-def test_int4_of_compressed_tensors_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
-    quantization = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }  # fmt: skip
-    tensors = {
-        "model.layers.0.mlp.experts.0.up_proj.weight_packed": torch.zeros(64, 16, dtype=torch.int32),
-        "model.layers.0.mlp.experts.0.up_proj.weight_scale": torch.ones(64, 4).bfloat16(),
-        "lm_head.weight": torch.randn(96, 128).bfloat16(),
-    }
-    model = tiny.save(tmp_path / "k2", tensors, config={"model_type": "kimi_k2", "quantization_config": quantization})
-    code, said = invoke("convert", str(model), "-o", str(tmp_path / "out"))
-    assert code == 1
-    assert "'type': 'int', 'num_bits': 4" in said
-    assert "decode this one to bfloat16 first" in said
-
-
 def test_a_model_without_a_number_of_positions_has_no_limit(make: Make, tmp_path: Path) -> None:
     model, data = make("bloom"), tmp_path / "data.jsonl"
     data.write_text(json.dumps({"input_ids": [1, 2, 3] * 2000}) + "\n")

@@ -360,7 +360,7 @@ def test_what_cannot_be_spelled_is_named(tmp_path: Path) -> None:
         (packed, "deepseek_fp8", FormatError, f"^{first}: "),
         (packed, "quark", FormatError, "read only"),
         (packed, "compressed-tensors", UsageError, "already"),
-        (packed, "awq", UsageError, "unknown container 'awq'"),
+        (packed, "hqq", UsageError, "unknown container 'hqq'"),
         (model, "modelopt", UsageError, "not quantized"),
     ]
     for ckpt, container, kind, message in cases:

@@ -116,15 +116,15 @@ def test_mxfp4_of_gptoss_and_compressed_tensors_becomes_nvfp4_without_loss(tmp_p
     gptoss = tiny.save(tmp_path / "gptoss", tensors, config=config)
     assert converted(gptoss, tmp_path / "a", "nvfp4", container="ptqpipe") == LOSSLESS
     assert len(record_of(tmp_path / "a")["weights"]) == 4
-    llama = ptqpipe.convert(tiny.save(tmp_path / "llama", tiny.llama()), format="mxfp4", out=tmp_path / "ct").out
-    assert llama is not None
-    assert converted(llama, tmp_path / "b", "nvfp4", algorithm="rtn") == LOSSLESS
+    packed = ptqpipe.convert(families.make_v4(tmp_path / "v4"), format="mxfp4", out=tmp_path / "ct").out
+    assert packed is not None
+    assert converted(packed, tmp_path / "b", "nvfp4") == LOSSLESS
 
 
 def test_a_certificate_that_is_not_true_is_found(tmp_path: Path) -> None:
     model = families.make_v4(tmp_path / "v4", exponents=(-3, -22))
     out = tmp_path / "out"
-    assert converted(model, out, "nvfp4") != LOSSLESS
+    assert converted(model, out, "fp8_block") != LOSSLESS
     record = record_of(out)
     for entry in record["weights"].values():
         if "changed" in entry:
@@ -138,10 +138,137 @@ def test_a_certificate_that_is_not_true_is_found(tmp_path: Path) -> None:
 
 
 def test_what_only_adds_error_needs_an_option(tmp_path: Path) -> None:
-    model = ptqpipe.convert(tiny.save(tmp_path / "llama", tiny.llama()), format="nvfp4", out=tmp_path / "low").out
+    model = ptqpipe.convert(families.make_v4(tmp_path / "v4"), format="nvfp4", out=tmp_path / "low").out
     assert model is not None
     with pytest.raises(UsageError, match=r"already quantized \(nvfp4, .*to mxfp8 would only add error.*requantize"):
         ptqpipe.convert(model, format="mxfp8", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     found = converted(model, tmp_path / "out", "mxfp8", requantize=True)
     assert not found.startswith("0 weights")
+
+
+UP = "model.layers.0.mlp.up_proj"
+N, K = 64, 128
+
+
+def integer_source(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> Path:
+    """A checkpoint with these tensors of one layer, an embedding, and this ``quantization_config``."""
+    named = {f"{UP}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    named["model.embed_tokens.weight"] = torch.randn(32, K).bfloat16()
+    return tiny.save(folder, named, config={"model_type": "llama", "quantization_config": quantization})
+
+
+def words(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Codes [rows, columns] as int32 [rows, columns*bits/32]: column j of a word at place ``order[j]``, by hand."""
+    per = 32 // bits
+    places = torch.tensor(order or tuple(range(per)))
+    shifted = codes.long().unflatten(1, (-1, per)) << (places * bits)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = shifted.sum(dim=-1)
+    return torch.where(found >= 1 << 31, found - (1 << 32), found).int()
+
+
+def numbers(bits: int, groups: int, least: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes [N, K], zero points [N, groups] from ``least`` on, float16 scales [N, groups])."""
+    g = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (N, K), generator=g)
+    zeros = torch.randint(least, 1 << bits, (N, groups), generator=g)
+    return codes, zeros, (torch.rand(N, groups, generator=g) / 64 + 1e-3).half()
+
+
+def check(model: Path, expected: torch.Tensor, out: Path) -> None:
+    """The source decodes to ``expected``, verifies, and is converted with the option that allows it."""
+    assert verify(model, workers=1).ok
+    found = load_file(dequantize(model, out / "float", dtype="fp32").out / "model.safetensors")
+    assert torch.equal(found[f"{UP}.weight"], expected)
+    ptqpipe.convert(model, format="nvfp4", out=out / "nvfp4", requantize=True, workers=1)
+    assert verify(out / "nvfp4", source=model, workers=1).ok
+
+
+def compressed(bits: int, group: int, symmetric: bool) -> dict[str, Any]:
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "ignore": ["re:.*embed_tokens"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 0), (8, 0)])
+def test_compressed_tensors_packed_integers_are_read(tmp_path: Path, bits: int, group: int) -> None:
+    width, half = group or K, 1 << (bits - 1)
+    codes, zeros, scales = numbers(bits, K // width)
+    spread = scales.float().repeat_interleave(width, dim=1)
+    packed = {"weight_packed": words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor([N, K])}
+    model = integer_source(tmp_path / "symmetric", packed, compressed(bits, group, True))
+    check(model, (codes - half) * spread, tmp_path / "a")
+    by_rows = words(zeros.t(), bits).t()
+    model = integer_source(tmp_path / "zeros", {**packed, "weight_zero_point": by_rows}, compressed(bits, group, False))
+    check(model, (codes - zeros.repeat_interleave(width, dim=1)) * spread, tmp_path / "b")
+
+
+def test_compressed_tensors_int8_one_to_a_byte_is_read(tmp_path: Path) -> None:
+    codes, zeros, scales = numbers(8, 1)
+    tensors = {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}
+    model = integer_source(tmp_path / "symmetric", tensors, compressed(8, 0, True))
+    check(model, (codes - 128) * scales.float(), tmp_path / "a")
+    tensors["weight_zero_point"] = (zeros - 128).to(torch.int8)
+    check(
+        integer_source(tmp_path / "zeros", tensors, compressed(8, 0, False)),
+        (codes - zeros) * scales.float(),
+        tmp_path / "b",
+    )
+
+
+def test_awq_is_read(tmp_path: Path) -> None:
+    codes, zeros, scales = numbers(4, K // 32)
+    order = (0, 4, 1, 5, 2, 6, 3, 7)
+    tensors = {"qweight": words(codes.t(), 4, order), "qzeros": words(zeros.t(), 4, order), "scales": scales.t()}
+    described = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+    model = integer_source(tmp_path / "awq", tensors, described)
+    expected = (codes - zeros.repeat_interleave(32, dim=1)) * scales.float().repeat_interleave(32, dim=1)
+    check(model, expected, tmp_path / "a")
+    with pytest.raises(UsageError, match=r"already quantized \(int4_group32_zeros, awq\)"):
+        ptqpipe.convert(model, out=tmp_path / "out")
+    tensors["qzeros"] = tensors["qzeros"][:2]
+    with pytest.raises(CheckpointError, match=r"qzeros' is I32 \[2, 8\], but its config says I32 \[4, 8\]"):
+        ptqpipe.convert(integer_source(tmp_path / "damaged", tensors, described), out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(("bits", "version"), [(4, "gptq"), (8, "gptq"), (4, "gptq_v2")])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_gptq_is_read(tmp_path: Path, bits: int, version: str, shuffled: bool) -> None:
+    model, expected, _ = gptq_source(tmp_path / "gptq", bits, version, shuffled)
+    check(model, expected, tmp_path / "a")
+
+
+def gptq_source(
+    folder: Path, bits: int, version: str, shuffled: bool, **changed: torch.Tensor
+) -> tuple[Path, torch.Tensor, torch.Tensor]:
+    least = int(version == "gptq")
+    codes, zeros, scales = numbers(bits, K // 32, least)
+    groups = torch.arange(K) // 32
+    if shuffled:
+        groups = groups[torch.randperm(K, generator=torch.Generator().manual_seed(1))]
+    tensors = {
+        "qweight": words(codes, bits).t(), "qzeros": words(zeros.t() - least, bits), "scales": scales.t(),
+        "g_idx": groups.int(), **changed,
+    }  # fmt: skip
+    described = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": shuffled}
+    model = integer_source(folder, tensors, described | {"checkpoint_format": version})
+    return model, (codes - zeros[:, groups]) * scales.float()[:, groups], groups
+
+
+def test_numbers_of_gptq_that_contradict_each_other_are_refused_in_one_line(tmp_path: Path) -> None:
+    order, beyond = torch.arange(K).flip(0).int() // 32, torch.arange(K).int() // 16
+    damaged: dict[str, dict[str, torch.Tensor]] = {
+        r"g_idx' has columns in another order, but config.json says desc_act false": {"g_idx": order},
+        r"g_idx' has groups 0 to 7, but there are 4": {"g_idx": beyond},
+        r"qzeros' has a zero point 16, beyond 4 bits": {"qzeros": torch.full((4, N // 8), -1).int()},
+        r"scales' is F16 \[3, 64\], but its config says F16 \[4, 64\]": {"scales": torch.ones(3, N).half()},
+    }
+    for number, (message, changed) in enumerate(damaged.items()):
+        model = gptq_source(tmp_path / str(number), 4, "gptq", False, **changed)[0]
+        with pytest.raises(CheckpointError, match=message):
+            ptqpipe.convert(model, out=tmp_path / f"{number}-out", requantize=True)
+        assert not (tmp_path / f"{number}-out").exists()

@@ -1,0 +1,107 @@
+"""Weights of INT4 and INT8 as other tools store them: their formats, and how compressed-tensors names their tensors.
+
+Knows layouts that are read and never written.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ptqpipe.containers._codec import FLOAT_SCALES
+from ptqpipe.containers._config import check_parts, matrix_shape, scheme_for
+from ptqpipe.containers._types import Load, Names, Part, Role, StoredWeight
+from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.formats import CODECS, WHOLE, Format, integers, unpack
+from ptqpipe.qtensor import QTensor
+from ptqpipe.schemes import Activation
+
+
+def integer_format(bits: int, group: int, scale: str, *, zeros: bool, offset: bool = True) -> Format:
+    """INT4 or INT8 with a float scale for every ``group`` weights of a row; 0 for one scale a row.
+
+    scale   safetensors dtype of the scales
+    zeros   whether each group has a zero point, too
+    offset  whether codes count from the least integer, as packed ones do; else they are two's complement
+
+    CheckpointError for scales of another dtype.
+    """
+    if scale not in FLOAT_SCALES:
+        raise CheckpointError(f"integer weights have scales of dtype {scale}; expected F16, BF16 or F32")
+    name = f"int{bits}" + (f"_group{group}" if group else "_channel") + ("_zeros" if zeros else "")
+    element = integers(f"int{bits}", bits, zero=1 << (bits - 1) if offset else None)
+    return Format(name, element, (1, group or WHOLE), CODECS[FLOAT_SCALES[scale]], has_zeros=zeros)
+
+
+def group_size(described: Mapping[str, Any], method: str) -> int:
+    """``group_size`` of a config, 0 for -1, which means one group a row. CheckpointError for no such number."""
+    size = described.get("group_size", -1)
+    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+        raise CheckpointError(f"group_size of a {method} checkpoint is {size!r} in config.json; expected -1 or 1 to K")
+    return max(size, 0)
+
+
+def has_integers(described: Mapping[str, Any]) -> bool:
+    """Whether a compressed-tensors config has a group of integer weights."""
+    groups = described.get("config_groups")
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    return any(isinstance(found, Mapping) and found.get("type") == "int" for found in weights)
+
+
+def described_integers(weights: Mapping[str, Any]) -> Format | None:
+    """The format of a compressed-tensors group with these weight arguments; None where it is none that is read."""
+    strategy, bits = weights.get("strategy"), weights.get("num_bits")
+    group = weights.get("group_size") if strategy == "group" else 0
+    if weights.get("type") != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
+        return None
+    if not isinstance(group, int) or group < (strategy == "group"):
+        return None
+    return integer_format(bits, group, "BF16", zeros=weights.get("symmetric") is False)
+
+
+def stored_integers(module: str, fmt: Format, activation: Activation, names: Names) -> StoredWeight:
+    """The INT4 or INT8 weight of a module: ``weight_packed`` I32 [N, K*bits/32], or ``weight`` I8 [N, K].
+
+    fmt  what the config says; scale dtype and the codes' offset as they are found
+
+    CheckpointError where names, dtypes and shapes contradict it.
+    """
+    weight, bits = f"{module}.weight", fmt.element.bits
+    packed = f"{module}.weight_packed" in names or bits < 8
+    data = f"{module}.weight_packed" if packed else weight
+    n, k = matrix_shape(names, data, bits=bits, owner=module)
+    k = k * 4 if packed else k  # words of four bytes
+    scale = names.get(f"{module}.weight_scale", ("BF16", ()))[0]
+    fmt = integer_format(bits, fmt.block[1], scale, zeros=fmt.has_zeros, offset=packed)
+    try:
+        grid = fmt.scale_shape((n, k))
+    except FormatError as error:
+        raise CheckpointError(f"{weight}: {error}") from None
+    codes = Part(data, "I32", (n, k * bits // 32), Role.DATA) if packed else Part(data, "I8", (n, k), Role.DATA)
+    expected = [codes, Part(f"{module}.weight_scale", scale, grid, Role.SCALES)]
+    whole = None
+    zero = f"{module}.weight_zero_point"
+    if fmt.has_zeros:
+        words = packed and names.get(zero, ("I32", ()))[0] != "I8"
+        shape = (-(-n * bits // 32), grid[1]) if words else grid
+        expected.append(Part(zero, "I32" if words else "I8", shape, Role.ZEROS))
+        whole = partial(_read, module, data, fmt, (n, k))
+    check_parts(expected, names, weight=weight)
+    left = [f"{module}.{suffix}" for suffix in ("weight_shape", *([] if fmt.has_zeros else ["weight_zero_point"]))]
+    others = [Part(name, *names[name], Role.OTHER) for name in left if name in names]
+    return StoredWeight(weight, (n, k), scheme_for(fmt, activation), (*expected, *others), whole=whole)
+
+
+def _read(module: str, data: str, fmt: Format, shape: tuple[int, int], load: Load) -> QTensor:
+    """A weight with zero points: packed along N from the least integer on, as codes are, or one to an I8."""
+    zero, bits = load(f"{module}.weight_zero_point", None, None), fmt.element.bits
+    if zero.dtype is torch.int32:
+        zeros = unpack(zero.t().contiguous().view(torch.uint8), bits)[:, : shape[0]].t().contiguous()
+    else:
+        shifted = zero.int() - int(min(fmt.element.grid))
+        if int(shifted.min()) < 0 or int(shifted.max()) >= 1 << bits:
+            raise CheckpointError(f"'{module}.weight_zero_point' has numbers beyond {bits} bits")
+        zeros = (shifted if fmt.element.grid[0] < 0 else zero.int() & 0xFF).to(torch.uint8)
+    codes = load(data, None, None).contiguous().view(torch.uint8).reshape(shape[0], -1)
+    return QTensor(fmt, shape, codes, load(f"{module}.weight_scale", None, None), zeros=zeros)

@@ -1,0 +1,73 @@
+"""AWQ's layout, read only: ``quant_method: awq``, version gemm, INT4 with zero points.
+
+``qweight`` I32 [K, N/8], ``qzeros`` I32 [K/group, N/8] and ``scales`` [K/group, N]: eight columns of N share a word, in
+the order of `_NIBBLES`, and w = (q - z) * s.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ptqpipe.containers._config import check_parts, quantization_config, scheme_for
+from ptqpipe.containers._integers import group_size, integer_format
+from ptqpipe.containers._read_only import ReadOnly
+from ptqpipe.containers._types import Load, Names, Part, Role, StoredWeight
+from ptqpipe.errors import CheckpointError
+from ptqpipe.formats import Format, pack, unpack
+from ptqpipe.qtensor import QTensor
+from ptqpipe.schemes import Abilities, Activation
+
+QUANT_METHOD = "awq"
+ABILITIES = Abilities(transformers="transformers")
+_LAYOUT = ReadOnly(QUANT_METHOD)
+supports, parts, configs, warnings = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs, _LAYOUT.warnings
+detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
+
+_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is the j-th of these nibbles of its word
+
+
+def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
+    """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
+    described = quantization_config(config)
+    bits, version = described.get("bits", 4), str(described.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise CheckpointError(f"an awq checkpoint of {bits} bits, version {version!r}, is not read; expected 4, 'gemm'")
+    group = group_size(described, QUANT_METHOD)
+    modules = [name.removesuffix(".qweight") for name in names if name.endswith(".qweight")]
+    return {f"{module}.weight": _stored(module, group, names) for module in modules}
+
+
+def _stored(module: str, group: int, names: Names) -> StoredWeight:
+    shape = names[f"{module}.qweight"][1]
+    if len(shape) != 2 or 0 in shape:
+        raise CheckpointError(f"'{module}.qweight' has shape {list(shape)}, expected [in, out/8]")
+    k, n = shape[0], shape[1] * 8
+    if group and k % group:
+        raise CheckpointError(f"'{module}.qweight' has {k} rows, which groups of {group} do not divide")
+    groups = k // group if group else 1
+    scale = names.get(f"{module}.scales", ("F16", ()))[0]
+    fmt = integer_format(4, group, scale, zeros=True)
+    expected = (
+        Part(f"{module}.qweight", "I32", (k, n // 8), Role.DATA),
+        Part(f"{module}.qzeros", "I32", (groups, n // 8), Role.ZEROS),
+        Part(f"{module}.scales", scale, (groups, n), Role.SCALES),
+    )
+    weight = f"{module}.weight"
+    check_parts(expected, names, weight=weight)
+    read = partial(_read, module, fmt, (n, k))
+    return StoredWeight(weight, (n, k), scheme_for(fmt, Activation.NONE), expected, whole=read)
+
+
+def _read(module: str, fmt: Format, shape: tuple[int, int], load: Load) -> QTensor:
+    codes, zeros = (_codes(load(f"{module}.{name}", None, None)) for name in ("qweight", "qzeros"))
+    scales = load(f"{module}.scales", None, None).t().contiguous()
+    return QTensor(fmt, shape, pack(codes, 4), scales, zeros=zeros)
+
+
+def _codes(words: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, N/8] -> uint8 codes [N, rows]."""
+    nibbles = unpack(words.contiguous().view(torch.uint8), 4)
+    columns = torch.arange(nibbles.shape[1])
+    return nibbles[:, columns // 8 * 8 + torch.tensor(_NIBBLES)[columns % 8]].t().contiguous()
