@@ -72,6 +72,19 @@ def test_any_shape_and_stride(name, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_that_are_powers_of_two_are_exact(dtype):
+    """Also of a block of zeros; where 2^-127 could be best, which bfloat16 kernels do not try, there is no kernel."""
+    fmt = get_format("fp8_block_ue8m0")
+    w = torch.randn(129, 300, generator=generator(69)) * torch.exp2(torch.linspace(-4, 4, 129)).unsqueeze(1)
+    w[:128, 256:] = 0.0
+    for weights in (w, w * 0.01):
+        check(weights.to(dtype), fmt)
+        check(weights.to(dtype), fmt, importance=torch.rand(300, generator=generator(70)) + 0.01)
+    if dtype is not FLOAT16:
+        assert cpu.block_quantize((w * 2.0**-130).to(dtype), fmt) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_hostile_weights_of_columns(dtype):
     fmt = get_format("fp8_channel")
     for importance in weights_of_columns(480, seed=64).values():
