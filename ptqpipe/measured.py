@@ -41,7 +41,10 @@ class Changes(NamedTuple):
     @classmethod
     def of(cls, q: QTensor, w: torch.Tensor) -> "Changes":
         """Those of quantized rows against the rows ``w`` that they stand for, compared exactly."""
-        error = to_blocks((q.dequantize().cpu().double() - w.double()).abs(), q.fmt)
+        decoded = q.dequantize().cpu()
+        if torch.equal(decoded, w):  # the usual case, without float64
+            return cls()
+        error = to_blocks((decoded.double() - w.double()).abs(), q.fmt)
         changed = error != 0
         return cls(int(changed.sum()), int(changed.any(dim=1).sum()), float(error.max()))
 
