@@ -97,6 +97,13 @@ class PagedAttention:
         """The one that a forward is within."""
         return _ACTIVE.get()
 
+    def singles(self) -> tuple[torch.Tensor, tuple[PagedQueries, PagedSpans]] | None:
+        """Within a step in which every sequence has one token: the slots of the new keys, and what each sees."""
+        step = _STEP.get(None) if _ACTIVE.get(None) is self else None
+        if step is None or step.singles is None or len(step.singles.totals) != len(step.slots):
+            return None
+        return step.slots, (step.singles, step.spans)
+
     @contextmanager
     def during(self, batch: Batch) -> Iterator[None]:
         """Within it a forward of the model's tokens is that of ``batch``."""

@@ -15,6 +15,7 @@ import torch
 
 from ptqpipe.engine.attention import IMPLEMENTATION, PagedAttention, Pages, numbers_of
 from ptqpipe.engine.batch import Batch
+from ptqpipe.engine.layers import use_layers
 from ptqpipe.engine.probe import check_tokens, probe
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import option_size
@@ -67,6 +68,7 @@ class Runner:
         self.blocks = count if agree is None else agree(count)
         pages = {layer: self._pages(layer) for layer in self.shapes}
         self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=found.windows)
+        use_layers(model, self.attention)
 
     def _block_count(self, options: CacheOptions) -> int:
         """As many as the sequences can use, within ``max_bytes``. UsageError if one sequence does not fit."""

@@ -8,6 +8,7 @@ schedulers or models.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -87,26 +88,17 @@ def paged_attention(
     kind = _KINDS.get(keys.dtype)
     if kind is None or keys.device.type != "cpu" or (kind == 1) != (numbers is not None):
         return None
-    if not _exports("ptq_paged_attention"):
+    if not exports("ptq_paged_attention"):
         return None
     if not keys.is_contiguous() or not values.is_contiguous():
         return None
-    n, heads, key_dim = query.shape
     q = query.float().contiguous()
-    out = torch.empty(n, heads, values.shape[3])
-    extra = None if sinks is None else sinks.float().contiguous()
-    work = where.tokens * keys.shape[2] * (key_dim + values.shape[3])
-    job = _Attention(
-        q=q.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), tables=where.tables.data_ptr(),
-        totals=where.totals.data_ptr(), sinks=None if extra is None else extra.data_ptr(), out=out.data_ptr(),
-        spans=n, heads=heads, kv_heads=keys.shape[2], key_dim=key_dim, value_dim=values.shape[3],
-        block_size=keys.shape[1], table_stride=where.tables.shape[1], window=window or 0,
-        threads=min(torch.get_num_threads(), 1 + work // _WORTH_A_THREAD),
-        scaling=scaling, softcap=softcap or 0.0, kind=kind,
+    out = torch.empty(*query.shape[:2], values.shape[3])
+    job = attention_job(
+        (query.shape[1], query.shape[2]), keys, values, where, scaling=scaling, window=window, softcap=softcap,
+        sinks=sinks, numbers=numbers,
     )  # fmt: skip
-    if numbers is not None:
-        _check_numbers(numbers, keys.shape[2])
-        job.key_table, job.value_table, job.table_heads = *(x.data_ptr() for x in numbers), numbers[0].shape[0]
+    job.q, job.out = q.data_ptr(), out.data_ptr()
     if lib.call("ptq_paged_attention", ctypes.byref(job)) != lib.OK:
         return None
     return out.to(query.dtype)
@@ -136,7 +128,7 @@ def paged_prefill(
     """
     stored = torch.bfloat16 if numbers is None else torch.float8_e4m3fn
     tensors = ((query, torch.bfloat16), (keys, stored), (values, stored))
-    if not lib.multiplies_bf16() or not _exports("ptq_paged_prefill"):
+    if not lib.multiplies_bf16() or not exports("ptq_paged_prefill"):
         return None
     if any(x.dtype != dtype or x.device.type != "cpu" for x, dtype in tensors):
         return None
@@ -144,24 +136,76 @@ def paged_prefill(
         return None
     if query.stride(2) != 1:
         query = query.contiguous()
-    count, heads, key_dim = query.shape
-    out = torch.empty(count, heads, values.shape[3], dtype=torch.bfloat16)
+    out = torch.empty(*query.shape[:2], values.shape[3], dtype=torch.bfloat16)
+    job = prefill_job(
+        query.shape, keys, values, where, scaling=scaling, window=window, softcap=softcap, sinks=sinks, numbers=numbers
+    )
+    job.q, job.q_token, job.q_head, job.out = query.data_ptr(), query.stride(0), query.stride(1), out.data_ptr()
+    return out if lib.call("ptq_paged_prefill", ctypes.byref(job)) == lib.OK else None
+
+
+def attention_job(
+    heads_and_dim: tuple[int, int],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    where: PagedQueries,
+    *,
+    scaling: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    numbers: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> ctypes.Structure:
+    """The job of `paged_attention` but for q and out. Points into the tensors, of which it keeps the sinks' numbers."""
+    (heads, key_dim), value_dim = heads_and_dim, values.shape[3]
     extra = None if sinks is None else sinks.float().contiguous()
-    work = where.pairs * heads * (key_dim + values.shape[3]) // 2
-    worth = _PRODUCTS_WORTH_A_THREAD if count > len(where.totals) else _PRODUCTS_WORTH_A_THREAD // 4
-    job = _Prefill(
-        q=query.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), tables=where.tables.data_ptr(),
-        starts=where.starts.data_ptr(), totals=where.totals.data_ptr(), out=out.data_ptr(),
-        sinks=None if extra is None else extra.data_ptr(), spans=len(where.totals), heads=heads, kv_heads=keys.shape[2],
-        key_dim=key_dim, value_dim=values.shape[3], block_size=keys.shape[1], table_stride=where.tables.shape[1],
-        q_token=query.stride(0), q_head=query.stride(1), window=window or 0,
-        threads=min(torch.get_num_threads(), 1 + work // worth), scaling=scaling,
-        softcap=softcap or 0.0,
+    work = where.tokens * keys.shape[2] * (key_dim + value_dim)
+    job = _Attention(
+        keys=keys.data_ptr(), values=values.data_ptr(), tables=where.tables.data_ptr(),
+        totals=where.totals.data_ptr(), sinks=None if extra is None else extra.data_ptr(),
+        spans=where.totals.shape[0], heads=heads, kv_heads=keys.shape[2], key_dim=key_dim, value_dim=value_dim,
+        block_size=keys.shape[1], table_stride=where.tables.shape[1], window=window or 0,
+        threads=min(torch.get_num_threads(), 1 + work // _WORTH_A_THREAD),
+        scaling=scaling, softcap=softcap or 0.0, kind=_KINDS[keys.dtype],
     )  # fmt: skip
+    job.kept = extra
     if numbers is not None:
         _check_numbers(numbers, keys.shape[2])
         job.key_table, job.value_table, job.table_heads = *(x.data_ptr() for x in numbers), numbers[0].shape[0]
-    return out if lib.call("ptq_paged_prefill", ctypes.byref(job)) == lib.OK else None
+    return job
+
+
+def prefill_job(
+    shape: Sequence[int],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    where: PagedSpans,
+    *,
+    scaling: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    numbers: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> ctypes.Structure:
+    """The job of `paged_prefill` for dense queries of a shape, but for q and out. Points into the tensors, of which it
+    keeps the sinks' numbers."""
+    (count, heads, key_dim), value_dim, spans = shape, values.shape[3], where.totals.shape[0]
+    extra = None if sinks is None else sinks.float().contiguous()
+    work = where.pairs * heads * (key_dim + value_dim) // 2
+    worth = _PRODUCTS_WORTH_A_THREAD if count > spans else _PRODUCTS_WORTH_A_THREAD // 4
+    job = _Prefill(
+        keys=keys.data_ptr(), values=values.data_ptr(), tables=where.tables.data_ptr(),
+        starts=where.starts.data_ptr(), totals=where.totals.data_ptr(),
+        sinks=None if extra is None else extra.data_ptr(), spans=spans, heads=heads, kv_heads=keys.shape[2],
+        key_dim=key_dim, value_dim=value_dim, block_size=keys.shape[1], table_stride=where.tables.shape[1],
+        q_token=heads * key_dim, q_head=key_dim, window=window or 0,
+        threads=min(torch.get_num_threads(), 1 + work // worth), scaling=scaling, softcap=softcap or 0.0,
+    )  # fmt: skip
+    job.kept = extra
+    if numbers is not None:
+        _check_numbers(numbers, keys.shape[2])
+        job.key_table, job.value_table, job.table_heads = *(x.data_ptr() for x in numbers), numbers[0].shape[0]
+    return job
 
 
 def _check_numbers(numbers: tuple[torch.Tensor, torch.Tensor], kv_heads: int) -> None:
@@ -171,6 +215,6 @@ def _check_numbers(numbers: tuple[torch.Tensor, torch.Tensor], kv_heads: int) ->
 
 
 @cache
-def _exports(function: str) -> bool:
+def exports(function: str) -> bool:
     """Whether the extension was built, and with this kernel."""
     return bool(lib.known_isas()) and hasattr(lib.library(), function)

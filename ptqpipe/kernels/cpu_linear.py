@@ -39,6 +39,11 @@ class Operand:
         """What decides how x is laid out: columns, element, panels."""
         return int(self._job.k), int(self._job.element), int(self._job.panels)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight."""
+        return int(self._job.n), int(self._job.k)
+
     def keep_order(self) -> None:
         """From now on a row's result has the same bits whatever other rows x has; NVFP4 takes a little longer.
 

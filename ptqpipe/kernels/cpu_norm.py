@@ -26,8 +26,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         raise FormatError(f"an input of {x.shape[-1]} {x.dtype} for a norm of {n} bfloat16")
     out = torch.empty_like(x)
     if out.numel():
-        threads = min(torch.get_num_threads(), 1 + x.numel() // _WORTH_A_THREAD)
-        job = lib.Norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, threads, eps, 0)
+        job = norm_job(x.numel() // n, weight, eps)
+        job.x, job.out = x.data_ptr(), out.data_ptr()
         status = lib.call("ptq_rms_norm", ctypes.byref(job))
         assert status == lib.OK
     return out
+
+
+def norm_job(rows: int, weight: torch.Tensor, eps: float) -> ctypes.Structure:
+    """The job for ``rows`` but for x and out; it points to the weight, bfloat16 ``[N]``."""
+    n = len(weight)
+    threads = min(torch.get_num_threads(), 1 + rows * n // _WORTH_A_THREAD)
+    return lib.Norm(weight=weight.data_ptr(), rows=rows, n=n, threads=threads, eps=eps)

@@ -1,25 +1,10 @@
 // Attention of one query a sequence over pages of keys and values: the decode step of the engine. Its own small dispatch.
 #include "system.h"
 
+#include "attention_jobs.h"
 #include "pool.h"
 
 enum { PTQ_PAGES_FLOAT = 0, PTQ_PAGES_CODES = 1, PTQ_PAGES_BF16 = 2 };
-
-// Mirrored by cpu_attention.py. Pages are [blocks, block_size, kv_heads, dim], dense.
-struct ptq_attention {
-    const float *q;                                // [spans, heads, key_dim]
-    const void *keys, *values;
-    const float *key_table, *value_table;          // CODES: the number of each byte, [table_heads, 256]
-    const int64_t *tables;                         // [spans, table_stride] numbers of blocks
-    const int64_t *totals;                         // [spans] tokens
-    const float *sinks;                            // [heads], or null
-    float *out;                                    // [spans, heads, value_dim]
-    int64_t spans, heads, kv_heads, key_dim, value_dim, block_size, table_stride, table_heads;
-    int64_t window;                                // tokens that are seen, 0: all
-    int64_t threads;
-    float scaling, softcap;                        // softcap 0: none
-    int32_t kind, unused;
-};
 
 #define ATTEND static inline __attribute__((always_inline))
 

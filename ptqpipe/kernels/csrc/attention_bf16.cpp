@@ -7,23 +7,8 @@
 // weights is that of the rounded ones. The order of a query's sums depends on its place in its sequence alone.
 #include "system.h"
 
+#include "attention_jobs.h"
 #include "pool.h"
-
-// Mirrored by cpu_attention.py. Pages are [blocks, block_size, kv_heads, dim], dense.
-struct ptq_prefill {
-    const uint16_t *q;                       // [rows, heads, key_dim], tokens and heads q_token and q_head numbers apart
-    const void *keys, *values;               // bfloat16, or codes
-    const float *key_table, *value_table;    // the bfloat16 number of each code, [table_heads, 256], or null
-    const int64_t *tables;                   // [spans, table_stride] numbers of blocks
-    const int64_t *starts, *totals;          // [spans + 1] first rows, [spans] tokens: the rows are the last of them
-    const float *sinks;                      // [heads], or null
-    uint16_t *out;                           // [rows, heads, value_dim], dense
-    int64_t spans, heads, kv_heads, key_dim, value_dim, block_size, table_stride, q_token, q_head;
-    int64_t table_heads;
-    int64_t window;                          // tokens that are seen, 0: all
-    int64_t threads;
-    float scaling, softcap;                  // softcap 0: none
-};
 
 #if defined(__x86_64__)
 #if defined(__clang__)

@@ -6,6 +6,7 @@
 
 #include "api.h"
 #include "pool.h"
+#include "room.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -146,21 +147,6 @@ EXPORT int64_t ptq_linear_limit(const char *name, int64_t panels) {
     return !panels ? 16 : has_amx() ? 32 : INT64_MAX;
 }
 
-// Room that a thread keeps from call to call: fresh pages cost more than what is done in them.
-struct linear_room {
-    void *bytes = nullptr;
-    size_t size = 0;
-    void *of(size_t wanted) {
-        if (wanted <= size) return bytes;
-        free(bytes);
-        size = (wanted + 4095) / 4096 * 4096;
-        bytes = aligned_alloc(4096, size);
-        if (!bytes) size = 0;
-        return bytes;
-    }
-    ~linear_room() { free(bytes); }
-};
-
 // Small parts, so that a thread that comes late costs little; whole panels of the kernels' rows.
 static int64_t part_of(int64_t rows, int64_t threads) {
     const int64_t parts = threads > 1 ? threads * 8 : 1, each = (rows + parts - 1) / parts;
@@ -168,7 +154,7 @@ static int64_t part_of(int64_t rows, int64_t threads) {
 }
 
 EXPORT int32_t ptq_linear_rows(const char *name, const struct ptq_linear *jobs, int64_t count) {
-    static thread_local linear_room room;
+    static thread_local kept_room room;
     const struct ptq_linear_ops *ops = linear_called(name, jobs->panels != 0);
     if (!ops || count < 1 || count > PTQ_LINEAR_JOBS) return PTQ_UNSUPPORTED;
     struct ptq_linear some[PTQ_LINEAR_JOBS];

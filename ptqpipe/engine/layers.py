@@ -1,0 +1,140 @@
+"""Decoder layers in one compiled call each, for steps in which every sequence has one token.
+
+A layer of transformers gets a forward of its own if it has the parts of a Llama layer, if those are what the kernel
+multiplies (packed weights without quantized inputs), and if the kernel's answer to a random input is the layer's own,
+bit for bit, in the pages, too. All other steps and layers run as they did: other parts, hooks on them as ranks
+have, FP8 caches, soft caps and sinks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ptqpipe.engine.attention import PagedAttention, Terms
+from ptqpipe.engine.batch import Batch, Span
+from ptqpipe.kernels.cpu_layer import Layer, LayerParts, fits
+from ptqpipe.runtime.linear import PackedLinear
+
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class _Listener(PagedAttention):
+    """Attention over the same pages that keeps what each layer's was given."""
+
+    def __init__(self, other: PagedAttention) -> None:
+        super().__init__(other.pages, other.block_size, device=other.device, windows=other.windows)
+        self.terms: dict[int, Terms] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
+    ) -> torch.Tensor:
+        """As it is, noted."""
+        self.terms[layer] = terms
+        return super().attend(layer, query, key, value, terms)
+
+
+@torch.inference_mode()
+def use_layers(model: torch.nn.Module, attention: PagedAttention) -> None:
+    """Gives a model's layers their kernels, in place. The pages must be all zeros, and are so afterwards."""
+    tables: dict[bytes, torch.Tensor] = {}
+    for layer in list(model.modules()):
+        if _has_parts(layer):
+            _use_layer(layer, attention, tables)
+
+
+def _has_parts(layer: torch.nn.Module) -> bool:
+    """Whether a module has a Llama layer's parts and nothing else, and all products are packed ones that it may do."""
+    children = dict(layer.named_children())
+    if set(children) != _LAYER or "forward" in vars(layer) or layer.training:
+        return False
+    feed, own = dict(children["mlp"].named_children()), dict(children["self_attn"].named_children())
+    if set(own) != _ATTENTION or set(feed) != _FEED_FORWARD or not hasattr(children["self_attn"], "layer_idx"):
+        return False
+    if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
+        return False
+    return all(_is_packed(module) for module in (*own.values(), *(feed[name] for name in _FEED_FORWARD - {"act_fn"})))
+
+
+def _is_packed(module: torch.nn.Module) -> bool:
+    """Whether a layer is its packed product and no more."""
+    if type(module) is not PackedLinear or "forward" in vars(module) or module.packed.operand is None:
+        return False
+    return module.quantizer is None and module.low_rank is None and module.unpacked is None
+
+
+def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.Tensor]) -> None:
+    """Replaces a layer's forward where that changes no bit."""
+    at, own, listener = int(layer.self_attn.layer_idx), layer.forward, _Listener(attention)
+    norms = [(norm.weight.detach(), _epsilon(norm)) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    expected = _answer(own, listener, at, len(norms[0][0]))
+    terms = listener.terms.get(at)
+    if expected is None or terms is None or terms.sinks is not None or terms.softcap is not None:
+        return
+    products = [getattr(layer.self_attn, f"{name}_proj") for name in "qkvo"]
+    products += [getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+    parts = LayerParts(
+        tuple(norms), tuple((product.packed.operand, product.bias) for product in products),
+        _activation(layer.mlp.act_fn, tables), attention.pages[at].keys, attention.pages[at].values, terms.scaling,
+        terms.window,
+    )  # fmt: skip
+    if not fits(parts):
+        return
+    found = _answer(_forward(own, Layer(parts), listener), listener, at, len(norms[0][0]))
+    if found is not None and all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)):
+        layer.forward = _forward(own, Layer(parts), attention)
+
+
+def _forward(own: Callable[..., torch.Tensor], layer: Layer, attention: PagedAttention) -> Callable[..., torch.Tensor]:
+    """A layer's forward, by the kernel in the steps that it is for."""
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        where, rotary = attention.singles(), options.get("position_embeddings")
+        if where is not None and rotary is not None and not args and options.get("attention_mask") is None:
+            found = layer.run(hidden_states, rotary, *where)
+            if found is not None:
+                return found
+        return own(hidden_states, *args, **options)
+
+    return forward
+
+
+def _answer(
+    forward: Callable[..., Any], attention: PagedAttention, at: int, hidden: int
+) -> tuple[torch.Tensor, ...] | None:
+    """What a layer makes of a random step, and the pages that it leaves, which are zeros afterwards. None if it is not
+    called as a Llama layer is, or keeps no bfloat16 numbers."""
+    pages, size, g = attention.pages[at], attention.block_size, torch.Generator().manual_seed(at)
+    totals = (size, size - 1) if size > 1 else (1,)  # of sequences that share a page
+    if pages.keys.dtype != torch.bfloat16 or pages.keys.device.type != "cpu":
+        return None
+    zeros = torch.zeros(len(totals), dtype=torch.int64)
+    x = torch.randn(1, len(totals), hidden, generator=g).bfloat16()
+    angles = torch.rand(1, len(totals), pages.keys.shape[3], generator=g) * 6
+    rotary = (angles.cos().bfloat16(), angles.sin().bfloat16())
+    first = [pages.keys[0], pages.values[0]]
+    for page in first:
+        page.copy_(torch.randn(page.shape, generator=g))
+    try:
+        with attention.during(Batch(zeros, zeros, tuple(Span(1, total, (0,)) for total in totals))):
+            out = forward(x, attention_mask=None, position_embeddings=rotary, position_ids=None, use_cache=False)
+        return (out, *(page.clone() for page in first)) if isinstance(out, torch.Tensor) else None
+    except (TypeError, ValueError, RuntimeError):  # a model's own code that expects something else
+        return None
+    finally:
+        for page in first:
+            page.zero_()
+
+
+def _epsilon(norm: torch.nn.Module) -> float:
+    """What a norm adds to the mean square; what gives other bits than a norm's where it has none."""
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", float("nan"))))
+
+
+def _activation(function: Callable[[torch.Tensor], torch.Tensor], tables: dict[bytes, torch.Tensor]) -> torch.Tensor:
+    """The bits of what a function makes of each bfloat16 number, int16 [65536]; the same tensor for the same bits."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    table = function(numbers).view(torch.int16)
+    return tables.setdefault(table.numpy().tobytes(), table)
