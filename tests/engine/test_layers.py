@@ -1,0 +1,116 @@
+"""Decoder layers in one compiled call: the bits are those of transformers' layers, and other layers keep their own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ptqpipe.engine import runner as runners
+from ptqpipe.engine.batch import Batch, Span
+from ptqpipe.engine.layers import use_layers
+from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.kernels import cpu_library
+from ptqpipe.runtime import load
+from ptqpipe.runtime.compiled import use_kernels
+from tests.engine.models import has_panels
+from tests.runtime.models import quantized, save_source
+
+pytestmark = pytest.mark.skipif(not has_panels(), reason="this machine has no panels, or a faster way for many rows")
+BLOCK = 4
+WITH_PANELS = [name for name in cpu_library.known_isas() if name in ("avx512", "avx2", "neon")]
+
+
+@pytest.fixture(params=WITH_PANELS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    cpu_library.force_isa(request.param)
+    yield request.param
+    cpu_library.force_isa(None)
+
+
+def checkpoint(kind: str, folder: Path) -> Path:
+    source = save_source(kind, folder / "source")
+    return Path(quantized(source, "compressed_tensors", "nvfp4").save(folder / "packed"))
+
+
+def runner(path: Path) -> Runner:
+    """As a service has it."""
+    model = load(path, dtype="bfloat16", activations="none").eval()
+    use_kernels(model, every=True)
+    return Runner(model, CacheOptions(1 << 24, max_len=64, max_seqs=3, block_size=BLOCK))
+
+
+def has_kernels(run: Runner) -> list[bool]:
+    """Of each layer, whether its forward is not transformers'."""
+    return ["forward" in vars(layer) for layer in run.model.model.layers]
+
+
+def steps(run: Runner) -> list[torch.Tensor]:
+    """Logits of three sequences: their prompts, then single tokens of all, over the edge of a page, and of two."""
+    lengths, g = [3, 9, 6], torch.Generator().manual_seed(3)
+    pages = [tuple(range(4 * i, 4 * i + 4)) for i in range(3)]
+    found = []
+    for counts in (lengths, [1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 2]):
+        spans = []
+        for i, count in enumerate(counts):
+            lengths[i] += count if counts is not lengths else 0
+            if count:
+                spans.append(Span(count, lengths[i], pages[i][: -(-lengths[i] // BLOCK)]))
+        tokens = torch.randint(3, 96, (sum(counts),), generator=g)
+        found.append(run.run(Batch(tokens, torch.arange(len(tokens)), tuple(spans))))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "biased"])
+def test_steps_have_the_bits_of_separate_operators(
+    kind: str, isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(kind, tmp_path)
+    run = runner(path)
+    assert has_kernels(run) == [True, True]
+    monkeypatch.setattr(runners, "use_layers", lambda model, attention: None)
+    plain = runner(path)
+    assert has_kernels(plain) == [False, False]
+    assert all(bool((pages.keys == 0).all() & (pages.values == 0).all()) for pages in run.attention.pages.values())
+    for one, other in zip(steps(run), steps(plain), strict=True):
+        assert torch.equal(one, other)
+    for layer, pages in run.attention.pages.items():
+        assert torch.equal(pages.keys, plain.attention.pages[layer].keys)
+        assert torch.equal(pages.values, plain.attention.pages[layer].values)
+
+
+def test_decode_steps_do_not_reach_the_layers_own_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one token a sequence; a prompt's do."""
+    run = runner(checkpoint("llama", tmp_path))
+    calls: list[int] = []
+    attend = run.attention.attend
+    monkeypatch.setattr(run.attention, "attend", lambda layer, *args: (calls.append(layer), attend(layer, *args))[1])
+    for tokens, total in ((torch.arange(3, 7), 4), (torch.tensor([5]), 5)):
+        run.run(Batch(tokens, torch.tensor([len(tokens) - 1]), (Span(len(tokens), total, (0, 1)),)))
+        assert calls == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "phi3", "mixtral"])
+def test_layers_of_other_parts_keep_their_forward(kind: str, tmp_path: Path) -> None:
+    assert not any(has_kernels(runner(checkpoint(kind, tmp_path))))
+
+
+def test_layers_that_compute_something_else_keep_their_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of a Llama layer, but one has a hook, as ranks have, and one scales what it gives."""
+    monkeypatch.setattr(runners, "use_layers", lambda model, attention: None)
+    run = runner(checkpoint("llama", tmp_path))
+    hooked, scaled = run.model.model.layers
+    hooked.mlp.down_proj.register_forward_hook(lambda module, args, out: out * 2)
+
+    class Scaled(type(scaled)):  # type: ignore[misc]
+        def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+            found: torch.Tensor = super().forward(*args, **options)
+            return found * 2
+
+    scaled.__class__ = Scaled
+    use_layers(run.model, run.attention)
+    assert has_kernels(run) == [False, False]
+    scaled.__class__ = type(hooked)
+    use_layers(run.model, run.attention)
+    assert has_kernels(run) == [False, True]
