@@ -1,12 +1,12 @@
 """Decoder layers in one compiled call each, for steps in which every sequence has one token.
 
 A layer of transformers gets a forward of its own if it has the parts of a Llama layer, if those are what the kernel
-multiplies (packed weights without quantized inputs), and if the kernel's answer to a random input is the layer's own,
-bit for bit, in the pages, too. All other steps and layers run as they did: other parts, hooks on them as ranks
-have, FP8 caches, soft caps and sinks.
+multiplies (weights in panels whose inputs are not quantized), and if the kernel's answer to a random input is the
+layer's own, bit for bit, in the pages, too. All other steps and layers run as they did: other parts, hooks on them as
+ranks have, FP8 caches, soft caps and sinks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ import torch
 from ptqpipe.engine.attention import PagedAttention, Terms
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.kernels.cpu_layer import Layer, LayerParts, fits
-from ptqpipe.runtime.linear import PackedLinear
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -46,29 +45,24 @@ def use_layers(model: torch.nn.Module, attention: PagedAttention) -> None:
 
 
 def _has_parts(layer: torch.nn.Module) -> bool:
-    """Whether a module has a Llama layer's parts and nothing else, and all products are packed ones that it may do."""
+    """Whether a module has a Llama layer's parts and nothing else, and all products are the compiled kernel's."""
     children = dict(layer.named_children())
     if set(children) != _LAYER or "forward" in vars(layer) or layer.training:
         return False
     feed, own = dict(children["mlp"].named_children()), dict(children["self_attn"].named_children())
     if set(own) != _ATTENTION or set(feed) != _FEED_FORWARD or not hasattr(children["self_attn"], "layer_idx"):
         return False
-    if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
-        return False
-    return all(_is_packed(module) for module in (*own.values(), *(feed[name] for name in _FEED_FORWARD - {"act_fn"})))
-
-
-def _is_packed(module: torch.nn.Module) -> bool:
-    """Whether a layer is its packed product and no more."""
-    if type(module) is not PackedLinear or "forward" in vars(module) or module.packed.operand is None:
-        return False
-    return module.quantizer is None and module.low_rank is None and module.unpacked is None
+    products = (*own.values(), *(feed[name] for name in _FEED_FORWARD - {"act_fn"}))
+    return all(getattr(module, "operand", None) is not None for module in products)
 
 
 def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.Tensor]) -> None:
     """Replaces a layer's forward where that changes no bit."""
     at, own, listener = int(layer.self_attn.layer_idx), layer.forward, _Listener(attention)
     norms = [(norm.weight.detach(), _epsilon(norm)) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    hooks = [kind for part in list(layer.modules())[1:] for kind in (part._forward_hooks, part._forward_pre_hooks)]
+    if any(hooks):
+        return
     expected = _answer(own, listener, at, len(norms[0][0]))
     terms = listener.terms.get(at)
     if expected is None or terms is None or terms.sinks is not None or terms.softcap is not None:
@@ -76,23 +70,26 @@ def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.
     products = [getattr(layer.self_attn, f"{name}_proj") for name in "qkvo"]
     products += [getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")]
     parts = LayerParts(
-        tuple(norms), tuple((product.packed.operand, product.bias) for product in products),
+        tuple(norms), tuple((product.operand, product.bias) for product in products),
         _activation(layer.mlp.act_fn, tables), attention.pages[at].keys, attention.pages[at].values, terms.scaling,
         terms.window,
     )  # fmt: skip
     if not fits(parts):
         return
-    found = _answer(_forward(own, Layer(parts), listener), listener, at, len(norms[0][0]))
+    found = _answer(_forward(own, Layer(parts), listener, hooks), listener, at, len(norms[0][0]))
     if found is not None and all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)):
-        layer.forward = _forward(own, Layer(parts), attention)
+        layer.forward = _forward(own, Layer(parts), attention, hooks)
 
 
-def _forward(own: Callable[..., torch.Tensor], layer: Layer, attention: PagedAttention) -> Callable[..., torch.Tensor]:
-    """A layer's forward, by the kernel in the steps that it is for."""
+def _forward(
+    own: Callable[..., Any], layer: Layer, attention: PagedAttention, hooks: Sequence[Mapping[int, Any]]
+) -> Callable[..., Any]:
+    """A layer's forward: by the kernel in the steps that it is for, as long as none of ``hooks`` has an entry."""
 
-    def forward(hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    def forward(hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
         where, rotary = attention.singles(), options.get("position_embeddings")
-        if where is not None and rotary is not None and not args and options.get("attention_mask") is None:
+        alone = not args and options.get("attention_mask") is None and not any(hooks)
+        if alone and where is not None and rotary is not None:
             found = layer.run(hidden_states, rotary, *where)
             if found is not None:
                 return found

@@ -75,6 +75,7 @@ def _use_panels(module: torch.nn.Linear, embedding: torch.nn.Embedding | None = 
         return y.reshape(*x.shape[:-1], -1)
 
     module.weight = None  # type: ignore[assignment]  # its numbers are in the panels
+    module.operand = operand  # type: ignore[assignment]  # as a packed layer has it
     module.forward = forward  # type: ignore[method-assign,assignment]
     if embedding is not None:
         embedding.weight = None  # type: ignore[assignment]

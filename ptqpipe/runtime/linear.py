@@ -63,6 +63,12 @@ class PackedLinear(torch.nn.Module):
         return packed_linear(x, self.packed, self.bias) + _thin(x, self.low_rank)
 
     @property
+    def operand(self) -> cpu_linear.Operand | None:
+        """What the compiled kernel multiplies with, of a layer that is this product with its bias and no more."""
+        more = self.quantizer is not None or self.low_rank is not None or self.unpacked is not None
+        return None if more else self.packed.operand
+
+    @property
     def weight(self) -> torch.Tensor:
         """``[N, K]``, decoded; kept, and from then on multiplied with, since the model may write to it (RWKV does).
 
