@@ -17,15 +17,54 @@ _TEXT: dict[str, Any] = {
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1,
     "shared_expert_intermediate_size": 32, "num_key_value_heads": 2,
 }  # fmt: skip
-_VISION: dict[str, Any] = {**_BOTH, "hidden_size": 32, "embed_dim": 32, "num_hidden_layers": 1, "head_dim": 8}
+_VISION: dict[str, Any] = {
+    **_BOTH,
+    "text_hidden_size": 64,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "num_hidden_layers": 1,
+    "head_dim": 8,
+}
 
 # The kinds whose language model runs -> what the engine says of it, "" where it serves it.
-RUN: dict[str, str] = {"qwen3_vl": "", "llava": ""}
+RUN: dict[str, str] = dict.fromkeys(
+    (
+        "qwen3_vl", "llava", "mistral3", "internvl", "idefics3", "paligemma", "gemma3", "gemma4", "kimi_k25",
+        "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "aria", "aya_vision",
+        "cohere2_vision", "cosmos3_edge", "exaone4_5", "fuyu", "got_ocr2", "granite_docling", "hyperclovax_vision_v2",
+        "lighton_ocr", "llava_onevision", "ovis2", "paddleocr_vl", "qianfan_ocr", "smolvlm", "video_llama_3",
+        "video_llava", "vipllava",
+    ),
+    "",
+) | {
+    "inkling2": "has hybrid, hybrid_sliding layers",
+    "lfm2_vl": "has conv layers",
+    "deepseek_vl": "does not use transformers' attention interface",
+    "minicpmv4_6": "has linear_attention layers",
+    "unlimited_ocr": "has reference_sliding_attention layers",
+}  # fmt: skip
+
+
+# Shares of the rotary dimensions that time, height and width have, where the family's own are too many.
+_SECTIONS = {name: [2, 3, 3] for name in ("glm46v", "glm4v", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")}
+_SECTIONS["glm4v_moe"] = [1, 1, 2]
 
 
 def make_config(kind: str) -> Any:
     """transformers' own config of a kind, its numbers made small."""
-    return _shrunk(transformers.CONFIG_MAPPING[kind](), _TEXT)
+    if kind == "gemma4":  # its layers' own numbers follow from the others when it is made
+        vision = _shrunk(transformers.Gemma4VisionConfig(position_embedding_size=64, num_key_value_heads=4), _VISION)
+        layers = {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 16}
+        sizes = {name: value for name, value in _TEXT.items() if name in transformers.Gemma4TextConfig().to_dict()}
+        text = {**sizes, **layers, "global_head_dim": 16, "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0}
+        return transformers.Gemma4Config(text_config=text, vision_config=vision.to_dict())
+    config = _shrunk(transformers.CONFIG_MAPPING[kind](), _TEXT)
+    if kind in _SECTIONS:
+        text = config.get_text_config()
+        text.rope_parameters = {**text.rope_parameters, "mrope_section": _SECTIONS[kind]}
+    if kind == "lfm2_vl":
+        config.get_text_config().layer_types = ["conv", "full_attention"]
+    return config
 
 
 def _shrunk(config: Any, sizes: dict[str, Any]) -> Any:
@@ -33,6 +72,8 @@ def _shrunk(config: Any, sizes: dict[str, Any]) -> Any:
     for name, value in sizes.items():
         if isinstance(own.get(name), (int, float)) or (name in own and name.endswith("token_id")):
             setattr(config, name, value)
+    if "qk_rope_head_dim" in own and "head_dim" in own:
+        config.head_dim, config.num_key_value_heads = config.qk_rope_head_dim, config.num_attention_heads
     kinds = own.get("layer_types") or own.get("mlp_layer_types")
     for name in ("layer_types", "mlp_layer_types"):
         if sizes is _TEXT and kinds and own.get(name):

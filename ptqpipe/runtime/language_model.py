@@ -78,10 +78,10 @@ def left_out_of(model: Any) -> tuple[str, ...]:
 
 
 def _prune(module: Any, kept: set[Any], prefix: str) -> list[str]:
-    """Takes out the modules below ``module`` that neither are kept nor hold one that is; their names."""
+    """Takes out the modules with weights below ``module`` that neither are kept nor hold one that is; their names."""
     gone = []
     for leaf, child in list(module.named_children()):
-        if child in kept:
+        if child in kept or next(child.parameters(), None) is None:
             continue
         if kept.isdisjoint(child.modules()):
             setattr(module, leaf, None)

@@ -44,7 +44,8 @@ def load(
     activations: ActivationMode = "simulated",
     device: str = "cpu",
 ) -> Any:
-    """A transformers causal language model in evaluation mode, its quantized weights packed in memory.
+    """A transformers causal language model in evaluation mode, its quantized weights packed in memory; of a model of
+    images and text its language model, without vision tower and projector.
 
     ckpt         a checkpoint folder, plain or in any container; dense or mixture of experts
     tp, rank     how many ranks compute the model, and which this is; it reads its own part of the weights alone, and
@@ -80,7 +81,8 @@ def load_model(
     activations: ActivationMode = "simulated",
     device: str = "cpu",
 ) -> Any:
-    """A transformers causal language model in evaluation mode, its weights decoded to floats.
+    """A transformers causal language model in evaluation mode, its weights decoded to floats; of a model of images and
+    text its language model, without vision tower and projector.
 
     ckpt         a checkpoint folder, plain or in any container; dense or mixture of experts
     dtype        what the model computes in; float32, the default, is exact for every decoded weight. "auto": the
