@@ -29,14 +29,16 @@ _VISION: dict[str, Any] = {
 # The kinds whose language model runs -> what the engine says of it, "" where it serves it.
 RUN: dict[str, str] = dict.fromkeys(
     (
-        "qwen3_vl", "llava", "mistral3", "internvl", "idefics3", "paligemma", "gemma3", "gemma4", "kimi_k25",
+        "qwen3_vl", "llava", "mistral3", "internvl", "idefics3", "gemma3", "gemma4", "kimi_k25",
         "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "aria", "aya_vision",
         "cohere2_vision", "cosmos3_edge", "exaone4_5", "fuyu", "got_ocr2", "granite_docling", "hyperclovax_vision_v2",
-        "lighton_ocr", "llava_onevision", "ovis2", "paddleocr_vl", "qianfan_ocr", "smolvlm", "video_llama_3",
+        "lighton_ocr", "llava_onevision", "ovis2", "paddleocr_vl", "qianfan_ocr", "smolvlm",
         "video_llava", "vipllava",
     ),
     "",
 ) | {
+    "paligemma": "does not compute the tokens",
+    "video_llama_3": "does not compute the tokens",
     "inkling2": "has hybrid, hybrid_sliding layers",
     "lfm2_vl": "has conv layers",
     "deepseek_vl": "does not use transformers' attention interface",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ptqpipe.engine.overlap import Overlap
 
 _LAYERS = {"full_attention", "sliding_attention"}
+_OTHER_TOKENS = {"paligemma", "video_llama_3"}  # measured: the engine's tokens are not those of transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,8 @@ def check_model(model: Any) -> None:
         raise UsageError(f"{name} has {', '.join(others)} layers; the engine serves full and sliding attention only")
     if getattr(config, "num_kv_shared_layers", 0):
         raise UsageError(f"{name} shares one layer's keys with others, which the engine does not")
+    if model.config.model_type in _OTHER_TOKENS:
+        raise UsageError(f"the engine does not compute the tokens of {name} as transformers does, and refuses it")
     if not getattr(model, "_supports_attention_backend", False):
         raise UsageError(f"{name} does not use transformers' attention interface; the engine cannot serve it")
 
