@@ -49,6 +49,7 @@ SPELLINGS: dict[tuple[str, str], list[tuple[str, str, tuple[int, ...]]]] = {
     ("modelopt", "fp8_dynamic"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale", "F32", (256,))],
     ("modelopt", "fp8_block"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale", "F32", (2, 1, 3, 1))],
     ("deepseek_fp8", "fp8_block"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale_inv", "F32", (2, 3))],
+    ("deepseek_fp8", "fp8_block_ue8m0"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale_inv", "F32", (2, 3))],
     ("mxfp8_hf", "mxfp8"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale_inv", "U8", (256, 12))],
     ("ptqpipe", "nvfp4"): [
         ("weight_packed", "U8", (256, 192)),
