@@ -120,6 +120,10 @@ NAMES_AND_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
         "model.embed_tokens_extend.image_embed.img_projection.0.weight": (128, 128),
         "model.embed_tokens_extend.audio_embed.audio_projection.speech.0.weight": (128, 128),
     },
+    "lighton_ocr": {
+        "model.language_model.layers.0.self_attn.o_proj.weight": (128, 64),
+        "model.vision_projection.linear_1.weight": (128, 128),
+    },
     "gpt2": {
         "h.0.attn.c_attn.weight": (128, 384),
         "h.0.attn.c_attn.bias": (384,),

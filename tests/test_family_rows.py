@@ -47,6 +47,7 @@ KEPT: dict[str, set[str]] = {
     "step3p5": {"self_attn.g_proj"},
     "glm5_next_text": {f"self_attn.{leaf}_proj" for leaf in ("q", "k", "v", "b", "f_a", "g_a")},
     "internvl_chat": {"mlp1.1", "mlp1.3"},
+    "lighton_ocr": {"vision_projection.linear_1"},
     "phi4mm": {
         "self_attn.o_proj.lora_A.vision", "embed_tokens_extend.image_embed.img_projection.0",
         "embed_tokens_extend.audio_embed.audio_projection.speech.0",
@@ -131,6 +132,7 @@ FAILING: list[tuple[str, str, str]] = [
     ("step3p5", "model.layers.0.self_attn.g_proj", "compressed_tensors"),
     ("minimax_m3_vl", "patch_merge_mlp.0", "compressed_tensors"),
     ("internvl", "mlp1.1", "compressed_tensors"),
+    ("lighton_ocr", "model.vision_projection.linear_1", "compressed_tensors"),
     ("phi4mm", "model.embed_tokens_extend.image_embed.img_projection.0", "compressed_tensors"),
 ]
 

@@ -231,6 +231,19 @@ FAMILIES: tuple[Family, ...] = (
             ),
         ),
     ),
+    # Towers and projectors under names of their own.
+    Family(
+        ("hyperclovax_vision_v2", "lighton_ocr", "paddleocr_vl", "qianfan_ocr", "unlimited_ocr", "video_llava"),
+        facts=(
+            Fact(
+                Keep(
+                    r"re:(.*\.)?(vision_projector|vision_projection|mlp_AR|mlp1|sam_model|image_tower|video_tower)(\.|$)",
+                    "vision tower or projector",
+                ),
+                fails=_SOME,
+            ),
+        ),
+    ),
     Family(
         ("phi4_multimodal", "phi4mm"),
         facts=(
