@@ -19,7 +19,11 @@ def frames(drawn: str) -> list[str]:
     return [frame.strip() for frame in re.split(r"[\r\n]", drawn) if frame.strip()]
 
 
-def test_a_bar_has_title_amounts_memory_and_what_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_has_title_amounts_memory_and_what_is_under_way(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("LINES", "24")
     with bars_of("[2/5] calibrate"), counting_bar(4000, "tokens", shown=True, title="a.txt") as advance:
         advance(1000, "layer 1 of 4")
         advance(3000, "layer 4 of 4")
