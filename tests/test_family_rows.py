@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.families import FAMILIES, Family, facts_of, family_of, fuse_of
 from ptqpipe.options import RecipeOptions
 from ptqpipe.recipe import failing_facts, matches
 from ptqpipe.runtime import load, load_model
+from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.verify.run import verify
-from tests import family_rows
+from tests import families, family_rows
 
 # Held by models of their own elsewhere: tests/tiny.py, tests/families.py, tests/transforms/models.py.
 ELSEWHERE = {"llama", "gemma3_text", "internvl", "phi4_multimodal", "step3p7"}
@@ -206,3 +207,13 @@ def test_for_a_reader_what_it_fails_on_is_refused_before_any_work(
     ptqpipe.convert(model(kind), **call)  # without it: a warning, and verify names the reader
     found = [finding.message for finding in verify(out, workers=1).findings if finding.check == "readers"]
     assert any(says in message for message in found)
+
+
+def test_a_model_with_several_hidden_states_a_token_is_refused_in_one_line(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    data = families.write_windows(tmp_path / "data.jsonl")
+    given = CalibrateOptions(samples=4, seqlen=16, moments=("diagonal",), holdout=0)
+    with pytest.raises(CheckpointError, match=r"DeepseekV4ForCausalLM passes 4 hidden states .* layer by layer"):
+        calibrate(model("deepseek_v4"), [str(data)], tmp_path / "stats", options=given)
+    assert not (tmp_path / "stats").exists()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, one_line
 
 Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """What each block is given beside hidden states: by place, and by name."""
@@ -85,6 +85,11 @@ class Surroundings:
                 del module.forward
         if len(arguments) != len(self._blocks):
             raise CheckpointError(f"{type(self._model).__name__} ran {len(arguments)} of {len(self._blocks)} blocks")
+        if first[0].dim() != 3:
+            raise CheckpointError(
+                f"{type(self._model).__name__} passes {first[0].shape[-2]} hidden states a token between its decoder "
+                "layers; it cannot be run layer by layer (calibrate, tune); convert without statistics needs no run"
+            )
         return first[0], arguments
 
     def head_input(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -109,8 +114,18 @@ class Surroundings:
         return found[0]
 
     def _call(self, ids: torch.Tensor) -> None:
-        with contextlib.suppress(StopForward), torch.no_grad():
-            self._model(input_ids=ids.to(self._device), past_key_values=self._cache, use_cache=self._cache is not None)
+        try:
+            with contextlib.suppress(StopForward), torch.no_grad():
+                self._model(
+                    input_ids=ids.to(self._device), past_key_values=self._cache, use_cache=self._cache is not None
+                )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # its forward does something between the blocks that nothing here foresees
+            raise CheckpointError(
+                f"{type(self._model).__name__} cannot be run layer by layer (calibrate, tune): "
+                f"{one_line(str(error), limit=200)}; convert without statistics needs no run"
+            ) from error
 
 
 def moved(arguments: Arguments, device: torch.device) -> Arguments:
