@@ -22,8 +22,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # By the names of the parameters. Only commands with more options than fit a screen show them in groups.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "What to write": (
-        "scheme", "format", "recipe_path", "reader", "budget", "formats", "ignore", "container", "shard_bytes", "out",
-        "push",
+        "scheme", "format", "recipe_path", "reader", "budget", "formats", "ignore", "requantize", "container",
+        "shard_bytes", "out", "push",
     ),
     "Text": (
         "data", "field", "samples", "seqlen", "stride", "max_tokens", "seed", "holdout", "measure", "tasks",
