@@ -103,7 +103,7 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     (("chat", "modle"), 2, "did you mean 'model'?"),
     (("serve", "gguf"), 1, "GGUF"),
     (("serve", "model", "--engine", "vllm"), 2, "pip install --no-deps /"),
-    (("serve", "images"), 1, "has no tokenizer that transformers reads"),
+    (("serve", "images", "--port", "8017"), 1, "has no tokenizer that transformers reads"),
     (("eval", "images", "--data", "text.txt"), 1, "has no tokenizer that transformers reads"),
     (("calibrate", "images", "--data", "text.txt", "-o", "out"), 1, "has no tokenizer that transformers reads"),
     (("tune", "images", "--data", "text.txt", "-o", "out"), 1, "has no tokenizer that transformers reads"),
