@@ -15,78 +15,10 @@
 
 namespace {
 
-#define METHOD inline __attribute__((always_inline))
-#define INLINE static METHOD
-#define UNROLL _Pragma("GCC unroll 16")  // sums live in registers only if no loop is left around them
+#include "linear_lanes.h"
 
-enum { LANES = 16, QUARTERS = 4, UNIT = 64, BLOCK = 16 };
+enum { QUARTERS = 4 };
 enum { CODE_ROWS = 4, FLOAT_ROWS = 4 };  // of x that meet a panel together: as many as the registers hold
-
-INLINE int64_t units_of(const ptq_linear *j) { return (j->k + UNIT - 1) / UNIT; }
-INLINE float from_bf16(uint16_t v) {
-    const uint32_t u = (uint32_t)v << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-INLINE float power_of_two(int e) {
-    const uint32_t u = (uint32_t)(e + 127) << 23;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-
-// ---- x for codes of E2M1 ----
-
-// 16 columns as whole numbers: the high digits of columns 0 2 4 6, 1 3 5 7, 8 10 12 14 and 9 11 13 15, then the low ones;
-// half of what 1 of them stands for.
-struct Columns {
-    int8_t digits[32];
-    float scale;
-};
-
-void prepare_codes(const uint16_t *x, int64_t count, Columns *to) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < count; ++i) largest = (x[i] & 0x7FFFu) > largest ? x[i] & 0x7FFFu : largest;
-    memset(to, 0, sizeof *to);
-    if (largest >= 0x7F80u) {  // what is not finite makes NaN of the row's sums
-        to->scale = __builtin_nanf("");
-        return;
-    }
-    int e = (int)(largest >> 7) - 127;
-    if (e < -100) e = -100;
-    const float up = power_of_two(13 - e);
-    for (int64_t i = 0; i < count; ++i) {
-        const int32_t q = (int32_t)lrintf(from_bf16(x[i]) * up), low = ((q + 128) & 255) - 128;
-        const int64_t at = i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
-        to->digits[at] = (int8_t)((q - low) / 256);
-        to->digits[16 + at] = (int8_t)low;
-    }
-    to->scale = power_of_two(e - 14);
-}
-
-// ---- x for the other codes: floats, zeros behind the last ----
-
-INLINE bool is_code(const ptq_linear *j) { return j->element == PTQ_E2M1; }
-
-int64_t bytes(const ptq_linear *j) {
-    return j->m * units_of(j) * (is_code(j) ? (int64_t)sizeof(Columns) * (UNIT / BLOCK) : UNIT * 4);
-}
-
-void prepare(const ptq_linear *j, void *out, int64_t first, int64_t last) {
-    const int64_t columns = units_of(j) * UNIT;
-    for (int64_t m = first; m < last; ++m) {
-        const uint16_t *from = j->x + m * j->k;
-        if (is_code(j)) {
-            Columns *to = (Columns *)out + m * (columns / BLOCK);
-            for (int64_t c = 0; c < columns; c += BLOCK)
-                prepare_codes(from + c, c >= j->k ? 0 : j->k - c < BLOCK ? j->k - c : BLOCK, to++);
-        } else {
-            float *to = (float *)out + m * columns;
-            for (int64_t c = 0; c < columns; ++c) to[c] = c < j->k ? from_bf16(from[c]) : 0.0f;
-        }
-    }
-}
 
 // ---- scales ----
 
@@ -115,23 +47,10 @@ template <int SCALE> INLINE uint32x4_t scale_bytes(const ptq_linear *j, int64_t 
 
 // ---- sums to bfloat16 ----
 
-INLINE uint16_t to_bf16(float v) {
-    uint32_t u;
-    memcpy(&u, &v, 4);
-    if ((u & 0x7FFFFFFF) > 0x7F800000) return (uint16_t)(u >> 16 | 0x40);
-    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
-}
-
 INLINE void write(const ptq_linear *j, const float32x4_t *sums, int64_t m, int64_t row, int64_t last) {
     float y[LANES];
     for (int q = 0; q < QUARTERS; ++q) vst1q_f32(y + 4 * q, sums[q]);
-    const int64_t rows = last - row < LANES ? last - row : LANES;
-    for (int64_t r = 0; r < rows; ++r) {
-        float v = y[r];
-        if (j->factor) v *= j->factor[(row + r) * j->factor_step];
-        if (j->bias) v += j->bias[row + r];
-        j->out[m * j->n + row + r] = to_bf16(v);
-    }
+    write_lanes(j, y, m, row, last);
 }
 
 // ---- the codes that are not E2M1 ----

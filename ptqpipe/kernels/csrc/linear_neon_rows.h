@@ -74,18 +74,6 @@ template <int ELEMENT, int SCALE, bool NANS> struct Numbers {
     }
 };
 
-template <class KIND, int T> INLINE void tile_of(int64_t t, const ptq_linear *j, const void *x, int64_t row, int64_t last, int64_t m0) {
-    if (t == T) KIND::template tile<T>(j, x, row, last, m0);
-    else if constexpr (T > 1) tile_of<KIND, T - 1>(t, j, x, row, last, m0);
-}
-
-template <class KIND> void panel(const ptq_linear *j, const void *x, int64_t row, int64_t last) {
-    for (int64_t tiles = (j->m + KIND::MOST - 1) / KIND::MOST, m = 0, t; tiles; --tiles, m += t) {
-        t = (j->m - m + tiles - 1) / tiles;
-        tile_of<KIND, KIND::MOST>(t, j, x, row, last, m);
-    }
-}
-
 template <int ELEMENT, int SCALE> void float_panel(const ptq_linear *j, const void *x, int64_t row, int64_t last) {
     if (ELEMENT == PTQ_E4M3 && has_nan(j, row)) panel<Numbers<ELEMENT, SCALE, true>>(j, x, row, last);
     else panel<Numbers<ELEMENT, SCALE, false>>(j, x, row, last);
