@@ -187,6 +187,12 @@ class CheckpointOptions:
     bias_correction: bool = option(
         False, "Change biases so that the mean output of each layer stays what it was. Needs --stats."
     )
+    mtp: str = option(
+        "keep",
+        "Format of the multi-token prediction layers, by which readers draft tokens: kept as they are, or their "
+        "experts and projections in FP8 or NVFP4.",
+        choices=("keep", "fp8", "nvfp4"),
+    )
     shard_bytes: int | None = option(
         None,
         "Size of the largest weight file.",

@@ -52,11 +52,15 @@ def make_config(kind: str) -> Any:
     llama4 = {**grouped, "intermediate_size_mlp": 128, "num_local_experts": 4, "interleave_moe_layer_step": 1}
     hybrid = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
     hybrid |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    experts |= {"shared_expert_intermediate_size": 64}
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "depth": 1, "out_hidden_size": HIDDEN}
     makers: dict[str, Any] = {
         "deepseek_v3": lambda: t.DeepseekV3Config(**_COMMON, **_MOE, **_MLA),
         "deepseek_v32": lambda: t.DeepseekV32Config(**_COMMON, **_MOE, **_MLA, **_INDEXER),
         "glm4_moe": lambda: t.Glm4MoeConfig(**grouped, **_MOE),
+        "qwen3_next": lambda: t.Qwen3NextConfig(**grouped, **hybrid, **experts),
+        "qwen3_5_text": lambda: t.Qwen3_5TextConfig(**grouped, **hybrid, mtp_num_hidden_layers=1),
         "llama4_text": lambda: t.Llama4TextConfig(**llama4, num_experts_per_tok=1),
         "llama4": lambda: t.Llama4Config(
             text_config={**llama4, "num_experts_per_tok": 1},
@@ -100,7 +104,7 @@ def make_model(folder: Path, kind: str, *, mtp: bool = False, fp8: bool = False,
     file = folder / "model.safetensors"
     tensors = load_file(file)
     if mtp:
-        tensors |= _mtp_layer(tensors, generator)
+        tensors |= _mtp_layer(tensors, generator, kind)
     if fp8:
         tensors = _as_fp8(tensors)
         _edit_config(folder, quantization_config={
@@ -110,14 +114,23 @@ def make_model(folder: Path, kind: str, *, mtp: bool = False, fp8: bool = False,
     return folder
 
 
-def _mtp_layer(tensors: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def mtp_base(kind: str) -> str:
+    """What the names of the decoder layer of a family's multi-token prediction begin with."""
+    return "mtp.layers.0." if kind.startswith("qwen") else f"model.layers.{LAYERS}."
+
+
+def _mtp_layer(tensors: dict[str, torch.Tensor], generator: torch.Generator, kind: str) -> dict[str, torch.Tensor]:
     """A decoder layer like the last, and what joins it to the model."""
-    last, base = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    last, base = f"model.layers.{LAYERS - 1}.", mtp_base(kind)
     made = {base + name.removeprefix(last): tensors[name].clone() for name in tensors if name.startswith(last)}
-    made[f"{base}eh_proj.weight"] = (torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.1).bfloat16()
-    for norm in ("enorm", "hnorm", "shared_head.norm"):
-        made[f"{base}{norm}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    for copied in ("embed_tokens", "shared_head.head"):
+    join, norms, offset = f"{base}eh_proj", [f"{base}{norm}" for norm in ("enorm", "hnorm", "shared_head.norm")], 1
+    if kind.startswith("qwen"):
+        join, offset = "mtp.fc", 0  # their norms multiply by 1 + weight
+        norms = [f"mtp.{norm}" for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")]
+    made[f"{join}.weight"] = (torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.1).bfloat16()
+    for norm in norms:
+        made[f"{norm}.weight"] = torch.full((HIDDEN,), offset, dtype=torch.bfloat16)
+    for copied in ("embed_tokens", "shared_head.head") if not kind.startswith("qwen") else ():
         made[f"{base}{copied}.weight"] = tensors["lm_head.weight"].clone()
     return made
 

@@ -58,7 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors", "formats", "inputs", "qtensor", "checkpoint", "plan", "source", "statistics", "runtime", "rows",
     },
     "runtime":      {
-        "dtypes", "errors", "formats", "schemes", "qtensor", "kernels", "containers", "checkpoint", "plan", "source",
+        "dtypes", "errors", "families", "formats", "schemes", "qtensor", "kernels", "containers", "checkpoint", "plan",
+        "source",
     },
     "evaluation":   {"_version", "errors", "quantities", "regular_file", "checkpoint", "rows"},
     # The engine is given a model; a server is given an engine. Neither knows files, formats or each other's business.

@@ -234,7 +234,7 @@ RECORDED = """{"rules": [{"match": "*", "scheme": "nvfp4", "search": "exact", "g
 "algorithm": "rtn", "weighting": "none", "damping": 0.01, "order": "static", "scales": "auto", "refine": 3,
 "low_rank": 0, "low_rank_dtype": "bf16"}], "keep": [["lm_head", "why"]], "fuse": [["a", "b"]],
 "container": "compressed_tensors", "input_amax": 336.0, "input_scale": "absmax", "headroom": 1.0, "kv_cache": "none",
-"bias_correction": false, "shard_bytes": 7, "description": "text"}""".replace("\n", " ")
+"bias_correction": false, "mtp": "keep", "shard_bytes": 7, "description": "text"}""".replace("\n", " ")
 
 
 def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
@@ -248,6 +248,8 @@ def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
         description="text",
     )
     assert json.dumps(recipe.to_json()) == RECORDED
+    before = {name: value for name, value in recipe.to_json().items() if name != "mtp"}
+    assert Recipe.from_json(before).mtp == "keep"  # of a version that did not know the field
 
 
 @pytest.mark.parametrize("name", named_recipes())
@@ -286,7 +288,7 @@ def test_every_option_sets_the_field_of_its_name(plain: Path) -> None:
     values: dict[str, Any] = {
         "container": "ptqpipe", "search": "absmax", "global_scale": "absmax", "input_amax": 5.0, "shard_bytes": 9,
         "algorithm": "gptq", "weighting": "block", "damping": 0.5, "refine": 1, "input_scale": "mse", "headroom": 2.0,
-        "kv_cache": "fp8", "bias_correction": True, "low_rank": 4, "low_rank_dtype": "fp8",
+        "kv_cache": "fp8", "bias_correction": True, "low_rank": 4, "low_rank_dtype": "fp8", "mtp": "nvfp4",
     }  # fmt: skip
     assert values.keys() == recipe_fields().keys()
     bare = Recipe((Rule("*", get_scheme("nvfp4")),))

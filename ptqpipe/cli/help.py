@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # By the names of the parameters. Only commands with more options than fit a screen show them in groups.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "What to write": (
-        "scheme", "format", "recipe_path", "reader", "budget", "formats", "ignore", "requantize", "container",
+        "scheme", "format", "recipe_path", "reader", "budget", "formats", "ignore", "mtp", "requantize", "container",
         "shard_bytes", "out", "push",
     ),
     "Text": (
@@ -43,6 +43,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "Messages and machines": ("codec", "hadamard", "node", "topology", "size"),
     "Engine": (
         "chat_template", "decoded", "no_prefix_caching", "batch_invariant", "tp", "allreduce", "overlap",
+        "speculative", "speculative_tokens",
     ),
     "vLLM": ("engine", "vllm_python", "nnodes", "node_rank", "master_addr", "master_port"),
     "Machine": ("device", "dtype", "workers", "max_memory", "cache_dir", "cache_size"),

@@ -164,6 +164,19 @@ VLLM_OPTIONS = options(
     help="Memory for keys and values on each rank.  [default: a quarter of the free memory]",
 )
 @click.option("--no-prefix-caching", is_flag=True, help="Compute common beginnings of prompts again for each request.")
+@click.option(
+    "--speculative",
+    type=click.Choice(["mtp"]),
+    help="Draft tokens with the model's own multi-token prediction layer (mtp): several tokens a step, the same ones.",
+)
+@click.option(
+    "--speculative-tokens",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Tokens that --speculative drafts for each sequence in a step.",
+)
 @workers_option("physical cores less one, divided by the ranks")
 @click.option("--max-body", type=Size(), default="4MiB", show_default=True, help="Largest body of a request.")
 @click.option(

@@ -8,18 +8,20 @@
     runner.py         the model: a batch in, logits out
     sampler.py        logits in, one token a sequence out
     text.py           tokens in, text out, piece by piece; stop strings
+    speculative.py   drafts of the next tokens
     engine.py         the loop of all these, one step at a time
     service.py        the loop in a thread of its own, for a server
 
 Must not know HTTP, files or formats: it is given a model and a tokenizer.
 """
 
-from ptqpipe.engine.engine import ContextTooLong, Engine, EngineOptions, Piece, Request
+from ptqpipe.engine.engine import ContextTooLong, Counters, Engine, EngineOptions, Piece, Request
 from ptqpipe.engine.sequence import Finish, SamplingParams, TokenLogprob
 from ptqpipe.engine.service import Overloaded, Service, State, Unavailable
 
 __all__ = [
     "ContextTooLong",
+    "Counters",
     "Engine",
     "EngineOptions",
     "Finish",

@@ -54,17 +54,18 @@ def unpack(packed: torch.Tensor) -> Batch:
 
 
 def make_batch(chunks: Row[Chunk], block_size: int) -> Batch:
-    """The batch of a step. Logits: of each chunk's last token if it samples, of all of it if the prompt's are asked."""
+    """The batch of a step. Logits: of each chunk's last token and its drafts if it samples, of all of it if the
+    prompt's are asked."""
     tokens: list[int] = []
     wanted: list[int] = []
     spans: list[Span] = []
     for chunk in chunks:
-        seq, total = chunk.seq, chunk.start + chunk.count
+        seq, total = chunk.seq, chunk.start + chunk.size
         if seq.needs_prompt_logits:
             wanted += range(len(tokens), len(tokens) + chunk.count)
         elif chunk.samples:
-            wanted.append(len(tokens) + chunk.count - 1)
-        tokens += seq.tokens[chunk.start : total]
-        spans.append(Span(chunk.count, total, tuple(seq.blocks[: -(-total // block_size)])))
+            wanted += range(len(tokens) + chunk.count - 1, len(tokens) + chunk.size)
+        tokens += [*seq.tokens[chunk.start : chunk.start + chunk.count], *chunk.drafts]
+        spans.append(Span(chunk.size, total, tuple(seq.blocks[: -(-total // block_size)])))
     as_int64 = [torch.tensor(numbers, dtype=torch.int64) for numbers in (tokens, wanted)]
     return Batch(as_int64[0], as_int64[1], tuple(spans))

@@ -7,7 +7,7 @@ beside a server. Must not know HTTP or how the model was loaded.
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence as Row
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -34,6 +34,13 @@ class Computes(Protocol):
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Float32 logits [wanted, vocabulary]."""
+
+
+class Drafts(Protocol):
+    """What the engine needs of `speculative.Drafter`."""
+
+    def draft(self, chunks: Row[Chunk], blocks: BlockManager) -> None:
+        """Sets ``drafts`` of the sequences of a step that was computed and sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +95,20 @@ class Piece:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the start. Tokens are counted when they are computed or sampled."""
+    """What happened since the start. Tokens are counted when they are computed or sampled.
+
+    drafts           how often a sequence had drafts in a step; ``draft_tokens`` how many
+    accepted_tokens  how many of them were sampled, by their place among a sequence's drafts
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: dict[int, int] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
 
 
@@ -115,11 +129,20 @@ class Engine:
 
     tokenizer   transformers' (``decode`` alone is used)
     end_tokens  tokens that end a sequence
+    drafter     what guesses the next tokens; None: nothing does
     """
 
     def __init__(
-        self, runner: Computes, tokenizer: Any, *, options: EngineOptions, vocabulary: int, end_tokens: Iterable[int]
+        self,
+        runner: Computes,
+        tokenizer: Any,
+        *,
+        options: EngineOptions,
+        vocabulary: int,
+        end_tokens: Iterable[int],
+        drafter: "Drafts | None" = None,
     ) -> None:
+        self.drafter = drafter
         self.runner, self.tokenizer, self.options = runner, tokenizer, options
         self.vocabulary = vocabulary
         self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < vocabulary)
@@ -187,19 +210,39 @@ class Engine:
         for chunk in chunks:
             chunk.seq.begun = now if chunk.seq.begun is None else chunk.seq.begun
         logits = self.runner.run(make_batch(chunks, self.runner.block_size))
-        at, sampling, rows = 0, [], []
+        at, sampling = 0, []
         for chunk in chunks:
             every, at_start = chunk.seq.needs_prompt_logits, at
-            at += chunk.count if every else int(chunk.samples)
+            at += chunk.count if every else int(chunk.samples) + len(chunk.drafts)
             self._count(chunk)
             if every:
                 self._add_prompt_logprobs(chunk, logits[at_start:at])
             chunk.seq.computed = chunk.start + chunk.count
             self.blocks.seal(chunk.seq, chunk.start)
             if chunk.samples:
-                sampling.append(chunk.seq)
-                rows.append(at - 1)
-        return self._sample(sampling, logits[rows]) if sampling else []
+                sampling.append((chunk, at - 1 - len(chunk.drafts)))
+        pieces = []
+        for depth in range(1 + max(len(chunk.drafts) for chunk in chunks)):
+            if sampling:
+                rows = [row + depth for _, row in sampling]
+                pieces += self._sample([chunk.seq for chunk, _ in sampling], logits[rows])
+                sampling = [(chunk, row) for chunk, row in sampling if self._accepts(chunk, depth)]
+        if self.drafter is not None:
+            self.drafter.draft(chunks, self.blocks)
+        return pieces
+
+    def _accepts(self, chunk: Chunk, depth: int) -> bool:
+        """Whether a sequence goes on within the step: what was sampled last is the draft number ``depth``."""
+        seq, counters = chunk.seq, self.counters
+        if depth == 0 and chunk.drafts:
+            counters.drafts += 1
+            counters.draft_tokens += len(chunk.drafts)
+        if depth >= len(chunk.drafts) or seq not in self._streams or seq.tokens[-1] != chunk.drafts[depth]:
+            return False
+        counters.accepted_tokens[depth] = counters.accepted_tokens.get(depth, 0) + 1
+        seq.computed += 1
+        self.blocks.seal(seq, chunk.start)
+        return True
 
     def _count(self, chunk: Chunk) -> None:
         seq, counters = chunk.seq, self.counters

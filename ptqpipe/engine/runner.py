@@ -16,7 +16,7 @@ import torch
 from ptqpipe.engine.attention import IMPLEMENTATION, PagedAttention, Pages, numbers_of
 from ptqpipe.engine.batch import Batch
 from ptqpipe.engine.layers import use_layers
-from ptqpipe.engine.probe import check_tokens, probe
+from ptqpipe.engine.probe import check_tokens, mtp_shape, probe
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import option_size
 
@@ -61,6 +61,8 @@ class Runner:
         self.config._attn_implementation = IMPLEMENTATION
         self.dtype: torch.dtype = model.dtype
         self.shapes, self.scales = found.shapes, found.scales
+        if getattr(model, "mtp", None) is not None:  # a layer of the cache like the others
+            self.shapes |= mtp_shape(model)
         self.bytes_per_block = options.block_size * sum(
             shape.heads * (shape.key_dim + shape.value_dim) * (1 if layer in self.scales else self.dtype.itemsize)
             for layer, shape in self.shapes.items()

@@ -7,7 +7,7 @@ models or text.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ptqpipe.engine.block_manager import BlockManager
 from ptqpipe.engine.sequence import Sequence
@@ -15,11 +15,17 @@ from ptqpipe.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """``count`` tokens of a sequence to compute, from ``start`` on."""
+    """``count`` tokens of a sequence to compute, from ``start`` on, and ``drafts`` of those that may follow them."""
 
     seq: Sequence
     start: int
     count: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many tokens a step computes for it."""
+        return self.count + len(self.drafts)
 
     @property
     def samples(self) -> bool:
@@ -69,12 +75,20 @@ class Scheduler:
             count = min(_most(seq), max(1, budget - behind))
             if not self._make_room(seq, count):
                 break  # it was the last one and has left
-            chunks.append(Chunk(seq, seq.computed, count))
-            budget -= count
+            chunk = self._with_drafts(Chunk(seq, seq.computed, count), budget - behind - count)
+            chunks.append(chunk)
+            budget -= chunk.size
             at += 1
         self._admit(chunks, budget)
-        chunks.sort(key=lambda chunk: chunk.count > 1)  # single tokens in front: their attention is one call
+        chunks.sort(key=lambda chunk: chunk.size > 1)  # single tokens in front: their attention is one call
         return chunks
+
+    def _with_drafts(self, chunk: Chunk, room: int) -> Chunk:
+        """The chunk with its sequence's drafts, if it samples, as far as ``room`` tokens and free blocks allow."""
+        drafts = chunk.seq.drafts[: max(0, room)] if chunk.samples else ()
+        if not drafts or not self.blocks.grow(chunk.seq, len(chunk.seq.tokens) + len(drafts)):
+            return chunk
+        return replace(chunk, drafts=drafts)
 
     def _make_room(self, seq: Sequence, count: int) -> bool:
         """Blocks for ``count`` more tokens of a running sequence, from later arrivals if need be; False: it left."""

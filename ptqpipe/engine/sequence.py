@@ -115,6 +115,7 @@ class Sequence:
     cached          how many of the prompt's tokens were found in the cache
     digests         of its full blocks, as far as they were needed
     begun           when it was first computed, on the monotonic clock
+    drafts          guesses of the tokens that follow the last one (``speculative.py``)
     """
 
     request: str
@@ -131,6 +132,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     preemptions: int = 0
     begun: float | None = None
+    drafts: tuple[int, ...] = ()
     rng: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:
@@ -141,6 +143,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """One more generated token."""
         self.tokens.append(token)
+        self.drafts = ()
         if self.params.penalizes:
             self.counts[token] = self.counts.get(token, 0) + 1
 

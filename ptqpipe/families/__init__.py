@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptqpipe.families.table import COMMON, DEFAULT_FUSE, FAMILIES
-from ptqpipe.families.types import Fact, Family, Keep, Norms
+from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
 
 __all__ = [
     "COMMON",
@@ -21,10 +21,12 @@ __all__ = [
     "Fact",
     "Family",
     "Keep",
+    "Mtp",
     "Norms",
     "facts_of",
     "family_of",
     "fuse_of",
+    "layer_count",
 ]
 
 # What a recipe keeps whatever the model is.
@@ -61,6 +63,12 @@ def fuse_of(config: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     own = family_of(config).fuse
     taken = {leaf for group in own for leaf in group}
     return (*own, *(group for group in DEFAULT_FUSE if taken.isdisjoint(group))) if own else DEFAULT_FUSE
+
+
+def layer_count(config: Mapping[str, Any]) -> int | None:
+    """How many decoder layers a config.json says, those of multi-token prediction aside; None where it does not."""
+    counts = (part.get("num_hidden_layers") for part in (config, *_text_parts(config)))
+    return next((count for count in counts if type(count) is int), None)
 
 
 def _text_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -5,7 +5,7 @@ What readers do is their own source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of m
 
 from dataclasses import replace
 
-from ptqpipe.families.types import Fact, Family, Keep, Norms
+from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
 
 _UNQUANTIZED = (
     "vLLM, SGLang and TensorRT-LLM build it unquantized and cannot load the model: vLLM stops with a KeyError, the "
@@ -19,13 +19,14 @@ _SOME = (
 
 COMMON: tuple[Fact, ...] = (
     # An MTP layer that is numbered like a decoder layer: DeepSeek-V3 to V3.2, GLM-4.5 to GLM-5. SGLang builds it
-    # unquantized beside ModelOpt's NVFP4 (models/deepseek_nextn.py); transformers drops it, so it cannot be calibrated.
+    # unquantized beside ModelOpt's NVFP4 (models/deepseek_nextn.py).
     Fact(
         Keep(r"re:(.*\.)?layers\.({layers})\.", "multi-token prediction layer"),
         counted_by="num_nextn_predict_layers",
         fails="SGLang builds it unquantized beside NVFP4 and cannot load it; vLLM reads it",
         readers=("sglang",),
         containers=("modelopt",),
+        mtp=True,
     ),
     # nn.Linear in vLLM's deepseek_mtp.py and glm4_moe_mtp.py, SGLang's deepseek_nextn.py and glm4_moe_nextn.py. Those
     # of families whose MTP layers are not numbered like decoder layers do take codes (Nemotron-H).
@@ -98,7 +99,7 @@ COMMON: tuple[Fact, ...] = (
         ),
         fails=_SOME,
     ),
-    Fact(Keep(r"re:(.*\.)?mtp(\.|_|$)", "multi-token-prediction head"), fails=_SOME),
+    Fact(Keep(r"re:(.*\.)?mtp(\.|_|$)", "multi-token-prediction head"), fails=_SOME, mtp=True),
     Fact(Keep(r"re:.*conv1d$", "short convolution")),
 )
 
@@ -120,8 +121,27 @@ _LINEAR_ATTENTION = (
     # Readers make one matrix of the two, of 32 to 64 rows; NVIDIA and llm-compressor leave them in bfloat16.
     Fact(Keep(r"re:(.*\.)?linear_attn\.(in_proj_(a|b|ba)|[ab]_proj)$", _GATES)),
 )
-_QWEN3_NEXT = (
+_QWEN = (
     *_LINEAR_ATTENTION,
+    # SGLang's qwen3_5_mtp.py and vLLM's qwen3_next_mtp.py, qwen3_5_mtp.py.
+    Fact(
+        Keep(r"re:(.*\.)?mtp\.fc$", "projection into the multi-token prediction layer"),
+        fails=(
+            "SGLang builds it as a plain linear layer, and so does vLLM beside ModelOpt's NVFP4: they find no place "
+            "for codes"
+        ),
+        readers=("sglang",),
+    ),
+    Fact(
+        Keep(r"re:(.*\.)?mtp\.layers\.", "multi-token prediction layer beside ModelOpt's NVFP4", bits=8),
+        fails="SGLang builds it unquantized beside ModelOpt's NVFP4 and cannot load it; vLLM reads it",
+        readers=("sglang",),
+        containers=("modelopt",),
+        by_default=False,
+    ),
+)
+_QWEN3_NEXT = (
+    *_QWEN,
     Fact(
         Keep(r"re:(.*\.)?layers\.\d+\.self_attn\.[qkv]_proj$", "attention beside ModelOpt's NVFP4", bits=8),
         fails="SGLang builds q, k and v of Qwen3-Next unquantized beside ModelOpt's NVFP4; vLLM reads them",
@@ -156,7 +176,12 @@ _GEMMA2 = Norms(
     tied=True,
 )
 
+# transformers' modeling_layers.py (MtpModel), vLLM's deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py.
+_NUMBERED = Mtp(*(f"model.layers.{{at}}{leaf}" for leaf in ("", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm")))
+_QWEN_MTP = Mtp("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+
 FAMILIES: tuple[Family, ...] = (
+    Family(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa"), mtp=_NUMBERED),
     Family(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"), norms=Norms()),
     Family(("gemma",), norms=Norms(offset=1.0, tied=True)),
     Family(("gemma2", "gemma3_text"), norms=_GEMMA2),
@@ -190,8 +215,9 @@ FAMILIES: tuple[Family, ...] = (
         ),
         fuse=(("wq_a", "wkv"),),
     ),
-    Family(("qwen3_next",), facts=_QWEN3_NEXT),
-    Family(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"), facts=_LINEAR_ATTENTION),
+    Family(("qwen3_next",), facts=_QWEN3_NEXT, mtp=_QWEN_MTP),
+    Family(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), facts=_QWEN, mtp=_QWEN_MTP),
+    Family(("olmo_hybrid",), facts=_LINEAR_ATTENTION),
     Family(
         ("kimi_linear", "kimi_k3", "glm5_next", "glm5_next_text"),
         facts=_DELTA_ATTENTION,

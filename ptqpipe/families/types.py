@@ -25,6 +25,7 @@ class Fact:
     readers     those that fail, by their names in ``readers.py``
     containers  the layouts in which they do; empty: all that other programs read
     by_default  kept unless a rule names it; else a fact about readers alone
+    mtp         the part is the whole multi-token prediction layer: ``--mtp`` of a conversion decides over it
     """
 
     keep: Keep
@@ -33,6 +34,7 @@ class Fact:
     readers: tuple[str, ...] = ()
     containers: tuple[str, ...] = ()
     by_default: bool = True
+    mtp: bool = False
 
     @property
     def unread(self) -> bool:
@@ -59,6 +61,21 @@ class Norms:
     tied: bool = False
 
 
+class Mtp(NamedTuple):
+    """The names of a multi-token prediction layer's parts in checkpoints; ``{at}``: how many other layers there are.
+
+    block   its decoder layer
+    join    the projection of an embedding and a state, in this order
+    tokens  the norm of the embedding; ``states`` of the state; ``last`` of what the head then sees
+    """
+
+    block: str
+    join: str
+    tokens: str
+    states: str
+    last: str
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One row of the table.
@@ -69,6 +86,7 @@ class Family:
                  shares a name with
     interleaved  gate and up rows take turns in a stack of experts; else all rows of gate come first
     norms        where factors may move; None: not known
+    mtp          its multi-token prediction layer, where this package runs it
     """
 
     types: tuple[str, ...] = ()
@@ -76,3 +94,4 @@ class Family:
     fuse: tuple[tuple[str, ...], ...] = ()
     interleaved: bool = False
     norms: Norms | None = None
+    mtp: Mtp | None = None

@@ -8,7 +8,7 @@ conversion holds the recipe as JSON, from which `ptqpipe verify` makes it again.
 import fnmatch
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -93,10 +93,29 @@ class Recipe(CheckpointOptions):
 
     def for_model(self, config: Mapping[str, Any]) -> "Recipe":
         """The recipe with what is known of the family of this config.json: what it keeps, layers by number, and what
-        its readers make one matrix of, unless the recipe has its own table of that."""
-        known = (fact.keep for fact in facts_of(config) if fact.by_default)
+        its readers make one matrix of, unless the recipe has its own table of that; with ``mtp``, a rule in front for
+        the multi-token prediction layers, which wins over what keeps them as a whole (`named`)."""
+        facts = [fact for fact in facts_of(config) if fact.by_default]
+        known = (fact.keep for fact in facts)
         fuse = fuse_of(config) if self.fuse == DEFAULT_FUSE else self.fuse
-        return replace(self, keep=(*(keep for keep in known if keep not in self.keep), *self.keep), fuse=fuse)
+        rules = self._mtp_rules([fact.keep.pattern for fact in facts if fact.mtp])
+        return replace(
+            self,
+            rules=(*(rule for rule in rules if rule not in self.rules), *self.rules),
+            keep=(*(keep for keep in known if keep not in self.keep), *self.keep),
+            fuse=fuse,
+        )
+
+    def _mtp_rules(self, patterns: Sequence[str]) -> list[Rule]:
+        """Rules for these modules in the format that ``mtp`` means: the recipe's own of that name, else the one that
+        most readers run; none where it is to keep them."""
+        if self.mtp == "keep":
+            return []
+        usual = {"fp8": "fp8_block" if self.container == "deepseek_fp8" else "fp8_dynamic"}
+        own = (rule.scheme for rule in self.rules if rule.scheme is not None)
+        scheme = next((x for x in own if x.name.startswith(self.mtp)), None)
+        scheme = scheme or get_scheme(usual.get(self.mtp, self.mtp))
+        return [replace(self.rules[0], match=pattern, scheme=scheme) for pattern in patterns]
 
     def named(self, modules: Iterable[str]) -> Named:
         """(rule's pattern, keep's pattern) where the rule means what is kept by default: of the model's ``modules`` it
@@ -128,7 +147,7 @@ class Recipe(CheckpointOptions):
 
     def schemes(self) -> tuple[Scheme, ...]:
         """The distinct schemes of the rules, in their order."""
-        stored = (rule.stored_scheme for rule in self.rules)
+        stored = [rule.stored_scheme for rule in (*self.rules, *self._mtp_rules(["mtp"]))]
         return tuple(dict.fromkeys(scheme for scheme in stored if scheme is not None))
 
     @property
@@ -161,6 +180,7 @@ class Recipe(CheckpointOptions):
     @staticmethod
     def from_json(described: Mapping[str, Any]) -> "Recipe":
         """The inverse of `to_json`. RecipeError unless the recipe describes itself the same again."""
+        described = {"mtp": "keep", **described}  # which earlier versions did not say
         try:
             given = {field.name: described[field.name] for field in fields(Recipe)}
             given["rules"] = tuple(Rule.from_json(rule) for rule in given["rules"])

@@ -21,6 +21,7 @@ from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import CheckpointError, PtqError, UsageError, first_line, missing_package, one_line
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
 from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
+from ptqpipe.runtime.mtp import add_mtp, find_mtp, require_mtp
 from ptqpipe.runtime.parallel import AllReduce, RunCollective, TensorParallel
 from ptqpipe.source import Source
 
@@ -43,6 +44,7 @@ def load(
     packed: bool = True,
     activations: ActivationMode = "simulated",
     device: str = "cpu",
+    mtp: bool = False,
 ) -> Any:
     """A transformers causal language model in evaluation mode, its quantized weights packed in memory; of a model of
     images and text its language model, without vision tower and projector.
@@ -62,6 +64,7 @@ def load(
     activations  "simulated" quantizes the inputs of linear layers and the kv cache as the checkpoint says, "none"
                  leaves them
     device       where it computes: cpu, cuda, cuda:N
+    mtp          with its multi-token prediction layer as ``model.mtp`` (``runtime/mtp.py``); UsageError without one
 
     The model has ``model.tensor_parallel`` (TensorParallel). Raises UsageError, before a weight is read, where ``tp``
     does not divide the model, without transformers, and for unknown options; CheckpointError where the checkpoint and
@@ -70,7 +73,7 @@ def load(
     _check(activations, device)
     ranks = TensorParallel(tp, rank, group, all_reduce, run_collective)
     ranks.check()
-    model = _load(Path(ckpt), ranks, dtype=dtype, packed=packed, activations=activations)
+    model = _load(Path(ckpt), ranks, dtype=dtype, packed=packed, activations=activations, mtp=mtp)
     return model.to(device)
 
 
@@ -106,13 +109,24 @@ def _check(activations: str, device: str) -> None:
 
 
 def _load(
-    path: Path, ranks: TensorParallel, *, dtype: torch.dtype | str, packed: bool, activations: ActivationMode
+    path: Path,
+    ranks: TensorParallel,
+    *,
+    dtype: torch.dtype | str,
+    packed: bool,
+    activations: ActivationMode,
+    mtp: bool = False,
 ) -> Any:
     with Source.open(path) as source:
         config, generation = read_config(source.reader.path), read_generation_config(source.reader.path)
         fillings: list[Filling] = []
+        if mtp:
+            require_mtp(source)
+        layer = find_mtp(source) if mtp else None
 
         def state(model: Any, conversions: Any) -> Filling:
+            if layer is not None:
+                conversions = [*add_mtp(model, layer), *conversions]
             simulated = activations == "simulated"
             found = prepare(model, source, conversions, ranks=ranks, packed=packed, activations=simulated)
             fillings.append(found)

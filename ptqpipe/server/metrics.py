@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ptqpipe.engine import Finish, Piece, Service, State
+from ptqpipe.engine import Counters, Finish, Piece, Service, State
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 80.0)
 _LONG = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
@@ -189,9 +189,29 @@ class _EngineCollector(Collector):
             ),
         ):
             yield self._of_model(CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"]), value)
+        if engine.drafter is not None:
+            yield from self._drafts(engine.counters)
         recomputed = "Tokens computed again for requests that were put back into the queue."
         yield CounterMetricFamily("ptqpipe_recomputed_tokens", recomputed, value=counters.recomputed_tokens)
         yield CounterMetricFamily("ptqpipe_engine_steps", "Passes through the model.", value=counters.steps)
+
+    def _drafts(self, counters: Counters) -> Iterator[Metric]:
+        """What speculation drafted, by vLLM's names."""
+        accepted = counters.accepted_tokens
+        for name, text, value in (
+            ("num_drafts", "Steps of a request that had drafts of its next tokens.", counters.drafts),
+            ("num_draft_tokens", "Tokens that were drafted and computed.", counters.draft_tokens),
+            ("num_accepted_tokens", "Drafted tokens that the model itself sampled.", sum(accepted.values())),
+        ):
+            yield self._of_model(CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=["model_name"]), value)
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their place among the drafts, from 0.",
+            labels=["model_name", "position"],
+        )
+        for place in sorted(accepted):
+            by_place.add_metric([self._model, str(place)], accepted[place])
+        yield by_place
 
     def _of_model(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         family.add_metric([self._model], value)

@@ -14,9 +14,10 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import check_disjoint, resolve_source
 from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
+from ptqpipe.families import facts_of
 from ptqpipe.options import ALGORITHMS, CodeOptions
 from ptqpipe.plan import Plan, check_ignored, make_plan
-from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe
+from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, matches
 from ptqpipe.rounding import ROUNDING_FILE, Rounding
 from ptqpipe.schemes import get_scheme
 from ptqpipe.search import get_search
@@ -24,6 +25,7 @@ from ptqpipe.source import Source
 from ptqpipe.stages.common import (
     LARGEST,
     InputScales,
+    Outputs,
     WriteCacheScales,
     check_cached,
     check_model,
@@ -109,6 +111,7 @@ def prepare(
         if not requantize:
             source.check_requantizable(outputs.plan)
         check_ignored(outputs.plan, options.ignore)
+        _check_mtp(outputs, source)
         if reader is not None:
             outputs.check_reader(reader, source.reader.config)
         files = outputs.configs(source, version=__version__)
@@ -133,6 +136,27 @@ def prepare(
         scales = InputScales(outputs.recipe, statistics)
         opened.pop_all()  # from here on `Conversion.close` closes them
     return Conversion(target, source, outputs.layout, outputs.jobs, outputs, scales, statistics, learned)
+
+
+def _check_mtp(outputs: Outputs, source: Source) -> None:
+    """UsageError where multi-token prediction layers are to be quantized and there is nothing of them."""
+    facts = [fact for fact in facts_of(source.reader.config) if fact.mtp]
+    patterns = [fact.keep.pattern for fact in facts]
+    units = (unit for unit in outputs.plan.units if unit.rule.match in patterns)
+    if outputs.recipe.mtp == "keep" or next(units, None) is not None:
+        return
+    given, path = f"--mtp {outputs.recipe.mtp}", source.reader.path
+    if any(matches(pattern, module) for pattern in patterns for module in outputs.plan.modules):
+        raise UsageError(
+            f"{given} would change nothing: what it could quantize is kept for other reasons; leave it out"
+        )
+    counted = next((fact.counted_by for fact in facts if fact.counted_by), None)
+    if counted is not None:
+        raise UsageError(
+            f"{given}: {path} has no tensor of the layers that {counted} in its config.json counts; add the files with "
+            "them from where the model was published, or leave it out"
+        )
+    raise UsageError(f"{given}: {path} has no multi-token prediction layer; leave it out")
 
 
 def _check_rounding(found: Rounding, source: Source, plan: Plan) -> None:

@@ -41,6 +41,8 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
     if work.formats is not None and work.budget is None:
         raise UsageError("--formats names what --budget chooses from; add --budget, or give one --format")
     given = "--recipe" if recipe_path is not None else "--format" if recipe.scheme is not None else ""
+    if recipe.given.get("mtp") not in (None, "keep"):
+        given = f"--mtp {recipe.mtp}"
     if work.budget is not None and given:
         raise UsageError(f"--budget chooses the formats, and {given} does; give one of them")
     decided = next((name for name in _BY_QUALITY if work.data and recipe.given.get(name) is not None), None)

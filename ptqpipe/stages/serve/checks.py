@@ -104,3 +104,14 @@ def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
     model = check_load(ckpt, tp=tp, packed=packed)
     check_model(model)
     check_empty(model, context_length(model.config.get_text_config()))
+
+
+def check_speculative(ckpt: str, *, tp: int) -> None:
+    """UsageError for drafts on several ranks, and for a checkpoint without a layer that drafts."""
+    from ptqpipe.runtime.mtp import require_mtp
+    from ptqpipe.source import Source
+
+    if tp > 1:
+        raise UsageError(f"--speculative mtp runs on one rank, not on {tp}; leave it or --tp out")
+    with Source.open(Path(ckpt)) as source:
+        require_mtp(source)

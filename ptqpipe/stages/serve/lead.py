@@ -16,6 +16,7 @@ from ptqpipe.engine import Engine, EngineOptions, Service, State, invariance
 from ptqpipe.engine.overlap import Overlap, least_tokens
 from ptqpipe.engine.ranks import Leader, agree, follow
 from ptqpipe.engine.runner import CacheOptions, Runner, check_model
+from ptqpipe.engine.speculative import Drafter
 from ptqpipe.errors import PtqError
 from ptqpipe.quantities import memory_size
 from ptqpipe.runtime.compiled import use_kernels
@@ -216,6 +217,7 @@ def _runner(
         packed=options.packed,
         activations="none" if options.activations == "none" else "simulated",
         device=device,
+        mtp=options.speculative is not None,
     )
     check_model(model)
     make_batch_invariant(model) if options.invariant else use_kernels(model)
@@ -229,6 +231,8 @@ def _runner(
 
 
 def _engine(options: ServeOptions, runner: Runner, computes: Any, tokenizer: Any, context: int) -> Engine:
+    speculates = options.speculative is not None
+    drafter = Drafter(runner, most=options.speculative_tokens, max_len=context) if speculates else None
     limits = EngineOptions(context, options.max_seqs, options.max_batch_tokens, options.prefix_caching)
     return Engine(
         computes,
@@ -236,6 +240,7 @@ def _engine(options: ServeOptions, runner: Runner, computes: Any, tokenizer: Any
         options=limits,
         vocabulary=runner.config.vocab_size,
         end_tokens=end_tokens(runner.model, tokenizer),
+        drafter=drafter,
     )
 
 

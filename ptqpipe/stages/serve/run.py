@@ -17,6 +17,7 @@ from ptqpipe.stages.serve.checks import (
     check_address,
     check_checkpoint,
     check_place,
+    check_speculative,
     check_sums,
     context_of,
     host_names,
@@ -41,6 +42,7 @@ class ServeOptions:
     invariant     whether an answer must not depend, to the bit, on what else is computed (``runtime/invariant.py``)
     max_len       longest sequence; cache_bytes: of keys and values
     max_queue     most sequences that wait
+    speculative   "mtp": drafts by the model's own layer of that kind, ``speculative_tokens`` of a sequence in a step
     allowed_hosts names by which clients reach the service, beside this machine's own (``server/guards.py``)
     """
 
@@ -61,6 +63,8 @@ class ServeOptions:
     max_queue: int = 256
     cache_bytes: int | None = None
     prefix_caching: bool = True
+    speculative: str | None = None
+    speculative_tokens: int = 1
     threads: int | None = None
     allowed_hosts: tuple[str, ...] = ()
     api_key: str | None = None
@@ -78,6 +82,7 @@ class ServeOptions:
             ("--max-model-len", 2 if self.max_len is None else self.max_len, 2),
             ("--kv-cache-size", 1 if self.cache_bytes is None else self.cache_bytes, 1),
             ("--max-body", self.max_body, 1),
+            ("--speculative-tokens", self.speculative_tokens, 1),
         ):
             if value < least:
                 raise UsageError(f"{flag} is {value}, expected {least} or more")
@@ -88,6 +93,8 @@ class ServeOptions:
                 "--batch-invariant goes with --dtype bfloat16, --device cpu and --allreduce off, not with "
                 f"{self.dtype}, {self.device} and {self.allreduce}"
             )
+        if self.speculative is None and self.speculative_tokens != 1:
+            raise UsageError("--speculative-tokens says how much --speculative drafts; add --speculative mtp")
         if self.max_batch_tokens < self.max_seqs:
             raise UsageError(
                 f"--max-batch-tokens {self.max_batch_tokens} is less than --max-num-seqs {self.max_seqs}: a sequence "
@@ -165,6 +172,8 @@ def _prepared(
     check_sums(options.allreduce)
     template = read_template(options.chat_template)
     check_checkpoint(options.ckpt, tp=place.size, packed=options.packed)
+    if options.speculative is not None:
+        check_speculative(options.ckpt, tp=place.size)
     tokenizer, context = load_tokenizer(Path(options.ckpt)), context_of(options.ckpt, options.max_len)
     with OtherRanks.start(place, worker) as ranks:
         yield Lead(options, ranks, tokenizer, context, log), listening, template

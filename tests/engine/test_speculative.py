@@ -1,0 +1,149 @@
+"""Claims about speculation: whatever is drafted, tokens are those of the model without it, and good drafts save steps.
+
+Models compute in float32: no step of these texts has two candidates as near as the rounding of another batch.
+"""
+
+from collections.abc import Sequence as Row
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from ptqpipe.engine.block_manager import BlockManager
+from ptqpipe.engine.engine import Engine
+from ptqpipe.engine.runner import CacheOptions, Runner
+from ptqpipe.engine.scheduler import Chunk
+from ptqpipe.engine.speculative import Drafter
+from ptqpipe.runtime import load
+from tests import families
+from tests.engine import models
+from tests.engine.models import ask, generate
+
+KINDS = ("deepseek_v3", "glm4_moe")
+COUNT, MAX_LEN = 20, 48
+PROMPTS = [tuple(3 + (7 * at + 5 * place) % 90 for place in range(length)) for at, length in enumerate((4, 9, 17))]
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def decode(self, tokens: Row[int], **_: Any) -> str:
+        """The numbers."""
+        return " ".join(map(str, tokens))
+
+
+def engine(run: Runner, drafter: Any = None, **limits: Any) -> Engine:
+    """An engine of short sequences."""
+    made = models.engine(run, max_len=MAX_LEN, tokens=Words(), **limits)
+    made.drafter = drafter
+    return made
+
+
+def runner(folder: Path, *, mtp: bool, max_bytes: int = 1 << 26) -> Runner:
+    """The model of a folder."""
+    return Runner(load(folder, dtype="float32", mtp=mtp), CacheOptions(max_bytes, MAX_LEN, 8, 4))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random model of each family; its drafts are as good as chance."""
+    base = tmp_path_factory.mktemp("speculative")
+    return {kind: families.make_model(base / kind, kind, mtp=True) for kind in KINDS}
+
+
+def predictable(folder: Path) -> Path:
+    """Makes the next token follow from the last one alone, in the model and in its layer: then drafts are right."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith("eh_proj.weight"):
+            tensor.copy_(torch.cat([torch.eye(len(tensor)), torch.zeros(len(tensor), len(tensor))], dim=1))
+        elif "norm" in name:
+            tensor.fill_(1)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layer_computes_what_transformers_own_does(kind: str, folders: dict[str, Path]) -> None:
+    mtp_model = pytest.importorskip("transformers.modeling_layers", reason="5.23 has one").MtpModel
+    ours = load(folders[kind], dtype="float32", mtp=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders[kind], dtype=torch.float32)
+    theirs._keys_to_ignore_on_load_unexpected = [rf"layers\.{families.LAYERS}\."]
+    layer = mtp_model.from_pretrained(theirs)
+    ids = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(1))
+    cache = transformers.cache_utils.MtpCache(config=theirs.config.get_mtp_config())
+    with torch.no_grad():
+        states = theirs.model(ids).last_hidden_state[:, :-1]
+        expected = layer.forward_layer(0, states, torch.arange(11)[None], cache, input_ids=ids[:, 1:])
+        found = ours.mtp(ours, ours.get_decoder()(ids).last_hidden_state[:, :-1], ids[:, 1:])
+    assert torch.allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_drafts_change_no_token(kind: str, most: int, folders: dict[str, Path]) -> None:
+    requests = [ask(prompt, COUNT, name=str(at)) for at, prompt in enumerate(PROMPTS)]
+    requests.append(ask(PROMPTS[1], COUNT, name="sampled", n=2, temperature=0.9, seed=3, presence_penalty=0.5))
+    requests.append(ask(PROMPTS[0], COUNT, name="logprobs", logprobs=2, prompt_logprobs=1))
+    plain = generate(engine(runner(folders[kind], mtp=False)), requests)
+    run = runner(folders[kind], mtp=True)
+    for limits in ({}, {"max_batch_tokens": 7, "max_seqs": 3}):
+        made = engine(run, Drafter(run, most=most, max_len=MAX_LEN), **limits)
+        assert generate(made, requests) == plain
+        assert made.counters.draft_tokens >= made.counters.drafts > 0
+        assert made.blocks.free == made.blocks.count
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_good_drafts_save_steps(most: int, tmp_path: Path) -> None:
+    folder = predictable(families.make_model(tmp_path / "model", "deepseek_v3", mtp=True))
+    requests = [ask(PROMPTS[2], COUNT, ignore_eos=True)]
+    plain = engine(runner(folder, mtp=False))
+    expected = generate(plain, requests)
+    run = runner(folder, mtp=True)
+    made = engine(run, Drafter(run, most=most, max_len=MAX_LEN))
+    assert generate(made, requests) == expected
+    counters = made.counters
+    assert plain.counters.steps == COUNT
+    assert counters.steps == 1 + -(-(COUNT - 1) // (1 + most))
+    assert sum(counters.accepted_tokens.values()) == counters.draft_tokens
+    assert set(counters.accepted_tokens) == set(range(most))
+
+
+class SometimesRight:
+    """Drafts from known continuations, wrong at every place that ``wrong`` divides."""
+
+    def __init__(self, known: dict[tuple[int, ...], list[int]], *, wrong: int) -> None:
+        self.known, self.wrong = known, wrong
+
+    def draft(self, chunks: Row[Chunk], blocks: BlockManager) -> None:
+        """Three tokens, as far as they are known."""
+        for seq in (chunk.seq for chunk in chunks if chunk.seq.blocks):
+            tokens = [*seq.tokens[: seq.prompt_len], *self.known[tuple(seq.tokens[: seq.prompt_len])]]
+            places = range(len(seq.tokens), min(len(seq.tokens) + 3, len(tokens)))
+            seq.drafts = tuple((tokens[at] + (at % self.wrong == 0)) % 96 for at in places)
+
+
+@pytest.mark.parametrize("max_bytes", [1 << 26, 1 << 16], ids=["room", "a cache that sequences are put out of"])
+def test_a_draft_is_accepted_exactly_up_to_the_first_wrong_one(max_bytes: int, folders: dict[str, Path]) -> None:
+    run = runner(folders["glm4_moe"], mtp=False, max_bytes=max_bytes)
+    requests = [ask(prompt, COUNT, name=str(at)) for at, prompt in enumerate(PROMPTS)]
+    plain = generate(engine(run), requests)
+    known = {request.prompt: plain[request.id][0] for request in requests}
+    made = engine(run, SometimesRight(known, wrong=5))
+    assert generate(made, requests) == plain
+    accepted = sum(made.counters.accepted_tokens.values())
+    assert 0 < accepted < made.counters.draft_tokens
+    assert made.counters.generated_tokens == COUNT * len(PROMPTS)
+    if max_bytes < 1 << 20:
+        assert made.scheduler.preemptions > 0
+    again = engine(run, SometimesRight(known, wrong=5))
+    stop = plain["1"][0][6]
+    ended = generate(again, [ask(PROMPTS[1], COUNT, name="1", stop_token_ids=(stop,))])
+    assert ended["1"][0] == plain["1"][0][: 1 + plain["1"][0].index(stop)]  # nothing that was accepted behind it
