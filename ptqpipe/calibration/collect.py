@@ -140,7 +140,7 @@ def sums_of_layers(skeleton: Skeleton, *, block: bool, full: bool, held_out: boo
         * sum(
             Moments.nbytes(slot.columns, block=block, full=full) for slot in find_slots(name, module, skeleton.origins)
         )
-        for name, module in skeleton.blocks
+        for name, module in (*skeleton.blocks, *skeleton.mtp)
     ]
 
 

@@ -109,6 +109,32 @@ class Block:
         self.advanced = True
 
 
+class MtpBlock(Block):
+    """The multi-token prediction layer, behind the last block. A window has a place less in it: its last token is
+    followed by none."""
+
+    def inputs(self, batch: int) -> torch.Tensor:
+        """What enters it [samples, tokens - 1, 2 * hidden]: embeddings of the next tokens, and what the head sees."""
+        return self.pairs(batch, self._runner.activations.get(batch))
+
+    def pairs(self, batch: int, x: torch.Tensor) -> torch.Tensor:
+        """The same where the last block returned ``x``."""
+        runner = self._runner
+        states, ids = runner.head_input(batch, x)[:, :-1], runner.batches[batch][:, 1:].to(self.device)
+        with torch.no_grad():
+            pairs: torch.Tensor = runner.skeleton.model.mtp.pair(runner.skeleton.model, states, ids)
+        return pairs
+
+    def forward(
+        self, x: torch.Tensor, batch: int, *, parameters: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """What the head sees for the token after the next [samples, tokens - 1, hidden]."""
+        runner = self._runner
+        args = (runner.skeleton.model, x, None, runner.cache)
+        out: torch.Tensor = torch.func.functional_call(self.module, dict(parameters or {}), args)
+        return out
+
+
 def advance_together(copies: Sequence[Block], before: Sequence[Callable[[int], None] | None]) -> None:
     """Advances a block by its copies on several devices at once: each runs every ``len(copies)``-th batch, in order.
 
@@ -149,8 +175,8 @@ class Runner:
         self.on_tokens: Callable[[int], None] = lambda tokens: None  # after each batch of a block, on any thread
         self._moved: dict[torch.device, dict[int, Arguments]] = {}
         modules = [module for _, module in skeleton.blocks]
-        cache = make_cache(self.key_values, skeleton.model.config)
-        self._around = Surroundings(skeleton.model, modules, device=device, cache=cache)
+        self.cache = make_cache(self.key_values, skeleton.model.config)
+        self._around = Surroundings(skeleton.model, modules, device=device, cache=self.cache)
 
     @classmethod
     def open(
@@ -228,10 +254,26 @@ class Runner:
             block.advance()
             skeleton.free(names)
 
+    def mtp_blocks(self) -> Iterator[MtpBlock]:
+        """The multi-token prediction layer, if there is one, its weights loaded; after the last block and the head."""
+        skeleton, embedding = self.skeleton, self.skeleton.model.get_input_embeddings()
+        for name, module in skeleton.mtp:
+            tokens = next(each for each, found in skeleton.model.named_modules() if found is embedding)
+            names = (*skeleton.names_in(name), *skeleton.names_in(tokens))
+            skeleton.load(names, self.device)
+            module.to(self.device)
+            origins = {n: skeleton.origins[n] for n in skeleton.names_in(name) if n in skeleton.origins}
+            yield MtpBlock(len(skeleton.blocks), name, module, origins, self, self.device)
+            skeleton.free(names)
+
     def head_inputs(self) -> Iterator[torch.Tensor]:
         """What the language-model head sees, [samples, tokens, hidden] a batch; after the last block."""
-        for index, ids in enumerate(self.batches):
-            yield self._around.head_input(ids, self.activations.get(index).to(self.device))
+        for index in range(len(self.batches)):
+            yield self.head_input(index, self.activations.get(index))
+
+    def head_input(self, batch: int, x: torch.Tensor) -> torch.Tensor:
+        """The same of one batch where the last block returned ``x``."""
+        return self._around.head_input(self.batches[batch], x.to(self.device))
 
     def close(self) -> None:
         """Gives hidden states and weights back."""

@@ -7,6 +7,7 @@ tensors of one part at a time. A quantized checkpoint is decoded as it is read (
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -16,8 +17,11 @@ import torch
 from ptqpipe.errors import CheckpointError, first_line, missing_package
 from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
 from ptqpipe.runtime.loading import quiet, read_config
+from ptqpipe.runtime.mtp import add_mtp, find_mtp
 from ptqpipe.runtime.state import LazyTensor, lazy_state
 from ptqpipe.source import Source
+
+MTP = "mtp"  # the name of the multi-token prediction layer in the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class Skeleton:
 
     model         of transformers, in evaluation mode
     blocks        names and modules of its decoder layers, in order
+    mtp           the same of its multi-token prediction layer (``runtime/mtp.py``); empty without one
     origins       parameter (or persistent buffer) -> the checkpoint tensors that it is made of
     unplaced      checkpoint tensors that the model has no place for
     """
@@ -37,22 +42,28 @@ class Skeleton:
     dtype: torch.dtype
     state: Mapping[str, LazyTensor]
     conversions: Sequence[Any]
+    mtp: tuple[tuple[str, torch.nn.Module], ...] = ()
 
     @classmethod
     def of(cls, source: Source, *, dtype: torch.dtype) -> "Skeleton":
         """Names and shapes only. CheckpointError for a model that transformers cannot run layer by layer."""
         config = read_config(source.reader.path)
         model = _empty_model(config, dtype, source)
-        conversions = _conversions(model)
+        conversions, layer = _conversions(model), find_mtp(source)
+        blocks = _find_blocks(model, source)
+        if layer is not None:
+            with _empty():
+                conversions = [*add_mtp(model, layer), *conversions]
+        mtp = () if layer is None else ((MTP, model.mtp),)
         state = lazy_state(source)
         origins, unplaced = _place(state, model, conversions)
-        return cls(model, _find_blocks(model, source), origins, unplaced, dtype, state, conversions)
+        return cls(model, blocks, origins, unplaced, dtype, state, conversions, mtp)
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Parameters and persistent buffers outside of the blocks, the head's aside: it is never run."""
+        """Parameters and persistent buffers outside of the layers, the head's aside: it is never run."""
         head = self.head_name
-        skip = tuple(f"{name}." for name, _ in self.blocks) + ((f"{head}.",) if head else ())
+        skip = tuple(f"{name}." for name, _ in (*self.blocks, *self.mtp)) + ((f"{head}.",) if head else ())
         return tuple(name for name in self.model.state_dict() if not name.startswith(skip))
 
     @property
@@ -109,14 +120,20 @@ class Skeleton:
 
 
 def _empty_model(config: Any, dtype: torch.dtype, source: Source) -> Any:
+    model_class, config = causal_model_of(config, source.reader.path)
+    with quiet(), _empty():
+        model = model_class._from_config(config, dtype=dtype)
+    return keep_language_model(model).eval()
+
+
+def _empty() -> AbstractContextManager[None]:
+    """Within it modules are made without the memory of their parameters; buffers have theirs."""
     try:
         from accelerate import init_empty_weights
     except ImportError:
         raise missing_package("calibration", "accelerate", "ptqpipe[hf]") from None
-    model_class, config = causal_model_of(config, source.reader.path)
-    with quiet(), init_empty_weights(include_buffers=False):
-        model = model_class._from_config(config, dtype=dtype)
-    return keep_language_model(model).eval()
+    found: AbstractContextManager[None] = init_empty_weights(include_buffers=False)
+    return found
 
 
 def _conversions(model: Any) -> list[Any]:

@@ -171,10 +171,10 @@ def _record(model: Any, longest: int, *, masks: bool) -> _Recorder:
 def mtp_shape(model: Any) -> dict[int, LayerShape]:
     """Of the keys and values of ``model.mtp`` (``runtime/mtp.py``), by its number in the cache."""
     recorder, one = _Recorder(), torch.zeros(1, 1, dtype=torch.int64)
-    states = torch.zeros(1, 1, model.mtp.config.hidden_size, dtype=model.dtype, device=model.device)
+    pairs = torch.zeros(1, 1, 2 * model.mtp.config.hidden_size, dtype=model.dtype, device=model.device)
     at = one.to(model.device)
     with _implementation(model, 1, masks=False), recorder.during(Batch(one[0], one[0], (Span(1, 1, (0,)),))):
-        model.mtp(model, states, at, at)
+        model.mtp(model, pairs, at)
     return recorder.shapes
 
 

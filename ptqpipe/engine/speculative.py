@@ -102,5 +102,6 @@ class Drafter:
         batch = Batch(torch.tensor(tokens, dtype=torch.int64), torch.tensor(wanted), tuple(spans))
         with self._attention.during(batch):
             following, positions = batch.tokens[None].to(device), batch.positions()[None].to(device)
-            out = self._model.mtp(self._model, states[None], following, positions)[0][wanted]
+            pairs = self._model.mtp.pair(self._model, states[None], following)
+            out = self._model.mtp(self._model, pairs, positions)[0][wanted]
         return out, self._model.get_output_embeddings()(out).argmax(dim=-1).tolist()

@@ -126,7 +126,8 @@ def _load(
 
         def state(model: Any, conversions: Any) -> Filling:
             if layer is not None:
-                conversions = [*add_mtp(model, layer), *conversions]
+                with torch.device("meta"):
+                    conversions = [*add_mtp(model, layer), *conversions]
             simulated = activations == "simulated"
             found = prepare(model, source, conversions, ranks=ranks, packed=packed, activations=simulated)
             fillings.append(found)

@@ -32,7 +32,7 @@ class MtpLayer(torch.nn.Module):
         super().__init__()
         decoder = model.get_decoder()
         own = _config_of_more_layers(config)
-        self.block = _made_like(decoder.layers[-1], own, layers)
+        self.block = type(decoder.layers[-1])(own, layers).to(decoder.norm.weight.dtype)
         self.norm = copy.deepcopy(decoder.norm)
         self.enorm, self.hnorm = copy.deepcopy(decoder.norm), copy.deepcopy(decoder.norm)
         hidden, weight = own.hidden_size, self.norm.weight
@@ -42,14 +42,21 @@ class MtpLayer(torch.nn.Module):
             own.layer_types = own.layer_types[-1:]
         self.config, self.layer = own, layers  # its number in caches
 
-    def forward(
-        self, model: Any, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def pair(self, model: Any, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """States [samples, tokens, hidden] behind the final norm and int64 [samples, tokens] of the tokens that follow
-        -> what the head sees [samples, tokens, hidden]. ``positions`` of the states, None: from 0 on."""
-        embedded = model.get_input_embeddings()(tokens)
+        -> what goes in [samples, tokens, 2 * hidden]."""
+        return torch.cat([model.get_input_embeddings()(tokens), states], dim=-1)
+
+    def forward(
+        self, model: Any, pairs: torch.Tensor, positions: torch.Tensor | None = None, cache: Any = None
+    ) -> torch.Tensor:
+        """What the head sees [samples, tokens, hidden]. ``positions`` of the states, None: from 0 on; ``cache``: what
+        attention gets as a key-value cache."""
+        embedded, states = pairs.chunk(2, dim=-1)
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(states)], dim=-1))
-        out: torch.Tensor = self._around(model)(inputs_embeds=joined, position_ids=positions, use_cache=False)[0]
+        out: torch.Tensor = self._around(model)(
+            inputs_embeds=joined, position_ids=positions, past_key_values=cache, use_cache=cache is not None
+        )[0]
         return out
 
     def _around(self, model: Any) -> Any:
@@ -105,6 +112,7 @@ def require_mtp(source: Source) -> None:
 
 def add_mtp(model: Any, found: tuple[Mtp, int]) -> list[Any]:
     """Hangs the layer into an empty model; transformers' renamings of the checkpoint's names, which go before others.
+    Called where modules are made empty, as the model was.
 
     CheckpointError for a model whose decoder layers cannot be made one by one.
     """
@@ -139,11 +147,3 @@ def _config_of_more_layers(config: Any) -> Any:
             full = name == "layer_types" and "full_attention" in value
             vars(own)[name] = [*value, "full_attention" if full else value[-1]]
     return own
-
-
-def _made_like(layer: torch.nn.Module, config: Any, number: int) -> torch.nn.Module:
-    """A decoder layer of the same class, empty."""
-    example = next(layer.parameters())
-    with torch.device("meta"):
-        made: torch.nn.Module = type(layer)(config, number)
-    return made.to(example.dtype)

@@ -81,7 +81,8 @@ def test_the_layer_computes_what_transformers_own_does(kind: str, folders: dict[
     with torch.no_grad():
         states = theirs.model(ids).last_hidden_state[:, :-1]
         expected = layer.forward_layer(0, states, torch.arange(11)[None], cache, input_ids=ids[:, 1:])
-        found = ours.mtp(ours, ours.get_decoder()(ids).last_hidden_state[:, :-1], ids[:, 1:])
+        pairs = ours.mtp.pair(ours, ours.get_decoder()(ids).last_hidden_state[:, :-1], ids[:, 1:])
+        found = ours.mtp(ours, pairs)
     assert torch.allclose(found, expected, rtol=0, atol=1e-4)
 
 

@@ -224,7 +224,7 @@ def _content(
     source: Source, samples: Samples, options: CalibrateOptions, output: BlockFolder, skeleton: Skeleton
 ) -> dict[str, Any]:
     """stats.json."""
-    units = [name for name in (*(name for name, _ in skeleton.blocks), HEAD) if output.done.get(name)]
+    units = [name for name in (*(name for name, _ in (*skeleton.blocks, *skeleton.mtp)), HEAD) if output.done.get(name)]
     blocks = {name: output.done[name] for name in units}
     return {
         "version": STATS_VERSION,
@@ -257,9 +257,10 @@ def _content(
 
 
 def run_blocks(runner: Runner, output: BlockFolder, collecting: Collecting, *, shown: bool) -> None:
-    """Every block, then what enters the head; those that are done already are run without collecting."""
+    """Every block, then what enters the head, then the layer of multi-token prediction; blocks that are done already
+    are run without collecting."""
     head = runner.skeleton.head_name
-    units = [*runner.names, *([HEAD] if head is not None else [])]
+    units = [*runner.names, *([HEAD] if head is not None else []), *(name for name, _ in runner.skeleton.mtp)]
     done = runner.tokens * sum(name in output.done for name in units)
     shown = shown and collecting.ranks.rank == 0
     with counting_bar(runner.tokens * len(units), "tokens", shown=shown, done=done) as advance:
@@ -278,6 +279,10 @@ def run_blocks(runner: Runner, output: BlockFolder, collecting: Collecting, *, s
             runner.on_tokens = partial(_advance, advance, 1, "head")
             record = _head(runner, head, output, collecting)
             output.commit(HEAD, record.to_json() if record is not None else {})
+        for last in runner.mtp_blocks() if any(name not in output.done for name, _ in runner.skeleton.mtp) else ():
+            runner.on_tokens = partial(_advance, advance, 1, "multi-token prediction layer")
+            record = _block(runner, [last], output, collecting)
+            output.commit(last.name, record.to_json() if record is not None else {})
 
 
 def _advance(advance: Callable[[float, str], None], times: int, note: str, tokens: int) -> None:

@@ -10,6 +10,7 @@ start's codes, so the float stream is enough. A killed run runs the finished lay
 """
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
 from ptqpipe.calibration.rounding import Learned, Settings, learn
-from ptqpipe.calibration.runner import Runner
+from ptqpipe.calibration.runner import MtpBlock, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint
 from ptqpipe.errors import UsageError
@@ -189,14 +190,16 @@ def _run(
         spill=spill,
         streams=1 if layerwise else 3,
     )
-    count, done = len(runner.names), sum(name in folder.done for name in runner.names)
+    names = [*runner.names, *(name for name, _ in skeleton.mtp if _quantizes(prepared, skeleton, name))]
+    count, done = len(names), sum(name in folder.done for name in names)
     with (
         runner,
         contextlib.ExitStack() as opened,
         counting_bar(count, "layers", shown=machine.progress, done=done) as advance,
     ):
         streams = None if layerwise else _Streams.like(runner, spill, opened)
-        for block in runner.blocks():
+        last = runner.mtp_blocks() if count > len(runner.names) else ()
+        for block in itertools.chain(runner.blocks(), last):
             on_part = partial(_advance, advance, f"layer {block.index + 1} of {count}")
             found = block.name in folder.done
             if found:
@@ -206,9 +209,24 @@ def _run(
                     _layerwise(BlockWork.of(block, prepared, runner), runner, folder, collects=collects)
                     on_part(1, "codes")
             else:
+                if isinstance(block, MtpBlock):
+                    streams = _entering(block, streams, _Streams.like(runner, spill, opened))
                 work = BlockWork.of(block, prepared, runner)
                 _tune_block(work, runner, folder, options, streams, collects=collects, on_part=on_part)
             block.advance()
+
+
+def _quantizes(prepared: Conversion, skeleton: Skeleton, part: str) -> bool:
+    """Whether the plan has a weight of a part of the model."""
+    tensors = {tensor for name in skeleton.names_in(part) for tensor in skeleton.origins.get(name, ())}
+    return any(member.source.tensor in tensors for unit in prepared.outputs.plan.units for member in unit.members)
+
+
+def _entering(block: MtpBlock, streams: "_Streams", entering: "_Streams") -> "_Streams":
+    """What enters the layer of multi-token prediction behind the float blocks and behind the tuned ones."""
+    for batch in range(block.batches):
+        entering.given.put(batch, block.pairs(batch, streams.given.get(batch)))
+    return entering
 
 
 def _advance(advance: Callable[[float, str], None], layer: str, part: float, note: str) -> None:
