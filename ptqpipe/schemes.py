@@ -87,9 +87,10 @@ class Scheme:
     def describe(self) -> str:
         """One line for the terminal: weights and activations."""
         fmt = self.fmt
-        block = "x".join("whole" if extent == 0 else str(extent) for extent in fmt.block)
-        weights = f"weights {fmt.element.name.upper()}, {fmt.scale.name.upper()} scale per {block}"
-        weights += " and one float32 scale per fused group" if fmt.has_global else ""
+        rows, columns = fmt.block
+        block = f"{rows}x{columns}" if rows > 1 else "tensor" if not rows else str(columns) if columns else "row"
+        weights = f"weights {fmt.element.name.upper()}, one {fmt.scale.name.upper()} scale per {block}"
+        weights += ", one float32 scale per fused group" if fmt.has_global else ""
         weights += "" if self.low_rank is None else f", plus a correction of {self.low_rank}"
         return f"{self.suffix}: {weights}; activations {_ACTIVATION_WORDS[self.activation]}"
 

@@ -4,4 +4,6 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$root/scripts/setup.sh" hf
-exec "${PTQPIPE_VENV:-$root/.venv}/bin/python" -m ptqpipe demo "$@"
+venv=${PTQPIPE_VENV:-$root/.venv}
+"$venv/bin/python" -m ptqpipe demo "$@"
+command -v ptqpipe >/dev/null || echo "ptqpipe itself is in $venv/bin; before you call it: source $venv/bin/activate"

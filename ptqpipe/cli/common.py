@@ -22,6 +22,7 @@ from click.core import ParameterSource
 
 from ptqpipe._version import __version__
 from ptqpipe.cli.help import Command, Commands, examples
+from ptqpipe.cli.loading import announce_imports
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, first_line, one_line
 from ptqpipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
 
@@ -62,19 +63,22 @@ class Given(SimpleNamespace):
         return "resume" if self.resume else "overwrite" if self.overwrite else "new"
 
     @property
+    def silent(self) -> bool:
+        """Whether the call asks for its result alone: by --quiet or --json."""
+        return getattr(self, "quiet", False) or getattr(self, "as_json", False)
+
+    @property
     def log(self) -> Callable[[str], None] | None:
         """Prints a line on stderr, the header of a run; None where --quiet or --json asks for none."""
-        silent = self.quiet or getattr(self, "as_json", False)
-        return None if silent else lambda line: click.echo(line, err=True)
+        return None if self.silent else lambda line: click.echo(line, err=True)
 
     def say_unused_gpu(self) -> None:
         """Says on stderr that a GPU is not used, where there is one and nobody chose a device; not under --quiet or
         --json."""
         import torch
 
-        silent = getattr(self, "quiet", False) or getattr(self, "as_json", False)
         chosen = click.get_current_context().get_parameter_source("device") is not ParameterSource.DEFAULT
-        if silent or chosen or getattr(self, "device", "") != "cpu" or _environment("LOCAL_RANK", 0, least=0):
+        if self.silent or chosen or getattr(self, "device", "") != "cpu" or _environment("LOCAL_RANK", 0, least=0):
             return
         if torch.cuda.is_available():
             name = torch.cuda.get_device_name()
@@ -83,8 +87,8 @@ class Given(SimpleNamespace):
     def machine(self, device: str = "cpu", *, waits: bool = True) -> "Machine":
         """The machine options, checked; see `machine_of`."""
         self.say_unused_gpu()
-        shown = not self.quiet and not getattr(self, "as_json", False)
-        return machine_of(self.workers, device, getattr(self, "max_memory", 8 << 30), progress=shown, waits=waits)
+        limit = getattr(self, "max_memory", 8 << 30)
+        return machine_of(self.workers, device, limit, progress=not self.silent, waits=waits)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -112,6 +116,8 @@ def command(
     def decorate(function: Callable[[Given], None]) -> click.Command:
         def call(**parameters: Any) -> None:
             given = Given(**parameters)
+            if sys.stderr.isatty() and not given.silent:
+                announce_imports()
             with _errors_in_one_line(lambda: leaves if isinstance(leaves, str) else leaves(given)):
                 function(given)
 

@@ -98,7 +98,8 @@ def convert(given: Given) -> None:
     if done is not None:
         click.echo(json.dumps(tables.converted_json(done)) if given.as_json else tables.converted_text(done))
         _upload(given, done.out)
-        next_steps.say_next(given, next_steps.convert, done.out, done.record["container"] != "ptqpipe")
+        if no_config is None:  # nothing measures or serves what has none
+            next_steps.say_next(given, next_steps.convert, done.out, done.record["container"] != "ptqpipe")
 
 
 def _upload(given: Given, out: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ptqpipe.cli.spelling import ALIASES, add_former, check_command
+from ptqpipe.cli.spelling import ALIASES, add_former, check_command, name_here
 
 T = TypeVar("T")
 
@@ -70,6 +70,10 @@ class Commands(click.Group):
         """The command of a name, or of its alias."""
         return super().get_command(ctx, cmd_name) or self.commands.get(ALIASES.get(cmd_name, ""))
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Click's; `help` and `help COMMAND` are --help."""
+        return super().parse_args(ctx, [*args[1:2], "--help"] if args[:1] == ["help"] else args)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -95,6 +99,13 @@ class Commands(click.Group):
 
 class Command(click.Command):
     """A command whose options stand in groups (`OPTIONS`) if there are many. It takes former spellings of them, too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Click's; an option that other tools have gets the name that it has here."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise name_here(error, self.get_params(ctx)) from None
 
     def make_parser(self, ctx: click.Context) -> Any:
         """Click's parser, with the former spellings."""

@@ -17,7 +17,7 @@ Call = Sequence[object]
 
 def say_next(given: Given, steps: Callable[..., Iterator[Call]], *facts: object) -> None:
     """Prints the calls that ``steps`` gives for the call ``given``, one a line, the likeliest first."""
-    if getattr(given, "as_json", False) or getattr(given, "quiet", False):
+    if given.silent:
         return
     head = "Next: "
     for call in steps(given, *facts):

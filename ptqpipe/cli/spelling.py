@@ -20,6 +20,31 @@ FORMER = {
 ALIASES = {"quantize": "convert", "quantise": "convert", "evaluate": "eval"}  # of commands
 
 
+# What other tools call an option, by its name here.
+ELSEWHERE = {
+    "--data": ("--calib", "--calib-data", "--calib-dataset", "--calibration-data", "--dataset", "--text"),
+    "--format": ("--bits", "--dtype", "--qformat", "--quant", "--quantization", "--quantize", "--scheme", "--type"),
+    "--out": ("--export-dir", "--export-path", "--output-dir", "--output-path", "--save-dir"),
+    "--samples": ("--calib-size", "--nsamples", "--num-samples"),
+    "--seqlen": ("--max-seq-length", "--sequence-length"),
+    "--max-model-len": ("--context-length", "--ctx-size", "--max-length"),
+    "--overwrite": ("--force", "--yes"),
+}
+ARGUMENT = ("--checkpoint", "--ckpt", "--model", "--model-name", "--model-path", "--pretrained")  # has no option here
+
+
+def name_here(error: click.NoSuchOption, known: Iterable[click.Parameter]) -> click.UsageError:
+    """The error with what an unknown option is called here where another tool has it; else as it was."""
+    params = list(known)
+    flag = error.option_name.lower().replace("_", "-")
+    flags = {name for one in params for name in one.opts}
+    meant = [here for here, others in ELSEWHERE.items() if flag in others and here in flags]
+    first = next((str(one.name).upper() for one in params if isinstance(one, click.Argument)), None)
+    if flag in ARGUMENT and first is not None and error.ctx is not None:
+        return click.UsageError(f"{error.message} Name it without one: {error.ctx.command_path} {first}", error.ctx)
+    return click.UsageError(f"{error.message} Did you mean {meant[0]!r}?", error.ctx) if meant else error
+
+
 def add_former(parser: Any, options: Iterable[click.Parameter], ctx: click.Context) -> None:
     """Lets click's ``parser`` of a command take the former spellings that no option has taken; help shows none."""
     known = {flag: option for option in options for flag in option.opts}

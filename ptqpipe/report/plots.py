@@ -18,6 +18,7 @@ from ptqpipe.report.svg import Axis, canvas, colour, line, marker, node, text
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 26, 44
 _LETTER = 6.5  # about the width of one below an axis
+_BOLD = 7.0  # and of one beside a level
 
 
 def _size(wide: bool) -> tuple[float, float]:
@@ -98,18 +99,19 @@ def _decades(low: float, high: float, at: Any, base: float, *, every: int) -> li
 
 
 def _levels(row: Mapping[str, Any], at: Any, base: float, *, wide: bool) -> list[Markup]:
-    """Upright lines at the median, the mean and the 99th percentile, their names in lines of their own."""
+    """Upright lines at the median, the mean and the 99th percentile, their names in lines of their own, to the right
+    where the plot has room: the lines of smaller values cross what is to the left."""
     levels = [("median", row["percentiles"].get("50")), ("mean", row["mean"]), ("99 %", row["percentiles"].get("99"))]
     known = [(name, value) for name, value in levels if value is not None and value > 0]
-    right = 0.72 * _size(wide)[0]
     parts = []
     for number, (name, value) in enumerate(known):
-        x, anchor = at(value), "start" if at(value) < right else "end"
+        x, words = at(value), f"{name} {numbers.sci(value)}"
+        anchor = "start" if x + 5 + _BOLD * len(words) < _size(wide)[0] else "end"
         parts.append(line(x, _TOP - 4 + 15 * number, x, base, "level"))
         label = text(
             x + (5 if anchor == "start" else -5),
             _TOP + 6 + 15 * number,
-            f"{name} {numbers.sci(value)}",
+            words,
             kind="level-label",
             anchor=anchor,
         )

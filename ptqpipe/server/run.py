@@ -7,6 +7,7 @@ error and the process ends with its error.
 
 import asyncio
 import copy
+import errno
 import signal
 import socket
 import time
@@ -52,7 +53,8 @@ def bind(host: str, port: int) -> socket.socket:
         found.listen(limits()[1])
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(f"cannot listen on {host}:{port}: {reason}; choose another --port") from None
+        other = "--host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "--port"
+        raise UsageError(f"cannot listen on {host}:{port}: {reason}; choose another {other}") from None
     found.set_inheritable(False)
     return found
 

@@ -14,6 +14,8 @@ from ptqpipe.stages.common import Job, Machine, bars_of, counting_bar, progress_
 from ptqpipe.stages.report.run import make_report
 from tests import tiny
 
+NAME = "model.layers.31.mlp.down_proj.weight"
+
 
 def frames(drawn: str) -> list[str]:
     return [frame.strip() for frame in re.split(r"[\r\n]", drawn) if frame.strip()]
@@ -45,8 +47,21 @@ def test_a_narrow_terminal_shows_the_peak_of_memory_behind_a_long_title(
     ):
         advance(250_000, "a window")
     last = frames(capsys.readouterr().err)[-1]
-    assert last.startswith("[12/14] eval")
+    assert last.startswith("[12/14] eval: 100% ")  # no half of a word
     assert re.search(r"250k/250k tokens .*ETA .*, peak [\d.]+ [MG]iB", last[:80])
+
+
+def test_a_tensor_whose_name_does_not_fit_is_shown_by_its_end_or_not_at_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINES", "24")
+    for columns, shown in ((80, ""), (114, "..lp.down_proj.weight"), (200, NAME)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with counting_bar(1_000_000, "B", shown=True) as advance:
+            advance(1_000_000, NAME)
+        last = frames(capsys.readouterr().err)[-1]
+        assert len(last) <= columns
+        assert last.partition(" | ")[2] == shown, last
 
 
 def test_bytes_are_those_of_disks_and_large_counts_are_short(capsys: pytest.CaptureFixture[str]) -> None:

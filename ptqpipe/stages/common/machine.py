@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
@@ -301,7 +302,9 @@ def counting_bar(
     label, columns = " ".join(word for word in (_STAGE.get(), title[:30]) if word), _columns()
     narrow = columns < len(label) + _ALL
     bar_format = _NARROW if columns < len(label) + _WITHOUT_MEMORY else _FORMAT
-    label = label[: max(10, columns - _WITHOUT_BAR)]
+    most = max(10, columns - _WITHOUT_BAR)
+    room = max(0, columns - len(label) - (_WITHOUT_MEMORY if narrow else _ALL) - len(" | "))  # for bytes' notes
+    label = shorten(label, most, placeholder="", break_on_hyphens=False).rstrip(",") or label[:most]
     bar: Any = _Bar(
         total=total,
         initial=done,
@@ -318,6 +321,8 @@ def counting_bar(
             if shown:
                 current, peak = resident_bytes()
                 memory = f"{'' if narrow else f'mem {memory_size(current)}, '}peak {memory_size(peak)}"
+                if unit == "B" and len(note) > room:  # of a tensor's name the end says which one it is
+                    note = f"..{note[2 - room :]}" if room > 12 else ""
                 words = (memory, note) if unit == "B" or narrow else (note, memory)  # a terminal cuts what is last
                 bar.set_postfix_str(" | ".join(part for part in words if part)[:90], refresh=False)
             bar.update(amount)

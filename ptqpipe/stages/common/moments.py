@@ -165,7 +165,7 @@ def open_statistics(
         if needy is not None and not collected:
             raise UsageError(
                 f"algorithm {needy.algorithm} with weighting {needy.weighting} needs statistics; make them with "
-                "`ptqpipe calibrate` and give --stats FOLDER"
+                "`ptqpipe calibrate` and give --stats FOLDER; --data TEXT without --algorithm does it all at once"
             )
         if recipe.bias_correction and not collected:
             raise UsageError("bias_correction needs statistics; make them with `ptqpipe calibrate` and give --stats")

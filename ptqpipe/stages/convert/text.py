@@ -105,7 +105,7 @@ def missing_config(work: Conversion) -> str | None:
         return None
     return (
         f"{work.source.reader.path} has no config.json: transformers, vLLM and SGLang cannot load what is made of it, "
-        "and nothing is known of its family (MTP layers); put the model's config.json there and convert again"
+        "and what its family keeps is not known; put the model's config.json there and convert again"
     )
 
 

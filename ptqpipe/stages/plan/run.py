@@ -175,10 +175,16 @@ def _header(source: Source, groups: Sequence[Group], formats: Sequence[str], lim
 
 
 def check_budget(model: Path, budget: Budget, formats: Sequence[str]) -> None:
-    """UsageError for a budget that is too small, and where scipy is missing. Reads headers only."""
+    """UsageError for a budget that is too small, or that the model keeps as it is, and where scipy is missing. Reads
+    headers only."""
     require_scipy()
     with Source.open(model) as source:
         source.check_requantizable()
+        if budget.nbytes is not None and budget.nbytes >= source.reader.nbytes:
+            raise UsageError(
+                f"--budget {option_size(budget.nbytes)} changes nothing: {model} has {disk_size(source.reader.nbytes)} "
+                "as it is; give a smaller budget"
+            )
         _Limits.of(source, find_groups(source, schemes_of(formats)), budget)
 
 
