@@ -6,6 +6,7 @@
     attention.py      transformers' attention over our pages
     batch.py          one step as numbers, the same on every rank
     runner.py         the model: a batch in, logits out
+    states.py         states of linear attention and state-space layers, beside the pages
     sampler.py        logits in, one token a sequence out
     text.py           tokens in, text out, piece by piece; stop strings
     speculative.py   drafts of the next tokens

@@ -24,6 +24,7 @@ from ptqpipe.kernels.cpu_attention import PagedQueries, PagedSpans, paged_attent
 
 IMPLEMENTATION = "ptqpipe_paged"
 KV_SCALES = "ptqpipe_kv_scales"  # runtime/simulate.py puts it on attention modules
+_AGAIN = 1 << 20  # more than layers of a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class _Step:
 
     spans    all of them
     singles  of those in front that have one token each
+    turns    how often each layer has attended so far
     """
 
     batch: Batch
@@ -72,6 +74,7 @@ class _Step:
     tables: list[torch.Tensor]
     spans: PagedSpans
     singles: PagedQueries | None
+    turns: dict[int, int] = field(default_factory=dict)
     masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
 
 
@@ -121,6 +124,13 @@ class PagedAttention:
         finally:
             _ACTIVE.reset(active)
             _STEP.reset(step)
+
+    def place(self, layer: int) -> int:
+        """Which pages a layer's attention has now: those of the layer, or others where a forward asks it once more, as
+        models do that attend twice in a layer (DiffLlama) or have one attention in several layers (Zamba)."""
+        turns = _STEP.get().turns
+        turns[layer] = turns.get(layer, -1) + 1
+        return layer + _AGAIN * turns[layer]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
@@ -285,6 +295,17 @@ def explicit_attention(
     return torch.einsum("hgqk,khd->qhgd", weights, value.float()).flatten(1, 2).to(query.dtype)
 
 
+def number_of(module: Any) -> int:
+    """The layer of an attention module; -1 where it has none of its own."""
+    found = getattr(module, "layer_idx", None)
+    return -1 if found is None else int(found)
+
+
+def layer_of(place: int) -> int:
+    """The layer whose attention has these pages."""
+    return (place + 1) % _AGAIN - 1
+
+
 def register() -> None:
     """Enters the function into transformers' interface. It needs no masks, so it has no row among those."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -307,7 +328,8 @@ def paged_attention_forward(
     """transformers' signature: [1, heads, T, dim] in, [1, T, heads, dim] out. UsageError for what it cannot do."""
     if attention_mask is not None or ignored.get("position_bias") is not None:
         raise UsageError(f"{type(module).__name__} brings its own attention mask or bias; the engine cannot serve it")
-    active, layer = _ACTIVE.get(), int(module.layer_idx)
+    active = _ACTIVE.get()
+    layer = active.place(number_of(module))
     window = active.windows.get(layer, sliding_window)
     terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))

@@ -13,11 +13,15 @@ from ptqpipe.engine.scheduler import Chunk
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence's part of a batch: ``count`` tokens, which see ``total`` ones with themselves, in ``blocks``."""
+    """One sequence's part of a batch: ``count`` tokens, which see ``total`` ones with themselves, in ``blocks``.
+
+    row  where the sequence's states are, in a model that has some (``states.py``)
+    """
 
     count: int
     total: int
     blocks: tuple[int, ...]
+    row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Batch:
         """The batch as one int64 tensor; `unpack` is the inverse."""
         head = [len(self.spans), len(self.tokens), len(self.wanted)]
         for span in self.spans:
-            head += [span.count, span.total, len(span.blocks), *span.blocks]
+            head += [span.count, span.total, span.row, len(span.blocks), *span.blocks]
         return torch.cat([torch.tensor(head, dtype=torch.int64), self.tokens, self.wanted])
 
 
@@ -46,9 +50,9 @@ def unpack(packed: torch.Tensor) -> Batch:
     n_spans, n_tokens, n_wanted = numbers[:3]
     at, spans = 3, []
     for _ in range(n_spans):
-        count, total, n_blocks = numbers[at : at + 3]
-        spans.append(Span(count, total, tuple(numbers[at + 3 : at + 3 + n_blocks])))
-        at += 3 + n_blocks
+        count, total, row, n_blocks = numbers[at : at + 4]
+        spans.append(Span(count, total, tuple(numbers[at + 4 : at + 4 + n_blocks]), row))
+        at += 4 + n_blocks
     tokens = packed[at : at + n_tokens]
     return Batch(tokens, packed[at + n_tokens : at + n_tokens + n_wanted], tuple(spans))
 
@@ -66,6 +70,6 @@ def make_batch(chunks: Row[Chunk], block_size: int) -> Batch:
         elif chunk.samples:
             wanted += range(len(tokens) + chunk.count - 1, len(tokens) + chunk.size)
         tokens += [*seq.tokens[chunk.start : chunk.start + chunk.count], *chunk.drafts]
-        spans.append(Span(chunk.size, total, tuple(seq.blocks[: -(-total // block_size)])))
+        spans.append(Span(chunk.size, total, tuple(seq.blocks[: -(-total // block_size)]), seq.row))
     as_int64 = [torch.tensor(numbers, dtype=torch.int64) for numbers in (tokens, wanted)]
     return Batch(as_int64[0], as_int64[1], tuple(spans))

@@ -31,6 +31,8 @@ class Computes(Protocol):
 
     blocks: int
     block_size: int
+    max_seqs: int  # that it has room for in a step
+    state_bytes: int  # of a sequence's states; 0 for a model of attention alone
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Float32 logits [wanted, vocabulary]."""
@@ -146,12 +148,15 @@ class Engine:
         self.runner, self.tokenizer, self.options = runner, tokenizer, options
         self.vocabulary = vocabulary
         self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < vocabulary)
-        self.blocks = BlockManager(runner.blocks, block_size=runner.block_size, prefix_caching=options.prefix_caching)
+        # Where a page ends nobody has kept the states, so what follows a common beginning cannot start from there.
+        sharing = options.prefix_caching and not runner.state_bytes
+        self.blocks = BlockManager(runner.blocks, block_size=runner.block_size, prefix_caching=sharing)
         if self.blocks.blocks_for(options.max_len + 1) > runner.blocks:
             raise UsageError(
                 f"the kv cache holds {runner.blocks * runner.block_size} tokens, expected more than {options.max_len}"
             )
-        self.scheduler = Scheduler(self.blocks, max_seqs=options.max_seqs, max_tokens=options.max_batch_tokens)
+        most = min(options.max_seqs, runner.max_seqs)
+        self.scheduler = Scheduler(self.blocks, max_seqs=most, max_tokens=options.max_batch_tokens)
         self.counters = Counters()
         self._streams: dict[Sequence, _Stream] = {}
         self._requests: dict[str, set[Sequence]] = {}

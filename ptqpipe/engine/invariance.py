@@ -18,6 +18,11 @@ _OTHERS = 3  # sequences of a token that go along
 
 def check(runner: Runner) -> None:
     """UsageError where the bits differ. Writes to the cache's first pages; every rank of a group calls it."""
+    if runner.state_bytes:
+        raise UsageError(
+            f"--batch-invariant: {type(runner.model).__name__} has layers with states, which sum a prompt in an order "
+            "that depends on where it is cut; serve without it"
+        )
     size, vocabulary = runner.block_size, int(runner.config.vocab_size)
     blocks = runner.blocks - _OTHERS
     count = min(_TOKENS, blocks * size)

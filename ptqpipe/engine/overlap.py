@@ -182,8 +182,8 @@ def halves(batch: Batch, least_tokens: int) -> tuple[Batch, Batch] | None:
             second.append(span)
         else:
             total = span.total - span.count + here
-            first.append(Span(here, total, span.blocks))
-            second.append(Span(span.count - here, span.total, span.blocks))
+            first.append(Span(here, total, span.blocks, span.row))
+            second.append(Span(span.count - here, span.total, span.blocks, span.row))
     if not first or not second:
         return None
     ahead = batch.wanted < at

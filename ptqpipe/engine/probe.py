@@ -20,24 +20,32 @@ from ptqpipe.engine.attention import (
     LayerShape,
     PagedAttention,
     Terms,
+    layer_of,
+    number_of,
     paged_attention_forward,
     register,
 )
 from ptqpipe.engine.batch import Batch, Span
+from ptqpipe.engine.states import Holder, States, listening
 from ptqpipe.errors import UsageError
 
 PROBE = "ptqpipe_probe"
+ATTENTION = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})  # kinds of layers with it
+STATES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})  # kinds of layers that keep states
 _RULE = "_ptqpipe_rule"
+_ROUNDING = 0.04  # of the spread of outputs: in bfloat16 0.01 was measured, without a state before 0.09 and more
 _MOST_TOKENS = 1 << 18  # how far a mask is searched: longer windows count as none
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """By layer: shapes; windows of those whose mask is known (None: everything); kv scales [heads or 1, 1] if any."""
+    """By place (`PagedAttention.place`): shapes; windows where the mask is known (None: everything); kv scales [heads
+    or 1, 1] if any. And the modules that keep states."""
 
     shapes: dict[int, LayerShape]
     windows: dict[int, int | None]
     scales: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    holders: tuple[Holder, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +64,15 @@ class _Recorder(PagedAttention):
         self.shapes: dict[int, LayerShape] = {}
         self.said: dict[int, int | None] = {}
         self.masked: dict[int, int | None] = {}
+        self.holders: list[Holder] = []
+        self.rule: _Rule | None = None  # of the mask that the next call has
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
     ) -> torch.Tensor:
         """Zeros of the right shape."""
-        if layer in self.shapes:
-            raise UsageError(f"layer {layer} attends twice in one forward; the engine cannot serve this model")
+        if self.rule is not None:
+            self.masked[layer], self.rule = self.rule.window, None
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
         self.said[layer] = terms.window
         return query.new_zeros(*query.shape[:2], value.shape[2])
@@ -91,17 +101,31 @@ def probe(model: Any, longest: int) -> Probed:
         raise
     except Exception:  # a model's own code that makes something else of the mask: its mask is unknown then
         found = _record(model, longest, masks=False)
-    config, name = model.config.get_text_config(), type(model).__name__
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    if sorted(found.shapes) != list(range(len(kinds))):
+    name, kinds = type(model).__name__, kinds_of(model.config.get_text_config())
+    expected = [layer for layer, kind in enumerate(kinds) if kind in ATTENTION]
+    if sorted({layer_of(place) for place in found.shapes}) != expected and len(found.shapes) != len(expected):
         raise UsageError(
-            f"{len(found.shapes)} of {len(kinds)} layers of {name} attend through transformers' interface; the engine "
-            "cannot serve it"
+            f"{len(found.shapes)} of {len(expected)} layers of {name} attend through transformers' attention "
+            "interface; the engine cannot serve it"
+        )
+    keeping = sum(kind in STATES for kind in kinds)
+    if len(found.holders) < keeping:
+        raise UsageError(
+            f"{len(found.holders)} of {keeping} layers of {name} keep their states where transformers' cache has them; "
+            "the engine cannot serve it"
         )
     for layer, kind in enumerate(kinds):
-        if kind == "sliding_attention" and layer not in found.masked and found.said[layer] is None:
+        slides = kind in ("sliding_attention", "hybrid_sliding")
+        if slides and layer not in found.masked and found.said.get(layer) is None:
             raise UsageError(f"layer {layer} slides over its context in a way that the engine does not know")
-    return Probed(found.shapes, found.masked, _kv_scales(model))
+    by_layer = _kv_scales(model)
+    scales = {place: by_layer[layer_of(place)] for place in found.shapes if layer_of(place) in by_layer}
+    return Probed(found.shapes, found.masked, scales, tuple(found.holders))
+
+
+def kinds_of(config: Any) -> list[str]:
+    """What each layer does, in transformers' words."""
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
 
 
 def check_empty(model: Any, longest: int) -> None:
@@ -115,20 +139,22 @@ def check_empty(model: Any, longest: int) -> None:
 
 
 @torch.inference_mode()
-def check_tokens(model: Any) -> None:
-    """UsageError where a token sees others, or its place, by more than attention and positions that it is given.
+def check_tokens(model: Any, states: States) -> None:
+    """UsageError where a token sees others, or its place, by more than attention, states and positions that it is
+    given, or where states continue in a piece of a prompt otherwise than within one.
 
-    With attention of each token to itself, a convolution over tokens shows, and so do positions that a model counts
-    itself, other than from 0 (RoBERTa). Several tries: a router at the edge of two experts may answer by the last bit.
+    With attention of each token to itself, and states of its own, a convolution over tokens shows, and so do positions
+    that a model counts itself, other than from 0 (RoBERTa). Several tries: a router at the edge of two experts may
+    answer by the last bit.
     """
     name, vocabulary = type(model).__name__, int(model.config.get_text_config().vocab_size)
 
-    def logits(tokens: Sequence[int], *, places: bool = True) -> torch.Tensor:
+    def logits(tokens: Sequence[int], *, places: bool = True, alone: bool = True) -> torch.Tensor:
         ids = torch.tensor([[token % vocabulary for token in tokens]])
         at = torch.arange(len(tokens))[None]
-        span = Span(len(tokens), len(tokens), (0,))
-        with _implementation(model, 1, masks=False), _Alone().during(Batch(ids[0], at[0], (span,))):
-            given = {"position_ids": at.to(model.device)} if places else {}
+        batch = Batch(ids[0], at[0], (Span(len(tokens), len(tokens), (0,)),))
+        given = {"position_ids": at.to(model.device)} if places else {}
+        with _implementation(model, 1, masks=False), _Alone().during(batch), states.during(batch, alone=alone):
             found: torch.Tensor = model(input_ids=ids.to(model.device), use_cache=False, **given).logits[0, -1].float()
         return found
 
@@ -142,6 +168,12 @@ def check_tokens(model: Any) -> None:
         raise UsageError(f"in {name} tokens see others without attention; the engine cannot serve it")
     if all(_differ(found, logits(tries[at], places=False)) for at, found in alone.items()):
         raise UsageError(f"{name} counts positions in a way of its own; the engine cannot serve it")
+    if states.held:
+        with states.in_pieces() as check:
+            logits(tries[0] + tries[1], alone=False)
+        states.by_tokens |= not check.several <= _ROUNDING
+        if not (check.single if states.by_tokens else check.several) <= _ROUNDING:
+            raise UsageError(f"{name} does not continue its states in a way that the engine knows")
 
 
 def _differ(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -154,7 +186,7 @@ def _kv_scales(model: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     for module in model.modules():
         if (found := getattr(module, KV_SCALES, None)) is not None:
             key, value = (x.reshape(-1, 1).to(model.device) for x in found)
-            scales[int(module.layer_idx)] = (key, value)
+            scales[number_of(module)] = (key, value)
     return scales
 
 
@@ -162,7 +194,8 @@ def _kv_scales(model: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
 def _record(model: Any, longest: int, *, masks: bool) -> _Recorder:
     recorder = _Recorder()
     one = torch.zeros(1, 1, dtype=torch.int64)
-    with _implementation(model, longest, masks=masks), recorder.during(Batch(one[0], one[0], (Span(1, 1, (0,)),))):
+    batch = Batch(one[0], one[0], (Span(1, 1, (0,)),))
+    with _implementation(model, longest, masks=masks), recorder.during(batch), listening(model) as recorder.holders:
         model(input_ids=one.to(model.device), position_ids=one.to(model.device), use_cache=False)
     return recorder
 
@@ -211,7 +244,7 @@ def _probe_forward(
         raise UsageError(f"{type(module).__name__} masks tokens in a way that the engine does not know")
     recorder = PagedAttention.active()
     assert isinstance(recorder, _Recorder)
-    recorder.masked[int(module.layer_idx)] = rule.window
+    recorder.rule = rule
     return paged_attention_forward(module, query, key, value, None, **terms)
 
 

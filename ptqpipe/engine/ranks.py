@@ -30,6 +30,7 @@ class Leader:
     ) -> None:
         self._runner, self._group, self._watch = runner, group, watch
         self.blocks, self.block_size = runner.blocks, runner.block_size
+        self.max_seqs, self.state_bytes = runner.max_seqs, runner.state_bytes
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Float32 logits [wanted, vocabulary]. PtqError when a rank does not answer."""

@@ -2,9 +2,9 @@
 compute wrong.
 
 A model is transformers' own module. It gets the tokens of all sequences in one row with their positions; attention is
-ours (``attention.py``), everything else in a decoder works token by token. Models with other ways to see other tokens
-(convolutions, recurrences, shared caches) are refused by what their config says and by what the probe (``probe.py``)
-shows.
+ours (``attention.py``), modules that keep states get them by sequences (``states.py``), everything else in a decoder
+works token by token. Models with other ways to see other tokens (shared caches, sparse attention) are refused by what
+their config says and by what the probe (``probe.py``) shows.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,15 @@ import torch
 from ptqpipe.engine.attention import IMPLEMENTATION, PagedAttention, Pages, numbers_of
 from ptqpipe.engine.batch import Batch
 from ptqpipe.engine.layers import use_layers
-from ptqpipe.engine.probe import check_tokens, mtp_shape, probe
+from ptqpipe.engine.probe import ATTENTION, STATES, check_tokens, kinds_of, mtp_shape, probe
+from ptqpipe.engine.states import States
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import option_size
 
 if TYPE_CHECKING:
     from ptqpipe.engine.overlap import Overlap
 
-_LAYERS = {"full_attention", "sliding_attention"}
+_NOTHING = {"mlp", "moe"}  # kinds of layers that see a token alone
 _OTHER_TOKENS = {"paligemma", "video_llama_3"}  # measured: the engine's tokens are not those of transformers
 
 
@@ -50,14 +51,13 @@ class Runner:
     ) -> None:
         """Allocates the KV cache.
 
-        agree    of all ranks on the number of blocks
+        agree    of all ranks on the number of blocks, and of sequences
         overlap  what runs the model's collectives, and steps in halves beside them
         """
         self.model, self.block_size, self.overlap = model, options.block_size, overlap
         self.config = model.config.get_text_config()
         check_model(model)
         found = probe(model, context_length(self.config))
-        check_tokens(model)
         self.config._attn_implementation = IMPLEMENTATION
         self.dtype: torch.dtype = model.dtype
         self.shapes, self.scales = found.shapes, found.scales
@@ -67,21 +67,38 @@ class Runner:
             shape.heads * (shape.key_dim + shape.value_dim) * (1 if layer in self.scales else self.dtype.itemsize)
             for layer, shape in self.shapes.items()
         )
+        self.state_bytes = sum(holder.nbytes for holder in found.holders)
+        count = self._sequence_count(options)
+        self.max_seqs = count if agree is None else agree(count)
         count = self._block_count(options)
         self.blocks = count if agree is None else agree(count)
+        self.states = States(found.holders, self.max_seqs, device=model.device)
+        check_tokens(model, self.states)
         pages = {layer: self._pages(layer) for layer in self.shapes}
         self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=found.windows)
         use_layers(model, self.attention)
 
+    def _sequence_count(self, options: CacheOptions) -> int:
+        """How many sequences have states: those asked for, as far as half of ``max_bytes`` has room; one at least."""
+        if not self.state_bytes:
+            return options.max_seqs
+        return max(1, min(options.max_seqs, options.max_bytes // 2 // self.state_bytes))
+
     def _block_count(self, options: CacheOptions) -> int:
         """As many as the sequences can use, within ``max_bytes``. UsageError if one sequence does not fit."""
         one = -(-(options.max_len + 1) // options.block_size)
-        count = min(options.max_bytes // self.bytes_per_block, one * options.max_seqs)
-        if count < one:
+        states = self.max_seqs * self.state_bytes
+        count = one * self.max_seqs
+        if self.bytes_per_block:
+            count = min(max(options.max_bytes - states, 0) // self.bytes_per_block, count)
+        if count < one or states > options.max_bytes:
+            needed = one * self.bytes_per_block
+            needed = 2 * max(needed, self.state_bytes) if states else needed  # half of it for states
+            beside = f" beside {self.max_seqs} sequences' states" if states else ""
             raise UsageError(
-                f"a kv cache of {option_size(options.max_bytes)} holds {count * options.block_size} tokens, expected "
-                f"at least {options.max_len}; raise --kv-cache-size to {one * self.bytes_per_block} or lower "
-                "--max-model-len"
+                f"a kv cache of {option_size(options.max_bytes)} holds {count * options.block_size} tokens{beside}, "
+                f"expected at least {options.max_len}; raise --kv-cache-size to "
+                f"{needed} or lower --max-model-len"
             )
         return int(count)
 
@@ -105,7 +122,7 @@ class Runner:
     def _forward(self, batch: Batch) -> torch.Tensor:
         """The same, of a batch or of a half of one."""
         device = self.model.device
-        with self.attention.during(batch):
+        with self.attention.during(batch), self.states.during(batch):
             out = self.model(
                 input_ids=batch.tokens[None].to(device),
                 position_ids=batch.positions()[None].to(device),
@@ -117,17 +134,19 @@ class Runner:
 
 
 def check_model(model: Any) -> None:
-    """UsageError for a model whose layers are not all causal attention over one cache each."""
+    """UsageError for a model whose layers are not all causal attention over one cache each, or keep states."""
     config, name = model.config.get_text_config(), type(model).__name__
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    kinds = set(kinds_of(config))
+    others = sorted(kinds - ATTENTION - STATES - _NOTHING)
     if others:
-        raise UsageError(f"{name} has {', '.join(others)} layers; the engine serves full and sliding attention only")
+        raise UsageError(
+            f"{name} has {', '.join(others)} layers; the engine serves full and sliding attention, and layers with "
+            "states"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UsageError(f"{name} shares one layer's keys with others, which the engine does not")
     if model.config.model_type in _OTHER_TOKENS:
         raise UsageError(f"the engine does not compute the tokens of {name} as transformers does, and refuses it")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UsageError(f"{name} does not use transformers' attention interface; the engine cannot serve it")
 
 
 def context_length(config: Any) -> int:

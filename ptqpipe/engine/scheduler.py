@@ -6,6 +6,7 @@ gives its pages back and starts again later from its tokens. So the first arriva
 models or text.
 """
 
+import heapq
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,7 @@ class Scheduler:
         self.blocks, self.max_seqs, self.max_tokens = blocks, max_seqs, max_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._rows = list(range(max_seqs))  # that no running sequence has
         self.preemptions = 0
 
     def add(self, seq: Sequence, *, first: bool = False) -> None:
@@ -61,7 +63,7 @@ class Scheduler:
         """Forgets a sequence wherever it is; its blocks are free."""
         if seq in self.running:
             self.running.remove(seq)
-            self.blocks.release(seq)
+            self._release(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
 
@@ -94,13 +96,18 @@ class Scheduler:
         """Blocks for ``count`` more tokens of a running sequence, from later arrivals if need be; False: it left."""
         while not self.blocks.grow(seq, seq.computed + count):
             last = self.running.pop()
-            self.blocks.release(last)
+            self._release(last)
             last.preemptions += 1
             self.preemptions += 1
             self.waiting.appendleft(last)
             if last is seq:
                 return False
         return True
+
+    def _release(self, seq: Sequence) -> None:
+        """Takes back the pages and the row of a sequence that ran."""
+        self.blocks.release(seq)
+        heapq.heappush(self._rows, seq.row)
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         """Lets waiting sequences in, in order, while the step and the cache have room for all of their tokens."""
@@ -115,6 +122,7 @@ class Scheduler:
                 seq.cached = seq.computed
             self.waiting.popleft()
             self.running.append(seq)
+            seq.row = heapq.heappop(self._rows)
             count = min(_most(seq), budget)
             chunks.append(Chunk(seq, seq.computed, count))
             budget -= count

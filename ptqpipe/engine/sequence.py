@@ -111,6 +111,7 @@ class Sequence:
     counts          how often each token was generated, where penalties ask for it
     prompt_len      how many of them are the prompt's
     blocks          its pages of the cache, in order
+    row             of the states of a model that has some, while it runs
     computed        how many tokens have their keys and values in the cache
     cached          how many of the prompt's tokens were found in the cache
     digests         of its full blocks, as far as they were needed
@@ -126,6 +127,7 @@ class Sequence:
     counts: dict[int, int] = field(default_factory=dict)
     prompt_len: int = 0
     blocks: list[int] = field(default_factory=list)
+    row: int = 0
     computed: int = 0
     cached: int = 0
     digests: list[bytes] = field(default_factory=list)

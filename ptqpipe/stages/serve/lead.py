@@ -264,7 +264,10 @@ def _summary(runner: Runner, ranks: int, threads: int, context: int) -> str:
     tokens = runner.blocks * runner.block_size
     cache = runner.blocks * runner.bytes_per_block
     kind = "FP8" if runner.scales else str(runner.dtype).removeprefix("torch.")
+    states = runner.max_seqs * runner.state_bytes
+    pages = f"{tokens} tokens in {kind}, {memory_size(cache)} per rank"
+    beside = f"; states of {runner.max_seqs} sequences: {memory_size(states)} per rank, so prefixes are not shared"
     return (
-        f"ranks: {ranks}, threads of each: {threads}; context: {context} tokens; KV cache: {tokens} tokens in {kind}, "
-        f"{memory_size(cache)} per rank"
+        f"ranks: {ranks}, threads of each: {threads}; context: {context} tokens; "
+        f"KV cache: {pages if cache else 'none'}{beside if states else ''}"
     )
