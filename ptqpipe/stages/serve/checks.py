@@ -107,7 +107,7 @@ def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
 
 
 def check_speculative(ckpt: str, *, tp: int) -> None:
-    """UsageError for drafts on several ranks, for a model with states, and for a checkpoint without a layer that drafts."""
+    """UsageError for drafts on several ranks, of a model with states, and of a checkpoint without a layer that drafts."""
     from ptqpipe.engine.probe import STATES, kinds_of
     from ptqpipe.runtime.loading import read_config
     from ptqpipe.runtime.mtp import require_mtp
@@ -118,8 +118,8 @@ def check_speculative(ckpt: str, *, tp: int) -> None:
     states = STATES & set(kinds_of(read_config(Path(ckpt)).get_text_config()))
     if states:
         raise UsageError(
-            f"--speculative mtp needs attention alone, not {', '.join(sorted(states))} layers, whose states a draft that "
-            "is not accepted would change; leave it out"
+            f"--speculative mtp needs attention alone, not {', '.join(sorted(states))} layers, whose states a draft "
+            "that is not accepted would change; leave it out"
         )
     with Source.open(Path(ckpt)) as source:
         require_mtp(source)
