@@ -107,7 +107,7 @@ def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
 
 
 def check_speculative(ckpt: str, *, tp: int) -> None:
-    """UsageError for drafts on several ranks, of a model with states, and of a checkpoint without a layer that drafts."""
+    """UsageError on several ranks, for a model with states, and for a checkpoint without a layer that drafts."""
     from ptqpipe.engine.probe import STATES, kinds_of
     from ptqpipe.runtime.loading import read_config
     from ptqpipe.runtime.mtp import require_mtp
