@@ -162,6 +162,9 @@ CODECS: dict[str, Codec] = {
         Codec("fp32", 32, False, (), "float32"),
         Codec("fp16", 16, False, (), "float16"),
         Codec("bf16", 16, False, (), "bfloat16"),
+        integers("int4", 4, zero=8),  # in words, where codes count from the least integer
+        integers("int8", 8, zero=128),
+        integers("int8_signed", 8),  # in bytes
     )
 }
 
@@ -257,6 +260,10 @@ def _rows() -> tuple[Format, ...]:
         Format("fp8_tensor", c["e4m3"], (WHOLE, WHOLE), c["bf16"]),
         Format("fp8_block", c["e4m3"], (128, 128), c["bf16"], partial_blocks=True),
         Format("fp8_block_ue8m0", c["e4m3"], (128, 128), c["e8m0"], partial_blocks=True),
+        Format("int4_g32", c["int4"], (1, 32), c["bf16"]),
+        Format("int4_g128", c["int4"], (1, 128), c["bf16"]),
+        Format("int8_channel", c["int8"], (1, WHOLE), c["bf16"]),
+        Format("int8_signed_channel", c["int8_signed"], (1, WHOLE), c["bf16"]),
     )
 
 

@@ -24,6 +24,10 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
         "fp8_static": (_CT, _MODELOPT),
         "fp8_block": (_DEEPSEEK, _CT, _MODELOPT),
         "fp8_block_ue8m0": (_DEEPSEEK,),
+        "int4_g128": (_CT,),
+        "int4_g32": (_CT,),
+        "int8": (_CT,),
+        "int8_w8a8": (_CT,),
     },
     "sglang": {
         "nvfp4": (_CT, _MODELOPT),
@@ -32,6 +36,10 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
         "fp8_tensor": (_CT,),
         "fp8_static": (_CT, _MODELOPT),
         "fp8_block": (_CT,),
+        "int4_g128": (_CT,),
+        "int4_g32": (_CT,),
+        "int8": (_CT,),
+        "int8_w8a8": (_CT,),
     },
     "trtllm": {
         "nvfp4_w4a4": (_MODELOPT,),
@@ -53,6 +61,10 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
         "fp8_static": (_CT,),
         "fp8_block": (_DEEPSEEK, _CT),
         "fp8_block_ue8m0": (_DEEPSEEK,),
+        "int4_g128": (_CT,),
+        "int4_g32": (_CT,),
+        "int8": (_CT,),
+        "int8_w8a8": (_CT,),
     },
 }
 

@@ -23,6 +23,7 @@ class Activation(StrEnum):
     FP8_TOKEN = "fp8_token"  # E4M3, one scale per token at run time
     FP8_GROUP = "fp8_group"  # E4M3, one scale per token and 128 columns at run time
     FP8_TENSOR_STATIC = "fp8_static"  # E4M3, one static scale per layer
+    INT8_TOKEN = "int8_token"  # integers of 8 bits, one scale per token at run time
     UNKNOWN = "unknown"  # a checkpoint's config says something that this table has no word for
 
 
@@ -103,6 +104,7 @@ _ACTIVATION_WORDS = {
     Activation.FP8_TOKEN: "FP8 per token (dynamic)",
     Activation.FP8_GROUP: "FP8 per token and 128 columns (dynamic)",
     Activation.FP8_TENSOR_STATIC: "FP8 with a static scale",
+    Activation.INT8_TOKEN: "INT8 per token (dynamic)",
     Activation.UNKNOWN: "as the config says",
 }
 
@@ -129,6 +131,12 @@ def _rows() -> tuple[Scheme, ...]:
         Scheme(
             "fp8_block_ue8m0", f("fp8_block_ue8m0"), a.FP8_GROUP, "FP8-Block-UE8M0", ("fp8_ue8m0",),
             container="deepseek_fp8", native="Hopper, newer",
+        ),
+        Scheme("int4_g128", f("int4_g128"), a.NONE, "W4A16-G128", ("int4", "w4a16", "w4a16_g128", "int4_group128")),
+        Scheme("int4_g32", f("int4_g32"), a.NONE, "W4A16-G32", ("w4a16_g32", "int4_group32")),
+        Scheme("int8", f("int8_channel"), a.NONE, "W8A16", ("w8a16", "int8_channel", "int8_w8a16")),
+        Scheme(
+            "int8_w8a8", f("int8_signed_channel"), a.INT8_TOKEN, "W8A8", ("w8a8", "w8a8_int8"), native="Turing, newer"
         ),
     )  # fmt: skip
 
@@ -213,8 +221,10 @@ _ELSEWHERE = (
     (r"w4a4|fp4_w4a4|fp4a4", "", "nvfp4_w4a4"),
     (r"fp4|nf4|bnb_4bit|e2m1", "", "nvfp4"),
     (r"w4a8_?fp8|w4afp8|w4a8", "4-bit weights with 8-bit activations are", "nvfp4"),
-    (r"u?int4.*|w4a16.*|i?q[45]_.*|awq.*|gptq.*|4bit|w[23]a16.*|i?q[123]_.*", "integer formats are", "nvfp4"),
-    (r"u?int8.*|w8a8(_int8?)?|w8a16.*|q[68]_.*|8bit|smoothquant", "integer formats are", "fp8_dynamic"),
+    (r"u?int4.*|w4a16.*|i?q4_.*|awq.*|gptq.*|4bit", "", "int4_g128"),
+    (r"i?q5_.*|w[23]a16.*|i?q[123]_.*", "such integers are", "int4_g128"),
+    (r"u?int8.*|w8a16.*|q[68]_.*|8bit", "", "int8"),
+    (r"w8a8.*|smoothquant", "", "int8_w8a8"),
     (r"w8a8_fp8|fp8_w8a8|fp8_e4m3|e4m3|f8_e4m3|fp8_per_token|fp8_ptpc", "", "fp8_dynamic"),
     (r"fp6.*|w6a16", "", "mxfp6"),
 )

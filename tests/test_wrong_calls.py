@@ -57,13 +57,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CONVERT = ("convert", "model", "-o", "out")
-LIKE = "integer formats are not offered, the nearest is"
+LIKE = "such integers are not offered, the nearest is"
 CALLS: list[tuple[tuple[str, ...], int, str]] = [
     ((*CONVERT, "--format", "nvfp5"), 2, "unknown format 'nvfp5'; did you mean nvfp4? known are nvfp4, nvfp4_w4a4"),
-    ((*CONVERT, "--format", "int4"), 2, f"{LIKE} nvfp4; known are"),
-    ((*CONVERT, "--format", "Q4_K_M"), 2, f"{LIKE} nvfp4; "),
-    ((*CONVERT, "--format", "w4a16"), 2, f"{LIKE} nvfp4; "),
-    ((*CONVERT, "--format", "W8A8"), 2, f"{LIKE} fp8_dynamic; "),
+    ((*CONVERT, "--format", "w3a16"), 2, f"{LIKE} int4_g128; known are"),
+    ((*CONVERT, "--format", "Q4_K_M"), 2, "did you mean int4_g128?"),
+    ((*CONVERT, "--format", "Q5_K_M"), 2, f"{LIKE} int4_g128; "),
+    ((*CONVERT, "--format", "W8A8_INT"), 2, "did you mean int8_w8a8?"),
     ((*CONVERT, "--format", "w4a4"), 2, "did you mean nvfp4_w4a4?"),
     ((*CONVERT, "--format", "fp4"), 2, "did you mean nvfp4?"),
     ((*CONVERT, "--format", "gibberish"), 2, "unknown format 'gibberish'; known are nvfp4"),

@@ -64,8 +64,9 @@ class Recheck:
     def __init__(self, weights: Sequence[Weight], fmt: Format, *, names: Sequence[str], sink: Sink) -> None:
         self._weights, self._fmt, self._names, self._sink = weights, fmt, names, sink
         self._joint = fmt.one_scale
-        pairs = zip(names, weights, strict=True)  # other elements are searched by brute force already
-        self._places = [_places(name, w.shape, fmt) if fmt.element.symmetric else {} for name, w in pairs]
+        pairs = zip(names, weights, strict=True)
+        plain = fmt.element.symmetric or not fmt.scale.enumerable  # others are searched by brute force already
+        self._places = [_places(name, w.shape, fmt) if plain else {} for name, w in pairs]
         self._kept: dict[tuple[int, int], list[_Blocks]] = {}
         self._global_scale: torch.Tensor | None = None
         self._device = torch.device("cpu")
@@ -139,7 +140,7 @@ class Recheck:
         if any(promises[i].importance is not None for i, _ in group):
             h = torch.cat([self._importance(i, part, promises[i].importance) for i, part in group]).numpy()
         best = best_scales(
-            np.abs(blocks.w.numpy()),
+            np.abs(blocks.w.numpy()) if self._fmt.element.symmetric else blocks.w.numpy(),
             blocks.scales,
             fmt=self._fmt,
             global_scale=self._global_scale,

@@ -16,7 +16,9 @@ from ptqpipe.errors import CheckpointError, FormatError, NumericsError
 from ptqpipe.formats import CODECS, Format
 from ptqpipe.qtensor import Factors, QTensor, scale_values
 
-TORCH_DTYPES = {name: DTYPES[name][0] for name in ("U8", "I8", "I32", "F8_E4M3", "F8_E8M0", "F16", "BF16", "F32")}
+TORCH_DTYPES = {
+    name: DTYPES[name][0] for name in ("U8", "I8", "I32", "I64", "F8_E4M3", "F8_E8M0", "F16", "BF16", "F32")
+}
 FLOAT_SCALES: dict[str, str] = {stored: short for short, (stored, _) in FLOATS.items()}
 """The codec of a scale that is stored as a plain float, by safetensors dtype."""
 
@@ -24,7 +26,7 @@ FLOAT_SCALES: dict[str, str] = {stored: short for short, (stored, _) in FLOATS.i
 WHOLE_ROLES = frozenset(
     (
         *(Role.GLOBAL, Role.GLOBAL_DIVISOR, Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR),
-        *(Role.LOW_RANK_RIGHT, Role.LOW_RANK_SCALE),
+        *(Role.LOW_RANK_RIGHT, Role.LOW_RANK_SCALE, Role.SHAPE),
     )
 )
 
@@ -73,6 +75,8 @@ def encode_part(part: Part, q: QTensor, *, input_global_scale: torch.Tensor | No
     if part.role is Role.DATA:
         data = q.data.contiguous()
         return _cut(data if part.dtype == "U8" else data.view(TORCH_DTYPES[part.dtype]), inner)
+    if part.role is Role.SHAPE:
+        return torch.tensor(part.numbers, dtype=TORCH_DTYPES[part.dtype])
     if part.role is Role.SCALES:
         return _cut(_stored_scales(part, q.scales, q.fmt), inner)
     if part.role in (Role.GLOBAL, Role.GLOBAL_DIVISOR):

@@ -58,9 +58,10 @@ def without_quantization(base: Mapping[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
-def structure(fmt: Format) -> tuple[str, tuple[int, int], str, bool]:
+def structure(fmt: Format) -> tuple[str, tuple[int, int], str, bool, bool]:
     """What a layout can see of a format: float scales of any width are alike, names do not count."""
-    return fmt.element.name, fmt.block, "float" if fmt.scale.dtype is not None else fmt.scale.name, fmt.has_global
+    scale = "float" if fmt.scale.dtype is not None else fmt.scale.name
+    return fmt.element.name, fmt.block, scale, fmt.has_global, fmt.has_zeros
 
 
 def scheme_for(fmt: Format, activation: Activation) -> Scheme:

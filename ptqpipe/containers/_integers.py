@@ -1,7 +1,4 @@
-"""Weights of INT4 and INT8 as other tools store them: their formats, and how compressed-tensors names their tensors.
-
-Knows layouts that are read and never written.
-"""
+"""Weights of INT4 and INT8: their formats as checkpoints describe them, and how compressed-tensors stores them."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -9,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ptqpipe.containers._codec import FLOAT_SCALES
+from ptqpipe.containers._codec import FLOAT_SCALES, scale_dtype
 from ptqpipe.containers._config import check_parts, matrix_shape, scheme_for
 from ptqpipe.containers._types import Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
-from ptqpipe.formats import CODECS, WHOLE, Format, integers, unpack
+from ptqpipe.formats import CODECS, WHOLE, Format, unpack
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import Activation
 
@@ -29,8 +26,8 @@ def integer_format(bits: int, group: int, scale: str, *, zeros: bool, offset: bo
     """
     if scale not in FLOAT_SCALES:
         raise CheckpointError(f"integer weights have scales of dtype {scale}; expected F16, BF16 or F32")
-    name = f"int{bits}" + (f"_group{group}" if group else "_channel") + ("_zeros" if zeros else "")
-    element = integers(f"int{bits}", bits, zero=1 << (bits - 1) if offset else None)
+    element = CODECS[f"int{bits}" if offset else f"int{bits}_signed"]
+    name = element.name + (f"_g{group}" if group else "_channel") + ("_zeros" if zeros else "")
     return Format(name, element, (1, group or WHOLE), CODECS[FLOAT_SCALES[scale]], has_zeros=zeros)
 
 
@@ -60,6 +57,23 @@ def described_integers(weights: Mapping[str, Any]) -> Format | None:
     return integer_format(bits, group, "BF16", zeros=weights.get("symmetric") is False)
 
 
+def integer_parts(module: str, shape: tuple[int, int], fmt: Format) -> list[Part]:
+    """The tensors of a weight [N, K] without zero points: ``weight_packed``, whose words of 32 bits hold codes that
+    count from the least integer, with ``weight_shape``; or ``weight``, an integer to a byte.
+
+    FormatError where rows do not fill whole words.
+    """
+    n, k = shape
+    grid, bits = fmt.scale_shape(shape), fmt.element.bits
+    scales = Part(f"{module}.weight_scale", scale_dtype(fmt), grid, Role.SCALES)
+    if fmt.element.grid[0] == 0:
+        return [Part(f"{module}.weight", "I8", shape, Role.DATA), scales]
+    if k * bits % 32:
+        raise FormatError(f"{module}: compressed-tensors packs integers into words of 32 bits, {k} do not fill them")
+    data = Part(f"{module}.weight_packed", "I32", (n, k * bits // 32), Role.DATA)
+    return [data, scales, Part(f"{module}.weight_shape", "I64", (2,), Role.SHAPE, numbers=shape)]
+
+
 def stored_integers(module: str, fmt: Format, activation: Activation, names: Names) -> StoredWeight:
     """The INT4 or INT8 weight of a module: ``weight_packed`` I32 [N, K*bits/32], or ``weight`` I8 [N, K].
 
@@ -78,8 +92,9 @@ def stored_integers(module: str, fmt: Format, activation: Activation, names: Nam
         grid = fmt.scale_shape((n, k))
     except FormatError as error:
         raise CheckpointError(f"{weight}: {error}") from None
-    codes = Part(data, "I32", (n, k * bits // 32), Role.DATA) if packed else Part(data, "I8", (n, k), Role.DATA)
-    expected = [codes, Part(f"{module}.weight_scale", scale, grid, Role.SCALES)]
+    expected = integer_parts(module, (n, k), fmt)
+    if f"{module}.weight_shape" not in names:
+        expected = [part for part in expected if part.role is not Role.SHAPE]
     whole = None
     zero = f"{module}.weight_zero_point"
     if fmt.has_zeros:
@@ -88,8 +103,7 @@ def stored_integers(module: str, fmt: Format, activation: Activation, names: Nam
         expected.append(Part(zero, "I32" if words else "I8", shape, Role.ZEROS))
         whole = partial(_read, module, data, fmt, (n, k))
     check_parts(expected, names, weight=weight)
-    left = [f"{module}.{suffix}" for suffix in ("weight_shape", *([] if fmt.has_zeros else ["weight_zero_point"]))]
-    others = [Part(name, *names[name], Role.OTHER) for name in left if name in names]
+    others = [] if fmt.has_zeros or zero not in names else [Part(zero, *names[zero], Role.OTHER)]
     return StoredWeight(weight, (n, k), scheme_for(fmt, activation), (*expected, *others), whole=whole)
 
 

@@ -35,10 +35,11 @@ class Role(StrEnum):
     LOW_RANK_SCALE = "low_rank_scale"  # float32 [rank], multiplies; of FP8 factors only
     ZEROS = "zeros"  # zero points of the blocks
     GROUPS = "groups"  # which block each column belongs to, where they are not in order
+    SHAPE = "shape"  # (N, K) once more
     OTHER = "other"  # kept with the weight, not part of its decode
 
 
-DECODED_ROLES = frozenset(role for role in Role if not role.value.startswith(("input", "other")))
+DECODED_ROLES = frozenset(role for role in Role if not role.value.startswith(("input", "shape", "other")))
 """Roles of the parts that make up a weight's decode."""
 
 
@@ -47,7 +48,7 @@ class Part:
     """One stored tensor of a quantized weight.
 
     ``dtype`` is safetensors' name of it ("U8", "F8_E4M3", "F32" ...). ``stacked`` says that the first axis counts the
-    experts of a 3-D weight.
+    experts of a 3-D weight. ``numbers`` are what it holds where they follow from the weight's shape.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Part:
     shape: tuple[int, ...]
     role: Role
     stacked: bool = False
+    numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from ptqpipe.containers._config import (
     without_quantization,
 )
 from ptqpipe.containers._config_groups import group_faults, resolver
-from ptqpipe.containers._integers import described_integers, stored_integers
+from ptqpipe.containers._integers import described_integers, integer_parts, stored_integers
 from ptqpipe.containers._patterns import name_patterns
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
@@ -72,6 +72,22 @@ _ROWS: dict[str, tuple[str, dict[str, Any], tuple[Activation, ...]]] = {
         {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
         (Activation.FP8_GROUP,),
     ),
+    "int4_g32": (
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+        (Activation.NONE,),
+    ),
+    "int4_g128": (
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+        (Activation.NONE,),
+    ),
+    "int8_channel": ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, (Activation.NONE,)),
+    "int8_signed_channel": (
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel"},
+        (Activation.INT8_TOKEN,),
+    ),
 }
 _INPUTS: dict[Activation, dict[str, Any]] = {
     Activation.NVFP4_STATIC_GLOBAL: {
@@ -86,6 +102,7 @@ _INPUTS: dict[Activation, dict[str, Any]] = {
     Activation.FP8_TOKEN: {"num_bits": 8, "strategy": "token", "dynamic": True},
     Activation.FP8_GROUP: {"num_bits": 8, "strategy": "group", "group_size": 128, "dynamic": True},
     Activation.FP8_TENSOR_STATIC: {"num_bits": 8, "strategy": "tensor", "dynamic": False},
+    Activation.INT8_TOKEN: {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
 }
 _BY_STRUCTURE = {structure(FORMATS[name]): name for name in _ROWS}
 _ONLY_INTEGERS, _UNREADABLE = "weight_zero_point", "weight_g_idx"
@@ -109,6 +126,8 @@ def parts(
     fmt, module = scheme.fmt, weight.removesuffix(".weight")
     if fmt.partial_blocks and shape[1] % fmt.block[1]:
         raise FormatError(f"{weight}: {QUANT_METHOD} needs K in multiples of {fmt.block[1]}, got {shape[1]}; keep it")
+    if fmt.element.grid:
+        return tuple(integer_parts(module, shape, fmt))
     n, k = shape
     grid: tuple[int, ...] = fmt.scale_shape(shape)
     if fmt.one_scale:
@@ -191,6 +210,8 @@ def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Ite
     schemes, groups = dict.fromkeys(weight.scheme for weight in stored.values()), described.get("config_groups")
     if isinstance(groups, Mapping) and all(supports(scheme) is None for scheme in schemes):
         wanted = [_group(scheme, ["Linear"]) for scheme in schemes]
+        top = {"format": described.get("format")}  # which speaks for groups that say nothing
+        groups = {name: {**top, **group} if isinstance(group, Mapping) else group for name, group in groups.items()}
         yield from group_faults(groups, wanted, [weight.removesuffix(".weight") for weight in stored])
     status = described.get("quantization_status")
     if status != "compressed":
@@ -224,6 +245,8 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
             )
         if name == "fp8_tensor" and scheme.activation is Activation.FP8_TOKEN:
             found.append("SGLang 0.5.23 refuses experts with fp8_tensor; use fp8 or fp8_block for it")
+        if name == "int8_signed_channel":
+            found.append("SGLang 0.5.23 refuses experts with int8_w8a8; use int8 or fp8_dynamic for it")
     if len(experts) > 1:
         found.append(
             "transformers gives all routed experts the scheme of one group; use one scheme for all experts, or vLLM"
@@ -336,7 +359,7 @@ def _read_format(weights: Any, key: str) -> Format:
     fields = ("num_bits", "strategy", "group_size", "block_structure")
     if weights.get("type") == "float" and weights.get("symmetric") is not False:
         for name, (_, row, _) in _ROWS.items():
-            if all(weights.get(field) == row.get(field) for field in fields):
+            if row.get("type") != "int" and all(weights.get(field) == row.get(field) for field in fields):
                 return FORMATS[name]
     integer = described_integers(weights)
     if integer is not None:
@@ -351,8 +374,10 @@ def _read_format(weights: Any, key: str) -> Format:
 def _read_activation(inputs: Any) -> Activation:
     if inputs is None:
         return Activation.NONE
-    if isinstance(inputs, Mapping) and inputs.get("type", "float") == "float":
+    if isinstance(inputs, Mapping) and inputs.get("symmetric") is not False:
+        given = {"type": "float", **inputs}
+        fields = ("num_bits", "strategy", "group_size", "dynamic")
         for activation, row in _INPUTS.items():
-            if all(inputs.get(field) == row.get(field) for field in ("num_bits", "strategy", "group_size", "dynamic")):
+            if given["type"] == row.get("type", "float") and all(given.get(key) == row.get(key) for key in fields):
                 return activation
     return Activation.UNKNOWN

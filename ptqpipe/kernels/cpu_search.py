@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from ptqpipe.formats import CODECS, Format, packed_columns
+from ptqpipe.formats import CODECS, Format, pack, packed_columns
 from ptqpipe.kernels import cpu_library as lib
-from ptqpipe.kernels.cpu_tensors import DTYPES, ELEMENTS, check_global, checked_grid, readable
+from ptqpipe.kernels.cpu_tensors import DTYPES, ELEMENTS, INTEGERS, check_global, checked_grid, readable
 from ptqpipe.kernels.importance import column_weights
 from ptqpipe.qtensor import check_finite, scale_values, to_blocks
 
@@ -43,10 +43,11 @@ def block_quantize(
 
     E2M1, E2M3, E3M2 or E4M3 elements with E4M3 or UE5M3 scales (with or without a global one) or E8M0 scales, in
     blocks of 2 to 256 columns that fill whole bytes; E4M3 rows, tiles and tensors with bfloat16 scales, or (tiles, the
-    exact rule) E8M0 ones; None for the rest. NumericsError for NaN and inf.
+    exact rule) E8M0 ones; INT4 and INT8 rows and groups with bfloat16 scales; None for the rest. NumericsError for NaN
+    and inf.
     """
     if fmt.scale.dtype is not None:
-        return _fp8_quantize(w, fmt, rule=rule, importance=importance)
+        return _long_quantize(w, fmt, rule=rule, importance=importance)
     if fmt.block[0] != 1 and fmt.scale.name == "e8m0" and rule == "exact":
         return _powers_quantize(w, fmt, importance=importance)
     job = _job(w, fmt, rule=rule, global_scale=global_scale, importance=importance)
@@ -81,11 +82,12 @@ def score_total(
     return float(total if global_scale is None else total * global_scale.double().square())
 
 
-def _fp8_quantize(
+def _long_quantize(
     w: torch.Tensor, fmt: Format, *, rule: str, importance: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """:func:`block_quantize` for E4M3 elements and bfloat16 scales."""
-    known = fmt.element.name == "e4m3" and fmt.scale.dtype == torch.bfloat16 and not fmt.has_global
+    """:func:`block_quantize` for bfloat16 scales, of E4M3 elements and integers."""
+    element = _number_element(fmt)
+    known = element is not None and fmt.scale.dtype == torch.bfloat16
     if not known or rule not in ("exact", "powers", "absmax", "absmax_pz") or not readable(w) or not lib.available():
         return None
     shape = (w.shape[0], w.shape[1])
@@ -94,7 +96,7 @@ def _fp8_quantize(
     block = fmt.block_extent(shape)
     job = lib.Long(
         w=w.data_ptr(), rows=shape[0], cols=shape[1], row_stride=w.stride(0), block_rows=block[0], block_cols=block[1],
-        dtype=DTYPES[w.dtype], element=ELEMENTS["e4m3"], rule=_RULES[rule],
+        dtype=DTYPES[w.dtype], element=element, rule=_RULES[rule],
         importance=None if h is None else h.data_ptr(), scales=scales.data_ptr(),
     )  # fmt: skip
     status = lib.call("ptq_quantize_long", ctypes.byref(job))
@@ -102,6 +104,17 @@ def _fp8_quantize(
         check_finite(w)
     data = fp8_encode(w, scales, fmt) if status == lib.OK else None
     return None if data is None else (data, scales)
+
+
+def _number_element(fmt: Format) -> int | None:
+    """The element's number in ``csrc/api.h`` where there are kernels for scales that are numbers: E4M3, and integers in
+    rows."""
+    if fmt.has_global or fmt.has_zeros:
+        return None
+    if fmt.element.name == "e4m3":
+        return ELEMENTS["e4m3"]
+    known = fmt.block[0] == 1 and CODECS.get(fmt.element.name) == fmt.element
+    return INTEGERS.get(fmt.element.name) if known else None
 
 
 def _powers_quantize(
@@ -112,7 +125,7 @@ def _powers_quantize(
     None, too, where a block has the smallest of them: 2^-127 could be better for it.
     """
     numbers = replace(fmt, scale=CODECS["bf16"])
-    found = _fp8_quantize(w, numbers, rule="powers", importance=importance)
+    found = _long_quantize(w, numbers, rule="powers", importance=importance)
     if found is None:
         return None
     data, scales = found
@@ -125,15 +138,16 @@ def _powers_quantize(
 
 
 def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tensor | None:
-    """uint8 ``[N, K]``: the codes of ``qtensor.encode`` for E4M3 elements and scales that are numbers.
+    """uint8 ``[N, K*bits/8]``: the codes of ``qtensor.encode`` for E4M3 or integers and scales that are numbers.
 
     w       ``[N, K]`` bfloat16, float16 or float32
     scales  ``[N/bn, K/bk]`` of the dtype of ``fmt.scale``: one per row, tile or tensor; E8M0 codes of tiles
 
     None for formats without a kernel. NumericsError for NaN and inf.
     """
+    element = _number_element(fmt)
     known = not fmt.scale.enumerable or (fmt.scale.name == "e8m0" and fmt.block[0] != 1)
-    if fmt.element.name != "e4m3" or not known or fmt.has_global or not readable(w) or not lib.available():
+    if element is None or not known or not readable(w) or not lib.available():
         return None
     shape = (w.shape[0], w.shape[1])
     grid = checked_grid(scales, fmt, shape)
@@ -143,12 +157,12 @@ def fp8_encode(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> torch.Tens
     job = lib.Encode(
         w=w.data_ptr(), rows=shape[0], cols=shape[1], row_stride=w.stride(0), scales=numbers.data_ptr(),
         scale_cols=grid[1], block_rows=block[0], block_cols=block[1], dtype=DTYPES[w.dtype],
-        element=ELEMENTS["e4m3"], data=data.data_ptr(),
+        element=element, data=data.data_ptr(),
     )  # fmt: skip
     status = lib.call("ptq_encode_rows", ctypes.byref(job))
     if status == lib.NOT_FINITE:
         check_finite(w)
-    return data if status == lib.OK else None
+    return pack(data, fmt.element.bits) if status == lib.OK else None
 
 
 def amax(w: torch.Tensor) -> tuple[float, int] | None:

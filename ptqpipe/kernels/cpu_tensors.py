@@ -7,6 +7,7 @@ from ptqpipe.formats import Format
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ELEMENTS = {"e2m1": 0, "e4m3": 1, "e2m3": 2, "e3m2": 3}
+INTEGERS = {"int4": 5, "int8": 6, "int8_signed": 7}
 
 
 def readable(w: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ with up to the last bits of a division), in float32 whatever the model computes 
     mxfp8       the same with 2^(floor(log2 amax') - 8); E4M3
     fp8_token   scale amax / 448 per token, E4M3;  fp8_group  per token and 128 columns
     fp8_static  one static scale per layer, E4M3
+    int8_token  scale amax / 127.5 per token, -128 to 127
 
 Must not know where the weights of a layer come from, so that packed layers can use `InputQuantizer`, too.
 """
@@ -95,6 +96,12 @@ def _fp8_static(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
     return round_to_e4m3(x / quantizer.scale) * quantizer.scale
 
 
+def _int8_dynamic(quantizer: InputQuantizer, x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 127.5
+    scale = torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
+    return (x / scale).clamp_(-128, 127).round_().mul_(scale)
+
+
 _QUANTIZE: dict[Activation, Callable[[InputQuantizer, torch.Tensor], torch.Tensor]] = {
     Activation.NVFP4_STATIC_GLOBAL: _nvfp4,
     Activation.MXFP4: _mxfp4,
@@ -102,6 +109,7 @@ _QUANTIZE: dict[Activation, Callable[[InputQuantizer, torch.Tensor], torch.Tenso
     Activation.FP8_TOKEN: _fp8_dynamic,
     Activation.FP8_GROUP: _fp8_dynamic,
     Activation.FP8_TENSOR_STATIC: _fp8_static,
+    Activation.INT8_TOKEN: _int8_dynamic,
 }
 
 

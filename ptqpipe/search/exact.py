@@ -14,7 +14,8 @@ and one or two for MX formats. The scan runs on chunks that stay in the second-l
 and blocks along the columns, so that the sum in element order is a sequence of contiguous additions.
 
 Long blocks (FP8 rows, tiles, tensors) with bfloat16 or float16 scales take the way of ``_long.py``. Elements whose
-codec is not symmetric have neither proof: ``brute_force.py`` scores every scale for them.
+codec is not symmetric have proofs of their own where they are integers (``_integers.py``); ``brute_force.py`` scores
+every scale for the others.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from ptqpipe.errors import FormatError
 from ptqpipe.formats import Format
 from ptqpipe.kernels.importance import column_weights
 from ptqpipe.qtensor import check_finite, to_blocks
-from ptqpipe.search import _long, brute_force
+from ptqpipe.search import _integers, _long, brute_force
 from ptqpipe.search._grid import MARGIN, ElementGrid, Ladder, deviations, element_grid, ladder
 from ptqpipe.search.objective import FLUSH, LANES, SHORT, fold
 
@@ -57,6 +58,8 @@ def search(
         raise FormatError(
             f"{fmt.name} has {fmt.scale.name} scales, over which nothing can be proven; use the refit search"
         )
+    if not fmt.element.symmetric and _integers.knows(fmt) and global_scale is None:
+        return _integers.search(w, fmt, importance=importance)
     if not fmt.element.symmetric:
         return brute_force.search(w, fmt, global_scale=global_scale, importance=importance)
     grid = element_grid(fmt.element)

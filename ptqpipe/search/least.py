@@ -46,12 +46,14 @@ def best_scales(
 ) -> torch.Tensor:
     """What ``brute_force.search`` gives for these blocks, ``[blocks]`` like ``stored``.
 
-    x       float32 ``[blocks, elements]`` magnitudes
+    x       float32 ``[blocks, elements]`` magnitudes; with their signs for elements that are not symmetric, which have
+            scales that are numbers
     stored  ``[blocks]`` the scales that are judged
     h       float32 ``[blocks, elements]`` normalized weights, or None
     every   where scales are numbers, the step of those tried from ``first`` on, besides the neighbours of ``stored``
     """
-    small = x < x.max(axis=1, keepdims=True) * np.float32(FLUSH)
+    size = np.abs(x)
+    small = size < size.max(axis=1, keepdims=True) * np.float32(FLUSH)
     if small.any():
         x = np.where(small, np.float32(0), x)
     blocks = _Blocks(x, h, fmt, global_scale)
@@ -67,7 +69,9 @@ def nearest_codes(w: Array, scales: torch.Tensor, *, fmt: Format, global_scale: 
     """uint8, the shape of ``w`` (float32 ``[blocks, elements]``): the codes that ``qtensor.encode`` defines at
     ``scales`` ``[blocks]``."""
     value = scale_values(scales, fmt.scale).numpy()
-    y = np.abs(w) * _Blocks(w, None, fmt, global_scale).inverse(value)[:, None]
+    y = (np.abs(w) if fmt.element.symmetric else w) * _Blocks(w, None, fmt, global_scale).inverse(value)[:, None]
+    if not fmt.element.symmetric:
+        return _steps(fmt.element).codes[np.searchsorted(_steps(fmt.element).upper, y)]
     codes = np.searchsorted(_steps(fmt.element).upper, y).astype(np.uint8)
     return codes | np.signbit(w).astype(np.uint8) << (fmt.element.bits - 1)
 
@@ -161,10 +165,24 @@ def _bounds(blocks: _Blocks, limit: Array) -> tuple[Array, Array]:
     """float64 ``[blocks]`` each: the scale below which clipping alone costs more than the score ``limit``, and the
     ``reach`` above which no scale need be looked at."""
     g = 1.0 if blocks.global_scale is None else float(blocks.global_scale)
-    amax = blocks.x.max(axis=1).astype(np.float64)
-    loss = limit if blocks.h is None else limit / blocks.h[np.arange(len(amax)), blocks.x.argmax(axis=1)]
-    clips = (amax * (1 - MARGIN) - np.sqrt(loss) * (g * (1 + MARGIN))) / (blocks.fmt.element.max * g)
-    return clips, amax * ((1 + MARGIN) / g)
+    clips, high = [], []
+    for sign, end, wide in _ends(blocks.fmt.element):
+        amax = np.maximum(sign * blocks.x, 0).max(axis=1).astype(np.float64)
+        loss = limit
+        if blocks.h is not None:
+            loss = limit / blocks.h[np.arange(len(amax)), (sign * blocks.x).argmax(axis=1)]
+        clips.append((amax * (1 - MARGIN) - np.sqrt(loss) * (g * (1 + MARGIN))) / (end * g))
+        high.append(amax * (wide * (1 + MARGIN) / g))
+    return np.maximum.reduce(clips), np.maximum.reduce(high)
+
+
+def _ends(element: Codec) -> list[tuple[int, float, float]]:
+    """(sign, largest magnitude, factor) of each sign whose magnitudes are a codec's own; the factor brings a magnitude
+    to the measure of `_Scales.reach`."""
+    if element.symmetric:
+        return [(1, element.max, 1.0)]
+    high, low = max(element.grid), -min(element.grid)  # consecutive integers
+    return [(1, high, 1.0), (-1, low, (high // 2 + 0.5) / (low // 2 + 0.5))]
 
 
 class _Sums:
@@ -172,7 +190,8 @@ class _Sums:
 
     def __init__(self, blocks: _Blocks) -> None:
         self._steps = _steps(blocks.fmt.element)
-        self._top = blocks.fmt.element.max
+        self._ends = _ends(blocks.fmt.element)
+        self._top = self._ends[0][1]
         if blocks.h is None:
             self._x = _ascending(blocks.x[0])
             weights, self._count = np.float64(1.0), None
@@ -188,7 +207,7 @@ class _Sums:
         np.cumsum(of, axis=1, out=of)
         self._first, self._second = sums
         self._energy = float(self._second[-1])
-        self.amax = self._x[-1]
+        self.amax = max(self._x[-1], -self._x[0])
 
     def error(self, s: Array) -> tuple[Array, Array]:
         """float64, like ``s``: sum p (x - s q)^2, q the code nearest to x / s; and what the definition may differ by.
@@ -205,12 +224,16 @@ class _Sums:
 
     def clipping(self, s: Array) -> Array:
         """float64, like ``s``: the least that the clipped elements alone add to the error."""
-        top = s * self._top
-        whole = np.searchsorted(self._x, top.astype(np.float32))
-        count = self._weight(len(self._x)) - self._weight(whole)
-        first, second = (sums[-1] - sums[whole] for sums in (self._first, self._second))
-        least: Array = (second - 2 * top * first + top * top * count) * (1 - MARGIN) - SUMS * self._energy
-        return least
+        least: Array = np.zeros_like(s)
+        for sign, end, _ in self._ends:
+            edge = sign * s * end
+            at = np.searchsorted(self._x, edge.astype(np.float32))
+            count, first, second = self._weight(at), self._first[at], self._second[at]
+            if sign > 0:  # those behind it
+                count = self._weight(len(self._x)) - count
+                first, second = self._first[-1] - first, self._energy - second
+            least += (second - 2 * edge * first + edge * edge * count) * (1 - MARGIN)
+        return least - SUMS * self._energy
 
     def _weight(self, count: Any) -> Any:
         """The sum of the first ``count`` weights: ``count`` itself without any."""
@@ -218,17 +241,18 @@ class _Sums:
 
 
 def _ascending(x: Array) -> Array:
-    """Non-negative float32 sorted; numbers that are bfloat16 by their 16 bits, for which numpy counts digits."""
+    """float32 sorted; non-negative ones that are bfloat16 by their 16 bits, for which numpy counts digits."""
     bits = x.view(np.int32)
-    if (bits & 0xFFFF).any():
+    if ((bits & 0xFFFF) | (bits < 0)).any():
         return np.sort(x)
     upper = np.sort((bits >> 16).astype(np.int16), kind="stable")
     return (upper.astype(np.int32) << 16).view(np.float32)
 
 
 class _Steps(NamedTuple):
-    """The magnitudes of a codec, and of neighbours what lies between them.
+    """The magnitudes of a codec (its numbers, of one that is not symmetric), and of neighbours what lies between them.
 
+    codes       uint8, of each
     magnitudes  float32
     middle      float32, halfway between
     upper       float32, the largest number that rounds to the lower one: a tie goes to the even code
@@ -236,6 +260,7 @@ class _Steps(NamedTuple):
     step2       float64, the difference of their squares
     """
 
+    codes: Array
     magnitudes: Array
     middle: Array
     upper: Array
@@ -245,10 +270,11 @@ class _Steps(NamedTuple):
 
 @cache
 def _steps(element: Codec) -> _Steps:
-    exact = np.array(element.magnitudes)
+    exact = np.array(element.magnitudes if element.symmetric else sorted(element.grid))
+    codes = (np.arange(len(exact)) if element.symmetric else np.argsort(element.grid)).astype(np.uint8)
     middle = ((exact[:-1] + exact[1:]) / 2).astype(np.float32)
-    upper = np.where(np.arange(len(middle)) % 2 == 1, np.nextafter(middle, np.float32(0)), middle)
-    return _Steps(exact.astype(np.float32), middle, upper, np.diff(exact), np.diff(exact**2))
+    upper = np.where(codes[:-1] % 2 == 1, np.nextafter(middle, np.float32(-np.inf)), middle)
+    return _Steps(codes, exact.astype(np.float32), middle, upper, np.diff(exact), np.diff(exact**2))
 
 
 class _Scales(NamedTuple):

@@ -19,6 +19,9 @@ from ptqpipe.schemes import Scheme, get_scheme
 
 DTYPES = {
     torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e8m0fnu: "F8_E8M0",
     torch.bfloat16: "BF16",

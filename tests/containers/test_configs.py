@@ -73,6 +73,9 @@ def test_one_scheme_is_the_minimal_config_of_every_reader() -> None:
         ("fp8_dynamic", (8, "channel", None, None, None), (8, "token", None, True, None), "float-quantized"),
         ("fp8_tensor", (8, "tensor", None, None, None), (8, "token", None, True, None), "float-quantized"),
         ("fp8_block", (8, "block", None, [128, 128], None), (8, "group", 128, True, None), "float-quantized"),
+        ("int4_g128", (4, "group", 128, None, None), None, "pack-quantized"),
+        ("int8", (8, "channel", None, None, None), None, "pack-quantized"),
+        ("int8_w8a8", (8, "channel", None, None, None), (8, "token", None, True, None), "int-quantized"),
     ],
 )
 def test_arguments_of_every_scheme(scheme: str, weights: Any, inputs: Any, format_name: str) -> None:
@@ -80,13 +83,15 @@ def test_arguments_of_every_scheme(scheme: str, weights: Any, inputs: Any, forma
     args = group["weights"]
     keys = ("num_bits", "strategy", "group_size", "block_structure", "scale_dtype")
     assert tuple(args.get(key) for key in keys) == weights
-    assert (args["type"], args["symmetric"], args["dynamic"]) == ("float", True, False)
+    kind = "int" if scheme.startswith("int") else "float"
+    assert (args["type"], args["symmetric"], args["dynamic"]) == (kind, True, False)
     assert group["format"] == format_name
     given = group.get("input_activations")
     if inputs is None:
         assert given is None
         return
     assert tuple(given.get(key) for key in ("num_bits", "strategy", "group_size", "dynamic", "scale_dtype")) == inputs
+    assert given["type"] == kind
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp6", "mxfp8", "fp8_dynamic", "fp8_block"])

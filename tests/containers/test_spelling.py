@@ -31,6 +31,22 @@ SPELLINGS: dict[tuple[str, str], list[tuple[str, str, tuple[int, ...]]]] = {
     ("compressed_tensors", "mxfp6"): [("weight_packed", "U8", (256, 288)), ("weight_scale", "U8", (256, 12))],
     ("compressed_tensors", "mxfp8"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale", "U8", (256, 12))],
     ("compressed_tensors", "mxfp8a16"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale", "U8", (256, 12))],
+    ("compressed_tensors", "int4_g32"): [
+        ("weight_packed", "I32", (256, 48)),
+        ("weight_scale", "BF16", (256, 12)),
+        ("weight_shape", "I64", (2,)),
+    ],
+    ("compressed_tensors", "int4_g128"): [
+        ("weight_packed", "I32", (256, 48)),
+        ("weight_scale", "BF16", (256, 3)),
+        ("weight_shape", "I64", (2,)),
+    ],
+    ("compressed_tensors", "int8"): [
+        ("weight_packed", "I32", (256, 96)),
+        ("weight_scale", "BF16", (256, 1)),
+        ("weight_shape", "I64", (2,)),
+    ],
+    ("compressed_tensors", "int8_w8a8"): [("weight", "I8", (256, 384)), ("weight_scale", "BF16", (256, 1))],
     ("compressed_tensors", "fp8_dynamic"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale", "BF16", (256, 1))],
     ("compressed_tensors", "fp8_tensor"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale", "BF16", (1,))],
     ("compressed_tensors", "fp8_block"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale", "BF16", (2, 3))],

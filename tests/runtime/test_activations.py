@@ -180,11 +180,11 @@ def test_every_linear_layer_gets_its_quantized_input(
     assert not torch.equal(logits(loaded), plain)
 
 
-@pytest.mark.parametrize("scheme", ["fp8_dynamic", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["fp8_dynamic", "fp8_block", "int8_w8a8"])
 def test_transformers_computes_the_same_where_it_is_right(
     sources: Mapping[str, Path], tmp_path: Path, scheme: str
 ) -> None:
-    """Its own reading of compressed-tensors, which runs in float32 for FP8 alone."""
+    """Its own reading of compressed-tensors, which runs in float32 for 8 bits alone."""
     from ptqpipe.runtime.hf import register, unregister
 
     path = quantized(sources["llama"], "compressed_tensors", scheme).save(tmp_path / "q")

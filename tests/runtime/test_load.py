@@ -61,7 +61,9 @@ def test_mixed_schemes_reach_their_modules(sources: Mapping[str, Path], tmp_path
     assert torch.equal(logits(load_model(checkpoint.save(tmp_path / "q"))), logits(twin))
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8", "fp8_dynamic", "fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize(
+    "scheme", ["nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8", "fp8_dynamic", "fp8_tensor", "fp8_block", "int4_g32"]
+)
 def test_weights_equal_the_decompression_of_compressed_tensors(
     sources: Mapping[str, Path], tmp_path: Path, scheme: str
 ) -> None:

@@ -83,7 +83,9 @@ def one_magnitude_lost(w: torch.Tensor, q: QTensor) -> QTensor:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("liar", [a_step_up, another_code])
-@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8_dynamic", "fp8_tensor", "fp8_block"])
+@pytest.mark.parametrize(
+    "scheme", ["nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8_dynamic", "fp8_tensor", "fp8_block", "int4_g32"]
+)
 def test_a_wrong_scale_or_code_of_a_sampled_block_is_an_error_that_names_the_weight(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, liar: Liar, workers: int
 ) -> None:
@@ -143,7 +145,7 @@ def test_the_record_and_the_last_lines_say_how_many_blocks(model: Path, tmp_path
     assert f"re-checked by brute force: {blocks} blocks of 14 of 14 weights, no difference" in done.output
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp8_channel", "fp8_block", "fp8_tensor"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "fp8_channel", "fp8_block", "fp8_tensor", "int4_g128"])
 @pytest.mark.parametrize(
     ("options", "scales", "codes"),
     [

@@ -228,7 +228,7 @@ def test_awq_is_read(tmp_path: Path) -> None:
     model = integer_source(tmp_path / "awq", tensors, described)
     expected = (codes - zeros.repeat_interleave(32, dim=1)) * scales.float().repeat_interleave(32, dim=1)
     check(model, expected, tmp_path / "a")
-    with pytest.raises(UsageError, match=r"already quantized \(int4_group32_zeros, awq\)"):
+    with pytest.raises(UsageError, match=r"already quantized \(int4_g32_zeros, awq\)"):
         ptqpipe.convert(model, out=tmp_path / "out")
     tensors["qzeros"] = tensors["qzeros"][:2]
     with pytest.raises(CheckpointError, match=r"qzeros' is I32 \[2, 8\], but its config says I32 \[4, 8\]"):

@@ -10,7 +10,8 @@
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3,           // element
-       PTQ_BF16_ELEMENT = 4 };                                         // of a ptq_linear in panels only: no code, the number
+       PTQ_BF16_ELEMENT = 4,                                           // of a ptq_linear in panels only: no code, the number
+       PTQ_INT4 = 5, PTQ_INT8 = 6, PTQ_INT8_SIGNED = 7 };              // of ptq_encode and ptq_long
 enum { PTQ_SCALE_MINIFLOAT3 = 0, PTQ_SCALE_E8M0 = 1 };                 // scale codec: ?E?M3 or a power of two
 // rule: the exact search, the scales given, or one of the baselines of ptqpipe/search
 enum { PTQ_EXACT = 0, PTQ_GIVEN = 1, PTQ_ABSMAX = 2, PTQ_ABSMAX_PZ = 3, PTQ_FOUR_OVER_SIX = 4, PTQ_OCP_FLOOR = 5,
@@ -58,7 +59,7 @@ struct ptq_decode {
     double *sums;                 // [2] sum (decode - w)^2, sum w^2, or null
 };
 
-// Codes of 8-bit elements for given float32 scales.
+// Codes of E4M3 or integers, one to a byte, for given float32 scales.
 struct ptq_encode {
     const void *w;
     int64_t rows, cols, row_stride;
@@ -68,7 +69,7 @@ struct ptq_encode {
     uint8_t *data;                // [rows, cols]
 };
 
-// Scales of long blocks: E4M3 elements, bfloat16 scales; rule EXACT or ABSMAX.
+// bfloat16 scales of long blocks of E4M3, or of rows and groups of integers; rule EXACT or ABSMAX.
 struct ptq_long {
     const void *w;
     int64_t rows, cols, row_stride, block_rows, block_cols;

@@ -14,6 +14,7 @@ namespace {
 #include "blocks.h"
 #include "stream.h"
 #include "long_floor.h"
+#include "integers.h"
 #include "long.h"
 #include "columns.h"
 #include "linear.h"

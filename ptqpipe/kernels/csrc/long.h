@@ -151,7 +151,7 @@ template <int DTYPE> static int32_t quantize_blocks_of(const ptq_long *j, void *
 }
 
 static int32_t quantize_long(const ptq_long *j) {
-    if (j->element != PTQ_E4M3) return PTQ_UNSUPPORTED;
+    if (j->element != PTQ_E4M3) return quantize_integers(j);
     const bool numbers = j->dtype == PTQ_BF16;
     void *table = malloc(numbers ? sizeof(LongTable) : sizeof(MomentTable));
     if (!table) return PTQ_NO_MEMORY;

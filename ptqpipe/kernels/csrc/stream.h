@@ -221,8 +221,10 @@ template <class E, int DTYPE> static int32_t encode_rows(const ptq_encode *j) {
     return any(mask_not(less(top, splat(0x7F800000)))) ? PTQ_NOT_FINITE : PTQ_OK;
 }
 
+static int32_t encode_integers(const ptq_encode *j);  // integers.h
+
 static int32_t encode(const ptq_encode *j) {
-    if (j->element != PTQ_E4M3) return PTQ_UNSUPPORTED;
+    if (j->element != PTQ_E4M3) return encode_integers(j);
     if (j->dtype == PTQ_F32) return encode_rows<E4M3, PTQ_F32>(j);
     return j->dtype == PTQ_F16 ? encode_rows<E4M3, PTQ_F16>(j) : encode_rows<E4M3, PTQ_BF16>(j);
 }
