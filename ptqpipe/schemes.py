@@ -120,6 +120,7 @@ def _rows() -> tuple[Scheme, ...]:
         ),
         Scheme("mxfp4", f("mxfp4"), a.MXFP4, "MXFP4", native=mx),
         Scheme("mxfp4a16", f("mxfp4"), a.NONE, "MXFP4A16"),
+        Scheme("mxfp4_w4a8", f("mxfp4"), a.FP8_TOKEN, "MXFP4XFP8", ("mxfp4xfp8", "w4a8_mxfp4_fp8", "mxfp4_fp8")),
         Scheme("mxfp6", f("mxfp6_e2m3"), a.NONE, "MXFP6A16", ("mxfp6a16", "mxfp6_e2m3")),
         Scheme("mxfp6_e3m2", f("mxfp6_e3m2"), a.NONE, "MXFP6-E3M2", container="ptqpipe"),
         Scheme("mxfp8", f("mxfp8"), a.MXFP8, "MXFP8", native=mx),
@@ -220,7 +221,8 @@ def get_scheme(name: str) -> Scheme:
 _ELSEWHERE = (
     (r"w4a4|fp4_w4a4|fp4a4", "", "nvfp4_w4a4"),
     (r"fp4|nf4|bnb_4bit|e2m1", "", "nvfp4"),
-    (r"w4a8_?fp8|w4afp8|w4a8", "4-bit weights with 8-bit activations are", "nvfp4"),
+    (r"w4a8(_?fp8)?|w4afp8", "", "mxfp4_w4a8"),
+    (r"w4a8_.*", "these 4-bit weights with 8-bit activations are", "mxfp4_w4a8"),
     (r"u?int4.*|w4a16.*|i?q4_.*|awq.*|gptq.*|4bit", "", "int4_g128"),
     (r"i?q5_.*|w[23]a16.*|i?q[123]_.*", "such integers are", "int4_g128"),
     (r"u?int8.*|w8a16.*|q[68]_.*|8bit", "", "int8"),

@@ -49,7 +49,7 @@ _ROWS: dict[str, tuple[str, dict[str, Any], tuple[Activation, ...]]] = {
     "mxfp4": (
         "mxfp4-pack-quantized",
         {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": _U8},
-        (Activation.NONE, Activation.MXFP4),
+        (Activation.NONE, Activation.MXFP4, Activation.FP8_TOKEN, Activation.FP8_GROUP),
     ),
     "mxfp6_e2m3": (
         "mxfp6-pack-quantized",
@@ -285,6 +285,7 @@ def detect(config: Mapping[str, Any], names: Names) -> bool:
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
+    _check_transforms(config, described)
     scheme_of = resolver(_read_groups(described))
     ignored = resolver([(strings(described.get("ignore") or [], "ignore"), True)], classes=False)
     found = {}
@@ -301,6 +302,25 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in found:
             raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; the checkpoint is damaged")
     return found
+
+
+def _check_transforms(config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """CheckpointError for a ``transform_config`` that changes inputs or outputs while the model runs: its weights alone
+    are another model. What is done to weights is in them already."""
+    for holder in (config, described):
+        found = holder.get("transform_config") or {}
+        groups = found.get("config_groups") or {} if isinstance(found, Mapping) else None
+        if not isinstance(groups, Mapping):
+            raise CheckpointError("transform_config in config.json is damaged; expected an object with config_groups")
+        for name, group in groups.items():
+            uses = group.get("apply") if isinstance(group, Mapping) else None
+            for use in uses if isinstance(uses, list) else [None]:
+                place = use.get("location") if isinstance(use, Mapping) else None
+                if place not in ("weight_input", "weight_output"):
+                    raise CheckpointError(
+                        f"transform_config in config.json has {name!r} at {place!r}: a rotation while the model runs, "
+                        "which ptqpipe does not read; start from the float checkpoint"
+                    )
 
 
 def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:

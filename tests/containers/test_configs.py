@@ -67,6 +67,7 @@ def test_one_scheme_is_the_minimal_config_of_every_reader() -> None:
     [
         ("nvfp4", (4, "tensor_group", 16, None, "torch.float8_e4m3fn"), None, "nvfp4-pack-quantized"),
         ("mxfp4", (4, "group", 32, None, "torch.uint8"), (4, "group", 32, True, "torch.uint8"), "mxfp4-pack-quantized"),
+        ("mxfp4_w4a8", (4, "group", 32, None, "torch.uint8"), (8, "token", None, True, None), "mxfp4-pack-quantized"),
         ("mxfp4a16", (4, "group", 32, None, "torch.uint8"), None, "mxfp4-pack-quantized"),
         ("mxfp6", (6, "group", 32, None, "torch.uint8"), None, "mxfp6-pack-quantized"),
         ("mxfp8", (8, "group", 32, None, "torch.uint8"), (8, "group", 32, True, "torch.uint8"), "mxfp8-quantized"),

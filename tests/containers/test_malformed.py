@@ -97,6 +97,12 @@ def test_the_sound_checkpoints_are_sound(container: str) -> None:
         ("modelopt", lambda q, n: q.update(quant_algo="FP8"), "is U8 .* says F8_E4M3"),
         ("modelopt", lambda q, n: q.update(quant_algo="MIXED_PRECISION"), "needs 'quantized_layers'"),
         ("modelopt", lambda q, n: q.update(quant_algo="MIXED_PRECISION", quantized_layers={"a": {}}), "not list it"),
+        ("compressed_tensors", lambda q, n: q.update(transform_config=[1]), "transform_config .* is damaged"),
+        (
+            "compressed_tensors",
+            lambda q, n: q.update(transform_config={"config_groups": {"R4": {"apply": [{"location": "input"}]}}}),
+            "has 'R4' at 'input': a rotation while the model runs",
+        ),
         ("modelopt", lambda q, n: q.update(ignore=[M]), "under 'ignore'"),
         ("modelopt", retype("pre_quant_scale", "BF16", (256,)), "pre_quant_scale"),
         ("deepseek_fp8", drop("weight_scale_inv"), "F8_E4M3 without a"),

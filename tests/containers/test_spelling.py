@@ -30,6 +30,7 @@ SPELLINGS: dict[tuple[str, str], list[tuple[str, str, tuple[int, ...]]]] = {
     ("compressed_tensors", "mxfp4a16"): [("weight_packed", "U8", (256, 192)), ("weight_scale", "U8", (256, 12))],
     ("compressed_tensors", "mxfp6"): [("weight_packed", "U8", (256, 288)), ("weight_scale", "U8", (256, 12))],
     ("compressed_tensors", "mxfp8"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale", "U8", (256, 12))],
+    ("compressed_tensors", "mxfp4_w4a8"): [("weight_packed", "U8", (256, 192)), ("weight_scale", "U8", (256, 12))],
     ("compressed_tensors", "mxfp8a16"): [("weight", "F8_E4M3", (256, 384)), ("weight_scale", "U8", (256, 12))],
     ("compressed_tensors", "int4_g32"): [
         ("weight_packed", "I32", (256, 48)),
