@@ -9,9 +9,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ptqpipe.engine import Service
+from ptqpipe.engine import Service, State
 from ptqpipe.engine.engine import Counters
 from ptqpipe.engine.service import Load
+from ptqpipe.server.metrics import Metrics
 from ptqpipe.server.throughput import Throughput
 from tests.engine.models import PROMPTS, encoded
 from tests.server.conftest import Server, serving
@@ -74,6 +75,28 @@ def test_tokens_times_and_reasons_are_counted(fresh: Server) -> None:
     parts = (f"request_{part}_time_seconds_sum" for part in ("queue", "prefill", "decode"))
     assert 0 < sum(change[part] for part in parts) <= whole <= 2 * took
     assert change["request_decode_time_seconds_sum"] == pytest.approx(change["inter_token_latency_seconds_sum"])
+
+
+def test_drafts_are_counted_by_vllms_names() -> None:
+    counters = Counters(drafts=5, draft_tokens=9, accepted_tokens={0: 4, 1: 2})
+    engine = SimpleNamespace(counters=counters, drafter=object())
+    service = SimpleNamespace(load=Load, state=State.READY, engine=engine)
+    made = Metrics(cast(Service, service), "demo")
+    found = {
+        (sample.name.removeprefix("vllm:spec_decode_"), sample.labels.get("position")): sample.value
+        for family in text_string_to_metric_families(made.text().decode())
+        for sample in family.samples
+        if "spec_decode" in sample.name
+    }
+    assert found == {
+        ("num_drafts_total", None): 5,
+        ("num_draft_tokens_total", None): 9,
+        ("num_accepted_tokens_total", None): 6,
+        ("num_accepted_tokens_per_pos_total", "0"): 4,
+        ("num_accepted_tokens_per_pos_total", "1"): 2,
+    }
+    engine.drafter = None
+    assert b"spec_decode" not in made.text()
 
 
 def test_a_client_that_leaves_counts_as_aborted() -> None:
