@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import ptqpipe
 from ptqpipe.engine.block_manager import BlockManager
 from ptqpipe.engine.engine import Engine
 from ptqpipe.engine.runner import CacheOptions, Runner
@@ -84,6 +85,21 @@ def test_the_layer_computes_what_transformers_own_does(kind: str, folders: dict[
         pairs = ours.mtp.pair(ours, ours.get_decoder()(ids).last_hidden_state[:, :-1], ids[:, 1:])
         found = ours.mtp(ours, pairs)
     assert torch.allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "mtp"), [("deepseek_v3", "nvfp4"), ("glm4_moe", "fp8"), ("qwen3_next", "fp8")])
+def test_a_quantized_layer_computes_what_its_codes_say(kind: str, mtp: str, tmp_path: Path) -> None:
+    folder = families.make_model(tmp_path / "model", kind, mtp=True)
+    out = ptqpipe.convert(folder, out=tmp_path / "out", format="nvfp4", mtp=mtp, search="absmax", workers=1).out
+    ids = torch.randint(3, 96, (1, 8), generator=torch.Generator().manual_seed(1))
+    found = []
+    for packed, source in ((True, out), (False, out), (False, folder)):
+        model = load(source, dtype="float32", mtp=True, packed=packed)
+        with torch.no_grad():
+            pairs = model.mtp.pair(model, model.get_decoder()(ids).last_hidden_state[:, :-1], ids[:, 1:])
+            found.append(model.mtp(model, pairs))
+    assert torch.allclose(found[0], found[1], rtol=0, atol=1e-4 * float(found[1].abs().max()))
+    assert not torch.allclose(found[1], found[2], rtol=0, atol=1e-2 * float(found[2].abs().max()))
 
 
 @pytest.mark.parametrize("most", [1, 3])
