@@ -12,6 +12,7 @@ from typing import Any
 
 from ptqpipe.checkpoint import nearest_path
 from ptqpipe.errors import UsageError, first_line, missing_package
+from ptqpipe.images import has_image
 from ptqpipe.regular_file import MAX_TEXT_BYTES, kind_of, read_regular_text
 
 FIELDS = ("messages", "conversations", "text", "content", "prompt", "instruction", "question", "input_ids")
@@ -167,6 +168,8 @@ def row_tokens(tokenizer: Callable[[], Any], value: Any, where: str) -> Iterator
             raise UsageError(f"{where} has token id {worst}, expected the model's tokens; tokenize the data again")
         yield value
     elif isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+        if shows_images(value):
+            raise UsageError(f"{where} has an image, which calibrate alone takes; leave such rows out here")
         yield _chat_tokens(tokenizer(), value, where)
     else:
         raise UsageError(
@@ -188,18 +191,32 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start:]
 
 
+def shows_images(value: Any) -> bool:
+    """Whether a row is messages, of which one has an image."""
+    messages = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return any(has_image(message.get("content")) for message in messages)
+
+
 def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> list[int]:
+    text = chat_text(tokenizer, messages, where)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def chat_text(tokenizer: Any, messages: list[dict[str, Any]], where: str, *, template: str | None = None) -> str:
+    """What the chat template of a tokenizer, or else ``template``, makes of messages. UsageError without one, and for
+    messages that do not fit it."""
     from jinja2 import TemplateError
 
-    if not getattr(tokenizer, "chat_template", None):
+    template = getattr(tokenizer, "chat_template", None) or template
+    if not template:
         raise UsageError(
             f"{where} is a list of messages, and the model's tokenizer has no chat template; give plain text with "
             "--field"
         )
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text: str = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     except (TemplateError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{where} does not fit the model's chat template: {first_line(error)}; expected role and content"
         ) from None
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return text

@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patterns":     set(),
     "inputs":       set(),
     "regular_file": set(),
+    "images":       {"errors", "regular_file"},
     "families":     set(),
     "formats":      {"errors"},
     "options":      {"errors"},
@@ -53,9 +54,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "measured":     {"formats", "qtensor", "global_scale", "search", "source"},
     "statistics":   {"errors", "checkpoint", "inputs"},
     "rounding":     {"errors", "formats", "qtensor", "checkpoint"},
-    "rows":         {"checkpoint", "errors", "regular_file"},
+    "rows":         {"checkpoint", "errors", "images", "regular_file"},
     "calibration":  {
-        "errors", "formats", "inputs", "qtensor", "checkpoint", "plan", "source", "statistics", "runtime", "rows",
+        "errors", "formats", "images", "inputs", "qtensor", "checkpoint", "plan", "source", "statistics", "runtime",
+        "rows",
     },
     "runtime":      {
         "dtypes", "errors", "families", "formats", "schemes", "qtensor", "kernels", "containers", "checkpoint", "plan",
@@ -64,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation":   {"_version", "errors", "quantities", "regular_file", "checkpoint", "rows"},
     # The engine is given a model; a server is given an engine. Neither knows files, formats or each other's business.
     "engine":       {"errors", "kernels", "quantities"},
-    "server":       {"_version", "errors", "engine"},
+    "server":       {"_version", "errors", "engine", "images"},
     "report":       {"errors", "quantities"},
     "collectives":  {"errors", "formats", "qtensor", "kernels"},
     # Runs inside vLLM, beside vLLM's own transformers: nothing that imports ours.
@@ -115,6 +117,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("server",),
     "greenlet": ("engine.overlap",),
     "psutil": ("processes",),
+    "PIL": ("images",),
     # Readers that the tests compare with. The package must not lean on them.
     "safetensors": (),
     "compressed_tensors": (),

@@ -14,6 +14,8 @@ from ptqpipe.errors import CheckpointError, one_line
 
 Arguments = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """What each block is given beside hidden states: by place, and by name."""
+Added = dict[int, torch.Tensor]
+"""By block: what the model adds to the hidden states [samples, tokens, hidden] that leave it."""
 
 
 class StopForward(Exception):  # no error: a way out
@@ -37,28 +39,37 @@ class Surroundings:
         self._cache = cache
         self._tuples = False  # whether the model takes what its blocks return as a tuple
 
-    def capture(self, ids: torch.Tensor) -> tuple[torch.Tensor, Arguments]:
-        """The hidden states [samples, tokens, hidden] that enter the first block, and every block's further arguments.
+    def capture(
+        self, ids: torch.Tensor, images: Mapping[str, Any] | None = None
+    ) -> tuple[torch.Tensor, Arguments, Added]:
+        """The hidden states [samples, tokens, hidden] that enter the first block, every block's further arguments, and
+        what the model adds behind blocks, given images.
+
+        images  the model's inputs beside tokens, of one sample
 
         CheckpointError for a model that changes hidden states between its blocks, carries more than them from one to
         the next, or does not run all of them.
         """
         try:
-            return self._capture_once(ids)
+            return self._capture_once(ids, images)
         except _ShapeError:  # the model takes the first item of what a block returns
             self._tuples = True
         name = type(self._model).__name__
         try:
-            return self._capture_once(ids)
+            return self._capture_once(ids, images)
         except _ShapeError:
             raise CheckpointError(
                 f"{name} changes hidden states between its decoder layers, or passes more than them from one to the "
                 "next; it cannot be run layer by layer (calibrate, tune); convert without statistics needs no run"
             ) from None
 
-    def _capture_once(self, ids: torch.Tensor) -> tuple[torch.Tensor, Arguments]:
+    def _capture_once(
+        self, ids: torch.Tensor, images: Mapping[str, Any] | None
+    ) -> tuple[torch.Tensor, Arguments, Added]:
         arguments: Arguments = []
         first: list[torch.Tensor] = []
+        added: Added = {}
+        last: list[torch.Tensor] = []
 
         def note(*args: Any, **kwargs: Any) -> Any:
             rest = dict(kwargs)
@@ -67,6 +78,9 @@ class Surroundings:
                 first.append(x)
             if x.shape != first[0].shape:
                 raise _ShapeError
+            if images is not None and last and not torch.equal(x, last[-1]):
+                added[len(arguments) - 1] = x - last[-1]
+            last[:] = [x]
             arguments.append((args[1:], rest))
             if len(arguments) == len(self._blocks):
                 raise StopForward
@@ -75,7 +89,7 @@ class Surroundings:
         for module in self._blocks:
             module.forward = note
         try:
-            self._call(ids)
+            self._call(ids, images)
         except (TypeError, ValueError):
             if not arguments:
                 raise
@@ -90,7 +104,7 @@ class Surroundings:
                 f"{type(self._model).__name__} passes {first[0].shape[-2]} hidden states a token between its decoder "
                 "layers; it cannot be run layer by layer (calibrate, tune); convert without statistics needs no run"
             )
-        return first[0], arguments
+        return first[0], arguments, added
 
     def head_input(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """What the language-model head sees where the last block returned ``x``; both [samples, tokens, hidden]."""
@@ -113,11 +127,15 @@ class Surroundings:
                 del module.forward
         return found[0]
 
-    def _call(self, ids: torch.Tensor) -> None:
+    def _call(self, ids: torch.Tensor, images: Mapping[str, Any] | None = None) -> None:
+        given = {name: _on(value, self._device) for name, value in (images or {}).items()}
         try:
             with contextlib.suppress(StopForward), torch.no_grad():
                 self._model(
-                    input_ids=ids.to(self._device), past_key_values=self._cache, use_cache=self._cache is not None
+                    input_ids=ids.to(self._device),
+                    past_key_values=self._cache,
+                    use_cache=self._cache is not None,
+                    **given,
                 )
         except torch.OutOfMemoryError:
             raise

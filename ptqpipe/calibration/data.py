@@ -7,18 +7,23 @@ are chosen without replacement. The sha256 of the chosen tokens identifies them.
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.errors import UsageError
-from ptqpipe.rows import files_of, read_rows, row_tokens
-from ptqpipe.runtime.loading import load_tokenizer
+from ptqpipe.images import decode_images, read_image, split_content
+from ptqpipe.rows import chat_text, files_of, read_rows, row_tokens, shows_images
+from ptqpipe.runtime.loading import load_tokenizer, read_config
+from ptqpipe.runtime.processor import Processor
 
+NO_TOKEN = -1
+_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 HELD_SHARE = 8  # samples for each window that is held out, unless the caller says how many
 
 
@@ -41,6 +46,8 @@ class Samples:
     sha256      of ``windows`` as little-endian int64
     files       of every --data
     candidates  how many windows there were to choose from
+    images      of each window and then of each held out: what the model takes beside tokens; empty without images.
+                A row with images is a window of its own, `NO_TOKEN` behind its end
     """
 
     windows: torch.Tensor
@@ -48,6 +55,12 @@ class Samples:
     sha256: str
     files: tuple[DataFile, ...]
     candidates: int
+    images: tuple[Mapping[str, Any] | None, ...] = ()
+
+    def images_of(self, share: slice) -> tuple[Mapping[str, Any] | None, ...]:
+        """Those of a share of the windows and the same share of those held out."""
+        count = len(self.windows)
+        return (*self.images[:count][share], *self.images[count:][share])
 
 
 def load_samples(
@@ -59,12 +72,14 @@ def load_samples(
     seed: int = 0,
     field: str | None = None,
     holdout: int | None = 0,
+    images: bool = False,
 ) -> Samples:
     """Tokenizes, cuts and chooses.
 
     names    files, folders of them, or data sets by name
     model    the folder with the tokenizer
     holdout  how many further windows are held out; None: one for every HELD_SHARE samples, or as many as the data have
+    images   whether rows may be messages with images, named by paths from the folder of their file
 
     Raises UsageError for no or bad data and for too few tokens, CheckpointError for a model without tokenizer.
     """
@@ -78,26 +93,60 @@ def load_samples(
     if holdout is not None and holdout < 0:
         raise UsageError(f"--holdout {holdout}: expected 0 or more windows")
     tokenizer = cache(lambda: load_tokenizer(model))  # rows of token ids need none
+    see, shown = cache(lambda: Processor(model, read_config(model))), list[tuple[tuple[int, ...], dict[str, Any]]]()
     files: list[DataFile] = []
     stream = array("q")
     for name in files_of(names):
-        before, rows = len(stream), 0
+        rows, total = 0, 0
         for where, value in read_rows(name, field=field):
-            for tokens in row_tokens(tokenizer, value, where):
-                stream.extend(tokens)
+            if images and shows_images(value):
+                shown.append(_with_images(see(), tokenizer(), value, where, folder=Path(name).parent, seqlen=seqlen))
+                total += len(shown[-1][0])
+            else:
+                for tokens in row_tokens(tokenizer, value, where):
+                    stream.extend(tokens)
+                    total += len(tokens)
             rows += 1
         if not rows:
             raise UsageError(f"{name} is empty; give a file with text")
-        files.append(_described(name, rows, len(stream) - before))
-    candidates = len(stream) // seqlen
+        files.append(_described(name, rows, total))
+    count = len(stream) // seqlen
+    candidates = count + len(shown)
     if candidates < samples + (holdout or 0):
         raise _too_few(len(stream), seqlen, f"{samples} and {holdout} held out" if holdout else f"{samples}")
     if holdout is None:
         holdout = min(samples // HELD_SHARE, candidates - samples)
-    windows = torch.frombuffer(stream, dtype=torch.int64, count=candidates * seqlen).view(candidates, seqlen)
+    windows = torch.full((candidates, seqlen), NO_TOKEN)
+    if count:
+        windows[:count] = torch.frombuffer(stream, dtype=torch.int64, count=count * seqlen).view(count, seqlen)
+    for at, (tokens, _) in enumerate(shown, count):
+        windows[at, : len(tokens)] = torch.tensor(tokens)
     order = torch.randperm(candidates, generator=torch.Generator().manual_seed(seed))
-    chosen, held_out = windows[order[:samples].sort().values], windows[order[samples : samples + holdout].sort().values]
-    return Samples(chosen, held_out, tokens_digest(chosen), tuple(files), candidates)
+    first, then = order[:samples].sort().values, order[samples : samples + holdout].sort().values
+    chosen, held_out = windows[first], windows[then]
+    inputs = [*[None] * count, *(inputs for _, inputs in shown)] if shown else []
+    given = tuple(inputs[at] for at in (*first.tolist(), *then.tolist())) if shown else ()
+    return Samples(chosen, held_out, tokens_digest(chosen), tuple(files), candidates, given)
+
+
+def _with_images(
+    processor: Processor, tokenizer: Any, messages: list[dict[str, Any]], where: str, *, folder: Path, seqlen: int
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """(tokens, the model's inputs beside them) of a row of messages with images. UsageError for what is none."""
+    split = [split_content(message.get("content"), where) for message in messages]
+    raw = [read_image(place, folder, remedy="-", within=False) for _, places in split for place in places]
+    shown = decode_images(raw, where)
+    plain = [{**message, "content": parts} for message, (parts, _) in zip(messages, split, strict=True)]
+    text = chat_text(tokenizer, plain, where, template=processor.template)
+    try:
+        tokens, inputs = processor(text, shown)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    end = len(tokens) - tokens[::-1].index(processor.token)
+    if end > seqlen:
+        raise UsageError(f"{where} has tokens of images up to number {end}, --seqlen is {seqlen}; raise it")
+    cut = {name: value[:, :seqlen] if name in _OF_TOKENS else value for name, value in inputs.items()}
+    return tokens[:seqlen], cut
 
 
 def check_samples(names: Sequence[str], model: Path, *, samples: int, seqlen: int) -> None:

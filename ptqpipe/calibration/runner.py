@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
-from ptqpipe.calibration.capture import Arguments, Surroundings, moved, same
+from ptqpipe.calibration.capture import Added, Arguments, Surroundings, moved, same
 from ptqpipe.calibration.experts import check_known, is_stacked, observe
 from ptqpipe.calibration.kv import KeyValueObserver, make_cache
 from ptqpipe.calibration.skeleton import Skeleton
@@ -66,7 +67,7 @@ class Block:
         """Hidden states [samples, tokens, hidden] that leave this block when ``x`` enters it, with some ``parameters``
         (by their names in the block) instead of its own. Records gradients unless the caller is under
         ``torch.no_grad``."""
-        args, kwargs = self._runner.arguments_on(self.device)[x.shape[0]][self.index]
+        args, kwargs = self._runner.arguments_on(self.device)[self._runner.key(batch)][self.index]
         if parameters:
             out = torch.func.functional_call(self.module, dict(parameters), (x, *args), kwargs)
         else:
@@ -77,7 +78,8 @@ class Block:
             raise CheckpointError(
                 f"'{self.name}' does not turn hidden states into hidden states; it cannot be run alone"
             )
-        return out
+        added = self._runner.added.get(batch, {}).get(self.index)
+        return out if added is None else out + added.to(out.device)
 
     def on(self, device: torch.device) -> "Block":
         """A copy of this block on another device, for `advance_together`."""
@@ -163,6 +165,7 @@ class Runner:
         device: torch.device,
         activations: Activations,
         held_from: int,
+        images: Sequence[Mapping[str, Any] | None] = (),
     ) -> None:
         """Use `open`."""
         self.skeleton = skeleton
@@ -170,7 +173,9 @@ class Runner:
         self.held_from = held_from
         self.device = device
         self.activations = activations
+        self.images = images
         self.arguments: dict[int, Arguments] = {}
+        self.added: dict[int, Added] = {}
         self.key_values = KeyValueObserver()
         self.on_tokens: Callable[[int], None] = lambda tokens: None  # after each batch of a block, on any thread
         self._moved: dict[torch.device, dict[int, Arguments]] = {}
@@ -189,6 +194,7 @@ class Runner:
         memory_bytes: int | None = None,
         spill: Path | None = None,
         streams: int = 1,
+        images: Sequence[Mapping[str, Any] | None] = (),
     ) -> "Runner":
         """Reads the embeddings and runs them; no block yet.
 
@@ -199,23 +205,27 @@ class Runner:
         memory_bytes  what weights of a block and hidden states may take together; hidden states that do not fit go to
                       a file in ``spill``, which is a folder that exists
         streams       how many sets of hidden states the caller keeps, this runner's own among them
+        images        of each window and each further one: what the model takes beside its tokens. Such windows are
+                      batches of their own, as long as their tokens are 0 or more. None: there are no images
 
         Raises UsageError for tokens that the model does not have, CheckpointError for a model that cannot be run so.
         """
         device = device or torch.device("cpu")
         held_out = windows[:0] if held_out is None else held_out
         both = torch.cat((windows, held_out))
-        _check_windows(both, skeleton)
+        _check_windows(both[both >= 0][None] if images else both, both.shape[1], skeleton)
         for name, module in skeleton.model.named_modules():
             if is_stacked(module):
                 check_known(module, name)
                 observe(module, None)
-        size = max(1, BATCH_TOKENS // windows.shape[1])
+        size = 1 if images else max(1, BATCH_TOKENS // windows.shape[1])
         activations = _activations(skeleton, both, memory_bytes, spill, streams)
         batches = list(torch.split(windows, size))
         held_from = len(batches)
         batches += torch.split(held_out, size) if len(held_out) else ()
-        runner = cls(skeleton, batches, device=device, activations=activations, held_from=held_from)
+        if images:
+            batches = [row[row >= 0][None] for row in both]
+        runner = cls(skeleton, batches, device=device, activations=activations, held_from=held_from, images=images)
         try:
             runner._embed()
         except BaseException:
@@ -227,6 +237,10 @@ class Runner:
     def names(self) -> tuple[str, ...]:
         """Names of the blocks, in order."""
         return tuple(name for name, _ in self.skeleton.blocks)
+
+    def key(self, batch: int) -> int:
+        """Of a batch's arguments: its size, on which alone they depend; given images, its number."""
+        return batch if self.images else self.batches[batch].shape[0]
 
     @property
     def tokens(self) -> int:
@@ -297,9 +311,11 @@ class Runner:
                     module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
         checked: set[int] = set()
         for index, ids in enumerate(self.batches):
-            hidden, arguments = self._around.capture(ids)
+            shown = self.images[index] if self.images else None
+            hidden, arguments, added = self._around.capture(ids, shown)
             self.activations.put(index, hidden)
-            known = self.arguments.setdefault(ids.shape[0], arguments)
+            self.added |= {index: added} if added else {}
+            known = self.arguments.setdefault(self.key(index), arguments)
             if known is not arguments and ids.shape[0] not in checked:
                 checked.add(ids.shape[0])
                 if not same(known, arguments):
@@ -311,7 +327,7 @@ class Runner:
         skeleton.free([name for name in outside if skeleton.model.get_submodule(name.rpartition(".")[0]) is embedding])
 
 
-def _check_windows(windows: torch.Tensor, skeleton: Skeleton) -> None:
+def _check_windows(windows: torch.Tensor, seqlen: int, skeleton: Skeleton) -> None:
     rows = skeleton.model.get_input_embeddings().weight.shape[0]
     low, high = int(windows.min()), int(windows.max())
     if low < 0 or high >= rows:
@@ -320,7 +336,7 @@ def _check_windows(windows: torch.Tensor, skeleton: Skeleton) -> None:
             f"the data have token id {worst}, the model's embedding has {rows} rows; use data and tokenizer of this "
             "model"
         )
-    check_length(skeleton.model.config, windows.shape[1])
+    check_length(skeleton.model.config, seqlen)
 
 
 def _activations(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError, first_line, missing_package
-from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
+from ptqpipe.runtime.language_model import causal_model_of, image_parts, keep_language_model
 from ptqpipe.runtime.loading import quiet, read_config
 from ptqpipe.runtime.mtp import add_mtp, find_mtp
 from ptqpipe.runtime.state import LazyTensor, lazy_state
@@ -45,10 +45,14 @@ class Skeleton:
     mtp: tuple[tuple[str, torch.nn.Module], ...] = ()
 
     @classmethod
-    def of(cls, source: Source, *, dtype: torch.dtype) -> "Skeleton":
-        """Names and shapes only. CheckpointError for a model that transformers cannot run layer by layer."""
+    def of(cls, source: Source, *, dtype: torch.dtype, images: bool = False) -> "Skeleton":
+        """Names and shapes only. CheckpointError for a model that transformers cannot run layer by layer.
+
+        images  with the parts that only images pass, too
+        """
         config = read_config(source.reader.path)
         model = _empty_model(config, dtype, source)
+        model = model if images else keep_language_model(model)
         conversions, layer = _conversions(model), find_mtp(source)
         blocks = _find_blocks(model, source)
         if layer is not None:
@@ -123,7 +127,7 @@ def _empty_model(config: Any, dtype: torch.dtype, source: Source) -> Any:
     model_class, config = causal_model_of(config, source.reader.path)
     with quiet(), _empty():
         model = model_class._from_config(config, dtype=dtype)
-    return keep_language_model(model).eval()
+    return model.eval()
 
 
 def _empty() -> AbstractContextManager[None]:
@@ -198,10 +202,11 @@ def _load(skeleton: Skeleton, wanted: Mapping[str, LazyTensor], device: torch.de
 def _find_blocks(model: Any, source: Source) -> tuple[tuple[str, torch.nn.Module], ...]:
     """The list of modules that has as many as the config says layers, the outermost one."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    towers = tuple(f"{part}." for part in image_parts(model))
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count and not f"{name}.".startswith(towers)
     ]
     if not lists:
         raise CheckpointError(

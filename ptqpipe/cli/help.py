@@ -42,7 +42,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "What is added": ("values", "ranks", "partials", "tensor", "weight", "elements"),
     "Messages and machines": ("codec", "hadamard", "node", "topology", "size"),
     "Engine": (
-        "chat_template", "decoded", "no_prefix_caching", "batch_invariant", "tp", "allreduce", "overlap",
+        "chat_template", "media", "decoded", "no_prefix_caching", "batch_invariant", "tp", "allreduce", "overlap",
         "speculative", "speculative_tokens",
     ),
     "vLLM": ("engine", "vllm_python", "nnodes", "node_rank", "master_addr", "master_port"),

@@ -26,6 +26,7 @@ FLAGS = {
     "max_queue": "--max-num-queued-reqs",
     "kv_cache_size": "--kv-cache-memory-bytes",
     "chat_template": "--chat-template",
+    "media": "--allowed-local-media-path",
 }
 # Options that `VllmService` takes itself.
 OWN: tuple[str, ...] = (
@@ -183,6 +184,12 @@ VLLM_OPTIONS = options(
     "--chat-template",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Jinja file that turns chats into prompts.  [default: the model's]",
+)
+@click.option(
+    "--allowed-local-media-path",
+    "media",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder whose files messages may name as images; without it images come as data URIs alone.",
 )
 @click.option(
     "--drain",

@@ -5,6 +5,7 @@
     scheduler.py      which tokens are computed next
     attention.py      transformers' attention over our pages
     batch.py          one step as numbers, the same on every rank
+    images.py         images in a prompt and in a step
     runner.py         the model: a batch in, logits out
     states.py         states of linear attention and state-space layers, beside the pages
     sampler.py        logits in, one token a sequence out
@@ -17,6 +18,7 @@ Must not know HTTP, files or formats: it is given a model and a tokenizer.
 """
 
 from ptqpipe.engine.engine import ContextTooLong, Counters, Engine, EngineOptions, Piece, Request
+from ptqpipe.engine.images import Images
 from ptqpipe.engine.sequence import Finish, SamplingParams, TokenLogprob
 from ptqpipe.engine.service import Overloaded, Service, State, Unavailable
 
@@ -26,6 +28,7 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "Finish",
+    "Images",
     "Overloaded",
     "Piece",
     "Request",

@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ptqpipe.engine.batch import Batch, Span
+from ptqpipe.engine.images import ImageRows
 from ptqpipe.errors import UsageError
 from ptqpipe.kernels import cpu_library
 from ptqpipe.kernels.cpu_attention import PagedQueries, PagedSpans, paged_attention, paged_prefill
@@ -75,7 +76,7 @@ class _Step:
     spans: PagedSpans
     singles: PagedQueries | None
     turns: dict[int, int] = field(default_factory=dict)
-    masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int | None, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
 
 
 class PagedAttention:
@@ -99,6 +100,11 @@ class PagedAttention:
     def active() -> "PagedAttention":
         """The one that a forward is within."""
         return _ACTIVE.get()
+
+    def images(self) -> ImageRows | None:
+        """Within a step: what of its tokens images decide."""
+        step = _STEP.get(None) if _ACTIVE.get(None) is self else None
+        return None if step is None else step.batch.images
 
     def singles(self) -> tuple[torch.Tensor, tuple[PagedQueries, PagedSpans]] | None:
         """Within a step in which every sequence has one token: the slots of the new keys, and what each sees."""
@@ -139,10 +145,14 @@ class PagedAttention:
         step, pages = _STEP.get(), self.pages[layer]
         store(pages.keys, step.slots, key, pages.key_scale)
         store(pages.values, step.slots, value, pages.value_scale)
-        found = paged_prefill(
-            query, pages.keys, pages.values, step.spans, scaling=terms.scaling, window=terms.window,
-            softcap=terms.softcap, sinks=terms.sinks, numbers=pages.numbers,
-        )  # fmt: skip
+        images = step.batch.images
+        groups = images.groups if images is not None and layer in images.layers else None
+        found = None
+        if groups is None or not any(groups):
+            found = paged_prefill(
+                query, pages.keys, pages.values, step.spans, scaling=terms.scaling, window=terms.window,
+                softcap=terms.softcap, sinks=terms.sinks, numbers=pages.numbers,
+            )  # fmt: skip
         if found is not None:
             return found
         found = self._attend_singles(step, pages, query, terms)
@@ -152,14 +162,15 @@ class PagedAttention:
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         if found is not None:
             out[:at] = found
-        for span, table in list(zip(step.batch.spans, step.tables, strict=True))[at:]:
+        each = groups or ((),) * len(step.tables)
+        for span, table, group in list(zip(step.batch.spans, step.tables, each, strict=True))[at:]:
             rows = slice(at, at + span.count)
             if span.count == span.total and pages.key_scale is None:  # all that it sees is at hand
                 k, v = key[rows], value[rows]
             else:
                 k = load(pages.keys, table, span.total, pages.key_scale, query.dtype)
                 v = load(pages.values, table, span.total, pages.value_scale, query.dtype)
-            out[rows] = self._one(step, span, query[rows], k, v, terms)
+            out[rows] = self._one(step, span, query[rows], (k, v), terms, group)
             at += span.count
         return out
 
@@ -173,18 +184,28 @@ class PagedAttention:
         )  # fmt: skip
 
     def _one(
-        self, step: _Step, span: Span, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
+        self,
+        step: _Step,
+        span: Span,
+        query: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        terms: Terms,
+        groups: tuple[int, ...],
     ) -> torch.Tensor:
-        """One sequence: queries [count, heads, dim], keys and values [total, kv heads, dim]; [count, heads, dv]."""
+        """One sequence: queries [count, heads, dim], keys and values [total, kv heads, dim]; [count, heads, dv].
+
+        groups  first and end, by turns, of tokens that see each other
+        """
+        key, value = kv
         window = terms.window if terms.window is not None and terms.window < span.total else None
         if span.count == 1 and window is not None:
             key, value, window = key[-window:], value[-window:], None
         mask = None
-        if span.count > 1 and (window is not None or span.count != span.total or terms.sinks is not None):
-            mask = step.masks.get((span.count, span.total, window))
+        if span.count > 1 and (window is not None or span.count != span.total or terms.sinks is not None or groups):
+            mask = step.masks.get((span.count, span.total, window, groups))
             if mask is None:
-                mask = causal_mask(span.count, span.total, window).to(query.device)
-                step.masks[(span.count, span.total, window)] = mask
+                mask = causal_mask(span.count, span.total, window, groups).to(query.device)
+                step.masks[(span.count, span.total, window, groups)] = mask
         if terms.softcap is not None or terms.sinks is not None:
             if mask is None and span.count > 1:
                 mask = causal_mask(span.count, span.total, None).to(query.device)
@@ -244,11 +265,14 @@ def load(
     return (codes.float() * scale).to(dtype)
 
 
-def causal_mask(count: int, total: int, window: int | None) -> torch.Tensor:
-    """Bool [count, total]: what the last ``count`` of ``total`` tokens see."""
+def causal_mask(count: int, total: int, window: int | None, groups: tuple[int, ...] = ()) -> torch.Tensor:
+    """Bool [count, total]: what the last ``count`` of ``total`` tokens see. ``groups``: first and end, by turns, of
+    tokens that see each other, too."""
     row = torch.arange(total - count, total)[:, None]
     column = torch.arange(total)[None, :]
     seen = column <= row
+    for first, end in zip(groups[::2], groups[1::2], strict=True):
+        seen |= (row >= first) & (row < end) & (column >= first) & (column < end)
     return seen if window is None else seen & (column > row - window)
 
 

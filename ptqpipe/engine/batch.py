@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ptqpipe.engine.images import ImageRows, rows_of
 from ptqpipe.engine.scheduler import Chunk
 
 
@@ -26,14 +27,20 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``tokens`` of ``spans``, one after the other; ``wanted``: places whose logits are computed. Int64 [T], [W]."""
+    """``tokens`` of ``spans``, one after the other; ``wanted``: places whose logits are computed. Int64 [T], [W].
+
+    images  what of the tokens images decide, if any do
+    """
 
     tokens: torch.Tensor
     wanted: torch.Tensor
     spans: tuple[Span, ...]
+    images: ImageRows | None = None
 
     def positions(self) -> torch.Tensor:
-        """Each token's place in its sequence, int64 [T]."""
+        """Each token's place in its sequence, int64 [T]; [3, T] where a sequence with images counts otherwise."""
+        if self.images is not None and self.images.positions is not None:
+            return self.images.positions
         return torch.cat([torch.arange(span.total - span.count, span.total) for span in self.spans])
 
     def pack(self) -> torch.Tensor:
@@ -41,7 +48,8 @@ class Batch:
         head = [len(self.spans), len(self.tokens), len(self.wanted)]
         for span in self.spans:
             head += [span.count, span.total, span.row, len(span.blocks), *span.blocks]
-        return torch.cat([torch.tensor(head, dtype=torch.int64), self.tokens, self.wanted])
+        images = [] if self.images is None else [self.images.pack()]
+        return torch.cat([torch.tensor(head, dtype=torch.int64), self.tokens, self.wanted, *images])
 
 
 def unpack(packed: torch.Tensor) -> Batch:
@@ -53,8 +61,9 @@ def unpack(packed: torch.Tensor) -> Batch:
         count, total, row, n_blocks = numbers[at : at + 4]
         spans.append(Span(count, total, tuple(numbers[at + 4 : at + 4 + n_blocks]), row))
         at += 4 + n_blocks
-    tokens = packed[at : at + n_tokens]
-    return Batch(tokens, packed[at + n_tokens : at + n_tokens + n_wanted], tuple(spans))
+    end = at + n_tokens + n_wanted
+    images = ImageRows.unpack(packed[end:]) if end < len(packed) else None
+    return Batch(packed[at : at + n_tokens], packed[at + n_tokens : end], tuple(spans), images)
 
 
 def make_batch(chunks: Row[Chunk], block_size: int) -> Batch:
@@ -72,4 +81,7 @@ def make_batch(chunks: Row[Chunk], block_size: int) -> Batch:
         tokens += [*seq.tokens[chunk.start : chunk.start + chunk.count], *chunk.drafts]
         spans.append(Span(chunk.size, total, tuple(seq.blocks[: -(-total // block_size)]), seq.row))
     as_int64 = [torch.tensor(numbers, dtype=torch.int64) for numbers in (tokens, wanted)]
-    return Batch(as_int64[0], as_int64[1], tuple(spans))
+    images = None
+    if any(chunk.seq.seen is not None for chunk in chunks):
+        images = rows_of([(chunk.seq.seen, chunk.start, chunk.start + chunk.size) for chunk in chunks])
+    return Batch(as_int64[0], as_int64[1], tuple(spans), images)

@@ -1,9 +1,9 @@
 """The pages of the KV cache: which sequence uses which page, sharing of prefixes, eviction.
 
 A page (block) holds the keys and values of ``block_size`` consecutive tokens in every layer. A full block is known by a
-digest of all tokens up to its end, so that another sequence with the same beginning takes it instead of computing it
-again. A block that nobody holds keeps its content until it is needed for something else, least recently used first.
-Must not know tensors: it deals in numbers of blocks.
+digest of all tokens and images up to its end, so that another sequence with the same beginning takes it instead of
+computing it again. A block that nobody holds keeps its content until it is needed for something else, least recently
+used first. Must not know tensors: it deals in numbers of blocks.
 """
 
 from array import array
@@ -93,7 +93,7 @@ class BlockManager:
     def _digest(self, seq: Sequence, at: int) -> bytes:
         """Of all tokens up to the end of the sequence's block ``at``."""
         for i in range(len(seq.digests), at + 1):
-            tokens = array("q", seq.tokens[i * self.block_size : (i + 1) * self.block_size])
+            tokens = array("q", seq.keys(i * self.block_size, (i + 1) * self.block_size))
             parent = seq.digests[-1] if seq.digests else b""
             seq.digests.append(blake2b(parent + tokens.tobytes(), digest_size=16).digest())
         return seq.digests[at]

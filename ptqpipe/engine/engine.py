@@ -15,11 +15,12 @@ import torch
 
 from ptqpipe.engine.batch import Batch, make_batch
 from ptqpipe.engine.block_manager import BlockManager
+from ptqpipe.engine.images import Images, See
 from ptqpipe.engine.sampler import logprobs_of, sample
 from ptqpipe.engine.scheduler import Chunk, Scheduler
 from ptqpipe.engine.sequence import Finish, SamplingParams, Sequence, TokenLogprob
 from ptqpipe.engine.text import Detokenizer, StopStrings
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import PtqError, UsageError
 
 
 class ContextTooLong(UsageError):
@@ -63,12 +64,13 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``n`` continuations of one prompt of tokens. ``id`` is the caller's, unique among those under way."""
+    """``n`` continuations of one prompt, of tokens and images. ``id`` is the caller's, unique among those under way."""
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     n: int = 1
+    images: Images | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ class Engine:
     tokenizer   transformers' (``decode`` alone is used)
     end_tokens  tokens that end a sequence
     drafter     what guesses the next tokens; None: nothing does
+    see         the model's tower; None where it takes no images
     """
 
     def __init__(
@@ -143,8 +146,9 @@ class Engine:
         vocabulary: int,
         end_tokens: Iterable[int],
         drafter: "Drafts | None" = None,
+        see: See | None = None,
     ) -> None:
-        self.drafter = drafter
+        self.drafter, self.see = drafter, see
         self.runner, self.tokenizer, self.options = runner, tokenizer, options
         self.vocabulary = vocabulary
         self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < vocabulary)
@@ -179,6 +183,8 @@ class Engine:
         wrong = next((token for token in request.prompt if not 0 <= token < self.vocabulary), None)
         if wrong is not None:
             raise UsageError(f"token {wrong} is not in the vocabulary of {self.vocabulary}")
+        if request.images is not None and self.see is None:
+            raise UsageError("this model takes no images; send text")
         biased = [token for token, _ in request.params.logit_bias]
         for name, tokens in (("logit_bias", biased), ("stop_token_ids", request.params.stop_token_ids)):
             wrong = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
@@ -192,13 +198,16 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_tokens)
-        seqs = [Sequence(request.id, at, list(request.prompt), params, ends) for at in range(request.n)]
+        seqs = [self._sequence(request, at, params, ends) for at in range(request.n)]
         for seq in seqs:
             detokenizer = Detokenizer(self.tokenizer, request.prompt)
             self._streams[seq] = _Stream(seq, detokenizer, StopStrings(params.stop))
         self._streams[seqs[0]].siblings = seqs[1:]
         self._requests[request.id] = set(seqs)
         self.scheduler.add(seqs[0])
+
+    def _sequence(self, request: Request, at: int, params: SamplingParams, ends: frozenset[int]) -> Sequence:
+        return Sequence(request.id, at, list(request.prompt), params, ends, images=request.images)
 
     def cancel(self, request: str) -> list[Piece]:
         """Ends all sequences of a request; their last pieces (none for an unknown request)."""
@@ -207,6 +216,9 @@ class Engine:
 
     def step(self) -> list[Piece]:
         """Computes the next tokens; what they gave, in the order of their sequences' arrival."""
+        refused = self._see_next()
+        if refused:
+            return refused
         chunks = self.scheduler.step()
         if not chunks:
             return []
@@ -248,6 +260,21 @@ class Engine:
         seq.computed += 1
         self.blocks.seal(seq, chunk.start)
         return True
+
+    def _see_next(self) -> list[Piece]:
+        """Lets the tower see the images of the next sequence that waits, one prompt a step, so that those under way
+        advance in between; the last pieces of a request whose images the model does not take."""
+        seq = self.scheduler.waiting[0] if self.scheduler.waiting else None
+        if seq is None or not seq.unseen or len(self.scheduler.running) >= self.options.max_seqs:
+            return []
+        assert self.see is not None
+        assert seq.images is not None
+        try:
+            seq.seen, seq.images = self.see(seq.tokens[: seq.prompt_len], seq.images), None
+        except PtqError as error:
+            pieces = self.cancel(seq.request)
+            return [replace(piece, finish=Finish.STOP, error=str(error)) for piece in pieces]
+        return []
 
     def _count(self, chunk: Chunk) -> None:
         seq, counters = chunk.seq, self.counters
@@ -299,6 +326,7 @@ class Engine:
         """A sequence with one more token (unless it wanted none), and its piece."""
         seq, params = stream.seq, stream.seq.params
         for sibling in reversed(stream.siblings):
+            sibling.seen, sibling.images = seq.seen, None
             self.scheduler.add(sibling, first=True)
         stream.siblings = []
         piece = Piece(seq.request, seq.index, cached=seq.cached, begun=seq.begun)

@@ -163,12 +163,13 @@ def _carry(queue: Any, ready: threading.Event) -> None:
 
 
 def halves(batch: Batch, least_tokens: int) -> tuple[Batch, Batch] | None:
-    """A batch cut in two of about as many tokens; None for one with fewer than ``least_tokens`` tokens of prompts.
+    """A batch cut in two of about as many tokens; None for one with images, or with fewer than ``least_tokens`` tokens
+    of prompts.
 
     A span may be cut, but no end of it is left with one token: where there is no kernel for both, that would be
     computed like a decode step's, with other roundings.
     """
-    if sum(span.count for span in batch.spans if span.count > 1) < max(least_tokens, 4):
+    if batch.images is not None or sum(x.count for x in batch.spans if x.count > 1) < max(least_tokens, 4):
         return None
     at = _place(batch)
     first: list[Span] = []

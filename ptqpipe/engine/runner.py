@@ -9,12 +9,14 @@ their config says and by what the probe (``probe.py``) shows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ptqpipe.engine.attention import IMPLEMENTATION, PagedAttention, Pages, numbers_of
 from ptqpipe.engine.batch import Batch
+from ptqpipe.engine.images import DEEP
 from ptqpipe.engine.layers import use_layers
 from ptqpipe.engine.probe import ATTENTION, STATES, check_tokens, kinds_of, mtp_shape, probe
 from ptqpipe.engine.states import States
@@ -77,6 +79,10 @@ class Runner:
         pages = {layer: self._pages(layer) for layer in self.shapes}
         self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=found.windows)
         use_layers(model, self.attention)
+        model.get_input_embeddings().register_forward_hook(self._with_images)
+        for module in model.modules():
+            if set(DEEP) <= signature(module.forward).parameters.keys():
+                module.register_forward_pre_hook(self._with_features, with_kwargs=True)
 
     def _sequence_count(self, options: CacheOptions) -> int:
         """How many sequences have states: those asked for, as far as half of ``max_bytes`` has room; one at least."""
@@ -125,12 +131,31 @@ class Runner:
         with self.attention.during(batch), self.states.during(batch):
             out = self.model(
                 input_ids=batch.tokens[None].to(device),
-                position_ids=batch.positions()[None].to(device),
+                position_ids=batch.positions().unsqueeze(-2).to(device),
                 use_cache=False,
                 logits_to_keep=batch.wanted.to(device) if len(batch.wanted) else 1,
             )
         logits: torch.Tensor = out.logits[0][: len(batch.wanted)]
         return logits.float().cpu()
+
+    def _with_images(self, _module: Any, _args: Any, found: torch.Tensor) -> torch.Tensor:
+        """The embeddings [1, T, hidden] of a step's tokens, those of images in their places."""
+        images = self.attention.images()
+        if images is None or not len(images.places):
+            return found
+        found = found.clone()
+        found[0, images.places.to(found.device)] = images.rows.to(found.device, found.dtype)
+        return found
+
+    def _with_features(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The decoder's arguments with the features that images add behind its first layers."""
+        images = self.attention.images()
+        if images is None or not len(images.places) or not len(images.deep):
+            return args, kwargs
+        x = kwargs["inputs_embeds"]
+        mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        mask[0, images.places.to(x.device)] = True
+        return args, {**kwargs, **dict(zip(DEEP, (mask, list(images.deep)), strict=True))}
 
 
 def check_model(model: Any) -> None:

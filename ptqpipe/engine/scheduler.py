@@ -74,7 +74,7 @@ class Scheduler:
         while at < len(self.running):
             seq = self.running[at]
             behind = len(self.running) - at - 1  # each of them gets a token at least
-            count = min(_most(seq), max(1, budget - behind))
+            count = _whole(seq, min(_most(seq), max(1, budget - behind)))
             if not self._make_room(seq, count):
                 break  # it was the last one and has left
             chunk = self._with_drafts(Chunk(seq, seq.computed, count), budget - behind - count)
@@ -113,6 +113,8 @@ class Scheduler:
         """Lets waiting sequences in, in order, while the step and the cache have room for all of their tokens."""
         while self.waiting and budget > 0 and len(self.running) < self.max_seqs:
             seq = self.waiting[0]
+            if seq.unseen:
+                return
             self.blocks.share(seq)
             # Room for the token that follows, too: a sequence that is let in should not be the next to be put out.
             if not self.blocks.grow(seq, len(seq.tokens) + 1):
@@ -123,9 +125,15 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(seq)
             seq.row = heapq.heappop(self._rows)
-            count = min(_most(seq), budget)
+            count = _whole(seq, min(_most(seq), budget))
             chunks.append(Chunk(seq, seq.computed, count))
             budget -= count
+
+
+def _whole(seq: Sequence, count: int) -> int:
+    """``count`` tokens, and the rest of an image whose tokens see each other: those are computed in one step, if need
+    be beyond its most tokens."""
+    return count if seq.seen is None else seq.seen.whole(seq.computed + count) - seq.computed
 
 
 def _most(seq: Sequence) -> int:

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ptqpipe.engine.images import Images, Seen
 from ptqpipe.errors import UsageError
 
 MOST_LOGPROBS = 20
@@ -117,6 +118,7 @@ class Sequence:
     digests         of its full blocks, as far as they were needed
     begun           when it was first computed, on the monotonic clock
     drafts          guesses of the tokens that follow the last one (``speculative.py``)
+    images, seen    of its prompt: as they came, and what the tower made of them once it has
     """
 
     request: str
@@ -136,11 +138,16 @@ class Sequence:
     begun: float | None = None
     drafts: tuple[int, ...] = ()
     rng: random.Random = field(default_factory=random.Random)
+    images: Images | None = None
+    seen: Seen | None = None
+    image_keys: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
         if self.params.seed is not None:
             self.rng = random.Random(f"{self.params.seed}/{self.index}")
+        if self.images is not None:
+            self.image_keys = self.images.keys(self.tokens)
 
     def append(self, token: int) -> None:
         """One more generated token."""
@@ -148,6 +155,18 @@ class Sequence:
         self.drafts = ()
         if self.params.penalizes:
             self.counts[token] = self.counts.get(token, 0) + 1
+
+    def keys(self, start: int, end: int) -> list[int]:
+        """What the prefix cache knows tokens by: the token, and where an image is, that image."""
+        tokens = self.tokens[start:end]
+        if not self.image_keys:
+            return tokens
+        return [self.image_keys.get(at, token) for at, token in enumerate(tokens, start)]
+
+    @property
+    def unseen(self) -> bool:
+        """Whether it has images that the tower must see before it can be computed."""
+        return self.images is not None and self.seen is None
 
     @property
     def generated(self) -> int:

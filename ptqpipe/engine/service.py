@@ -18,6 +18,7 @@ from ptqpipe.engine.sequence import Finish
 from ptqpipe.errors import PtqError, one_line
 
 Listener = Callable[[Piece], None]
+MOST_IMAGE_BYTES = 1 << 30  # of what processors made of the images of all requests under way
 BEAT_S = 2.0  # an idle engine lets its other ranks know that it lives
 
 
@@ -63,6 +64,7 @@ class Load:
 class _Pending:
     listener: Listener
     sequences: int
+    image_bytes: int = 0
 
 
 class Service:
@@ -113,7 +115,11 @@ class Service:
                     "later",
                     retry_s=1 + self.sequences() // 32,
                 )
-            self._pending[request.id] = _Pending(listener, request.n)
+            size = 0 if request.images is None else request.images.nbytes
+            held = sum(entry.image_bytes for entry in self._pending.values())
+            if size and held and held + size > MOST_IMAGE_BYTES:
+                raise Overloaded(f"the images of requests under way take {held} bytes; try again later", retry_s=1)
+            self._pending[request.id] = _Pending(listener, request.n, size)
             self._calls.put(lambda: self._add(request))  # before a drain's last word, which waits for the lock
 
     @property

@@ -55,6 +55,11 @@ def _takes_text_alone(model_class: Any, config: Any) -> bool:
     return not (config.is_encoder_decoder or config.get_text_config().is_encoder_decoder)
 
 
+def takes_images(config: Any, path: Path) -> bool:
+    """Whether the model that `causal_model_of` gives has the parts for images."""
+    return causal_model_of(config, path)[0] is _with_images(config)
+
+
 def with_note(header: str, config: Any) -> str:
     """A command's header, which says of a model of images and text that vision tower and projector are left out."""
     if _with_images(config) is None or config.get_text_config() is config:
@@ -65,11 +70,21 @@ def with_note(header: str, config: Any) -> str:
 def keep_language_model(model: Any) -> Any:
     """Takes everything out of an empty model that only images or sound pass: what lies neither in nor around the
     decoder, the embeddings and the head. A model of text stays whole. Returns the model."""
-    if _with_images(model.config) is type(model):
-        parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-        kept = {module for part in parts if part is not None for module in part.modules()}
-        setattr(model, _LEFT_OUT, tuple(_prune(model, kept, "")))
+    gone = image_parts(model)
+    for name in gone:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, None)
+    setattr(model, _LEFT_OUT, gone)
     return model
+
+
+def image_parts(model: Any) -> tuple[str, ...]:
+    """The names of the modules with weights that only images or sound pass; none in a model of text."""
+    if _with_images(model.config) is not type(model):
+        return ()
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    kept = {module for part in parts if part is not None for module in part.modules()}
+    return tuple(_outside(model, kept, ""))
 
 
 def left_out_of(model: Any) -> tuple[str, ...]:
@@ -77,15 +92,14 @@ def left_out_of(model: Any) -> tuple[str, ...]:
     return tuple(getattr(model, _LEFT_OUT, ()))
 
 
-def _prune(module: Any, kept: set[Any], prefix: str) -> list[str]:
-    """Takes out the modules with weights below ``module`` that neither are kept nor hold one that is; their names."""
-    gone = []
-    for leaf, child in list(module.named_children()):
+def _outside(module: Any, kept: set[Any], prefix: str) -> list[str]:
+    """Names of the modules with weights below ``module`` that neither are kept nor hold one that is."""
+    found = []
+    for leaf, child in module.named_children():
         if child in kept or next(child.parameters(), None) is None:
             continue
         if kept.isdisjoint(child.modules()):
-            setattr(module, leaf, None)
-            gone.append(f"{prefix}{leaf}")
+            found.append(f"{prefix}{leaf}")
         else:
-            gone += _prune(child, kept, f"{prefix}{leaf}.")
-    return gone
+            found += _outside(child, kept, f"{prefix}{leaf}.")
+    return found

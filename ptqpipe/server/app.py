@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -30,6 +31,7 @@ class ServerOptions:
     names    of the model; the first one is the one that it says
     context  longest sequence in tokens
     hosts    names that a request's Host may have, beside addresses and localhost (`ptqpipe/server/guards.py`)
+    media    folder of the files that messages may name as images
     """
 
     names: tuple[str, ...]
@@ -38,6 +40,7 @@ class ServerOptions:
     api_key: str | None = None
     max_body: int = 4 << 20
     chat_template: str | None = None
+    media: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +73,25 @@ def create_app(
     tokenizer: Any,
     options: ServerOptions,
     *,
+    processor: Any = "this model takes no images",
     all_reduce: AllReduceStats | None = None,
     details: Callable[[], Mapping[str, Any]] = dict,
 ) -> ASGIApp:
     """The application.
 
     tokenizer   transformers'
+    processor   the model's for images, or why there is none (`Prompts`)
     all_reduce  returns what the ranks' sums cost so far
     details     returns what /v1/models tells about the model beside OpenAI's fields, as JSON
     """
     metrics = Metrics(service, options.names[0], all_reduce=all_reduce)
-    prompts = Prompts(tokenizer, context=options.context, chat_template=options.chat_template)
+    prompts = Prompts(
+        tokenizer,
+        context=options.context,
+        chat_template=options.chat_template,
+        processor=processor,
+        media=options.media,
+    )
     state = _State(service, prompts, metrics, options, int(time.time()), details)
     app = FastAPI(
         title=f"ptqpipe serves {options.names[0]}",

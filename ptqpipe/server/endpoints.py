@@ -143,7 +143,7 @@ class Chat:
     def __init__(self, body: ChatBody, prompts: Prompts, model: str) -> None:
         self.body, self.model, self.names = body, model, prompts.names
         self.id, self.created = f"chatcmpl-{uuid4().hex}", int(time.time())
-        tokens = prompts.chat(
+        tokens, images = prompts.chat(
             body.messages, generate=body.add_generation_prompt, extra=dict(body.chat_template_kwargs or {})
         )
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -151,7 +151,7 @@ class Chat:
             asked = max(1, prompts.context - len(tokens))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.params(max_tokens=asked, logprobs=logprobs, prompt_logprobs=None)
-        self.requests = [Request(self.id, tokens, params, body.n)]
+        self.requests = [Request(self.id, tokens, params, body.n, images)]
         self.choices = [Choice(tokens, "") for _ in range(body.n)]
 
     async def answer(self, http: HttpRequest, call: Call) -> dict[str, Any]:

@@ -7,15 +7,18 @@ refused from its beginning, and one thread does it for all requests: however man
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
-from ptqpipe.engine import ContextTooLong
-from ptqpipe.errors import one_line
+from ptqpipe.engine import ContextTooLong, Images
+from ptqpipe.errors import UsageError, one_line
+from ptqpipe.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.server.errors import ApiError
 from ptqpipe.server.logprobs import TokenNames
 from ptqpipe.server.schema import Message
 
 _T = TypeVar("_T")
+_NO_FILES = "the server reads those of the folder that its --allowed-local-media-path names; or send a data URI"
 _USUAL = 8  # characters that a token has at most, in text as people write it
 
 
@@ -34,12 +37,24 @@ class Prompts:
 
     context        longest sequence in tokens; a prompt of more than twice as many is refused before it is tokenized
     chat_template  Jinja text in the place of the tokenizer's own
+    processor      the model's, for images (``runtime/processor.py``); a text that says why there is none
+    media          folder of the files that messages may name as images; None allows none
     """
 
-    def __init__(self, tokenizer: Any, *, context: int, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        context: int,
+        chat_template: str | None = None,
+        processor: Any = "this model takes no images",
+        media: Path | None = None,
+    ) -> None:
         self.tokenizer, self.names, self.context = tokenizer, TokenNames(tokenizer), context
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._template = chat_template or getattr(tokenizer, "chat_template", None)
+        self._template = self._template or getattr(processor, "template", None)
+        self._processor, self._media = processor, media
 
     @property
     def chats(self) -> bool:
@@ -85,8 +100,10 @@ class Prompts:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def chat(self, messages: list[Message], *, generate: bool, extra: dict[str, Any]) -> tuple[int, ...]:
-        """The tokens of a chat. ApiError without a template, or for messages that it refuses."""
+    def chat(
+        self, messages: list[Message], *, generate: bool, extra: dict[str, Any]
+    ) -> tuple[tuple[int, ...], Images | None]:
+        """The tokens of a chat, and its images. ApiError without a template, or for messages that it refuses."""
         if self._template is None:
             raise ApiError(
                 400,
@@ -95,13 +112,40 @@ class Prompts:
             )
         if not messages:
             raise ApiError(400, "messages is empty; expected one at least", param="messages")
+        try:
+            split = [split_content(message.content, f"messages[{at}]") for at, message in enumerate(messages)]
+            places = [place for _, found in split for place in found]
+            if not places:
+                text = self._render(messages, [message.text() for message in messages], generate=generate, extra=extra)
+                return self._tokens(text, "messages", special=False), None
+            if isinstance(self._processor, str):
+                raise UsageError(f"{self._processor}; send parts of type 'text' alone")
+            raw = [read_image(place, self._media, remedy=_NO_FILES) for place in places]
+            images = decode_images(raw, "the request")
+            self._check_marks([part.get("text", "") for parts, _ in split for part in parts])
+            text = self._render(messages, [parts for parts, _ in split], generate=generate, extra=extra)
+            self._tokens(text, "messages", special=False)
+            tokens, inputs = self._processor(text, images)
+            return tokens, Images(inputs, tuple(map(digest_of, raw)), self._processor.token)
+        except UsageError as error:
+            raise error if isinstance(error, ContextTooLong) else ApiError(400, str(error), param="messages") from None
+
+    def _check_marks(self, texts: list[str]) -> None:
+        """UsageError for text that holds what stands for an image."""
+        mark = next((mark for mark in self._processor.marks if any(mark in text for text in texts)), None)
+        if mark is not None:
+            raise UsageError(f"a text has {mark!r}, which stands for an image here; leave it out")
+
+    def _render(self, messages: list[Message], contents: list[Any], *, generate: bool, extra: dict[str, Any]) -> str:
+        """The text that the chat template makes of messages. ApiError for those that it refuses."""
         plain = [
-            {**(message.model_extra or {}), "role": message.role, "content": message.text()} for message in messages
+            {**(message.model_extra or {}), "role": message.role, "content": content}
+            for message, content in zip(messages, contents, strict=True)
         ]
         try:
-            text = self.tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 plain, chat_template=self._template, add_generation_prompt=generate, tokenize=False, **extra
             )
         except Exception as error:  # a template is a program of the checkpoint's author
             raise ApiError(400, f"the chat template refuses these messages: {one_line(str(error))}") from error
-        return self._tokens(text, "messages", special=False)
+        return text

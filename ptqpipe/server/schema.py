@@ -170,27 +170,20 @@ class CompletionBody(Sampling):
 
 
 class Message(BaseModel):
-    """One message of a chat. Content in parts is joined; parts that are no text are refused."""
+    """One message of a chat. Content in parts of text is joined; images are for models that take them."""
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
     role: str
     """Who says it: system, user or assistant."""
     content: str | _List[dict[str, Any]] | None = None
-    """The text, or a list of parts {"type": "text", "text": ...}."""
+    """The text, or a list of parts {"type": "text", "text": ...} and
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}."""
 
     def text(self) -> str:
-        """The content as text. ApiError for images and the like."""
+        """The content as text, its parts of text joined."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        for part in self.content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ApiError(
-                    400,
-                    f"content of type {part.get('type')!r} is not served, whatever the model: neither images nor sound "
-                    "are; send parts of type 'text'",
-                    param="messages",
-                )
         return "".join(part["text"] for part in self.content)
 
 

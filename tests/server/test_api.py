@@ -225,7 +225,7 @@ def test_models_tokens_health_metrics_page(server: Server, client: openai.OpenAI
         ("/v1/completions", b'{"model": "other", "prompt": "a"}', 404, "other"),
         ("/v1/chat/completions", b'{"model": "demo", "messages": []}', 400, "messages"),
         ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-         400, "'image_url' is not served, whatever the model: neither images"),
+         400, "messages[0] has an image without a place"),
         ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', 400,
          "tools"),
         ("/v1/nothing", b"{}", 404, ""),

@@ -1,5 +1,6 @@
 """Models of images and text, given text: their language model runs, tower and projector stay on disk."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 import ptqpipe
+from ptqpipe.engine.images import Images
 from ptqpipe.engine.probe import check_empty
 from ptqpipe.engine.runner import CacheOptions, Runner, check_model
 from ptqpipe.errors import CheckpointError, UsageError
@@ -19,8 +21,10 @@ from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.evaluate.run import Options, evaluate
 from ptqpipe.stages.generate import generate
 from ptqpipe.stages.serve.checks import check_checkpoint
+from ptqpipe.stages.serve.tower import Tower
 from ptqpipe.stages.verify.run import verify
 from tests import families, image_text, tiny
+from tests.engine import images as pictures
 from tests.engine.models import ask, engine, generate as served_by, greedy_of, tokenizer
 
 NOTE = "vision tower and projector are left out"
@@ -92,6 +96,25 @@ def test_calibrated_converted_evaluated_and_served(make: Callable[[str], Path], 
     assert [found[str(at)][0] for at in range(2)] == [greedy_of(oracle, prompt, 12) for prompt in prompts]
     decoded = load_model(out.out)
     torch.testing.assert_close(logits_of(load(out.out, dtype="float32")), logits_of(decoded), rtol=0, atol=1e-4)
+
+
+def test_a_rule_gives_the_tower_fp8_and_images_are_seen_with_it(tmp_path: Path) -> None:
+    model = pictures.make(tmp_path / "model", "qwen3_vl")
+    rules = [{"match": "model.visual.*", "format": "fp8_dynamic"}, {"match": "*", "format": "nvfp4"}]
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"version": 1, "rules": rules}))
+    out = ptqpipe.convert(model, out=tmp_path / "out", recipe=str(tmp_path / "recipe.yaml"), workers=1)
+    formats = {name: entry["format"] for name, entry in out.record["weights"].items()}
+    towers = [name for name in formats if TOWERS.search(name)]
+    assert len(towers) > 3
+    assert {formats[name] for name in towers} == {"fp8_channel"}
+    assert verify(out.out, source=model, workers=1).ok
+    prompt, made = pictures.inputs("qwen3_vl", transformers.AutoConfig.from_pretrained(model))
+    given = Images(made, (b"1", b"2"), pictures.IMAGE)
+    whole, packed = (
+        Tower(path, torch.float32, "cpu", lambda line: None).see(prompt, given) for path in (model, out.out)
+    )
+    error = float((whole.rows - packed.rows).norm() / whole.rows.norm())
+    assert 0 < error < 0.1
 
 
 @pytest.mark.parametrize("kind", ["blip", "idefics"])

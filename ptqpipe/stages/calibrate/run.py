@@ -30,7 +30,7 @@ from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import disk_size, memory_size
-from ptqpipe.runtime.language_model import with_note
+from ptqpipe.runtime.language_model import takes_images, with_note
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.common import (
@@ -122,13 +122,14 @@ def calibrate(
             seed=options.seed,
             field=options.field,
             holdout=options.holdout,
+            images=takes_images(config, path),
         )
         if warn is not None and options.holdout is None and not len(samples.held_out):
             warn(_no_held_out(samples, options))
         if ranks.world > options.samples:
             raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
         collecting = Collecting(block, full, len(samples.held_out) > 0, ranks, tuple(devices) or (machine.device,))
-        skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config))
+        skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config), images=bool(samples.images))
         parts = _run_parts(source, samples, options)
         folder = BlockFolder(
             out, parts, source=source.reader, index_file=STATS_FILE, mode=mode, rank=ranks.rank, wait=ranks.barrier
@@ -136,7 +137,8 @@ def calibrate(
         with folder as output, threads(machine.workers):
             if log is not None and ranks.rank == 0:
                 described = _described(samples, skeleton, options, collecting)
-                log(with_note(f"{name_of(path)} on {described}", config))
+                header = f"{name_of(path)} on {described}"
+                log(f"{header}\n{_shown(samples)}" if samples.images else with_note(header, config))
             with _open_runner(skeleton, samples, output, collecting, machine) as runner:
                 run_blocks(runner, output, collecting, shown=machine.progress)
             if ranks.rank != 0:
@@ -144,6 +146,11 @@ def calibrate(
             content = _content(source, samples, options, output, skeleton)
             output.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
+
+
+def _shown(samples: Samples) -> str:
+    count = sum(given is not None for given in samples.images)
+    return f"(a model of images and text, its tower in memory: {count} of the samples have images)"
 
 
 def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
@@ -198,6 +205,7 @@ def _open_runner(
         device=machine.device,
         memory_bytes=machine.memory_bytes - BASE_BYTES - max(_sum_bytes(skeleton, collecting)),
         spill=output.paths.partial,
+        images=samples.images_of(share),
     )
 
 

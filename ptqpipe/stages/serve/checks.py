@@ -8,9 +8,9 @@ import re
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ptqpipe.errors import UsageError, missing_package, one_line
+from ptqpipe.errors import PtqError, UsageError, missing_package, one_line
 from ptqpipe.regular_file import MAX_RECIPE_BYTES, read_regular_text
 
 if TYPE_CHECKING:
@@ -82,6 +82,23 @@ def read_template(file: Path | None) -> str | None:
     except Exception as error:  # jinja2's, which this file does not import
         raise UsageError(f"--chat-template {file} is no Jinja template: {one_line(str(error), limit=300)}") from None
     return text
+
+
+def processor_of(ckpt: str, *, invariant: bool) -> Any:
+    """The model's processor for images; without one, a text that says why, for who asks with an image."""
+    from ptqpipe.runtime.language_model import takes_images
+    from ptqpipe.runtime.loading import read_config
+    from ptqpipe.runtime.processor import Processor
+
+    config = read_config(Path(ckpt))
+    if not takes_images(config, Path(ckpt)):
+        return "this model takes no images"
+    if invariant:
+        return "images are not taken with --batch-invariant"
+    try:
+        return Processor(Path(ckpt), config)
+    except PtqError as error:
+        return f"images are not taken: {error}"
 
 
 def context_of(ckpt: str, max_len: int | None) -> int:

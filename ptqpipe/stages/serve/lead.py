@@ -22,7 +22,7 @@ from ptqpipe.quantities import memory_size
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.fill import watched
 from ptqpipe.runtime.invariant import make_batch_invariant
-from ptqpipe.runtime.language_model import with_note
+from ptqpipe.runtime.language_model import takes_images
 from ptqpipe.runtime.loading import dtype_of, load, read_config
 from ptqpipe.runtime.memory import keep_freed_memory
 from ptqpipe.runtime.parallel import RunCollective
@@ -35,6 +35,7 @@ from ptqpipe.stages.serve.facts import facts_of, heading, instructions
 from ptqpipe.stages.serve.loading import LoadingBar
 from ptqpipe.stages.serve.ranks import OtherRanks, Place
 from ptqpipe.stages.serve.run import Log, ServeOptions
+from ptqpipe.stages.serve.tower import Tower
 from ptqpipe.stages.serve.watchdog import Watchdog
 
 
@@ -47,8 +48,14 @@ class Lead:
     cause       the error for which there is no engine: its kind is the exit code, and a service keeps the text alone
     """
 
-    def __init__(self, options: ServeOptions, ranks: OtherRanks, tokenizer: Any, context: int, log: Log) -> None:
-        self.options, self.ranks, self.tokenizer, self.context, self.log = options, ranks, tokenizer, context, log
+    def __init__(
+        self, options: ServeOptions, ranks: OtherRanks, words: tuple[Any, Any], context: int, log: Log
+    ) -> None:
+        """
+        words  the tokenizer; the processor for images, or a text that says why there is none
+        """
+        self.options, self.ranks, self.context, self.log = options, ranks, context, log
+        self.tokenizer, self.processor = words
         self.leader: Leader | None = None
         self.all_reduce: QuantAllReduce | None = None
         self.cause: PtqError | None = None
@@ -75,6 +82,8 @@ class Lead:
         if ranks.place.size > 1:
             self.leader = Leader(runner, watch=watchdog)
         engine = _engine(options, runner, self.leader or runner, self.tokenizer, self.context)
+        if not isinstance(self.processor, str):
+            engine.see = Tower(Path(options.ckpt), runner.dtype, str(runner.model.device), self.log).see
         self.log(_summary(runner, ranks.place.size, self.threads, self.context))
         watchdog.watch(ranks.failing(self.service.fail), ranks.others)
         return engine
@@ -116,10 +125,21 @@ class Lead:
         options, service = self.options, self.service
         self.ranks.watch(service.fail)
         name, facts = options.name or name_of(Path(options.ckpt)), facts_of(options.ckpt)
-        self.log(with_note(heading(name, facts), read_config(Path(options.ckpt))))
+        self.log(heading(name, facts))
+        if takes_images(read_config(Path(options.ckpt)), Path(options.ckpt)):
+            loaded = "vision tower and projector are loaded with the first image"
+            self.log(f"(a model of images and text: {self.processor if isinstance(self.processor, str) else loaded})")
         hosts = host_names(options.host, options.allowed_hosts)
-        server = ServerOptions((name,), self.context, hosts, options.api_key, options.max_body, template)
-        app = create_app(service, self.tokenizer, server, all_reduce=self.counts, details=lambda: _now(facts))
+        server = ServerOptions((name,), self.context, hosts, options.api_key, options.max_body, template, options.media)
+        facts = {**facts, "images": not isinstance(self.processor, str)}
+        app = create_app(
+            service,
+            self.tokenizer,
+            server,
+            processor=self.processor,
+            all_reduce=self.counts,
+            details=lambda: _now(facts),
+        )
         service.start()
         try:
             run(
@@ -252,7 +272,8 @@ def _now(facts: dict[str, Any]) -> dict[str, Any]:
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     """What ends a sequence: the generation config's tokens, else the config's, and the tokenizer's."""
     found: set[int] = set()
-    for value in (model.generation_config.eos_token_id, model.config.get_text_config().eos_token_id):
+    text = model.config.get_text_config()
+    for value in (model.generation_config.eos_token_id, getattr(text, "eos_token_id", None)):
         if value is not None:
             found |= set(value) if isinstance(value, (list, tuple)) else {int(value)}
             break

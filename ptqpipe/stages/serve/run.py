@@ -21,6 +21,7 @@ from ptqpipe.stages.serve.checks import (
     check_sums,
     context_of,
     host_names,
+    processor_of,
     read_template,
     require_packages,
 )
@@ -44,6 +45,7 @@ class ServeOptions:
     max_queue     most sequences that wait
     speculative   "mtp": drafts by the model's own layer of that kind, ``speculative_tokens`` of a sequence in a step
     allowed_hosts names by which clients reach the service, beside this machine's own (``server/guards.py``)
+    media         folder of the files that messages may name as images
     """
 
     ckpt: str
@@ -70,6 +72,7 @@ class ServeOptions:
     api_key: str | None = None
     max_body: int = 4 << 20
     chat_template: Path | None = None
+    media: Path | None = None
     drain_s: float = 30.0
     access_log: bool = False
 
@@ -175,5 +178,8 @@ def _prepared(
     if options.speculative is not None:
         check_speculative(options.ckpt, tp=place.size)
     tokenizer, context = load_tokenizer(Path(options.ckpt)), context_of(options.ckpt, options.max_len)
+    processor = processor_of(options.ckpt, invariant=options.invariant)
+    if isinstance(processor, str) and options.media is not None:
+        raise UsageError(f"--allowed-local-media-path: {processor}; leave the option out")
     with OtherRanks.start(place, worker) as ranks:
-        yield Lead(options, ranks, tokenizer, context, log), listening, template
+        yield Lead(options, ranks, (tokenizer, processor), context, log), listening, template

@@ -1,0 +1,99 @@
+"""Calibration data with images: the moments are those of transformers' whole model, image tokens among them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ptqpipe.calibration.data import load_samples
+from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
+from ptqpipe.statistics import Statistics
+from tests import processors
+from tests.engine import images
+
+SEQLEN = 48
+MODULES = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.down_proj")
+
+
+def write(folder: Path, rows: int = 3) -> Path:
+    """Chats with an image each, of their own sizes, and rows of text."""
+    lines = []
+    for row in range(rows):
+        (folder / f"{row}.png").write_bytes(processors.png(processors.picture(row, 40 + 30 * row)))
+        parts = [{"type": "image", "image": f"{row}.png"}, {"type": "text", "text": "w3 w4 " * (row + 1)}]
+        lines.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": f"w{row}"}]})
+    lines.append({"text": " ".join(f"w{at % 80}" for at in range(2 * SEQLEN))})
+    file = folder / "chats.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def inputs_of(model: Any, ids: torch.Tensor, made: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What some linear layers of a whole model are given, [tokens, columns] each."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(name: str) -> Any:
+        return lambda _module, args: found.__setitem__(name, args[0][0])
+
+    hooks = [
+        module.register_forward_pre_hook(note(end))
+        for name, module in model.named_modules()
+        for end in MODULES
+        if name.endswith(end) and "visual" not in name and "vision" not in name
+    ]
+    with torch.no_grad():
+        model(input_ids=ids, **made)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("kind", list(processors.KINDS))
+def test_moments_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+    folder = processors.add(images.make(tmp_path / "model", kind), kind)
+    data, said = write(tmp_path), list[str]()
+    options = CalibrateOptions(samples=4, seqlen=SEQLEN, holdout=1, dtype="float32")
+    done = calibrate(folder, [str(data)], tmp_path / "stats", options=options, log=said.append)
+    assert done is not None
+    assert "of the samples have images" in said[0]
+    samples = load_samples([str(data)], folder, samples=4, seqlen=SEQLEN, holdout=1, images=True)
+    assert sum(given is not None for given in samples.images) == 3
+    whole = images.reference(folder)
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in MODULES}
+    for ids, made in zip(samples.windows, samples.images, strict=False):
+        for name, x in inputs_of(whole, ids[ids >= 0][None], dict(made or {})).items():
+            rows[name].append(x)
+    with Statistics.open(done.out) as statistics:
+        for name in MODULES:
+            module = next(found for found in statistics.modules if found.endswith(name))
+            x = torch.cat(rows[name]).double()
+            found = statistics.of(module)
+            assert found.tokens == len(x)
+            torch.testing.assert_close(found.second_moment.double(), x.square().mean(0), rtol=1e-4, atol=1e-9)
+    assert not [name for name in statistics.modules if "visual" in name or "vision" in name]
+
+
+def test_rows_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+    folder = processors.add(images.make(tmp_path / "model", "llava"), "llava")
+    data = write(tmp_path)
+
+    def load(seqlen: int = SEQLEN) -> None:
+        load_samples([str(data)], folder, samples=1, seqlen=seqlen, images=True)
+
+    with pytest.raises(UsageError, match=r"line 1 has tokens of images up to number 5, --seqlen is 4; raise it"):
+        load(4)
+    with pytest.raises(UsageError, match=r"line 1 has an image, which calibrate alone takes"):
+        load_samples([str(data)], folder, samples=1, seqlen=SEQLEN)
+    (tmp_path / "0.png").write_bytes(b"none")
+    with pytest.raises(UsageError, match=r"image 1 of .*line 1 is none that can be decoded"):
+        load()
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(UsageError, match=r"image '0.png' cannot be read"):
+        load()
+    (folder / "preprocessor_config.json").unlink()
+    (folder / "processor_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has none of processor_config\.json"):
+        load()
