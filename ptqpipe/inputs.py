@@ -3,10 +3,12 @@
 These are what algorithms, transforms and stages hand to each other; `ptqpipe.statistics` reads them from a folder.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+OUT_ROWS = 1024  # outputs of a layer whose gradients are known together
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,8 @@ class Moments:
     full_moment    [K, K] E[x x^T], or None
     held_out       the same moments of samples that no other number here is of, to judge by; or None
     tokens         how many were seen; 0: not counted
+    outputs        E[g g^T] [b, b] of every run of OUT_ROWS outputs, g the gradient of the model's loss at them, or None
+                   where nothing is known of them
     """
 
     second_moment: torch.Tensor
@@ -25,6 +29,7 @@ class Moments:
     full_moment: torch.Tensor | None = None
     held_out: "Moments | None" = None
     tokens: int = 0
+    outputs: Sequence[torch.Tensor] | None = None
 
     def to(self, device: torch.device) -> "Moments":
         """The moments on a device, without the held-out ones."""

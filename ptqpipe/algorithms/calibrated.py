@@ -12,7 +12,6 @@ Knows tensors, formats and moments; must not know recipes, statistics files or c
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,13 +32,14 @@ from ptqpipe.algorithms.unit import (
     largest,
     measure,
     quantize_rows,
+    row_runs,
     search_scales,
     total_error,
 )
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Format
 from ptqpipe.global_scale import absmax_global, exact_global, pick, sample_rows
-from ptqpipe.inputs import Moments
+from ptqpipe.inputs import OUT_ROWS, Moments
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
 
@@ -49,12 +49,16 @@ class Feedback:
     """How an algorithm chooses codes in the metric of an input.
 
     prepare       (moments of an input, name of the first weight that has it) -> its metric, on the device that computes
-    choose        (rows [n, K], metric, global scale, what gives the nearest codes at weighted scales) -> codes
+    choose        (rows [n, K], metric, global scale, what gives the nearest codes of rows at weighted scales, moments
+                  of the gradients at the outputs of these rows or None) -> codes
     moves_scales  whether the block scales may be others than those of the search
     """
 
     prepare: Callable[[Moments, str], Metric]
-    choose: Callable[[torch.Tensor, Metric, torch.Tensor | None, Callable[[], QTensor]], QTensor]
+    choose: Callable[
+        [torch.Tensor, Metric, torch.Tensor | None, Callable[[torch.Tensor], QTensor], Sequence[torch.Tensor] | None],
+        QTensor,
+    ]
     moves_scales: bool
 
 
@@ -84,7 +88,8 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
     any):
 
     weighted_error  sum of h_i r_i^2 over all rows, h the second moment: the expected output error without correlations
-    output_error    tr(E H E^T) with the best moment (full, else blocks, else the diagonal), undamped
+    output_error    tr(E H E^T) with the best moment (full, else blocks, else the diagonal), undamped; tr(G E H E^T)
+                    where the moments G of the output's gradients are known
     versus_rtn      output_error divided by that of plain round to nearest at the unit's global scale
     damping         the one of the metric, None without one
     reverted        whether plain round to nearest was taken
@@ -104,7 +109,7 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
     errors, records = [], []
     metric: Metric | None = None
     for index, (weight, moments, name) in enumerate(zip(task.weights, inputs, task.names, strict=True)):
-        if feedback is not None and (index == 0 or moments is not inputs[index - 1]):
+        if feedback is not None and (index == 0 or moments.second_moment is not inputs[index - 1].second_moment):
             metric = None  # the old one goes before the new one comes
             metric = _prepare(feedback, moments, name)
         rows, error, record = _weight(weight, moments, task, scales, feedback, metric)
@@ -204,18 +209,19 @@ def _weight(
     simple: list[tuple[int, QTensor]] = []
     errors, base = _Errors(), _Errors()
     absmax = 0.0
-    for start, stop in chunks(weight.shape, fmt):
+    for start, stop in _runs(weight, moments, fmt):
+        outputs = _between(moments.outputs, start, stop)
         w = weight.rows(start, stop).to(device)
         absmax += total_error(w, fmt, search="absmax", global_scale=scales.plain)
         rtn = scales.nearest(w, fmt, options.search, None)
         if feedback is None or metric is None:
             q = nearest(w)
         else:
-            q = feedback.choose(w, metric, scales.g, partial(nearest, w))
+            q = feedback.choose(w, metric, scales.g, nearest, outputs)
         made.append((start, q))
         simple.append((start, rtn))
-        errors.add(q, w, judge)
-        base.add(rtn, w, judge)
+        errors.add(q, w, judge, outputs)
+        base.add(rtn, w, judge, outputs)
     reverted = errors.output > base.output
     taken, rows = (base, simple) if reverted else (errors, made)
     error = WeightError(taken.squared, taken.energy, taken.squared / absmax if absmax else 1.0)
@@ -236,13 +242,25 @@ class _Errors:
     def __init__(self) -> None:
         self.squared = self.energy = self.weighted = self.output = 0.0
 
-    def add(self, q: QTensor, w: torch.Tensor, judge: Moments) -> None:
+    def add(self, q: QTensor, w: torch.Tensor, judge: Moments, outputs: Sequence[torch.Tensor] | None) -> None:
         """Adds a run of rows."""
         squared, energy = measure(q, w)
         error = w.float() - q.dequantize()
         self.squared, self.energy = self.squared + squared, self.energy + energy
         self.weighted += output_error(error, judge.second_moment)
-        self.output += expected_error(error, judge)
+        self.output += expected_error(error, judge, outputs)
+
+
+def _runs(weight: Weight, moments: Moments, fmt: Format) -> list[tuple[int, int]]:
+    """Runs of rows [start, stop): whole runs of OUT_ROWS where the moments of the outputs are known."""
+    if moments.outputs is None:
+        return chunks(weight.shape, fmt)
+    return row_runs(weight.shape, block_rows=math.lcm(fmt.block_extent(weight.shape)[0], OUT_ROWS))
+
+
+def _between(outputs: Sequence[torch.Tensor] | None, start: int, stop: int) -> Sequence[torch.Tensor] | None:
+    """The moments of the outputs of a run of rows."""
+    return None if outputs is None else outputs[start // OUT_ROWS : -(-stop // OUT_ROWS)]
 
 
 def _check_width(weight: Weight, moments: Moments, name: str) -> None:

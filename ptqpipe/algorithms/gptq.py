@@ -7,17 +7,18 @@ Two ways to get the block scales, both with static activation order (the checkpo
 * ``codes_at_entry``: whole blocks are visited, by their summed second moment, and a block's scale is chosen when its
   turn comes, on the weights with all feedback so far, together with its codes.
 
-The result is then refined (``refine.py``). Rows are independent: a run of rows is quantized as the whole matrix would
-be. Knows tensors, formats and moments; must not know statistics files.
+The result is then refined (``refine.py``). Rows are independent, and a run of rows is quantized as the whole matrix
+would be, unless moments of the gradients at the outputs are known: then ``two_sided.py`` goes through the rows, too.
+Knows tensors, formats and moments; must not know statistics files.
 
 Source: Frantar et al. 2022 (columns, damping, lazy blocks of 128).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ptqpipe.algorithms import calibrated
+from ptqpipe.algorithms import calibrated, two_sided
 from ptqpipe.algorithms.columns import (
     BLOCK,
     absmax_index,
@@ -29,13 +30,14 @@ from ptqpipe.algorithms.columns import (
     scale_ladder,
 )
 from ptqpipe.algorithms.metric import Metric, descending, make_metric
-from ptqpipe.algorithms.refine import refine
+from ptqpipe.algorithms.refine import block_metrics, refine
 from ptqpipe.algorithms.unit import Task, UnitResult
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Format
 from ptqpipe.inputs import Moments
 from ptqpipe.qtensor import QTensor, check_finite, code_values
 
+GROUP_SWEEPS = 1  # of refinement for a group of rows, where there are groups
 BELOW, ABOVE = 6, 8  # scales tried beside the one that just does not clip
 
 
@@ -54,12 +56,25 @@ def quantize(task: Task) -> UnitResult:
         order = descending(moment, group=fmt.block[1] if entry else 1) if options.order == "static" else None
         return make_metric(moment, damping=options.damping, order=order, name=f"the input of '{name}'")
 
-    def choose(w: torch.Tensor, metric: Metric, g: torch.Tensor | None, nearest: Callable[[], QTensor]) -> QTensor:
-        if entry:
-            q = codes_at_entry(w, fmt, metric=metric, global_scale=g)
-        else:
-            q = codes_at(w, nearest().scales, fmt, metric=metric, global_scale=g)
-        return refine(q, w, moment=metric.moment, sweeps=options.refine) if options.refine else q
+    def choose(
+        w: torch.Tensor,
+        metric: Metric,
+        g: torch.Tensor | None,
+        nearest: Callable[[torch.Tensor], QTensor],
+        outputs: Sequence[torch.Tensor] | None,
+    ) -> QTensor:
+        two = outputs is not None and two_sided.possible(fmt)
+        sweeps = min(options.refine, GROUP_SWEEPS) if two else options.refine
+        blocks = block_metrics(metric.moment, fmt) if sweeps else None
+
+        def one_sided(rows: torch.Tensor) -> QTensor:
+            if entry:
+                q = codes_at_entry(rows, fmt, metric=metric, global_scale=g)
+            else:
+                q = codes_at(rows, nearest(rows).scales, fmt, metric=metric, global_scale=g)
+            return refine(q, rows, moment=metric.moment, sweeps=sweeps, blocks=blocks) if sweeps else q
+
+        return two_sided.codes(w, outputs, one_sided) if outputs is not None and two else one_sided(w)
 
     moves = entry or bool(options.refine and has_block_scales(fmt))
     return calibrated.quantize(task, calibrated.Feedback(prepare, choose, moves_scales=moves))

@@ -8,13 +8,13 @@ Source: GPTQ (Frantar et al. 2022), section 3, in the form of LDLQ (Chee et al. 
 upper triangular, tr(E H E^T) = sum over columns i of R_ii^2 |e_i + sum_{j<i} e_j R_ji / R_ii|^2; no inverse is needed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ptqpipe.errors import FormatError, NumericsError
-from ptqpipe.inputs import Moments
+from ptqpipe.inputs import OUT_ROWS, Moments
 
 DAMPING = 0.01
 DAMPING_STEP = 10.0  # what a damping that is too small is multiplied by
@@ -113,12 +113,26 @@ def descending(moment: torch.Tensor, *, group: int = 1) -> torch.Tensor:
     return (ranked.unsqueeze(1) * group + torch.arange(group, device=ranked.device)).reshape(-1)
 
 
-def expected_error(error: torch.Tensor, moments: Moments) -> float:
-    """tr(E H E^T) of an error [n, K] by the best moment there is: the full one, else the blocks, else the diagonal."""
+def expected_error(error: torch.Tensor, moments: Moments, outputs: Sequence[torch.Tensor] | None = None) -> float:
+    """tr(E H E^T) of an error [n, K] by the best moment there is: the full one, else the blocks, else the diagonal.
+
+    outputs  moments G of runs of OUT_ROWS rows: then tr(G E H E^T)
+    """
+    if outputs is not None:
+        error = torch.cat(
+            [_half(g.to(error.device)) @ run for g, run in zip(outputs, torch.split(error, OUT_ROWS), strict=True)]
+        )
     for moment in (moments.full_moment, moments.block_moment):
         if moment is not None:
             return output_error(error, moment)
     return output_error(error, moments.second_moment)
+
+
+def _half(moment: torch.Tensor) -> torch.Tensor:
+    """A^T of moment = A A^T."""
+    values, vectors = torch.linalg.eigh(moment.double())
+    half: torch.Tensor = vectors * values.clamp(min=0).sqrt()
+    return half.t().to(moment.dtype)
 
 
 def output_error(error: torch.Tensor, moment: torch.Tensor) -> float:

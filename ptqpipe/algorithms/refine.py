@@ -41,15 +41,17 @@ class _State:
     scales: torch.Tensor
 
 
-def refine(q: QTensor, w: torch.Tensor, *, moment: torch.Tensor, sweeps: int) -> QTensor:
+def refine(
+    q: QTensor, w: torch.Tensor, *, moment: torch.Tensor, sweeps: int, blocks: "Blocks | None" = None
+) -> QTensor:
     """``q`` with scales and codes that fit ``w`` [n, K] better in ``moment`` [K, K] (damped), after ``sweeps`` sweeps.
 
-    The global scale stays.
+    The global scale stays. ``blocks`` are those of `block_metrics`, where the caller has them.
     """
     exact = w.float().t().contiguous()
     error = exact - q.dequantize().t()
     state = _State(exact, q.codes.t().contiguous(), error, moment @ error, q.scales.clone())
-    blocks = _block_metrics(moment, q.fmt.block[1]) if has_block_scales(q.fmt) else None
+    blocks = blocks or block_metrics(moment, q.fmt)
     for _ in range(sweeps):
         if blocks is not None:
             _sweep_blocks(state, q.fmt, q.global_scale, moment, blocks)
@@ -70,7 +72,7 @@ def _sweep_columns(state: _State, fmt: Format, global_scale: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
+class Blocks:
     """The metric of every block by itself: float32 [K/b, b, b] but for ``weight`` [K/b, b].
 
     usable  [K/b] whether the block's moment is positive definite
@@ -83,7 +85,7 @@ class _Blocks:
 
 
 def _sweep_blocks(
-    state: _State, fmt: Format, global_scale: torch.Tensor | None, moment: torch.Tensor, blocks: _Blocks
+    state: _State, fmt: Format, global_scale: torch.Tensor | None, moment: torch.Tensor, blocks: Blocks
 ) -> None:
     size = fmt.block[1]
     ladder = scale_ladder(fmt, global_scale, state.exact.device)
@@ -115,8 +117,12 @@ def _sweep_blocks(
         state.scales[:, block] = (chosen + fmt.scale.first_scale_code).to(torch.uint8)
 
 
-def _block_metrics(moment: torch.Tensor, size: int) -> _Blocks:
-    """The diagonal blocks of ``moment`` [K, K], factored as ``metric.make_metric`` does."""
+def block_metrics(moment: torch.Tensor, fmt: Format) -> Blocks | None:
+    """The diagonal blocks of ``moment`` [K, K], factored as ``metric.make_metric`` does; None for a format without
+    block scales along rows."""
+    if not has_block_scales(fmt):
+        return None
+    size = fmt.block[1]
     count = len(moment) // size
     parts = moment.reshape(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
     lower, failed = torch.linalg.cholesky_ex(parts.flip(1, 2))
@@ -125,7 +131,7 @@ def _block_metrics(moment: torch.Tensor, size: int) -> _Blocks:
     eye = torch.eye(size, dtype=torch.float64, device=moment.device)
     inverse = torch.linalg.inv(torch.where(failed.view(-1, 1, 1) == 0, parts, eye))
     feedback = (upper / diagonal.unsqueeze(1)).float().contiguous()
-    return _Blocks(feedback, diagonal.square().float().contiguous(), inverse.float(), (failed == 0).tolist())
+    return Blocks(feedback, diagonal.square().float().contiguous(), inverse.float(), (failed == 0).tolist())
 
 
 def _cost(left: torch.Tensor, feedback: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ from ptqpipe.stages.plan.cost import DEFAULT_TOKENS, Measurement
 from ptqpipe.stages.push import also_complete, check_push, push
 from ptqpipe.stages.transform import run as transform_stage, text as transform_text
 from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.tune import run as tune_stage, text as tune_text
+from ptqpipe.stages.tune import options as tune_options, run as tune_stage, text as tune_text
 
 COMPUTING = "8GiB"  # the limit of memory of what runs a model
 
@@ -253,7 +253,7 @@ _TUNING = {"steps": (int | None, None), "field": (str | None, None)}
 
 
 @command(
-    keywords_of(tune_stage.TuneOptions, "settings", "data_field"),
+    keywords_of(tune_options.TuneOptions, "settings", "data_field"),
     _TUNING,
     recipe_keywords("container", "algorithm"),
     run_keywords(COMPUTING),
@@ -274,15 +274,15 @@ def tune(
     """Learns how a model's weights are rounded, into a folder of codes for ``convert(rounding=...)``.
 
     data     as `calibrate` takes them
-    options  as ``ptqpipe tune`` has them: ``samples``, ``seqlen``, ``seed``, ``field``, ``method``, ``share``,
-             ``steps``, ``container``, ``algorithm``, and those of the machine
+    options  as ``ptqpipe tune`` has them: ``samples``, ``seqlen``, ``seed``, ``field``, ``method``, ``metric``,
+             ``share``, ``steps``, ``container``, ``algorithm``, and those of the machine
 
     ``record`` is the content of rounding.json.
 
     >>> ptqpipe.tune("MODEL", "TEXT.txt", "CODES", samples=8, seqlen=64, method="learned", steps=5)
     <tune CODES: method learned, weights 21, decoder layers improved ... of 3, time ... s>
     """
-    settings = tune_stage.settings_of(options.get("steps"), seed=options.get("seed", 0))
+    settings = tune_options.settings_of(options.get("steps"), seed=options.get("seed", 0))
     with data_names(data) as names:
         done = tune_stage.tune(
             model,
@@ -291,7 +291,7 @@ def tune(
             recipe=recipe_of(options, format=format, ignore=ignore),
             recipe_path=path_or_none(recipe),
             stats=path_or_none(stats),
-            options=into(tune_stage.TuneOptions, options, data_field=options.get("field"), settings=settings),
+            options=into(tune_options.TuneOptions, options, data_field=options.get("field"), settings=settings),
             mode=mode_of(options),
             machine=machine_of(options, memory=COMPUTING, waits=False),
         )

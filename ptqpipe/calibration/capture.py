@@ -5,7 +5,7 @@ While it runs, the blocks compute nothing: their ``forward`` is set aside. Must 
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +89,8 @@ class Surroundings:
         for module in self._blocks:
             module.forward = note
         try:
-            self._call(ids, images)
+            with torch.no_grad():
+                self._call(ids, images)
         except (TypeError, ValueError):
             if not arguments:
                 raise
@@ -108,7 +109,6 @@ class Surroundings:
 
     def head_input(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """What the language-model head sees where the last block returned ``x``; both [samples, tokens, hidden]."""
-        embedding = self._model.get_input_embeddings()
         found: list[torch.Tensor] = []
 
         def stop(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -116,27 +116,44 @@ class Surroundings:
             raise StopForward
 
         hook = self._model.get_output_embeddings().register_forward_pre_hook(stop)
+        try:
+            with self._returning(x), torch.no_grad():
+                self._call(ids)
+        finally:
+            hook.remove()
+        return found[0]
+
+    def logits(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Logits [samples, tokens, vocabulary] where the last block returned ``x``. Records gradients unless under
+        ``torch.no_grad``; the head's weights must be loaded."""
+        with self._returning(x):
+            found: torch.Tensor = self._call(ids).logits
+        return found
+
+    @contextlib.contextmanager
+    def _returning(self, x: torch.Tensor) -> Iterator[None]:
+        """The last block returns ``x`` while it is open, whatever the model is given."""
+        embedding = self._model.get_input_embeddings()
         embedding.forward = lambda _ids: x
         for module in self._blocks:
             module.forward = lambda *_args, **_kwargs: (x,) if self._tuples else x
         try:
-            self._call(ids)
+            yield
         finally:
-            hook.remove()
             for module in (embedding, *self._blocks):
                 del module.forward
-        return found[0]
 
-    def _call(self, ids: torch.Tensor, images: Mapping[str, Any] | None = None) -> None:
+    def _call(self, ids: torch.Tensor, images: Mapping[str, Any] | None = None) -> Any:
         given = {name: _on(value, self._device) for name, value in (images or {}).items()}
         try:
-            with contextlib.suppress(StopForward), torch.no_grad():
-                self._model(
+            with contextlib.suppress(StopForward):
+                return self._model(
                     input_ids=ids.to(self._device),
                     past_key_values=self._cache,
                     use_cache=self._cache is not None,
                     **given,
                 )
+            return None
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # its forward does something between the blocks that nothing here foresees

@@ -12,6 +12,7 @@ further arguments (masks, position embeddings) once for each size of a batch: th
 checked. Each block is then run alone. It must not know statistics or files of its own.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -257,16 +258,52 @@ class Runner:
 
     def blocks(self) -> Iterator[Block]:
         """Every block, its weights loaded while it is the current one; those that the caller did not advance are."""
+        for index in range(len(self.names)):
+            with self._loaded(index) as block:
+                yield block
+                block.advance()
+
+    def blocks_backwards(self) -> Iterator[Block]:
+        """Every block, the last one first, its weights loaded while it is the current one; none has inputs."""
+        for index in reversed(range(len(self.names))):
+            with self._loaded(index) as block:
+                block.advanced = True
+                yield block
+
+    @contextlib.contextmanager
+    def _loaded(self, index: int) -> Iterator[Block]:
         skeleton = self.skeleton
-        for index, (name, module) in enumerate(skeleton.blocks):
-            names = skeleton.names_in(name)
-            skeleton.load(names, self.device)
-            module.to(self.device)  # buffers
-            origins = {n: skeleton.origins[n] for n in names if n in skeleton.origins}
-            block = Block(index, name, module, origins, self, self.device)
-            yield block
-            block.advance()
-            skeleton.free(names)
+        name, module = skeleton.blocks[index]
+        names = skeleton.names_in(name)
+        skeleton.load(names, self.device)
+        module.to(self.device)  # buffers
+        origins = {n: skeleton.origins[n] for n in names if n in skeleton.origins}
+        yield Block(index, name, module, origins, self, self.device)
+        skeleton.free(names)
+
+    @contextlib.contextmanager
+    def head(self) -> Iterator[None]:
+        """The language-model head's weights are loaded while it is open; a head that is the embedding gets its."""
+        skeleton = self.skeleton
+        name = skeleton.head_name
+        if name is None:
+            raise CheckpointError(f"{type(skeleton.model).__name__} has no language-model head")
+        names = [n for n in skeleton.names_in(name) if n in skeleton.origins]
+        tied = f"{name}.weight" not in names
+        embedding = skeleton.model.get_input_embeddings()
+        if tied:
+            names += [n for n in skeleton.outside if skeleton.model.get_submodule(n.rpartition(".")[0]) is embedding]
+        skeleton.load(names, self.device)
+        if tied:
+            skeleton.model.get_output_embeddings().weight = embedding.weight
+        yield
+        skeleton.free([*names, f"{name}.weight"])
+
+    def logits(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Logits [samples, tokens, vocabulary] of tokens ``ids`` for which the last block returned ``x``; inside of
+        `head`. Each token's are its own, so any part of a batch will do. Records gradients unless under
+        ``torch.no_grad``."""
+        return self._around.logits(ids, x)
 
     def mtp_blocks(self) -> Iterator[MtpBlock]:
         """The multi-token prediction layer, if there is one, its weights loaded; after the last block and the head."""

@@ -175,6 +175,13 @@ ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
     "(learned), or by both (gptq+learned).",
 )
 @click.option(
+    "--metric",
+    type=click.Choice(["kl", "output"]),
+    help="What an error costs, for --method gptq: what it adds to the KL divergence of the model, by gradients of the "
+    "model run backwards (kl), or its square at the layer's output, in half of the time (output).  [default: kl; of "
+    "gptq+learned, output]",
+)
+@click.option(
     "--share",
     type=float,
     metavar="F",
@@ -196,17 +203,19 @@ def tune(given: Given) -> None:
     MODEL is tuned one decoder layer at a time, from the codes that convert would write with these options.
     `ptqpipe convert MODEL --rounding OUT` then writes the learned ones.
     """
-    from ptqpipe.stages.tune import run as stage, text
+    from ptqpipe.stages.tune import options as of_tune, run as stage, text
 
     if given.share is not None and "gptq" not in given.method:
         raise UsageError("--share belongs to --method gptq and gptq+learned; add it, or leave --share out")
+    if given.metric is not None and "gptq" not in given.method:
+        raise UsageError("--metric belongs to --method gptq; add it, or leave --metric out")
     if given.steps is not None and "learned" not in given.method:
         raise UsageError("--steps belongs to --method learned and gptq+learned; add it, or leave --steps out")
     options = given.into(
-        stage.TuneOptions,
+        of_tune.TuneOptions,
         data_field=given.field,
-        share=stage.SHARE if given.share is None else given.share,
-        settings=stage.settings_of(given.steps, seed=given.seed),
+        share=of_tune.SHARE if given.share is None else given.share,
+        settings=of_tune.settings_of(given.steps, seed=given.seed),
     )
     machine = given.machine(given.device, waits=False)
     with says_how_to_resume(given.out, given.mode):

@@ -13,6 +13,7 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages import demo
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.tune import run as tune
+from ptqpipe.stages.tune.options import TuneOptions
 from tests import tiny
 from tests.algorithms.inputs import inputs_of_llama, write_statistics
 
@@ -48,7 +49,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     stats = write_statistics(root / "stats", model, inputs, held=held)
     text = root / "text.txt"
     text.write_text("\n".join(f"{word} {len(word)}" for word in dir(__builtins__) * 6))
-    options = tune.TuneOptions(samples=8, seqlen=32, settings=Settings(steps=4))
+    options = TuneOptions(samples=8, seqlen=32, settings=Settings(steps=4))
     recipe = RecipeOptions(scheme="nvfp4")
     tune.tune(DEMO, [str(text)], root / "codes", recipe=recipe, options=options, machine=Machine(workers=1))
     return {

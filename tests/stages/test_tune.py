@@ -30,12 +30,13 @@ from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import prepare
-from ptqpipe.stages.tune import run as tune
+from ptqpipe.stages.tune import backwards, run as tune
 from ptqpipe.stages.tune.block import BlockWork
+from ptqpipe.stages.tune.options import TuneOptions
 from tests.calibration.models import make_model, make_windows, write_windows
 
 DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
-OPTIONS = tune.TuneOptions(samples=16, seqlen=64, method="learned", settings=Settings(steps=8))
+OPTIONS = TuneOptions(samples=16, seqlen=64, method="learned", settings=Settings(steps=8))
 ONE = Machine(workers=1)
 
 
@@ -176,7 +177,7 @@ def test_no_data_is_one_line_that_says_what_to_give(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def of_method(method: str, **more: Any) -> tune.TuneOptions:
+def of_method(method: str, **more: Any) -> TuneOptions:
     return replace(OPTIONS, method=method, **more)
 
 
@@ -225,9 +226,47 @@ def test_error_feedback_that_was_stopped_goes_on_to_the_same_codes(
     assert len(calls) == 1 + len(whole.content["blocks"])
 
 
+def test_a_reverse_pass_runs_again_unless_it_had_reached_the_first_layer(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, passes, follows = replace(of_method("gptq"), samples=4), [], []
+    whole = tune.tune(DEMO, [str(text)], tmp_path / "whole", options=options, machine=ONE)
+    assert whole.content["metric"] == "kl"
+    names = {file.name for file in (tmp_path / "whole").iterdir()}
+    assert names == {"rounding.json", *(f"{block}.safetensors" for block in whole.content["blocks"])}
+    reverse, follow = backwards.reverse, tune.follow
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        passes.append(1)
+        return reverse(*args, **kwargs)
+
+    def stops(*args: Any, **kwargs: Any) -> Any:
+        follows.append(1)
+        if len(follows) in (2, 3):
+            raise KeyboardInterrupt
+        return follow(*args, **kwargs)
+
+    monkeypatch.setattr(backwards, "reverse", run)
+    monkeypatch.setattr(tune, "follow", stops)
+    for runs in (1, 1):
+        with pytest.raises(KeyboardInterrupt):
+            tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
+        assert len(passes) == runs
+    (first,) = tmp_path.glob("**/gradients-model.layers.0.safetensors")
+    first.unlink()
+    again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
+    assert len(passes) == 2
+    assert again.content["digest"] == whole.content["digest"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"method": "other"}, "'other' is unknown"), ({"share": 1.5}, "--share 1.5 is out of range")],
+    [
+        ({"method": "other"}, "'other' is unknown"),
+        ({"share": 1.5}, "--share 1.5 is out of range"),
+        ({"metric": "other"}, "--metric 'other' is unknown; use kl, output"),
+        ({"metric": "kl"}, "--metric kl belongs to --method gptq"),
+    ],
 )
 def test_settings_that_do_not_exist_are_refused(
     changes: dict[str, Any], message: str, text: Path, tmp_path: Path
@@ -304,7 +343,7 @@ def test_moments_that_tune_collects_are_those_of_calibrate(method: str, tmp_path
     tokens = write_windows(tmp_path / "tokens.jsonl", windows)
     seen = {"samples": 4, "seqlen": windows.shape[1]}
     calibrate(model, [str(tokens)], tmp_path / "stats", options=CalibrateOptions(**seen), machine=ONE)
-    options, recipe = tune.TuneOptions(**seen, method=method), RecipeOptions("fp8")
+    options, recipe = TuneOptions(**seen, method=method), RecipeOptions("fp8")
     for name, stats in (("own", None), ("given", tmp_path / "stats")):
         tune.tune(model, [str(tokens)], tmp_path / name, recipe=recipe, stats=stats, options=options, machine=ONE)
     for file in (tmp_path / "own").glob("*.safetensors"):

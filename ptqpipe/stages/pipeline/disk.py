@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.evaluation.log_probabilities import MOST
+from ptqpipe.inputs import OUT_ROWS
 from ptqpipe.options import PipelineOptions
 from ptqpipe.quantities import disk_size
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
-from ptqpipe.source import Source
+from ptqpipe.source import Origins, Source
 from ptqpipe.stages.pipeline.table import Way
 
 # Bytes for each input channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples;
@@ -21,13 +22,12 @@ from ptqpipe.stages.pipeline.table import Way
 _STATISTICS, _BLOCKS, _FACTOR = 4 * 4, 4 * 32, 2 * 11
 _MATRIX = 4096  # JSON about one matrix, of all stages
 _TOKEN = 12  # a token of the model's own text, as JSON
-_STREAMS = {"gptq": 3, "layerwise": 1, "": 1}  # sets of hidden states
 
 
 class Disk(NamedTuple):
     """Bytes beside the output while it is made, at most.
 
-    codes   those that `tune` finds, until they are in the output
+    codes   those that `tune` finds, until they are in the output; moments of gradients, until they are found
     small   statistics, factors, the model's own text
     hidden  hidden states of the samples, which lie on disk only where memory has no room for them
     logits  log-probabilities of the model, for the comparison at the end
@@ -61,6 +61,7 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     logits = min(DEFAULT_LIMIT, letters * (MOST * vocabulary + 4)) if vocabulary else DEFAULT_LIMIT * bool(work.eval)
     if way is None:
         return Disk(logits=logits)
+    gptq = way.method == "gptq"
     planes = [(shape, shape[0] if len(shape) > 2 else 1) for _, shape in source.tensors.values() if len(shape) > 1]
     each = _STATISTICS * statistics + (_STATISTICS + _BLOCKS + _FACTOR if way.transform else 0)
     channels = sum(max(shape[-2:]) * count for shape, count in planes)
@@ -69,11 +70,22 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     tokens = -(-work.samples * 9 // 8) * seqlen  # with the held-out ones
     own_text = _TOKEN * tokens if "self" in work.data else 0
     return Disk(
-        (weights_bytes or source.reader.nbytes) if way.method else 0,
+        ((weights_bytes or source.reader.nbytes) if way.method else 0) + _gradients(source) * gptq,
         channels * each + _MATRIX * sum(count for _, count in planes) + own_text,
-        4 * tokens * _number(config, "hidden_size", "n_embd") * _STREAMS[way.method],
+        4 * tokens * _number(config, "hidden_size", "n_embd") * (streams_of(source) if gptq else 1),
         logits,
     )
+
+
+def streams_of(source: Source) -> int:
+    """Sets of hidden states that the reverse pass before GPTQ in order keeps: what enters each layer, and two."""
+    return 2 + _number(source.reader.config, "num_hidden_layers", "n_layer")
+
+
+def _gradients(source: Source) -> int:
+    """What the moments of gradients take, in float32."""
+    shapes = [member.shape for member in Origins.of(source).weights.values()]
+    return sum(4 * shape[0] * min(shape[0], OUT_ROWS) for shape in shapes)
 
 
 def _number(config: Mapping[str, Any], *keys: str) -> int:

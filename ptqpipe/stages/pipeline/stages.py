@@ -33,7 +33,8 @@ from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
 from ptqpipe.stages.report.run import make_report
 from ptqpipe.stages.transform.factors import find_factors
 from ptqpipe.stages.transform.plan import TransformOptions
-from ptqpipe.stages.tune.run import TuneOptions, tune
+from ptqpipe.stages.tune.options import TuneOptions
+from ptqpipe.stages.tune.run import tune
 from ptqpipe.stages.verify.run import verify
 
 

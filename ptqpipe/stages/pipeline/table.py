@@ -33,7 +33,7 @@ _FOUR_BITS = (Activation.NVFP4_STATIC_GLOBAL, Activation.MXFP4)
 _WORDS = {
     "": "scales weighted by the inputs, nearest codes",
     "layerwise": "GPTQ of each layer by itself",
-    "gptq": "GPTQ in the order of the model",
+    "gptq": "GPTQ in the order of the model, by its KL divergence",
 }
 
 

@@ -19,10 +19,11 @@ from ptqpipe.algorithms import Matrix, Task, asymmetric, gptq, joined
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.collect import Collector
 from ptqpipe.calibration.paired import Paired, call_order, paired_moments, quantized_inputs
+from ptqpipe.calibration.reverse import Gradients, rows_of
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.store import BlockInputs
 from ptqpipe.errors import NumericsError
-from ptqpipe.inputs import Moments
+from ptqpipe.inputs import OUT_ROWS, Moments
 from ptqpipe.options import ALGORITHMS
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
@@ -176,25 +177,27 @@ def follow(
     held_out: float,
     inputs: Callable[[int], torch.Tensor],
     targets: Callable[[int], torch.Tensor],
+    gradients: Gradients | None = None,
     on_unit: Callable[[float, str], None] = lambda part, name: None,
 ) -> tuple[Mapping[str, QTensor], float, float]:
-    """(codes of one block by key, mean squared errors of its output on the samples that were held out with the start
+    """(codes of one block by key, mean errors of its output on the samples that were held out with the start
     and with what was found). The codes are the start's where those are not better.
 
     start            those that convert would write
     share            fraction of the error of earlier layers that each layer compensates for: 0 to 1
     held_out         share of the batches that only the gate sees
     inputs, targets  hidden states of a batch: what the quantized blocks before this return, what this should return
+    gradients        of the float model in this block, over the batches that are not held out: then errors cost what
+                     they add to the KL divergence of the model, and the errors that are returned are in nats
     on_unit          called when a unit is done, with its share of the units and its name
 
     NumericsError for moments or errors that are not finite.
     """
-    batches = list(range(work.block.batches))
-    judged = batches[-max(1, round(len(batches) * held_out)) :] if len(batches) > 1 else batches
-    seen = batches[: -len(judged)] or batches
+    seen, judged = divided(work.block.batches, held_out)
     found = dict(start)
     decoded = {key: q.dequantize() for key, q in start.items()}
-    before = _loss(work, decoded, judged, inputs, targets)
+    metric = None if gradients is None else [g.to(work.block.device) for g in gradients.last]
+    before = _loss(work, decoded, judged, inputs, targets, metric)
     order = _in_order(work)
     for unit, modules in order:
         on_unit(1 / len(order), unit.id)
@@ -208,25 +211,58 @@ def follow(
         )
         if not all(bool((pair.moment.diagonal() > 0).any()) for pair in moments.values()):
             continue  # no activation has reached it: nothing to compensate for
-        codes = _follow_unit(work, unit, [moments[name] for name in modules], share=share)
+        outputs = [
+            _outputs(work, m.key, None if gradients is None else gradients.outputs.get(name))
+            for m, name in zip(unit.members, modules, strict=True)
+        ]
+        codes = _follow_unit(work, unit, [moments[name] for name in modules], outputs, share=share)
         found |= codes
         decoded |= {key: q.dequantize() for key, q in codes.items()}
-    after = _loss(work, decoded, judged, inputs, targets)
+    after = _loss(work, decoded, judged, inputs, targets, metric)
     if not (before < float("inf") and after < float("inf")):
         raise NumericsError(f"the output error of {work.block.name} is {after}; check the model's weights and the data")
     return found if after < before else start, before, after
 
 
-def _follow_unit(work: BlockWork, unit: Unit, moments: Sequence[Paired], *, share: float) -> dict[str, QTensor]:
+def _outputs(work: BlockWork, key: str, known: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor] | None:
+    """E[g g^T] of the rows of one member, of those of its module; None where nothing is known of them."""
+    if known is None:
+        return None
+    assembly = next(a for a in work.assemblies if key in a.keys)
+    if len(assembly.keys) == 1:
+        return known
+    numbers = {k: torch.full((len(work.weights[k]), 1), -1.0) for k in assembly.keys}
+    numbers[key] = torch.arange(len(work.weights[key])).float().unsqueeze(1)
+    rows = assembly.build(numbers).flatten()  # of the member, by row of the parameter
+    return rows_of(known, torch.argsort(rows, stable=True)[int((rows < 0).sum()) :])
+
+
+def divided(batches: int, held_out: float) -> tuple[list[int], list[int]]:
+    """(numbers of the batches that are learned from, of those that judge): the last ones, as many as the share says; of
+    a single batch both."""
+    every = list(range(batches))
+    judged = every[-max(1, round(batches * held_out)) :] if batches > 1 else every
+    return every[: -len(judged)] or every, judged
+
+
+def _follow_unit(
+    work: BlockWork,
+    unit: Unit,
+    moments: Sequence[Paired],
+    outputs: Sequence[Sequence[torch.Tensor] | None],
+    *,
+    share: float,
+) -> dict[str, QTensor]:
     """Key -> the codes of one unit, given the moments of every member's input."""
     options = replace(by_data(unit), algorithm="gptq")
     shared: dict[int, Moments] = {}
     targets, inputs = [], []
-    for member, pair in zip(unit.members, moments, strict=True):
+    for member, pair, gradients in zip(unit.members, moments, outputs, strict=True):
         w, name = work.weights[member.key].float(), f"the input of '{member.weight}'"
         full = asymmetric.target(w, pair.moment, pair.cross, damping=options.damping, name=name)
         targets.append(w + share * (full - w))
-        inputs.append(shared.setdefault(id(pair), Moments(pair.moment.diagonal().clone(), full_moment=pair.moment)))
+        of_input = shared.setdefault(id(pair), Moments(pair.moment.diagonal().clone(), full_moment=pair.moment))
+        inputs.append(of_input if gradients is None else replace(of_input, outputs=gradients))
     runs: dict[tuple[int, int], QTensor] = {}
     task = Task(
         [Matrix(t) for t in targets],
@@ -257,10 +293,16 @@ def _loss(
     batches: Sequence[int],
     inputs: Callable[[int], torch.Tensor],
     targets: Callable[[int], torch.Tensor],
+    metric: Sequence[torch.Tensor] | None,
 ) -> float:
-    """Mean squared difference of the quantized block's output to the target."""
-    errors = [
-        (work.outputs(inputs(batch), batch, decoded).float() - targets(batch).float()).square().mean()
-        for batch in batches
-    ]
+    """Mean squared difference of the quantized block's output to the target; with ``metric``, the
+    moments of the gradients there by runs, half of its mean cost in it: nats of KL, to second order."""
+    errors = []
+    for batch in batches:
+        error = work.outputs(inputs(batch), batch, decoded).float() - targets(batch).float()
+        if metric is None:
+            errors.append(error.square().mean())
+            continue
+        runs = zip(torch.split(error, OUT_ROWS, dim=-1), metric, strict=True)
+        errors.append(0.5 * torch.stack([((run @ g) * run).sum(-1).mean() for run, g in runs]).sum())
     return float(torch.stack(errors).mean())

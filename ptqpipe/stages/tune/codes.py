@@ -47,7 +47,7 @@ def content(
 ) -> dict[str, Any]:
     """rounding.json.
 
-    how       the method, its share and its settings
+    how       the method, its metric where it has one, its share and its settings
     collects  whether tune collected the moments; then GPTQ's codes were started from, which are not the recipe's
     """
     blocks = folder.done
@@ -69,6 +69,7 @@ def content(
             **({"held_out": samples.held_out.shape[0]} if len(samples.held_out) else {}),
         },
         "method": how["method"],
+        **({"metric": how["metric"]} if "metric" in how else {}),
         "share": how["share"],
         **({"start": "gptq"} if collects else {}),
         "settings": how["settings"],

@@ -6,7 +6,8 @@ and dropped with it, so they never lie on disk; a folder of statistics that has 
 
 Two streams of hidden states go through the model: those of the float layers are the targets; those of the layers with
 learned codes, activations quantized as the scheme says, are the inputs that each layer will get. "layerwise" takes the
-start's codes, so the float stream is enough. A killed run runs the finished layers again and continues.
+start's codes, so the float stream is enough. "gptq" runs the float model backwards first (`backwards.py`). A killed run
+runs the finished layers again and continues.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ptqpipe._version import __version__
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
+from ptqpipe.calibration.reverse import Gradients
 from ptqpipe.calibration.rounding import Learned, Settings, learn
 from ptqpipe.calibration.runner import MtpBlock, Runner
 from ptqpipe.calibration.skeleton import Skeleton
@@ -38,42 +40,12 @@ from ptqpipe.runtime.loading import default_length, read_config
 from ptqpipe.stages.common import BASE_BYTES, Machine, compute_threads, counting_bar, name_of, peak_bytes, threads
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.run import Conversion
-from ptqpipe.stages.tune import codes as codes_of
+from ptqpipe.stages.tune import backwards, codes as codes_of
 from ptqpipe.stages.tune.block import BlockWork, follow, observe
+from ptqpipe.stages.tune.options import TuneOptions, check
 from ptqpipe.statistics import Statistics
 
-METHODS = ("gptq", "layerwise", "gptq+learned", "learned")
-SHARE = 0.5
 LARGE = 1 << 20  # numbers in a weight
-
-
-@dataclass(frozen=True, slots=True)
-class TuneOptions:
-    """The options that decide the codes, besides model, recipe and data.
-
-    seqlen    None: 2048, or the model's positions
-    method    of METHODS: what finds the codes. "gptq" goes through the linear layers in the order of the model,
-              "layerwise" is GPTQ of each by itself, on the inputs of the float model; "learned" is gradient descent
-    share     fraction of the error of earlier layers that each layer compensates for under "gptq": 0 to 1
-    settings  of learned rounding; its share of held-out samples counts for every method
-    """
-
-    samples: int = 128
-    seqlen: int | None = None
-    seed: int = 0
-    data_field: str | None = None
-    method: str = "gptq"
-    share: float = SHARE
-    settings: Settings = field(default_factory=Settings)
-
-
-def settings_of(steps: int | None, *, seed: int) -> Settings:
-    """Settings with the usual number of steps for None. UsageError for fewer than one."""
-    if steps is None:
-        return Settings(seed=seed)
-    if steps < 1:
-        raise UsageError(f"--steps {steps} is too few; use 1 or more")
-    return Settings(steps=steps, seed=seed)
 
 
 def tune(
@@ -98,7 +70,7 @@ def tune(
     """
     begun = time.monotonic()
     options, machine = options or TuneOptions(), machine or Machine(compute_threads())
-    _check(options)
+    check(options)
     full = stats is not None and _has_full(stats)
     collects = options.method != "learned" and not full
     if options.method != "learned" and full:
@@ -130,14 +102,6 @@ def tune(
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
 
 
-def _check(options: TuneOptions) -> None:
-    """UsageError for a method that there is not, and for a share out of range."""
-    if options.method not in METHODS:
-        raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
-    if not 0.0 <= options.share <= 1.0:
-        raise UsageError(f"--share {options.share} is out of range; use 0 (no compensation) to 1 (full compensation)")
-
-
 def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, collects: bool) -> dict[str, str]:
     """What decides the codes, by its name in a message."""
     return {
@@ -147,13 +111,14 @@ def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, c
         "the statistics": prepared.run_parts.get("statistics", ""),
         "the data": samples.sha256,
         **({"the held-out data": tokens_digest(samples.held_out)} if collects else {}),
-        "the settings": json.dumps([options.method, options.share, asdict(options.settings)]),
+        "the settings": json.dumps([options.method, options.by_kl, options.share, asdict(options.settings)]),
         "the version of ptqpipe": __version__,
     }
 
 
 def _how(options: TuneOptions) -> dict[str, Any]:
-    return {"method": options.method, "share": options.share, "settings": asdict(options.settings)}
+    metric = {"metric": "kl" if options.by_kl else "output"} if "gptq" in options.method else {}
+    return {"method": options.method, **metric, "share": options.share, "settings": asdict(options.settings)}
 
 
 def _is_large(prepared: Conversion) -> bool:
@@ -179,6 +144,12 @@ def _run(
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
     spill, device = folder.paths.partial, machine.device
     layerwise = options.method == "layerwise"
+    held = options.settings.held_out
+    gradients = (
+        backwards.observe(prepared, samples, spill, machine, held_out=held, seed=options.seed)
+        if options.by_kl
+        else lambda name: None
+    )
     held_out = len(samples.held_out) > 0
     sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out)) if collects else 0
     runner = Runner.open(
@@ -212,7 +183,8 @@ def _run(
                 if isinstance(block, MtpBlock):
                     streams = _entering(block, streams, _Streams.like(runner, spill, opened))
                 work = BlockWork.of(block, prepared, runner)
-                _tune_block(work, runner, folder, options, streams, collects=collects, on_part=on_part)
+                known = None if found else gradients(block.name)
+                _tune_block(work, runner, folder, options, streams, known, collects=collects, on_part=on_part)
             block.advance()
 
 
@@ -279,6 +251,7 @@ def _tune_block(
     folder: BlockFolder,
     options: TuneOptions,
     streams: _Streams,
+    gradients: Gradients | None,
     *,
     collects: bool,
     on_part: Callable[[float, str], None],
@@ -302,7 +275,7 @@ def _tune_block(
         if not collects:
             run(lambda batch: None)
         start = work.start(observe(block, runner, run) if collects else None)  # whose moments then go
-        codes, record = _find(work, options, start, streams, on_part=on_part)
+        codes, record = _find(work, options, start, streams, gradients, on_part=on_part)
         record |= codes_of.write(folder.paths.growing, block.name, codes)
         folder.commit(block.name, record)
     decoded = {key: q.dequantize() for key, q in codes.items()}
@@ -318,6 +291,7 @@ def _find(
     options: TuneOptions,
     start: Mapping[str, QTensor],
     streams: _Streams,
+    gradients: Gradients | None,
     *,
     on_part: Callable[[float, str], None],
 ) -> tuple[dict[str, QTensor], dict[str, Any]]:
@@ -339,6 +313,7 @@ def _find(
             held_out=options.settings.held_out,
             inputs=given.get,
             targets=wanted.get,
+            gradients=gradients,
             on_unit=lambda part, name: on_part(share * part, name),
         )
         record |= {"start_loss": before, "learned_loss": after, "kept": after < before, "followed_loss": after}

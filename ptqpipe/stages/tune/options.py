@@ -1,0 +1,60 @@
+"""What tune can be told besides model, recipe and data."""
+
+from dataclasses import dataclass, field
+
+from ptqpipe.calibration.rounding import Settings
+from ptqpipe.errors import UsageError
+
+METRICS = ("kl", "output")
+METHODS = ("gptq", "layerwise", "gptq+learned", "learned")
+SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """The options that decide the codes, besides model, recipe and data.
+
+    seqlen    None: 2048, or the model's positions
+    method    of METHODS: what finds the codes. "gptq" goes through the linear layers in the order of the model,
+              "layerwise" is GPTQ of each by itself, on the inputs of the float model; "learned" is gradient descent
+    metric    of METRICS, under "gptq": what an error costs. "kl": what it adds to the KL divergence of the model, to
+              second order, by the gradients of a reverse pass; "output": its square at the layer's output. None: "kl"
+              where the method is "gptq" alone
+    share     fraction of the error of earlier layers that each layer compensates for under "gptq": 0 to 1
+    settings  of learned rounding; its share of held-out samples counts for every method
+    """
+
+    samples: int = 128
+    seqlen: int | None = None
+    seed: int = 0
+    data_field: str | None = None
+    method: str = "gptq"
+    metric: str | None = None
+    share: float = SHARE
+    settings: Settings = field(default_factory=Settings)
+
+    @property
+    def by_kl(self) -> bool:
+        """Whether errors cost what they add to the model's KL divergence."""
+        return self.method == "gptq" and self.metric != "output"
+
+
+def settings_of(steps: int | None, *, seed: int) -> Settings:
+    """Settings with the usual number of steps for None. UsageError for fewer than one."""
+    if steps is None:
+        return Settings(seed=seed)
+    if steps < 1:
+        raise UsageError(f"--steps {steps} is too few; use 1 or more")
+    return Settings(steps=steps, seed=seed)
+
+
+def check(options: TuneOptions) -> None:
+    """UsageError for a method or a metric that there is not, and for a share out of range."""
+    if options.method not in METHODS:
+        raise UsageError(f"--method {options.method!r} is unknown; use {', '.join(METHODS)}")
+    if options.metric not in (None, *METRICS):
+        raise UsageError(f"--metric {options.metric!r} is unknown; use {', '.join(METRICS)}")
+    if options.metric == "kl" and not options.by_kl:
+        raise UsageError("--metric kl belongs to --method gptq; leave it out, or use that method alone")
+    if not 0.0 <= options.share <= 1.0:
+        raise UsageError(f"--share {options.share} is out of range; use 0 (no compensation) to 1 (full compensation)")

@@ -1,0 +1,101 @@
+"""The reverse pass: gradients at linear layers against the Fisher information of logits, pushed back by autograd."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ptqpipe.calibration.activations import InMemory
+from ptqpipe.calibration.reverse import Gradients, reverse, rows_of
+from ptqpipe.calibration.runner import Runner
+from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.inputs import OUT_ROWS
+from ptqpipe.source import Source
+from tests.calibration.models import make_model, make_windows
+
+
+@contextlib.contextmanager
+def opened(model: Path, windows: torch.Tensor) -> Iterator[Runner]:
+    with (
+        Source.open(model) as source,
+        Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner,
+    ):
+        yield runner
+
+
+def gradients_of(runner: Runner, modules: list[str], seed: int = 0) -> dict[str, Gradients]:
+    every = range(len(runner.batches))
+    return dict(reverse(runner, batches=every, seed=seed, store=InMemory, modules=lambda _block: modules))
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "gemma2", "gpt2", "gpt_oss"])
+def test_logits_behind_the_last_block_are_the_models_own(kind: str, tmp_path: Path) -> None:
+    """Tied heads and capped logits, too."""
+    import transformers
+
+    path, windows = make_model(tmp_path / kind, kind), make_windows(samples=2)
+    with opened(path, windows) as runner:
+        for _ in runner.blocks():
+            pass
+        with runner.head(), torch.no_grad():
+            found = runner.logits(runner.batches[0], runner.activations.get(0))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(windows).logits
+    assert torch.allclose(found, wanted, atol=1e-4)
+
+
+def test_moments_of_gradients_are_the_fisher_information_of_the_logits(tmp_path: Path) -> None:
+    """On average over labels; exactly, at the output of v_proj in the first of two layers: the sum over tokens of
+    J^T (diag p - p p^T) J, J the derivative of the logits of all tokens by that output."""
+    path, draws, tokens = make_model(tmp_path / "llama", "llama"), 600, 3
+    window = make_windows(samples=1, seqlen=tokens)
+    with opened(path, window.repeat(draws, 1)) as runner:
+        found = gradients_of(runner, ["self_attn.v_proj"])["model.layers.0"]
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    value = torch.zeros(1, tokens, 32)  # what is added to the output
+
+    def logits(change: torch.Tensor) -> torch.Tensor:
+        handle = model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda _m, _a, out: out + change)
+        try:
+            return model(window).logits[0]
+        finally:
+            handle.remove()
+
+    jacobian = torch.autograd.functional.jacobian(logits, value)[:, :, 0]  # [tokens, vocabulary, tokens, 32]
+    p = logits(value).detach().softmax(-1)
+    fisher = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+    exact = torch.einsum("tvsi,tvw,twsj->ij", jacobian, fisher, jacobian) / tokens
+    # the energies of this layer's inputs are alike: they are normalized
+    (outer,) = found.outputs["self_attn.v_proj"]
+    assert float((outer - exact).norm() / exact.norm()) < 0.15
+    assert float(outer.trace() / exact.trace()) == pytest.approx(1.0, abs=0.06)
+    (last,) = found.last
+    assert torch.equal(last, last.t())
+
+
+def test_labels_follow_from_the_seed(tmp_path: Path) -> None:
+    path, windows = make_model(tmp_path / "qwen3", "qwen3"), make_windows(samples=3)
+    found = []
+    for seed in (0, 0, 1):
+        with opened(path, windows) as runner:
+            found.append(gradients_of(runner, ["mlp.down_proj"], seed)["model.layers.1"].outputs["mlp.down_proj"][0])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_outputs_of_a_part_of_a_module_are_cut_from_those_of_all() -> None:
+    """What lies in two runs of the module counts as zero."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (OUT_ROWS, 40)
+    known = [torch.rand(n, n, generator=generator) for n in sizes]
+    whole = torch.block_diag(*known)  # type: ignore[no-untyped-call]
+    places = torch.randperm(sum(sizes), generator=generator)[: OUT_ROWS + 8]
+    wanted = whole[places][:, places]
+    first, second = rows_of(known, places)
+    assert torch.equal(first, wanted[:OUT_ROWS, :OUT_ROWS])
+    assert torch.equal(second, wanted[OUT_ROWS:, OUT_ROWS:])
