@@ -45,11 +45,15 @@ PACKAGES = {
 }
 
 
+SHAKESPEARE = "assets/data/tinyshakespeare/input.txt"
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model and its texts, as paths below the shared folder ("./": below this repository).
 
     shared_text  the one text there is serves for calibration, too: the model has memorised it
+    other        a text of another kind to measure on, too, its first 8,192 tokens; none where it is empty
     convert      what `ptqpipe convert` must be told
     """
 
@@ -58,6 +62,7 @@ class Model:
     held_out: str
     calibration: str
     shared_text: bool = False
+    other: str = SHAKESPEARE
     convert: tuple[str, ...] = ()
 
 
@@ -69,7 +74,9 @@ MODELS = (
     Model("demo_model", "./ptqpipe/demo_model", *WIKI),
     Model("babyllama-tok361", "assets/models/babyllama-tok361/hf", *STORIES),
     Model("stories260K", "assets/models/stories260K/hf", *STORIES),
-    Model("slm4096", "assets/models/slm4096/hf", *CORPUS, shared_text=True, convert=("--container", "ptqpipe")),
+    Model(
+        "slm4096", "assets/models/slm4096/hf", *CORPUS, shared_text=True, other="", convert=("--container", "ptqpipe")
+    ),
 )
 
 
@@ -186,7 +193,9 @@ def run_model(
     folder = args.scratch / model.name
     folder.mkdir(parents=True, exist_ok=True)
     texts = (place(model.held_out, args.shared), place(model.calibration, args.shared), args.tokens, model.shared_text)
-    yield {"model": model.name, "tool": "float", **worker.submit(quality_worker.begin, source, *texts).result()}
+    other = place(model.other, args.shared) if model.other else None
+    begun = worker.submit(quality_worker.begin, source, *texts, other).result()
+    yield {"model": model.name, "tool": "float", **begun}
     for seed, fmt, entry in todo:
         number = 0 if seed is None else seed
         file = folder / f"rows-{number}.jsonl"

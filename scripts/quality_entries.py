@@ -47,6 +47,7 @@ AUTOROUND_SCHEMES = {
     "mxfp4": "MXFP4",
     "fp8": AUTOROUND_FP8,
 }
+ONE_SIDED, TWO_SIDED = (("--method", "gptq", "--metric", metric) for metric in ("output", "kl"))
 OWN_ROWS = 128  # that a model writes
 NV, FP4 = ("nvfp4", "nvfp4_w4a4"), FORMATS[:4]
 
@@ -97,7 +98,8 @@ ENTRIES = (
     _ours("floor", "--search", "ocp_floor", calibrated=False, formats=("mxfp4a16", "mxfp4")),
     _ours("exact", calibrated=False),
     _ours("gptq, own text", "--algorithm", "gptq", calibrated=False, own_text=True),
-    _ours("gptq in order, own text", tune=("--method", "gptq"), calibrated=False, own_text=True),
+    _ours("gptq in order, own text", tune=ONE_SIDED, calibrated=False, own_text=True),
+    _ours("two-sided gptq in order, own text", tune=TWO_SIDED, calibrated=False, own_text=True),
     _ours("exact, inputs", "--algorithm", "rtn", "--weighting", "none", formats=("nvfp4_w4a4",)),
     _ours("exact, diagonal", "--algorithm", "rtn", "--weighting", "diagonal"),
     _ours("exact, 16x16", "--algorithm", "rtn", "--weighting", "block", formats=FP4),
@@ -109,9 +111,11 @@ ENTRIES = (
     _ours("convert --data self", calibrated=False, own_text=True, quality="best"),
     _ours("convert --budget 4.75bits", "--budget", "4.75bits", "--for", "vllm", quality="best", formats=("nvfp4",)),
     _ours("tune", tune=("--method", "learned")),
-    _ours("gptq in order", tune=("--method", "gptq")),
-    _ours("awq + gptq in order", transform="awq", tune=("--method", "gptq"), formats=("nvfp4", "mxfp4a16")),
-    _ours("aqas + gptq in order", transform="aqas", tune=("--method", "gptq"), formats=("nvfp4_w4a4", "mxfp4")),
+    _ours("gptq in order", tune=ONE_SIDED),
+    _ours("two-sided gptq in order", tune=TWO_SIDED),
+    _ours("awq + gptq in order", transform="awq", tune=ONE_SIDED, formats=("nvfp4", "mxfp4a16")),
+    _ours("aqas + gptq in order", transform="aqas", tune=ONE_SIDED, formats=("nvfp4_w4a4", "mxfp4")),
+    _ours("aqas + two-sided gptq in order", transform="aqas", tune=TWO_SIDED, formats=("nvfp4_w4a4", "mxfp4")),
     _ours("tune after gptq in order", tune=("--method", "gptq+learned")),
     Entry("llm-compressor", "rtn", options=("--method", "rtn")),
     Entry("llm-compressor", "expanded_mse", NV, options=("--method", "rtn", "--observer", "nvfp4_expanded_mse")),

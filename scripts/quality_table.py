@@ -23,6 +23,7 @@ class Cell:
         self.tool, self.entry, self.calibrated = (lines[0][name] for name in ("tool", "entry", "calibrated"))
         self.weights = lines[0].get("weights")
         self.kls = [line["kl"] for line in lines]
+        self.others = [line["other_kl"] for line in lines if "other_kl" in line]
         self.perplexity = float(np.mean([line["perplexity"] for line in lines]))
         self.sums = np.mean([line["kl_windows"] for line in lines], axis=0)
         self.counts = np.full(len(self.sums), lines[0]["window"] - 1.0)
@@ -67,9 +68,23 @@ def render(lines: list[dict[str, Any]], models: Collection[str] = ()) -> str:
     for model in dict.fromkeys(model for model, _ in cells):
         formats = [fmt for fmt in FORMATS if (model, fmt) in cells]
         parts.append(entry_table(model, perplexities.get(model), {fmt: cells[model, fmt] for fmt in formats}))
+    parts.append(other_text(cells))
     parts.append(standing(cells))
     parts.append(failures(lines))
     return "\n\n".join(part for part in parts if part)
+
+
+def other_text(cells: dict[tuple[str, str], dict[str, Cell]]) -> str:
+    """KL x 1000 on both texts, for the entries that were measured on one of another kind."""
+    rows = [
+        f"| {model} | {fmt} | {cell.name} | {1000 * cell.kl:.2f} | {1000 * float(np.mean(cell.others)):.2f} |"
+        f" {len(cell.others)} | {cell.cpu_s:.0f} |"
+        for (model, fmt), found in cells.items()
+        for cell in found.values()
+        if cell.others
+    ]
+    head = ["| model | format | entry | KL x 1000 | on text of another kind | seeds of it | CPU-s |", "|---" * 7 + "|"]
+    return "\n".join([*head, *rows]) if rows else ""
 
 
 def failures(lines: list[dict[str, Any]]) -> str:

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 _current: list["Baseline"] = []
 
 
-def begin(source: Path, held_out: Path, calibration: Path, tokens: int, shared: bool) -> dict[str, Any]:
+OTHER_TOKENS = 8192  # of a text of another kind
+
+
+def begin(
+    source: Path, held_out: Path, calibration: Path, tokens: int, shared: bool, other: Path | None
+) -> dict[str, Any]:
     """Loads a float model in the place of the one before; its perplexity."""
     import torch
     from quality_measure import Baseline, read_texts
@@ -22,6 +27,9 @@ def begin(source: Path, held_out: Path, calibration: Path, tokens: int, shared: 
     _current.clear()
     texts = read_texts(source, held_out, calibration, tokens=tokens, shared=shared)
     _current.append(Baseline.of(source, texts))
+    if other is not None:
+        of_other = read_texts(source, other, other, tokens=min(tokens, OTHER_TOKENS), shared=True)
+        _current.append(Baseline.of(source, of_other))
     return {"perplexity": _current[0].perplexity, "tokens": len(texts.held_out)}
 
 
@@ -33,5 +41,8 @@ def write_rows(seed: int, file: Path) -> tuple[int, int]:
 
 
 def measure(out: Path, fmt: str) -> dict[str, Any]:
-    """What a checkpoint measures."""
-    return _current[0].measure(out, fmt)
+    """What a checkpoint measures; ``other_kl`` on the text of another kind."""
+    found = _current[0].measure(out, fmt)
+    for other in _current[1:]:
+        found["other_kl"] = other.measure(out, fmt)["kl"]
+    return found

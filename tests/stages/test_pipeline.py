@@ -138,8 +138,8 @@ def test_four_bit_activations_are_quantized_behind_a_transform(
 def test_no_more_lies_beside_the_output_than_the_header_says(
     scheme: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looked at whenever a stage ends, a component has its factors, and a unit is written. No file is a copy of the
-    model: none is larger than the output."""
+    """Looked at whenever a stage ends, a component has its factors, a layer its codes, and a unit is written. No file is a copy of the
+    model: none is larger than the output, but for moments of gradients, which in a model this small are."""
     seen: list[dict[str, int]] = []
 
     def looking(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,7 +152,8 @@ def test_no_more_lies_beside_the_output_than_the_header_says(
         return call
 
     looked_at = ("generate", "calibrate", "find_factors", "tune", "verify")
-    for where, name in (*((stages, name) for name in looked_at), (Transformation, "fold"), (Conversion, "do")):
+    inside = ((Transformation, "fold"), (Conversion, "do"), (tune_stage, "follow"))
+    for where, name in (*((stages, name) for name in looked_at), *inside):
         monkeypatch.setattr(where, name, looking(getattr(where, name)))
     said: list[str] = []
     work = PipelineOptions(data=("self",), samples=8, seqlen=LENGTH)
@@ -165,7 +166,8 @@ def test_no_more_lies_beside_the_output_than_the_header_says(
     assert len(seen) > 10
     beside = [sum(size for name, size in files.items() if name.startswith(".out.stages")) for files in seen]
     assert (run.disk.codes + run.disk.small) / 8 < max(beside) <= run.disk.codes + run.disk.small
-    assert max(size for files in seen for size in files.values()) <= output
+    copies = [size for files in seen for name, size in files.items() if "/gradients-" not in name]
+    assert max(copies) <= output
     assert max(sum(files.values()) for files in seen) <= output + run.disk.codes + run.disk.small
 
 
