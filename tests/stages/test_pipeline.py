@@ -138,8 +138,9 @@ def test_four_bit_activations_are_quantized_behind_a_transform(
 def test_no_more_lies_beside_the_output_than_the_header_says(
     scheme: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looked at whenever a stage ends, a component has its factors, a layer its codes, and a unit is written. No file is a copy of the
-    model: none is larger than the output, but for moments of gradients, which in a model this small are."""
+    """Looked at whenever a stage ends, a component has its factors, a layer its codes, and a unit is written. No file
+    is a copy of the model: none is larger than the output, but for moments of gradients, where a model is this small.
+    """
     seen: list[dict[str, int]] = []
 
     def looking(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -362,12 +362,16 @@ def test_hidden_states_that_do_not_fit_in_memory_wait_on_disk(
             made.append(folder)
             super().__init__(folder)
 
-    monkeypatch.setattr(tune, "OnDisk", Noted)
-    monkeypatch.setattr(runner, "OnDisk", Noted)
+    for module in (tune, backwards, runner):
+        monkeypatch.setattr(module, "OnDisk", Noted)
     roomy = tune.tune(DEMO, [str(text)], tmp_path / "roomy", options=of_method("gptq"), machine=ONE)
     assert not made
     least = Machine(workers=1, memory_bytes=548 << 20)
-    monkeypatch.setattr(tune, "BASE_BYTES", least.memory_bytes)
+    for module in (tune, backwards):
+        monkeypatch.setattr(module, "BASE_BYTES", least.memory_bytes)
     small = tune.tune(DEMO, [str(text)], tmp_path / "small", options=of_method("gptq"), machine=least)
-    assert len(made) == 3  # of the float model, of its blocks' outputs, of what enters the tuned ones
+    backward, forward = 2 + len(small.content["blocks"]), 3
+    # what the float model gives, what enters each block, gradients; then the float model again, its blocks' outputs,
+    # what enters the tuned ones
+    assert len(made) == backward + forward
     assert small.content["digest"] == roomy.content["digest"]
