@@ -93,22 +93,19 @@ def reverse(
 
 def _from_head(runner: Runner, batch: int, seed: int) -> torch.Tensor:
     """dLoss/dx of what the last block returns in a batch, at one label a token drawn from the model's distribution."""
-    x = runner.activations.get(batch)
-    parts = zip(
-        torch.split(runner.batches[batch].reshape(1, -1), HEAD_TOKENS, dim=1),
-        torch.split(x.reshape(1, -1, x.shape[-1]), HEAD_TOKENS, dim=1),
-        strict=True,
-    )
+    x, ids = runner.activations.get(batch), runner.batches[batch]
     generator = torch.Generator().manual_seed(seed * 1_000_003 + batch)
-    found: list[torch.Tensor] = []
-    for ids, rows in parts:
-        rows = rows.to(runner.device).detach().requires_grad_(True)
-        with torch.enable_grad():
-            logits = runner.logits(ids, rows)[0].float()
-            labels = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator).to(logits.device)
-            loss = torch.nn.functional.cross_entropy(logits, labels.squeeze(1), reduction="sum")
-            found += torch.autograd.grad(loss, rows)
-    return torch.cat(found, dim=1).reshape(x.shape)
+    found = torch.empty_like(x)
+    samples = max(1, HEAD_TOKENS // x.shape[1])
+    for part in (slice(start, start + samples) for start in range(0, len(x), samples)):
+        for run in (slice(start, start + HEAD_TOKENS) for start in range(0, x.shape[1], HEAD_TOKENS)):
+            rows = x[part, run].to(runner.device).detach().requires_grad_(True)
+            with torch.enable_grad():
+                logits = runner.logits(ids[part, run], rows).float().flatten(0, -2)
+                labels = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator).squeeze(1)
+                loss = torch.nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="sum")
+                (found[part, run],) = torch.autograd.grad(loss, rows)
+    return found
 
 
 class _Sums:

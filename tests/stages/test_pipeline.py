@@ -167,7 +167,7 @@ def test_no_more_lies_beside_the_output_than_the_header_says(
     assert len(seen) > 10
     beside = [sum(size for name, size in files.items() if name.startswith(".out.stages")) for files in seen]
     assert (run.disk.codes + run.disk.small) / 8 < max(beside) <= run.disk.codes + run.disk.small
-    copies = [size for files in seen for name, size in files.items() if "/gradients-" not in name]
+    copies = [size for files in seen for name, size in files.items() if "/gradients/" not in name]
     assert max(copies) <= output
     assert max(sum(files.values()) for files in seen) <= output + run.disk.codes + run.disk.small
 

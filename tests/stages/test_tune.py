@@ -252,7 +252,7 @@ def test_a_reverse_pass_runs_again_unless_it_had_reached_the_first_layer(
         with pytest.raises(KeyboardInterrupt):
             tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
         assert len(passes) == runs
-    (first,) = tmp_path.glob("**/gradients-model.layers.0.safetensors")
+    (first,) = tmp_path.glob("**/gradients/model.layers.0.safetensors")
     first.unlink()
     again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
     assert len(passes) == 2

@@ -6,32 +6,36 @@ before that does the pass again.
 """
 
 import contextlib
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.reverse import Gradients, nbytes, reverse
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.checkpoint import output_errors, write_tensors
+from ptqpipe.checkpoint import CheckpointReader, output_errors, write_tensors
 from ptqpipe.stages.common import BASE_BYTES, Machine, counting_bar
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.tune.block import divided
 
+_BLOCK = "."  # where a module's name would be: the block's own output
+
 
 def observe(
-    prepared: Conversion, samples: Samples, folder: Path, machine: Machine, *, held_out: float, seed: int
+    prepared: Conversion, samples: Samples, spill: Path, machine: Machine, *, held_out: float, seed: int
 ) -> Callable[[str], Gradients]:
-    """What reads the gradients of a block by its name; they are in files of ``folder``, made now where they are not.
+    """What reads the gradients of a block by its name; they are in files of a folder in ``spill``, made now where they
+    are not.
 
     held_out  share of the batches that only judge: their gradients count for nothing
     seed      of the labels
     """
+    folder = spill / "gradients"
+    with output_errors(folder):
+        folder.mkdir(exist_ok=True)
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
     names = [name for name, _ in skeleton.blocks]
     if not _file(folder, names[0]).exists():
@@ -43,14 +47,14 @@ def observe(
             held_out=samples.held_out,
             device=machine.device,
             memory_bytes=machine.memory_bytes - BASE_BYTES - sums,
-            spill=folder,
+            spill=spill,
             streams=len(names) + 2,
         )
         with runner, contextlib.ExitStack() as opened:
             disk = isinstance(runner.activations, OnDisk)
 
             def store() -> Activations:
-                made: Activations = OnDisk(folder) if disk else InMemory()
+                made: Activations = OnDisk(spill) if disk else InMemory()
                 opened.callback(made.close)
                 return made
 
@@ -58,9 +62,9 @@ def observe(
             found = reverse(runner, batches=seen, seed=seed, store=store, modules=lambda b: _modules(b, wanted))
             with counting_bar(len(names), "layers", shown=machine.progress, title="backwards") as advance:
                 for name, gradients in found:
-                    _write(_file(folder, name), gradients)
+                    _write(folder, name, gradients)
                     advance(1, name)
-    return lambda name: _read(_file(folder, name))
+    return lambda name: _read(folder, name)
 
 
 def _modules(block: Block, wanted: set[str]) -> list[str]:
@@ -80,30 +84,25 @@ def _outputs(module: torch.nn.Module) -> list[int]:
 
 
 def _file(folder: Path, block: str) -> Path:
-    return folder / f"gradients-{block}.safetensors"
+    return folder / f"{block}.safetensors"
 
 
-def _write(file: Path, gradients: Gradients) -> None:
-    tensors: dict[str, torch.Tensor] = {}
-    for kind, by_module in (("outputs", gradients.outputs), ("last", {"": gradients.last})):
-        tensors |= {f"{kind}/{name}/{i}": part for name, parts in by_module.items() for i, part in enumerate(parts)}
-    growing = file.with_name(file.name + ".growing")
+def _write(folder: Path, block: str, gradients: Gradients) -> None:
+    runs = {_BLOCK: gradients.last} | dict(gradients.outputs)
+    tensors = {f"{block}/{name}/{i}": run for name, found in runs.items() for i, run in enumerate(found)}
+    growing = folder / "growing"
     write_tensors(growing, tensors)
-    with output_errors(file):
-        os.replace(growing, file)
+    with output_errors(folder):
+        growing.rename(_file(folder, block))
 
 
-def _read(file: Path) -> Gradients:
-    with output_errors(file), safe_open(file, "pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return Gradients(_of(tensors, "outputs"), _of(tensors, "last")[""])
-
-
-def _of(tensors: Mapping[str, torch.Tensor], kind: str) -> dict[str, Sequence[torch.Tensor]]:
-    """Module -> its tensors of a kind, in order."""
-    places: dict[str, dict[int, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
-        if key.startswith(f"{kind}/"):
-            name, _, place = key.removeprefix(f"{kind}/").rpartition("/")
-            places.setdefault(name, {})[int(place)] = tensor
-    return {name: [parts[i] for i in sorted(parts)] for name, parts in places.items()}
+def _read(folder: Path, block: str) -> Gradients:
+    runs: dict[str, dict[int, torch.Tensor]] = {}
+    with CheckpointReader.open(folder) as reader:
+        for key in reader.entries:
+            of, name, place = key.split("/")
+            if of == block:
+                runs.setdefault(name, {})[int(place)] = reader.read(key)
+    outputs = {name: [found[i] for i in sorted(found)] for name, found in runs.items()}
+    last = outputs.pop(_BLOCK)
+    return Gradients(outputs, last)
