@@ -14,7 +14,7 @@ from ptqpipe.options import ALGORITHMS, CodeOptions
 from ptqpipe.qtensor import QTensor
 from tests.algorithms.inputs import correlated, second_moment
 
-FORMATS_4 = ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "e2m1/8/ue5m3", "e2m3/32/e8m0")
+FORMATS_4 = ("nvfp4", "mxfp4", "mxfp8", "fp8_channel", "e2m1/8/ue5m3", "e2m3/32/e8m0", "int4_g32", "int8_channel")
 
 
 def weights(n: int = 24, k: int = 64, *, seed: int = 1) -> torch.Tensor:
@@ -36,7 +36,7 @@ def output_error(q: QTensor, w: torch.Tensor, moment: torch.Tensor) -> float:
 
 def textbook(q: QTensor, w: torch.Tensor, moment: torch.Tensor, order: list[int], damping: float) -> torch.Tensor:
     """GPTQ as its paper writes it: float64, one column after the other, the inverse updated by elimination."""
-    values = torch.tensor([m * sign for m in q.fmt.element.magnitudes for sign in (1.0, -1.0)], dtype=torch.float64)
+    values = torch.tensor([value for value in q.fmt.element.values if value == value], dtype=torch.float64)
     scale = columns.column_scales(q.scales, q.fmt, shape=q.shape, global_scale=q.global_scale).double()
     h = moment.double().clone()
     h += damping * float(h.diagonal().mean()) * torch.eye(len(h), dtype=torch.float64)
