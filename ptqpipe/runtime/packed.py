@@ -51,7 +51,7 @@ class PackedWeight:
     fmt     the format
     shape   (N, K)
     data    uint8 ``[N, K*bits/8]``: the codes, packed as ``formats.py`` says
-    scales  of the blocks, as in a QTensor; None where the factors are all there is
+    scales  of the blocks, as in a QTensor; None where the factors are all there is (FP8 per channel or tensor)
     factor  float32 ``[1]`` or ``[N]``: what multiplies the rows of the inner part; None for 1
     divisor float32 0-d: the global scale where it divides, so that `dequantize` rounds as QTensor does; else None
     operand of a weight in panels (see `arranged`): what the kernel is given; None: the bytes lie in rows
@@ -70,7 +70,7 @@ class PackedWeight:
         """The weight of a QTensor, whose bytes it shares. FormatError for one with a low-rank part."""
         if q.low_rank is not None:
             raise FormatError("a packed weight has no low-rank part; multiply that on its own")
-        if q.fmt.block[1] == WHOLE:
+        if q.fmt.block[1] == WHOLE and q.fmt.element.name == "e4m3":
             return cls(q.fmt, q.shape, q.data, None, q.block_scales().reshape(-1).contiguous())
         if q.global_scale is None:
             return cls(q.fmt, q.shape, q.data, q.scales.contiguous(), None)

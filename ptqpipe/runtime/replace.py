@@ -101,6 +101,8 @@ def packed_places(model: Any, source: Source, homes: Mapping[str, Sequence[Home]
     for parameter, parts in fed.items():
         if parameter in tied or not all(name in source.stored and (home.plain or home.turned) for name, home in parts):
             continue
+        if any(source.stored[name].scheme.fmt.has_zeros for name, _ in parts):
+            continue  # no product takes zero points
         module, leaf = parts[0][1].module, parts[0][1].leaf
         owner = model.get_submodule(module)
         if is_experts(owner) and leaf in (first_stack(owner), "down_proj"):

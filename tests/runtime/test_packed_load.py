@@ -28,6 +28,8 @@ CASES = [
     ("biased", "compressed_tensors", "mxfp6"),
     ("llama", "compressed_tensors", "mxfp8"),
     ("llama", "compressed_tensors", "fp8_dynamic"),
+    ("llama", "compressed_tensors", "int4_g32"),
+    ("llama", "compressed_tensors", "int8_w8a8"),
     ("llama", "compressed_tensors", "fp8_static"),
     ("llama", "deepseek_fp8", "fp8_block"),
     ("llama", "ptqpipe", "e2m1/8/ue5m3"),

@@ -27,6 +27,7 @@ LAYOUTS = [
     ("compressed_tensors", "mxfp6"),
     ("compressed_tensors", "mxfp8"),
     ("compressed_tensors", "fp8_dynamic"),
+    ("compressed_tensors", "int4_g32"),
     ("compressed_tensors", "fp8_static"),
     ("compressed_tensors", "fp8_block"),
     ("modelopt", "fp8_dynamic"),
