@@ -169,7 +169,9 @@ def row_tokens(tokenizer: Callable[[], Any], value: Any, where: str) -> Iterator
         yield value
     elif isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         if shows_images(value):
-            raise UsageError(f"{where} has an image, which calibrate alone takes; leave such rows out here")
+            raise UsageError(
+                f"{where} has an image, which only calibrate and tune take, for a model of images; leave such rows out"
+            )
         yield _chat_tokens(tokenizer(), value, where)
     else:
         raise UsageError(

@@ -121,5 +121,5 @@ def test_other_parts_are_one_line(part: Any, said: str) -> None:
 
 def test_rows_of_data_with_images_are_not_read_as_text_alone() -> None:
     messages = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}]
-    with pytest.raises(UsageError, match=r"line 1 has an image, which calibrate alone takes"):
+    with pytest.raises(UsageError, match=r"line 1 has an image, which only calibrate and tune take"):
         list(row_tokens(lambda: None, messages, "a.jsonl, line 1"))

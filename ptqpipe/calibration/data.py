@@ -17,7 +17,7 @@ import torch
 
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.errors import UsageError
-from ptqpipe.images import decode_images, read_image, split_content
+from ptqpipe.images import decode_images, digest_of, read_image, split_content
 from ptqpipe.rows import chat_text, files_of, read_rows, row_tokens, shows_images
 from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.runtime.processor import Processor
@@ -43,7 +43,7 @@ class Samples:
 
     windows     [samples, seqlen] int64
     held_out    [held out, seqlen] int64: other windows, for judging what the first ones led to
-    sha256      of ``windows`` as little-endian int64
+    sha256      of ``windows`` as little-endian int64; and then of what all images are known by, if there are any
     files       of every --data
     candidates  how many windows there were to choose from
     images      of each window and then of each held out: what the model takes beside tokens; empty without images.
@@ -56,6 +56,11 @@ class Samples:
     files: tuple[DataFile, ...]
     candidates: int
     images: tuple[Mapping[str, Any] | None, ...] = ()
+
+    @property
+    def shown(self) -> int:
+        """How many windows have images."""
+        return sum(given is not None for given in self.images)
 
     def images_of(self, share: slice) -> tuple[Mapping[str, Any] | None, ...]:
         """Those of a share of the windows and the same share of those held out."""
@@ -93,7 +98,7 @@ def load_samples(
     if holdout is not None and holdout < 0:
         raise UsageError(f"--holdout {holdout}: expected 0 or more windows")
     tokenizer = cache(lambda: load_tokenizer(model))  # rows of token ids need none
-    see, shown = cache(lambda: Processor(model, read_config(model))), list[tuple[tuple[int, ...], dict[str, Any]]]()
+    see, shown = cache(lambda: Processor(model, read_config(model))), list[_Shown]()
     files: list[DataFile] = []
     stream = array("q")
     for name in files_of(names):
@@ -101,7 +106,7 @@ def load_samples(
         for where, value in read_rows(name, field=field):
             if images and shows_images(value):
                 shown.append(_with_images(see(), tokenizer(), value, where, folder=Path(name).parent, seqlen=seqlen))
-                total += len(shown[-1][0])
+                total += len(shown[-1].tokens)
             else:
                 for tokens in row_tokens(tokenizer, value, where):
                     stream.extend(tokens)
@@ -119,20 +124,34 @@ def load_samples(
     windows = torch.full((candidates, seqlen), NO_TOKEN)
     if count:
         windows[:count] = torch.frombuffer(stream, dtype=torch.int64, count=count * seqlen).view(count, seqlen)
-    for at, (tokens, _) in enumerate(shown, count):
-        windows[at, : len(tokens)] = torch.tensor(tokens)
+    for at, row in enumerate(shown, count):
+        windows[at, : len(row.tokens)] = torch.tensor(row.tokens)
     order = torch.randperm(candidates, generator=torch.Generator().manual_seed(seed))
     first, then = order[:samples].sort().values, order[samples : samples + holdout].sort().values
     chosen, held_out = windows[first], windows[then]
-    inputs = [*[None] * count, *(inputs for _, inputs in shown)] if shown else []
-    given = tuple(inputs[at] for at in (*first.tolist(), *then.tolist())) if shown else ()
-    return Samples(chosen, held_out, tokens_digest(chosen), tuple(files), candidates, given)
+    digest = tokens_digest(chosen)
+    if not shown:
+        return Samples(chosen, held_out, digest, tuple(files), candidates)
+    given = [None if at < count else shown[at - count] for at in (*first.tolist(), *then.tolist())]
+    known = b"".join(row.digest for row in given if row is not None)
+    digest = hashlib.sha256(bytes.fromhex(digest) + known).hexdigest()
+    inputs = tuple(None if row is None else row.inputs for row in given)
+    return Samples(chosen, held_out, digest, tuple(files), candidates, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A row with images: its tokens, what the model takes beside them, and what its images are known by."""
+
+    tokens: tuple[int, ...]
+    inputs: dict[str, Any]
+    digest: bytes
 
 
 def _with_images(
     processor: Processor, tokenizer: Any, messages: list[dict[str, Any]], where: str, *, folder: Path, seqlen: int
-) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """(tokens, the model's inputs beside them) of a row of messages with images. UsageError for what is none."""
+) -> _Shown:
+    """A row of messages with images. UsageError for what is none."""
     split = [split_content(message.get("content"), where) for message in messages]
     raw = [read_image(place, folder, remedy="-", within=False) for _, places in split for place in places]
     shown = decode_images(raw, where)
@@ -146,15 +165,16 @@ def _with_images(
     if end > seqlen:
         raise UsageError(f"{where} has tokens of images up to number {end}, --seqlen is {seqlen}; raise it")
     cut = {name: value[:, :seqlen] if name in _OF_TOKENS else value for name, value in inputs.items()}
-    return tokens[:seqlen], cut
+    return _Shown(tokens[:seqlen], cut, b"".join(map(digest_of, raw)))
 
 
 def check_samples(names: Sequence[str], model: Path, *, samples: int, seqlen: int) -> None:
-    """UsageError where data give fewer than ``samples`` windows; reads no more of them than it takes to know that."""
+    """UsageError where data give fewer than ``samples`` windows; reads no more of them than it takes to know that. A
+    row with images is a window."""
     tokenizer, found = cache(lambda: load_tokenizer(model)), 0
     for name in files_of(names):
         for where, value in read_rows(name):
-            found += sum(map(len, row_tokens(tokenizer, value, where)))
+            found += seqlen if shows_images(value) else sum(map(len, row_tokens(tokenizer, value, where)))
             if found >= samples * seqlen:
                 return
     raise _too_few(found, seqlen, f"{samples}")

@@ -60,10 +60,13 @@ def takes_images(config: Any, path: Path) -> bool:
     return causal_model_of(config, path)[0] is _with_images(config)
 
 
-def with_note(header: str, config: Any) -> str:
-    """A command's header, which says of a model of images and text that vision tower and projector are left out."""
+def with_note(header: str, config: Any, *, images: int = 0) -> str:
+    """A command's header, which says of a model of images and text that vision tower and projector are left out, or how
+    many of the samples have images that they see."""
     if _with_images(config) is None or config.get_text_config() is config:
         return header
+    if images:
+        return f"{header}\n(a model of images and text: {images} of the samples have images, its tower is in memory)"
     return f"{header}\n(a model of images and text: its language model runs, vision tower and projector are left out)"
 
 

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+import ptqpipe
 from ptqpipe.calibration.data import load_samples
+from ptqpipe.calibration.rounding import Settings
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
+from ptqpipe.stages.tune.run import TuneOptions, tune
+from ptqpipe.stages.verify.run import verify
 from ptqpipe.statistics import Statistics
 from tests import processors
 from tests.engine import images
@@ -51,7 +55,7 @@ def inputs_of(model: Any, ids: torch.Tensor, made: dict[str, Any]) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("kind", list(processors.KINDS))
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 def test_moments_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     folder = processors.add(images.make(tmp_path / "model", kind), kind)
     data, said = write(tmp_path), list[str]()
@@ -76,7 +80,19 @@ def test_moments_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None
     assert not [name for name in statistics.modules if "visual" in name or "vision" in name]
 
 
-def test_rows_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+def test_codes_are_tuned_on_images(tmp_path: Path) -> None:
+    folder = processors.add(images.make(tmp_path / "model", "qwen3_vl"), "qwen3_vl")
+    data, said = write(tmp_path), list[str]()
+    options = TuneOptions(samples=4, seqlen=SEQLEN, method="gptq+learned", settings=Settings(steps=8))
+    done = tune(folder, [str(data)], tmp_path / "codes", options=options, log=said.append)
+    assert "of the samples have images" in said[0]
+    blocks = done.content["blocks"].values()
+    assert [record["start_loss"] > 0 for record in blocks] == [True, True]
+    out = ptqpipe.convert(folder, out=tmp_path / "out", rounding=tmp_path / "codes", workers=1)
+    assert verify(out.out, source=folder, workers=1).ok
+
+
+def test_images_are_part_of_the_data_and_rows_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     folder = processors.add(images.make(tmp_path / "model", "llava"), "llava")
     data = write(tmp_path)
 
@@ -85,8 +101,13 @@ def test_rows_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"line 1 has tokens of images up to number 5, --seqlen is 4; raise it"):
         load(4)
-    with pytest.raises(UsageError, match=r"line 1 has an image, which calibrate alone takes"):
+    with pytest.raises(UsageError, match=r"line 1 has an image, which only calibrate and tune take"):
         load_samples([str(data)], folder, samples=1, seqlen=SEQLEN)
+    before, other = load_samples([str(data)], folder, samples=5, seqlen=SEQLEN, images=True), processors.picture(9, 40)
+    (tmp_path / "0.png").write_bytes(processors.png(other))
+    after = load_samples([str(data)], folder, samples=5, seqlen=SEQLEN, images=True)
+    assert torch.equal(before.windows, after.windows)
+    assert before.sha256 != after.sha256
     (tmp_path / "0.png").write_bytes(b"none")
     with pytest.raises(UsageError, match=r"image 1 of .*line 1 is none that can be decoded"):
         load()

@@ -137,8 +137,7 @@ def calibrate(
         with folder as output, threads(machine.workers):
             if log is not None and ranks.rank == 0:
                 described = _described(samples, skeleton, options, collecting)
-                header = f"{name_of(path)} on {described}"
-                log(f"{header}\n{_shown(samples)}" if samples.images else with_note(header, config))
+                log(with_note(f"{name_of(path)} on {described}", config, images=samples.shown))
             with _open_runner(skeleton, samples, output, collecting, machine) as runner:
                 run_blocks(runner, output, collecting, shown=machine.progress)
             if ranks.rank != 0:
@@ -146,11 +145,6 @@ def calibrate(
             content = _content(source, samples, options, output, skeleton)
             output.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes())
-
-
-def _shown(samples: Samples) -> str:
-    count = sum(given is not None for given in samples.images)
-    return f"(a model of images and text, its tower in memory: {count} of the samples have images)"
 
 
 def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:

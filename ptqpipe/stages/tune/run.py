@@ -35,7 +35,7 @@ from ptqpipe.errors import UsageError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE
-from ptqpipe.runtime.language_model import with_note
+from ptqpipe.runtime.language_model import takes_images, with_note
 from ptqpipe.runtime.loading import default_length, read_config
 from ptqpipe.stages.common import BASE_BYTES, Machine, compute_threads, counting_bar, name_of, peak_bytes, threads
 from ptqpipe.stages.convert.prepare import best_with, prepare
@@ -90,12 +90,13 @@ def tune(
             seed=options.seed,
             field=options.data_field,
             holdout=None if collects else 0,
+            images=takes_images(config, prepared.source.reader.path),
         )
         parts = _identity(prepared, samples, options, collects=collects)
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
         with folder, threads(machine.workers if _is_large(prepared) else 1):
             if log is not None:
-                log(with_note(_described(prepared, samples, options), config))
+                log(with_note(_described(prepared, samples, options), config, images=samples.shown))
             _run(prepared, samples, folder, options, machine, collects=collects)
             content = codes_of.content(prepared, samples, _how(options), folder, seed=options.seed, collects=collects)
             folder.finish(content)
@@ -141,7 +142,7 @@ def _run(
     *,
     collects: bool,
 ) -> None:
-    skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
+    skeleton = Skeleton.of(prepared.source, dtype=torch.float32, images=bool(samples.images))
     spill, device = folder.paths.partial, machine.device
     layerwise = options.method == "layerwise"
     held = options.settings.held_out
@@ -160,6 +161,7 @@ def _run(
         memory_bytes=machine.memory_bytes - BASE_BYTES - sums,
         spill=spill,
         streams=1 if layerwise else 3,
+        images=samples.images,
     )
     names = [*runner.names, *(name for name, _ in skeleton.mtp if _quantizes(prepared, skeleton, name))]
     count, done = len(names), sum(name in folder.done for name in names)
