@@ -70,6 +70,27 @@ def test_recipes_lists_and_prints_those_with_a_name(tmp_path: Path) -> None:
     assert "unknown recipe 'nvfp5'; known are fp8_gptq" in shown("nvfp5")
 
 
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("model.layers.0.mlp.up_proj", "nvfp4"),
+        ("model.layers.0.mlp.experts.3.up_proj", "nvfp4"),
+        ("model.layers.0.block_sparse_moe.experts.3.w1", "nvfp4"),
+        ("model.layers.0.feed_forward.w1", "nvfp4"),
+        ("model.decoder.layers.0.fc1", "nvfp4"),
+        ("model.layers.0.self_attn.q_proj", "fp8_dynamic"),
+        ("model.layers.0.linear_attn.out_proj", "fp8_dynamic"),
+        ("gpt_neox.layers.0.attention.dense", "fp8_dynamic"),
+        ("transformer.h.0.self_attention.query_key_value", "fp8_dynamic"),
+        ("transformer.h.0.attn.c_attn", "fp8_dynamic"),
+    ],
+)
+def test_the_mixed_recipe_knows_attention_by_whatever_name_families_give_it(name: str, scheme: str) -> None:
+    rule, _ = load_recipe(Path("mixed_nvfp4_fp8")).rule_for(name)
+    assert rule is not None
+    assert rule.scheme == get_scheme(scheme)
+
+
 def test_the_first_rule_that_matches_wins() -> None:
     recipe = parse_recipe({"version": 1, "rules": rules(("re:.*mlp", "mxfp4"), ("*", "nvfp4"))})
     rule, _ = recipe.rule_for("model.layers.0.mlp.up_proj")

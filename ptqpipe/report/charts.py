@@ -34,10 +34,15 @@ class Series:
     rings: frozenset[int] = frozenset()
 
 
+_NAME = 17  # letters of a name at the end of a line
+_LETTER = 8.8  # the width of a bold one, as of those of capitals and digits
+
+
 def line_chart(series: Sequence[Series], *, wide: bool, label: str, unit: str, least_span: float) -> Markup:
     """One line a series over whole numbers (layers); direct labels on wide pages."""
     width, height = (WIDE, 340) if wide else (NARROW, 260)
-    left, right, top, bottom = 46, 132 if wide else 12, 26, 34
+    names = [_short(s.name, _NAME) for s in series]
+    left, right, top, bottom = 46, max(132, 18 + _LETTER * max(map(len, names))) if wide else 12, 26, 34
     ys = [y for s in series for _, y, _ in s.points] + [v for s in series for _, lo, hi in s.ranges for v in (lo, hi)]
     xs = sorted({x for s in series for x, _, _ in s.points})
     y_axis = Axis.over(ys, start=height - bottom, stop=top, count=5 if wide else 4, least_span=least_span)
@@ -83,7 +88,7 @@ def _end_labels(series: Sequence[Series], x: float, y_axis: Axis, at: Position, 
         start = at(s.points[-1][0])  # a line may end before the last layer
         leader = f"M{start + 6:.1f},{y:.1f}L{x + 2:.1f},{y:.1f}L{x + 14:.1f},{placed:.1f}"
         inside = [node("path", {"d": leader, "class": f"leader {colour(s.index)}"})]
-        inside.append(text(x + 18, placed + 4, _short(s.name, 17), kind=f"end {colour(s.index)}"))
+        inside.append(text(x + 18, placed + 4, _short(s.name, _NAME), kind=f"end {colour(s.index)}"))
         parts.append(node("g", {"class": "series", "data-series": s.name}, join(inside)))
     return join(parts)
 

@@ -168,7 +168,8 @@ class _Running:
             count, deadline = self._service.sequences(), self._drain_s
             name = signal.Signals(number).name
             self.given_up = self._service.state is State.LOADING
-            under_way = f"no new requests; {count} sequences under way have {deadline:g} s to finish"
+            left = f"{count} under way with {deadline:g} s to finish" if count else "none is under way: ending"
+            under_way = f"no new requests; {left}"
             self._log(f"{name}: {'loading is given up' if self.given_up else under_way}")
             self._service.drain()
             self._asked.set()
