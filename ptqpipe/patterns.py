@@ -6,6 +6,7 @@ the same and takes a time limit. Nothing is known here of what is named, or of t
 """
 
 import time
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import regex
@@ -73,6 +74,33 @@ def _repeats(text: str) -> int:
         else:
             last = 0
     return sum(groups)
+
+
+# What patterns are made of that `alike` understands. Digits in them match whole components between dots, or stand
+# beside letters; no counts, single "." or "?", or classes of digits tell 7 from 61 by its length.
+_WORDS = r"[A-Za-z_]|(?<=[A-Za-z_])(?:\d+|\[\d+\])|\d+(?=[A-Za-z_])"
+_PLAIN = regex.compile(
+    rf"re:(?:{_WORDS}|\\\.(?:\\d\+|\d+)(?=\\\.|\$)|\\\.\(\d+(?:\|\d+)*\)(?=\\\.|\$)|\\\.|\\b|\.\*|\\d\*|\)[?*]|[|()$]"
+    r"|\[[a-z]+\])*"
+)
+_PLAIN_GLOB = regex.compile(rf"(?:{_WORDS}|\.|\*|(?<=\.)\d+(?=\.|$))*")
+_NUMBER = regex.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def alike(patterns: Iterable[str]) -> Callable[[str], str]:
+    """A function that gives all names that no one of these patterns (globs, or ``re:`` expressions) tells apart one
+    name, which they match as they match these: numbers between dots that no pattern has are replaced. Each name itself
+    where a pattern may ask for more.
+
+    A model has tens of thousands of names of some thirty kinds.
+    """
+    known: set[str] = set()
+    for pattern in patterns:
+        if not (_PLAIN if pattern.startswith("re:") else _PLAIN_GLOB).fullmatch(pattern):
+            return lambda name: name
+        known.update(regex.findall(r"(?<![A-Za-z_\[\d])\d+(?![A-Za-z_\d\]])", pattern))
+    other = "0" * (1 + max(map(len, known), default=0))
+    return lambda name: _NUMBER.sub(lambda found: found[0] if found[0] in known else other, name)
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""What sglang_child.py and vllm_loader_child.py share: many checkpoints in one process that has imported the reader once.
+"""What sglang_child.py and vllm_loader_child.py share: many checkpoints in a process that has imported the reader.
 
 ``serve(load, packages)`` reads ``CKPT<tab>OUT`` lines from standard input. For each it makes a copy of the process in
 which ``load(CKPT)`` gives the reader's model as its loader leaves it, writes every parameter to OUT (safetensors), and
@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 LIMIT_S = 300
+CAPABILITY = (10, 0)
 MARK = 0x5A  # every byte of a parameter before it is filled
 
 
@@ -40,6 +41,47 @@ class Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing to do."""
+
+
+class _Stream:
+    """Of no GPU. A class, because readers ask whether something is one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def pretend_cuda(operators: tuple[str, ...]) -> None:
+    """Lets torch say that it has a GPU of `CAPABILITY` where a reader asks, and make on the CPU what is meant for it.
+
+    operators  names below ``torch.ops`` of a reader's kernels, which get every operator; none may be run
+    """
+    import torch
+    import torch.library
+
+    register = torch.library.register_fake
+
+    def register_fake(op: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(op, str) and op.partition("::")[0] in operators:
+            return lambda function: function
+        return register(op, *args, **options)
+
+    torch.library.register_fake = register_fake
+    for name in operators:
+        setattr(torch.ops, name, MagicMock(name=name))
+
+    torch.cuda.get_device_capability = lambda *_, **__: CAPABILITY
+    torch.cuda.Stream = torch.cuda.Event = _Stream
+    for name in ("empty", "zeros", "ones", "full", "arange", "tensor"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*args: Any, **options: Any) -> Any:
+        if str(options.get("device")).startswith("cuda"):
+            options["device"] = "cpu"
+        return make(*args, **options)
+
+    return made
 
 
 def mark(model: Any) -> None:

@@ -1,8 +1,8 @@
-"""What sglang_loads.py and vllm_loads.py share: models x outputs through a reader's own loader, tensor by tensor.
+"""What sglang_loads.py and vllm_fills.py share: models x outputs through a reader's own loader, tensor by tensor.
 
 A tensor of the checkpoint has landed where its bytes, or its numbers in the wider or narrower float that the reader
-keeps, lie in a parameter of the same layer: in one run, or row by row in their order (rows that the reader interleaves
-or pads). The names say nothing, so that this holds for every family. One JSON line an output:
+keeps, lie in a parameter of the same layer: in one run, or row by row (rows that the reader interleaves, pads or
+permutes). The names say nothing, so that this holds for every family. One JSON line an output:
 
     methods   the classes that the reader chose
     landed    tensors of the checkpoint that lie in its parameters
@@ -86,8 +86,8 @@ class Loaded:
             return None
         rows = self._rows_of(parameter, row)
         places = [rows.get(whole[at : at + row], -1) for at in range(0, len(whole), row)]
-        rising = all(a < b for a, b in zip(places, places[1:], strict=False))
-        return places[0] * row if min(places) >= 0 and rising else None
+        # Another order of the same rows is one that rotary embeddings of this reader want (Llama 4 in vLLM).
+        return min(places) * row if min(places) >= 0 and len(set(places)) == len(places) else None
 
     def _rows_of(self, parameter: str, row: int) -> dict[bytes, int]:
         """Runs of ``row`` bytes from the beginning of every row of a parameter on, with their order."""
@@ -121,8 +121,8 @@ def _forms(name: str, value: torch.Tensor, dtype: torch.dtype) -> Iterator[torch
             yield (-torch.exp(value.float())).to(dtype)
         if "norm" in name:
             yield value.to(dtype) + 1  # Gemma multiplies by (1 + weight)
-        if value.dim() == 2:
-            yield value.t().to(dtype)
+        if value.dim() > 1:
+            yield value.transpose(-1, -2).to(dtype)
     elif value.element_size() == dtype.itemsize:
         yield value
 
@@ -186,9 +186,11 @@ def family_models(kinds: Iterable[str], scratch: Path) -> Iterator[Path]:
     sys.path.insert(0, str(ROOT))
     from tests import families, family_rows
 
-    for kind in kinds or family_rows.LOADED:
-        made = families.make_model if kind in family_rows.ELSEWHERE else family_rows.make
-        yield made(scratch / kind, kind)
+    for kind in kinds or [*family_rows.PUBLISHED, *families.LOADED]:
+        if kind in families.LOADED:
+            yield families.make_model(scratch / kind, kind)
+        else:
+            yield family_rows.make(scratch / kind, kind, published=True)
 
 
 def outputs_of(reader: str) -> list[str]:

@@ -5,6 +5,7 @@
 A test compares the page with what this script makes of the table.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,7 +43,32 @@ def page() -> str:
         "",
         *_facts(f for family in FAMILIES for f in family.facts if f.fails),
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, "", *_loaded()]).rstrip() + "\n"
+
+
+def _loaded() -> list[str]:
+    """What the readers' own loaders did with the tiny models, from the files that the scripts wrote."""
+    lines = [
+        "## What the readers' own loaders did",
+        "",
+        "vLLM 0.33 and SGLang 0.5.23 built these tiny models as for a GPU of compute capability 10.0 and filled them",
+        "from what `convert` wrote (`scripts/vllm_fills.py`, `scripts/sglang_loads.py`, `benchmarks/vllm_fills.jsonl`,",
+        "`benchmarks/sglang_families.jsonl`). No kernel was run. Pairs that are not listed were not tried, or stopped at",
+        "what only a machine without a GPU lacks.",
+        "",
+        "| model | format, container | reader | outcome |",
+        "|---|---|---|---|",
+    ]
+    for reader, file in (("vLLM", "vllm_fills"), ("SGLang", "sglang_families")):
+        for line in (PAGE.parent.parent / "benchmarks" / f"{file}.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            said, lacks = row.get("problem", "").split(". ")[0][:120].replace("|", "\\|"), len(row.get("missing", ()))
+            if said:
+                outcome = f"refused: `{said}`"
+            else:
+                outcome = f"{lacks} tensors left out without a word" if lacks else f"all {row['landed']} tensors land"
+            lines.append(f"| {row['model']} | {row['output']}, {row['container']} | {reader} | {outcome} |")
+    return lines
 
 
 def _facts(facts: Iterable[Fact]) -> list[str]:

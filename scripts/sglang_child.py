@@ -5,13 +5,14 @@ a GPU and is left out. Packages of SGLang's that exist for GPUs alone are replac
 part in loading.
 """
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
-from loader_child import Empty, mark, serve
+from loader_child import Empty, mark, pretend_cuda, serve
 
 GPU_ONLY = ("sgl_kernel", "torchaudio", "torchvision")
-CAPABILITY = (10, 0)
 
 
 def prepare() -> None:
@@ -19,17 +20,17 @@ def prepare() -> None:
     import sys
 
     sys.meta_path.insert(0, Empty(GPU_ONLY))
-    import torch
-
-    torch.cuda.get_device_capability = lambda *_, **__: CAPABILITY
+    pretend_cuda(("sgl_kernel",))
     from sglang.srt import utils
 
     for module in (utils, utils.common):
         module.is_blackwell_supported = lambda *_: True
-    import sglang.srt.server_args
+    import sglang.srt.server_args  # noqa: F401
     from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader import loader
 
+    factory.get_rope_cpu = factory.get_rope
     mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda *_: True
     loader.DefaultModelLoader.postprocess_weights = staticmethod(lambda *_: None)
     make = loader._initialize_model
@@ -53,7 +54,9 @@ def load(ckpt: str) -> Any:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    options = ServerArgs(model_path=ckpt, device="cpu", attention_backend="torch_native", disable_cuda_graph=True)
+    kind = json.loads((Path(ckpt) / "config.json").read_text())["model_type"]
+    backend = "triton" if kind.startswith(("gemma4", "gpt_oss")) else "torch_native"  # what SGLang takes on a CPU
+    options = ServerArgs(model_path=ckpt, device="cpu", attention_backend=backend, disable_cuda_graph=True)
     publish(options, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
     config = ModelConfig.from_server_args(options)
     init_distributed_environment(1, 0, f"file://{ckpt}.store", 0, "gloo")

@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tests import image_text, tiny
 
+# Those that the loaders of vLLM and SGLang are tried with.
+LOADED = ("deepseek_v3", "deepseek_v32", "glm4_moe", "llama4_text", "qwen3_5", "qwen3_vl", "mistral3", "internvl")
+
 HIDDEN, VOCABULARY, LAYERS = 128, 96, 2
 
 _COMMON: dict[str, Any] = {
@@ -33,6 +36,7 @@ _MOE: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
+    "topk_method": "noaux_tc",
     "num_nextn_predict_layers": 1,
 }
 _MLA: dict[str, Any] = {

@@ -3,6 +3,7 @@
 Where transformers makes the family, the model is its own and it computes; else it is names and shapes of the files.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,24 @@ MADE_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# model_type -> what vendors' config.json says and transformers' does not need, for readers that do.
+_TIED = {"tie_word_embeddings": True}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in MADE_BY_TRANSFORMERS if not kind.endswith("_text")},
+    "minimax_m3_vl_text": {},
+    "gemma": _TIED,
+    "gemma2": {**_TIED, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma3n_text": _TIED,
+    "gemma4_text": _TIED,
+    "lfm2": {**_TIED, "conv_dim": 128, "conv_dim_out": 128},
+    "lfm2_moe": _TIED,
+    "deepseek_v4": {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "compress_ratios": [4, 128]},
+    "qwen3_next": {"full_attention_interval": 2},
+    "nemotron_h": {"hybrid_override_pattern": "ME*-"},
+    "hunyuan_v1_moe": {"moe_intermediate_size": 128},
+}
+_OF_TRANSFORMERS = {"nemotron_h": "layers_block_type"}  # keys of its own config.json that vendors' have not
+
 _LAYER = "model.layers.0."
 _BLOCK = "model.layers.0.self_attn."
 # model_type -> names and shapes of a layer, as published.
@@ -131,13 +150,21 @@ NAMES_AND_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-def make(folder: Path, kind: str) -> Path:
-    """Saves the tiny model of a ``model_type`` in bfloat16."""
+def make(folder: Path, kind: str, *, published: bool = False) -> Path:
+    """Saves the tiny model of a ``model_type`` in bfloat16.
+
+    published  with the config.json of its vendor, and experts that blocks of 128 x 128 divide
+    """
+    extra = PUBLISHED[kind] if published else {}
     torch.manual_seed(0)
     if kind in NAMES_AND_SHAPES:
         tensors = {name: torch.randn(shape).bfloat16() * 0.1 for name, shape in NAMES_AND_SHAPES[kind].items()}
         return tiny.save(folder, tensors, config={"model_type": kind})
-    config = transformers.AutoConfig.for_model(kind, **{**_COMMON, **MADE_BY_TRANSFORMERS[kind]})
+    given = {**_COMMON, **MADE_BY_TRANSFORMERS[kind]}
+    if published:
+        given |= {key: value for key, value in extra.items() if key in (*given, "qk_rope_head_dim")}
+        given |= {key: 128 for key in given if key.endswith("intermediate_size")}
+    config = transformers.AutoConfig.for_model(kind, **given)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -146,4 +173,9 @@ def make(folder: Path, kind: str) -> Path:
             elif "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(torch.bfloat16).save_pretrained(folder)
+    if published:
+        file = folder / "config.json"
+        written = {**json.loads(file.read_text()), **extra}
+        written.pop(_OF_TRANSFORMERS.get(kind, ""), None)
+        file.write_text(json.dumps(written))
     return folder

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inputs":       set(),
     "regular_file": set(),
     "images":       {"errors", "regular_file"},
-    "families":     set(),
+    "families":     {"errors"},
     "formats":      {"errors"},
     "options":      {"errors"},
     "processes":    {"errors"},

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from ptqpipe.cli import main
@@ -52,6 +53,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "text_config": tiny.LLAMA_CONFIG,
     }
     (at / "images" / "config.json").write_text(json.dumps(images))
+    experts = {f"model.layers.0.mlp.experts.{i}.up_proj.weight": torch.randn(32, 32) for i in (0, 1, 3)}
+    tiny.save(at / "too-few", experts, config={"model_type": "qwen3_moe", "num_experts": 4})
+    tower = {
+        "model.layers.0.mlp.up_proj.weight": torch.randn(32, 32),
+        "visual.blocks.0.attn.proj.weight": torch.ones(8, 8),
+    }
+    tiny.save(at / "tower", tower, config={"model_type": "qwen3_vl", "text_config": {}, "image_token_id": 5})
     (at / "recipe.yaml").write_text("version: 1\nrules:\n- {match: '*', format: nvfp4, algoritm: gptq}\n")
     return at
 
@@ -94,6 +102,9 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
         2,
         "converting it to nvfp4 would only add error: use `ptqpipe relayout`",
     ),
+    (("convert", "too-few", "-o", "out"), 1, "mlp.experts has 3 experts (there is no model.layers.0.mlp.experts.2)"),
+    (("plan", "too-few", "--budget", "5bits", "-o", "out.yaml"), 1, "and config.json says num_experts 4; download"),
+    (("convert", "tower", "-o", "out"), 1, "has a text_config and no vision_config, but the files hold a vision tower"),
     (("convrt", "model"), 2, "convert"),
     (("model",), 2, "to quantize that model: ptqpipe convert model"),
     (("convert", ".", "-o", "/dev/null/out"), 1, "has no .safetensors files itself; did you mean 'images'?"),

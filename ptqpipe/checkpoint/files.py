@@ -209,13 +209,17 @@ def _weight_map(index: Path) -> dict[str, str]:
         kind = "empty" if weight_map == {} else f"a {type(weight_map).__name__}"
         raise CheckpointError(f"{shown(str(index))} has a weight_map that is {kind}, expected tensor names -> files")
     result: dict[str, str] = {}
+    paths: dict[str, str] = {}  # of the files that were looked at: many names have one
     for name, file in weight_map.items():
+        if isinstance(file, str) and file in paths:
+            result[name] = paths[file]
+            continue
         if not isinstance(file, str) or not _is_inside(file):
             raise CheckpointError(
                 f"{shown(str(index))} places tensor {shown(name)} in {shown(file)}, expected a .safetensors file "
                 "inside the folder; write the index again"
             )
-        result[name] = str(PurePosixPath(file))
+        result[name] = paths[file] = str(PurePosixPath(file))
     return result
 
 

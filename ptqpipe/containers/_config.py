@@ -66,8 +66,9 @@ def structure(fmt: Format) -> tuple[str, tuple[int, int], str, bool, bool]:
 
 def scheme_for(fmt: Format, activation: Activation) -> Scheme:
     """The scheme of a stored weight: the row of the table with this structure, else one made up for reading."""
+    own = structure(fmt)
     for scheme in SCHEMES.values():
-        if structure(scheme.fmt) == structure(fmt) and scheme.activation is activation:
+        if scheme.activation is activation and structure(scheme.fmt) == own:
             return scheme if scheme.fmt == fmt else replace(scheme, fmt=fmt)
     name = fmt.name if activation is Activation.NONE else f"{fmt.name}+{activation}"
     container = "ptqpipe" if "/" in name else "compressed_tensors"
@@ -119,7 +120,8 @@ def as_found(expected: Sequence[Part], names: Names) -> tuple[Part, ...]:
             shape = part.shape
         if part.role is not Role.INPUT_GLOBAL or dtype not in FLOAT_SCALES:
             dtype = part.dtype
-        changed.append(replace(part, dtype=dtype, shape=shape))
+        same = (dtype, shape) == (part.dtype, part.shape)
+        changed.append(part if same else replace(part, dtype=dtype, shape=shape))
     return tuple(changed)
 
 

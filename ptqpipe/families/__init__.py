@@ -6,10 +6,11 @@ recipe, the checks of a finished checkpoint, plans and transforms read the same 
 is verified cannot drift apart. It must not know formats or files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ptqpipe.families.contradictions import check_config
 from ptqpipe.families.table import COMMON, DEFAULT_FUSE, FAMILIES
 from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
 
@@ -23,6 +24,8 @@ __all__ = [
     "Keep",
     "Mtp",
     "Norms",
+    "absent_layers",
+    "check_config",
     "facts_of",
     "family_of",
     "fuse_of",
@@ -56,6 +59,21 @@ def facts_of(config: Mapping[str, Any]) -> Iterator[Fact]:
         if numbers:
             pattern = fact.keep.pattern.replace("{layers}", "|".join(map(str, numbers)))
             yield replace(fact, keep=fact.keep._replace(pattern=pattern))
+
+
+def absent_layers(config: Mapping[str, Any], names: Iterable[str]) -> str:
+    """What is to be said of multi-token prediction layers that the config counts and the files do not hold; or nothing.
+
+    transformers drops these tensors and leaves the count: what it has saved is whole without them.
+    """
+    key = "num_nextn_predict_layers"
+    wanted = [f"layers.{number}." for number in _extra_layers(config, key)]
+    if not wanted or any("mtp" in name or any(part in name for part in wanted) for name in names):
+        return ""
+    return (
+        f"config.json says {key} {len(wanted)}, but the files have no {wanted[0][:-1]}; set it to 0, or take the files "
+        "that hold it: readers that predict several tokens stop, the others do not look for it"
+    )
 
 
 def fuse_of(config: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:

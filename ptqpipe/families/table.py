@@ -181,7 +181,7 @@ _NUMBERED = Mtp(*(f"model.layers.{{at}}{leaf}" for leaf in ("", ".eh_proj", ".en
 _QWEN_MTP = Mtp("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
 
 FAMILIES: tuple[Family, ...] = (
-    Family(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa"), mtp=_NUMBERED),
+    Family(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), mtp=_NUMBERED),
     Family(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"), norms=Norms()),
     Family(("gemma",), norms=Norms(offset=1.0, tied=True)),
     Family(("gemma2", "gemma3_text"), norms=_GEMMA2),
@@ -227,6 +227,34 @@ FAMILIES: tuple[Family, ...] = (
     Family(("mamba", "falcon_mamba"), facts=tuple(replace(fact, by_default=False) for fact in _MAMBA1)),
     Family(("jamba",), facts=_MAMBA1),
     Family(("gpt_oss",), interleaved=True),
+    # Found by scripts/sglang_loads.py, as are those of Falcon-H1.
+    Family(
+        ("glm4_moe",),
+        facts=(
+            Fact(
+                Keep(r"re:(.*\.)?mlp\.shared_experts\.(gate|up)_proj$", "shared experts beside codes", bits=8),
+                fails=(
+                    "SGLang asks for the dtype of the plain weight, which compressed-tensors' packed codes have not, "
+                    "and stops with an AttributeError; vLLM reads it, and SGLang ModelOpt's"
+                ),
+                readers=("sglang",),
+                containers=("compressed_tensors",),
+                by_default=False,
+            ),
+        ),
+        mtp=_NUMBERED,
+    ),
+    Family(
+        ("falcon_h1",),
+        facts=(
+            Fact(
+                Keep(r"re:(.*\.)?mamba\.(in|out)_proj$", "state-space layer that SGLang builds unquantized"),
+                fails="SGLang builds the state-space layers of Falcon-H1 unquantized and stops; vLLM reads them",
+                readers=("sglang",),
+                by_default=False,
+            ),
+        ),
+    ),
     Family(
         ("step3p5", "step3p7", "step3_text", "step3_vl"),
         facts=(

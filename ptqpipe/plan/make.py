@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.families import family_of
+from ptqpipe.families import check_config, family_of
 from ptqpipe.formats import Format
 from ptqpipe.plan.groups import (
     fused_groups,
@@ -20,7 +20,7 @@ from ptqpipe.plan.groups import (
     siblings_outside,
 )
 from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Shapes, Slice, Unit
-from ptqpipe.recipe import BY_RECIPE, IGNORED, Named, Recipe, Rule, matches
+from ptqpipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, matches
 from ptqpipe.schemes import Abilities
 
 # Stacks whose module is not called "experts": a gate's and an up part's rows, and what follows them.
@@ -155,14 +155,19 @@ def make_plan(
     abilities  what the layout can store; by default matrices only
 
     Raises RecipeError where rules contradict each other, UsageError where nothing would be quantized, CheckpointError
-    where a weight is there twice, as such and in a stack.
+    where a weight is there twice, as such and in a stack, or where the config contradicts the tensors.
     """
+    check_config(config, tensors)
     able = abilities or Abilities()
     candidates, reasons = find_candidates(tensors, config, abilities=able)
     rules: dict[str, Rule] = {}
     named = recipe.named(member.module for member in candidates.values())
+    kind, by_kind = recipe.kind_of(), {}
     for key, member in candidates.items():
-        decided = _rule_or_reason(member, recipe, named, even_blocks=able.even_blocks)
+        like = kind(member.module)
+        if like not in by_kind:
+            by_kind[like] = recipe.rule_for(like, named)
+        decided = _rule_or_reason(member, *by_kind[like], even_blocks=able.even_blocks)
         if isinstance(decided, Rule):
             rules[key] = decided
         else:
@@ -186,9 +191,8 @@ def make_plan(
     return Plan(units, kept, tied, tuple(dict.fromkeys(modules)))
 
 
-def _rule_or_reason(member: Member, recipe: Recipe, named: Named, *, even_blocks: bool) -> Rule | str:
-    """The rule that quantizes a candidate, or why it is kept."""
-    rule, reason = recipe.rule_for(member.module, named)
+def _rule_or_reason(member: Member, rule: Rule | None, reason: str, *, even_blocks: bool) -> Rule | str:
+    """The rule that quantizes a candidate, or why it is kept, after what the recipe says of its name."""
     if rule is None or rule.scheme is None:
         return reason
     fmt = rule.scheme.fmt

@@ -8,14 +8,14 @@ conversion holds the recipe as JSON, from which `ptqpipe verify` makes it again.
 import fnmatch
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
 from ptqpipe.families import DEFAULT_FUSE, DEFAULT_KEEP, Fact, Keep, facts_of, fuse_of
 from ptqpipe.options import CheckpointOptions, CodeOptions, check_options
-from ptqpipe.patterns import expression
+from ptqpipe.patterns import alike, expression
 from ptqpipe.schemes import MIXED, LowRank, Scheme, get_scheme
 
 # The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
@@ -122,6 +122,8 @@ class Recipe(CheckpointOptions):
         matches some, not all, and none that this pattern does not keep. Such a rule wins, and other defaults still
         hold: of a vision tower that a rule names, the embeddings stay."""
         known = list(modules)
+        if all(rule.match == "*" for rule in self.rules):
+            return frozenset()
         found = set()
         for rule in self.rules:
             meant = [] if rule.scheme is None else [module for module in known if matches(rule.match, module)]
@@ -144,6 +146,10 @@ class Recipe(CheckpointOptions):
             if rule.match == module or all((rule.match, keep.pattern) in named for keep in against):
                 return (rule, "") if rule.scheme is not None else (None, f"kept by the recipe ({rule.match})")
         return None, against[0].reason if against else "no rule of the recipe matches"
+
+    def kind_of(self) -> Callable[[str], str]:
+        """A function that gives the modules for which `rule_for` says the same one name, of which it says that."""
+        return alike([*(rule.match for rule in self.rules), *(keep.pattern for keep in self.keep)])
 
     def schemes(self) -> tuple[Scheme, ...]:
         """The distinct schemes of the rules, in their order."""
@@ -234,11 +240,19 @@ def failing_facts(
     quantized  module -> bits of its codes
     container  the layout, one that other programs read
     """
-    for fact in facts_of(config):
+    facts = list(facts_of(config))
+    kind = alike([fact.keep.pattern for fact in facts])
+    kinds: dict[str, list[str]] = {}
+    for name in quantized:
+        kinds.setdefault(kind(name), []).append(name)
+    for fact in facts:
         if not fact.fails or (fact.containers and container not in fact.containers):
             continue
         keep = fact.keep
-        wrong = [name for name, bits in quantized.items() if matches(keep.pattern, name) and bits < (keep.bits or 99)]
+        meant = {name for like, names in kinds.items() if matches(keep.pattern, like) for name in names}
+        wrong = (
+            [name for name, bits in quantized.items() if name in meant and bits < (keep.bits or 99)] if meant else []
+        )
         if wrong:
             yield fact, wrong
 

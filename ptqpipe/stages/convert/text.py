@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.errors import one_line
+from ptqpipe.families import absent_layers
 from ptqpipe.kernels import cpu
 from ptqpipe.plan import pattern_hint, unmatched_patterns
 from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above
@@ -96,7 +97,8 @@ def warnings_of(work: Conversion) -> list[str]:
         f"{pattern!r} of the recipe matches no tensor; {pattern_hint(pattern, plan) or 'is it a typo?'}"
         for pattern in unmatched_patterns(plan, work.outputs.recipe)
     ]
-    return [*unused, *work.warnings]
+    absent = absent_layers(work.source.reader.config, work.source.tensors)
+    return [*unused, *([absent] if absent else []), *work.warnings]
 
 
 def missing_config(work: Conversion) -> str | None:
