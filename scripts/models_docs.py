@@ -53,7 +53,7 @@ def _loaded() -> list[str]:
         "",
         "vLLM 0.33 and SGLang 0.5.23 built these tiny models as for a GPU of compute capability 10.0 and filled them",
         "from what `convert` wrote (`scripts/vllm_fills.py`, `scripts/sglang_loads.py`, `benchmarks/vllm_fills.jsonl`,",
-        "`benchmarks/sglang_families.jsonl`). No kernel was run. Pairs that are not listed were not tried, or stopped at",
+        "`benchmarks/sglang_families.jsonl`). No kernel was run. Pairs not listed were not tried, or stopped at",
         "what only a machine without a GPU lacks.",
         "",
         "| model | format, container | reader | outcome |",
