@@ -1,6 +1,6 @@
 """Claims about scales of integer weights: the exact search, in torch and compiled, finds the least of all of them.
 
-The scales that are compared are every bfloat16 number of 6 octaves around a block's largest weight (13 with weights),
+The scales that are compared are every bfloat16 number of 13 octaves around the largest weight of a block,
 scored by the objective; beyond them it rounds to zero, or clipping alone costs more than the block has energy.
 """
 
@@ -30,7 +30,7 @@ def by_definition(w: torch.Tensor, fmt: Format, importance: torch.Tensor | None 
     found = torch.empty(len(x), dtype=torch.bfloat16)
     for i, row in enumerate(x):
         top = int(row.abs().max().view(torch.int32)) >> 16
-        bits = torch.arange(max(0x80, top - (5 if h is None else 12) * 128), max(0x81, min(0x7F80, top + 128)))
+        bits = torch.arange(max(0x80, top - 12 * 128), max(0x81, min(0x7F80, top + 128)))
         scales = bits.to(torch.int16).view(torch.bfloat16)
         weights = None if h is None else h[i].expand(len(scales), -1)
         score = scores(row.expand(len(scales), -1), scales, fmt=fmt, h=weights)
