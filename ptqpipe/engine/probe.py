@@ -217,8 +217,11 @@ def _implementation(model: Any, longest: int, *, masks: bool) -> Iterator[None]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def mask(batch_size: int, q_length: int, kv_length: int, *, mask_function: Any, **ignored: Any) -> torch.Tensor:
-        made = torch.ones(batch_size, 1, int(q_length), int(kv_length), dtype=torch.bool)
+    def mask(batch_size: int, *, kv_length: int, mask_function: Any, **more: Any) -> torch.Tensor:
+        queries = (
+            more["q_length"] if "q_length" in more else len(more["cache_position"])
+        )  # as older transformers say it
+        made = torch.ones(batch_size, 1, int(queries), int(kv_length), dtype=torch.bool)
         setattr(made, _RULE, rule_of(mask_function, min(longest, _MOST_TOKENS)))
         return made
 

@@ -327,7 +327,7 @@ def listening(model: Any) -> Iterator[list[Holder]]:
     count = int(getattr(model.config.get_text_config(), "number_of_conv_states", 1) or 1)
     replaced = []
     for module in list(model.modules()):
-        cache = _cache_of(module)
+        cache = _cache_of(module) if _has_layers_with_states() else None
         if cache is not None and not any(_cache_of(part) for part in list(module.modules())[1:]):
             replaced.append(module)
             module.forward = _listener(module, cache, count, holders)
@@ -336,6 +336,13 @@ def listening(model: Any) -> Iterator[list[Holder]]:
     finally:
         for module in replaced:
             del module.forward
+
+
+def _has_layers_with_states() -> bool:
+    """Whether this transformers has one kind of cache layer for all states; older ones have one for each model."""
+    from transformers import cache_utils
+
+    return hasattr(cache_utils, "LinearAttentionLayer")
 
 
 def _cache_of(module: Any) -> str | None:
