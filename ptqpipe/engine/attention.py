@@ -24,7 +24,9 @@ from ptqpipe.kernels import cpu_library
 from ptqpipe.kernels.cpu_attention import PagedQueries, PagedSpans, paged_attention, paged_prefill
 
 IMPLEMENTATION = "ptqpipe_paged"
+MASKED = "ptqpipe_paged_masked"  # the same for models whose own code wants a mask
 KV_SCALES = "ptqpipe_kv_scales"  # runtime/simulate.py puts it on attention modules
+_EVERYTHING = "_ptqpipe_everything"  # marks a mask that says nothing
 _AGAIN = 1 << 20  # more than layers of a model
 
 
@@ -331,10 +333,25 @@ def layer_of(place: int) -> int:
 
 
 def register() -> None:
-    """Enters the function into transformers' interface. It needs no masks, so it has no row among those."""
+    """Enters the function into transformers' interface. It needs no masks, so its first name has no row among those."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention_forward)
+    ALL_ATTENTION_FUNCTIONS.register(MASKED, paged_attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED, _everything)
+
+
+def implementation(config: Any) -> str:
+    """The name by which a model of a config attends."""
+    return MASKED if "indexed_attention" in (getattr(config, "layer_types", None) or ()) else IMPLEMENTATION
+
+
+def _everything(batch_size: int, q_length: int, kv_length: int, **ignored: Any) -> torch.Tensor:
+    """A mask for an indexer whose choice is everything, as long as the context is (`runner.context_length`)."""
+    made = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(batch_size, 1, int(q_length), int(kv_length))
+    setattr(made, _EVERYTHING, True)
+    return made
 
 
 def paged_attention_forward(
@@ -350,7 +367,8 @@ def paged_attention_forward(
     **ignored: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' signature: [1, heads, T, dim] in, [1, T, heads, dim] out. UsageError for what it cannot do."""
-    if attention_mask is not None or ignored.get("position_bias") is not None:
+    masked = attention_mask is not None and not hasattr(attention_mask, _EVERYTHING)
+    if masked or ignored.get("position_bias") is not None:
         raise UsageError(f"{type(module).__name__} brings its own attention mask or bias; the engine cannot serve it")
     active = _ACTIVE.get()
     layer = active.place(number_of(module))

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ptqpipe.engine.attention import (
-    IMPLEMENTATION,
     KV_SCALES,
     LayerShape,
     PagedAttention,
     Terms,
+    implementation,
     layer_of,
     number_of,
     paged_attention_forward,
@@ -30,7 +30,9 @@ from ptqpipe.engine.states import Holder, States, listening
 from ptqpipe.errors import UsageError
 
 PROBE = "ptqpipe_probe"
-ATTENTION = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})  # kinds of layers with it
+ATTENTION = frozenset({  # kinds of layers with it
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "hybrid", "hybrid_sliding",
+})  # fmt: skip
 STATES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})  # kinds of layers that keep states
 _RULE = "_ptqpipe_rule"
 _ROUNDING = 0.04  # of the spread of outputs: in bfloat16 0.01 was measured, without a state before 0.09 and more
@@ -229,7 +231,7 @@ def _implementation(model: Any, longest: int, *, masks: bool) -> Iterator[None]:
     before = config._attn_implementation
     ALL_ATTENTION_FUNCTIONS.register(PROBE, _probe_forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, mask)
-    config._attn_implementation = PROBE if masks else IMPLEMENTATION
+    config._attn_implementation = PROBE if masks else implementation(config)
     try:
         yield
     finally:

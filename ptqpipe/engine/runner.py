@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ptqpipe.engine.attention import IMPLEMENTATION, PagedAttention, Pages, numbers_of
+from ptqpipe.engine.attention import PagedAttention, Pages, implementation, numbers_of
 from ptqpipe.engine.batch import Batch
 from ptqpipe.engine.images import DEEP
 from ptqpipe.engine.layers import use_layers
@@ -26,6 +26,10 @@ from ptqpipe.quantities import option_size
 if TYPE_CHECKING:
     from ptqpipe.engine.overlap import Overlap
 
+_LIMITS = {  # of kinds of layers that see everything up to so many tokens; Llama 4 has a temperature that is 1 so far
+    "chunked_attention": ("attention_chunk_size", "floor_scale"),
+    "indexed_attention": ("index_topk",),
+}
 _NOTHING = {"mlp", "moe"}  # kinds of layers that see a token alone
 _OTHER_TOKENS = {"paligemma", "video_llama_3"}  # measured: the engine's tokens are not those of transformers
 
@@ -60,7 +64,10 @@ class Runner:
         self.config = model.config.get_text_config()
         check_model(model)
         found = probe(model, context_length(self.config))
-        self.config._attn_implementation = IMPLEMENTATION
+        self.config._attn_implementation = implementation(self.config)
+        for module in model.modules():  # counts positions itself, for a factor that is 1 within the context
+            if getattr(module, "attn_temperature_tuning", False):
+                module.attn_temperature_tuning = False
         self.dtype: torch.dtype = model.dtype
         self.shapes, self.scales = found.shapes, found.scales
         if getattr(model, "mtp", None) is not None:  # a layer of the cache like the others
@@ -168,17 +175,18 @@ def check_model(model: Any) -> None:
             f"{name} has {', '.join(others)} layers; the engine serves full and sliding attention, and layers with "
             "states"
         )
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UsageError(f"{name} shares one layer's keys with others, which the engine does not")
     if model.config.model_type in _OTHER_TOKENS:
         raise UsageError(f"the engine does not compute the tokens of {name} as transformers does, and refuses it")
+    if not kinds & STATES and not getattr(model, "_supports_attention_backend", False):
+        raise UsageError(f"{name} does not use transformers' attention interface; the engine cannot serve it")
 
 
 def context_length(config: Any) -> int:
-    """The longest sequence that a model computes the same whatever else is in its batch.
+    """The longest sequence that a model computes the same whatever else is in its batch, by attention to all tokens.
 
     Rotary embeddings of the types ``dynamic`` and ``longrope`` change for all tokens when one is beyond the original
-    context, so they end there.
+    context, so they end there. Attention in chunks ends with its first chunk, sparse attention with as many tokens as
+    its indexer chooses: up to there both see everything.
     """
     longest = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0) or 2048)
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -188,4 +196,6 @@ def context_length(config: Any) -> int:
             original = rope.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None) or longest
             longest = min(longest, int(original))
+    for kind in set(getattr(config, "layer_types", None) or ()) & set(_LIMITS):
+        longest = min([longest, *(int(getattr(config, name, None) or longest) for name in _LIMITS[kind])])
     return longest

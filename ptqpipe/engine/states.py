@@ -315,6 +315,14 @@ class _Cache:
         """transformers', of attention, whose keys and values are in pages."""
         return keys, values
 
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """transformers', of sparse attention."""
+        return keys
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """transformers'."""
+        return 0
+
     def _update(self) -> None:
         if self._heard is not None:
             self._heard()

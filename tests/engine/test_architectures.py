@@ -48,6 +48,24 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **SIZES, sliding_window=12, num_local_experts=4, num_experts_per_tok=2
     ),
     "diffllama, attends twice in a layer": lambda: transformers.DiffLlamaConfig(**SIZES),
+    "hrm, a layer attends in turns": lambda: transformers.HrmTextConfig(
+        **{**SIZES, "num_hidden_layers": 4}, H_cycles=1, L_cycles=1, num_layers_per_stack=2
+    ),
+    "gemma3n, layers share keys": lambda: transformers.Gemma3nTextConfig(
+        **{**SIZES, "num_hidden_layers": 4, "intermediate_size": [96] * 4}, num_kv_shared_layers=2, laurel_rank=8,
+        vocab_size_per_layer_input=96, hidden_size_per_layer_input=16, activation_sparsity_pattern=[0.0] * 4,
+        sliding_window=12, layer_types=KINDS * 2,
+    ),
+    "llama4, a chunk": lambda: transformers.Llama4TextConfig(
+        **SIZES, intermediate_size_mlp=64, num_local_experts=4, num_experts_per_tok=1, attention_chunk_size=128,
+        layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0],
+    ),
+    "deepseek v3.2, an indexer that chooses everything": lambda: transformers.DeepseekV32Config(
+        **{key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")},
+        num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
+        first_k_dense_replace=1, index_topk=128, index_head_dim=16, index_n_heads=2,
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
     ),
@@ -111,7 +129,7 @@ def test_a_window_sees_so_many_tokens_with_itself() -> None:
 def test_attention_that_is_not_transformers_interface_is_refused() -> None:
     config = transformers.BloomConfig(vocab_size=96, hidden_size=64, n_layer=2, n_head=4)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with pytest.raises(UsageError, match=r"0 of 2 layers .* attention interface"):
+    with pytest.raises(UsageError, match="attention interface"):
         Runner(model.eval(), CacheOptions(1 << 24, 64, 2))
 
 
@@ -175,6 +193,13 @@ def test_rotary_embeddings_that_depend_on_the_batch_end_at_the_original_context(
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
     assert context_length(transformers.LlamaConfig(**SIZES, rope_parameters=rope)) == 32
     assert context_length(transformers.LlamaConfig(**SIZES)) == 128
+
+
+def test_sparse_and_chunked_attention_end_where_they_do_not_see_everything() -> None:
+    chunked = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 64}
+    assert context_length(transformers.Llama4TextConfig(**SIZES, **chunked)) == 64
+    assert context_length(transformers.Llama4TextConfig(**SIZES, **chunked, floor_scale=32)) == 32
+    assert context_length(transformers.DeepseekV32Config(max_position_embeddings=4096, index_topk=2048)) == 2048
 
 
 def test_a_cache_that_is_too_small_says_what_is_needed() -> None:
