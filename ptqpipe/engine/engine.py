@@ -42,6 +42,9 @@ class Computes(Protocol):
 class Drafts(Protocol):
     """What the engine needs of `speculative.Drafter`."""
 
+    def begin(self, chunks: Row[Chunk]) -> None:
+        """Called before a step is computed."""
+
     def draft(self, chunks: Row[Chunk], blocks: BlockManager) -> None:
         """Sets ``drafts`` of the sequences of a step that was computed and sampled."""
 
@@ -226,6 +229,8 @@ class Engine:
         now = time.monotonic()
         for chunk in chunks:
             chunk.seq.begun = now if chunk.seq.begun is None else chunk.seq.begun
+        if self.drafter is not None:
+            self.drafter.begin(chunks)
         logits = self.runner.run(make_batch(chunks, self.runner.block_size))
         at, sampling = 0, []
         for chunk in chunks:

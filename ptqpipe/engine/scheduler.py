@@ -86,8 +86,9 @@ class Scheduler:
         return chunks
 
     def _with_drafts(self, chunk: Chunk, room: int) -> Chunk:
-        """The chunk with its sequence's drafts, if it samples, as far as ``room`` tokens and free blocks allow."""
-        drafts = chunk.seq.drafts[: max(0, room)] if chunk.samples else ()
+        """The chunk with its sequence's drafts behind the last token, if nothing else is to be computed, as far as
+        ``room`` tokens and free blocks allow."""
+        drafts = chunk.seq.drafts[: max(0, room)] if chunk.samples and chunk.count == 1 else ()
         if not drafts or not self.blocks.grow(chunk.seq, len(chunk.seq.tokens) + len(drafts)):
             return chunk
         return replace(chunk, drafts=drafts)

@@ -6,6 +6,9 @@ draft; for more drafts it runs on from its own states. In the next step the mode
 token, and the engine samples place by place as ever: a draft that is what was sampled there saved a step, the first
 that is not ends the step for its sequence. So tokens are the model's own, greedy or sampled, whatever was drafted.
 
+A model with states (``states.py``) has seen drafts that were not accepted: the states of before the step come back, and
+the tokens that were are computed again, in a step without drafts.
+
 The last slot of a page that several sequences share knows the token that followed in the first of them: drafts may be
 worse for it, tokens never.
 """
@@ -47,12 +50,29 @@ class Drafter:
     def __init__(self, runner: Runner, *, most: int, max_len: int) -> None:
         self._model, self._attention, self._size = runner.model, runner.attention, runner.block_size
         self.most, self._max_len = most, max_len
-        self._states = torch.empty(0)
+        self._states = torch.empty(0)  # behind the final norm
+        self._kept = runner.states.kept  # beside the cache
+        self._before: list[torch.Tensor] = []
         runner.model.get_decoder().register_forward_hook(self._note)
 
     def _note(self, _module: Any, _inputs: Any, out: Any) -> None:
         """Keeps the states [tokens, hidden] of a step."""
         self._states = out[0][0]
+
+    def begin(self, chunks: Row[Chunk]) -> None:
+        """Copies the states of the sequences that get drafts computed."""
+        rows = [chunk.seq.row for chunk in chunks if chunk.drafts]
+        self._before = [one[rows] for one in self._kept] if rows else []
+
+    def _put_back(self, chunks: Row[Chunk]) -> None:
+        """Gives sequences whose drafts were not all accepted the states of before the step."""
+        drafted = [chunk for chunk in chunks if chunk.drafts] if self._before else []
+        for at, chunk in enumerate(drafted):
+            seq = chunk.seq
+            if seq.blocks and seq.computed < chunk.start + chunk.size:
+                for one, before in zip(self._kept, self._before, strict=True):
+                    one[seq.row] = before[at]
+                seq.computed, seq.drafts = chunk.start, ()
 
     @torch.inference_mode()
     def draft(self, chunks: Row[Chunk], blocks: BlockManager) -> None:
@@ -86,6 +106,7 @@ class Drafter:
                 drafts[index].append(token)
         for place, found in zip(places, drafts, strict=True):
             place.seq.drafts = tuple(found[: place.room])
+        self._put_back(chunks)
 
     def _room(self, seq: Sequence, blocks: BlockManager) -> int:
         """How many drafts are of use: the token after them is the model's own. None while the prompt is computed."""

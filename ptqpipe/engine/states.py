@@ -117,14 +117,17 @@ class States:
 
     by_tokens  whether later pieces of a prompt go through the modules token by token: some continue in no other way,
                since transformers' scan of several tokens begins with zeros (Mamba, Jamba)
+    kept       all states, [rows, ...] each
     """
 
     def __init__(self, holders: Sequence[Holder], rows: int, *, device: torch.device | str = "cpu") -> None:
         self.held = len(holders)
         self.by_tokens = any(holder.cache is None for holder in holders)
+        self.kept: list[torch.Tensor] = []
         for holder in holders:
             kept = [torch.zeros(rows, *state.shape, dtype=state.dtype, device=device) for state in holder.states]
             holder.module.forward = _forward(holder, holder.module.forward, kept)
+            self.kept += kept
 
     @contextmanager
     def in_pieces(self) -> Iterator["Pieces"]:

@@ -124,19 +124,11 @@ def check_checkpoint(ckpt: str, *, tp: int, packed: bool) -> None:
 
 
 def check_speculative(ckpt: str, *, tp: int) -> None:
-    """UsageError on several ranks, for a model with states, and for a checkpoint without a layer that drafts."""
-    from ptqpipe.engine.probe import STATES, kinds_of
-    from ptqpipe.runtime.loading import read_config
+    """UsageError for drafts on several ranks, and for a checkpoint without a layer that drafts."""
     from ptqpipe.runtime.mtp import require_mtp
     from ptqpipe.source import Source
 
     if tp > 1:
         raise UsageError(f"--speculative mtp runs on one rank, not on {tp}; leave it or --tp out")
-    states = STATES & set(kinds_of(read_config(Path(ckpt)).get_text_config()))
-    if states:
-        raise UsageError(
-            f"--speculative mtp needs attention alone, not {', '.join(sorted(states))} layers, whose states a draft "
-            "that is not accepted would change; leave it out"
-        )
     with Source.open(Path(ckpt)) as source:
         require_mtp(source)
