@@ -16,6 +16,7 @@ from ptqpipe.formats import Format, unpack
 from ptqpipe.global_scale import absmax_divisor, absmax_global
 from ptqpipe.qtensor import QTensor, check_finite, code_places, encode, magnitude_codes, scale_values, to_blocks
 from ptqpipe.search.proof import chosen_scale
+from ptqpipe.search.unbiased import enlarge
 from ptqpipe.source import Source, SourceRows, row_runs
 
 _SAMPLE_RUNS = 4
@@ -114,8 +115,12 @@ class Measured:
         return math.inf if self.squared_error else 0.0
 
 
-def measure_weight(ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None = None) -> Measured:
+def measure_weight(
+    ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None = None, factor: float = 1.0
+) -> Measured:
     """Compares a stored weight, or one expert of a stack, with its source; its scales must be legal.
+
+    factor  what the weights were multiplied by before their nearest codes were taken
 
     Raises NumericsError where the source holds NaN or inf.
     """
@@ -137,7 +142,7 @@ def measure_weight(ckpt: Source, weight: str, rows: SourceRows, *, expert: int |
         row_error[start:stop], row_energy[start:stop] = diff.sum(dim=1), power.sum(dim=1)
         squared, energy = squared + float(diff.sum()), energy + float(power.sum())
         amax = max(amax, float(w.abs().amax()))
-        differing, distant, row = _compare_codes(q.multiplying(), w)
+        differing, distant, row = _compare_codes(q.multiplying(), enlarge(w, factor))
         other, far = other + differing, far + distant
         first = start + row if first is None and row is not None else first
         changed += [Changes.of(q, w)] if rows.below_8_bits else []

@@ -39,6 +39,11 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
 }
 
+# The search of block scales where neither the call nor the recipe names one and no data weighs them, by format: what
+# measured the least divergence (docs/search.md). Formats that are not here: exact.
+SEARCHES = {"mxfp4": "unbiased"}
+AUTO = "auto"
+
 # Codes that `ptqpipe tune` has chosen: the algorithm where a call gives them.
 LEARNED = Algorithm("ptqpipe.algorithms.learned")
 
@@ -94,9 +99,10 @@ class CodeOptions:
     """How the codes of weights are chosen. A rule of a recipe is these and the modules that it matches."""
 
     search: str = option(
-        "exact",
-        "Search of the block scales: exact, absmax, four_over_six, ...; `ptqpipe formats` lists all.",
+        AUTO,
+        "Search of the block scales: unbiased, exact, absmax, ...; `ptqpipe formats` lists all.",
         metavar="NAME",
+        shown="unbiased for MXFP4 without data, else exact",
     )
     global_scale: str = option(
         "search",
@@ -140,6 +146,13 @@ class CodeOptions:
         usual="the usual is 16 to 64",
     )
     low_rank_dtype: str = option("bf16", "Type in which the factors of --low-rank are stored.", choices=("bf16", "fp8"))
+
+    def search_for(self, fmt: str) -> str:
+        """The search of the block scales for a format by its name: the one that is given, or what `SEARCHES` says."""
+        if self.search != AUTO:
+            return self.search
+        alone = not self.moments and not self.low_rank
+        return SEARCHES.get(fmt, "exact") if alone else "exact"
 
     @property
     def moments(self) -> tuple[str, ...]:

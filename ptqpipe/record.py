@@ -36,6 +36,12 @@ class Claim:
     input_scale: float | None = None
 
     @property
+    def enlarged(self) -> float:
+        """What the weights were multiplied by before they were rounded."""
+        found = self.entry.get("enlarged")
+        return float(found) if isinstance(found, float | int) and not isinstance(found, bool) else 1.0
+
+    @property
     def nearest(self) -> bool:
         """Whether every code must be the nearest to its weight."""
         return self.algorithm == "rtn" or self.reverted

@@ -104,7 +104,7 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
     one = None
     if fmt.one_scale:
         whole, h = joint(gather(task.weights, task.device)), _importance(inputs[0], task)
-        one = search_scales(whole, fmt, search=options.search, importance=h)
+        one = search_scales(whole, fmt, search=task.search, importance=h)
     scales = _Scales(g, plain, one)
     errors, records = [], []
     metric: Metric | None = None
@@ -117,7 +117,7 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
             task.sink(index, start, q)
         errors.append(error)
         records.append({"algorithm": options.algorithm, "weighting": options.weighting, **record})
-    proven = get_search(options.search).PROVEN and feedback is None and options.weighting != "block"
+    proven = get_search(task.search).PROVEN and feedback is None and options.weighting != "block"
     proven = proven and not any(record["reverted"] for record in records)
     promises = tuple(
         _promise(task, inputs[0] if one is not None else moments, feedback, reverted=record["reverted"])
@@ -135,7 +135,7 @@ def _prepare(feedback: Feedback, moments: Moments, name: str) -> Metric:
 
 def _promise(task: Task, moments: Moments, feedback: Feedback | None, *, reverted: bool) -> Promise:
     """What is promised of a weight whose scales ``moments`` weighted. One scale for all weights is searched once."""
-    proven = get_search(task.options.search).PROVEN
+    proven = get_search(task.search).PROVEN
     importance = _importance(moments, task)
     if reverted:
         return Promise(scales=proven, codes=True, importance=importance if task.fmt.one_scale else None)
@@ -146,7 +146,7 @@ def _promise(task: Task, moments: Moments, feedback: Feedback | None, *, reverte
 
 def _global_scale(task: Task, inputs: Sequence[Moments]) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
     """(the plain global scale, the one to use, weighted error at that divided by that at the plain one)."""
-    fmt, search, device = task.fmt, task.options.search, task.device
+    fmt, search, device = task.fmt, task.search, task.device
     amax = largest(task)
     if not fmt.has_global:
         return None, None, 1.0
@@ -201,7 +201,7 @@ def _weight(
 
     def nearest(w: torch.Tensor) -> QTensor:
         if blocks is None:
-            return scales.nearest(w, fmt, options.search, h)
+            return scales.nearest(w, fmt, task.search, h)
         chosen = block_objective.search(w, fmt, moments=blocks, global_scale=scales.g)
         return encode_rows(w, chosen, fmt, global_scale=scales.g)
 
@@ -213,7 +213,7 @@ def _weight(
         outputs = _between(moments.outputs, start, stop)
         w = weight.rows(start, stop).to(device)
         absmax += total_error(w, fmt, search="absmax", global_scale=scales.plain)
-        rtn = scales.nearest(w, fmt, options.search, None)
+        rtn = scales.nearest(w, fmt, task.search, None)
         if feedback is None or metric is None:
             q = nearest(w)
         else:

@@ -11,7 +11,7 @@ Knows tensors, formats and what an algorithm promises; must not know recipes or 
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from ptqpipe.formats import Codec, Format, unpack
 from ptqpipe.kernels.importance import normalize_importance
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search.least import best_scales, nearest_codes
+from ptqpipe.search.unbiased import enlarge
 
 SHORT_BLOCKS = 12  # of a weight whose scales have codes, at most
 SHORT_ROWS = 4  # of the weight in which these lie, or more where a row has fewer of them
@@ -119,6 +120,7 @@ class Recheck:
         counted = [sum(len(part.at) for i, part in kept if i == member) for member in range(len(promises))]
         if self._joint and kept:
             counted = [int(self._check_joint(promises[0], kept[0][1].scales))] * len(promises)
+        kept = [(i, replace(part, w=enlarge(part.w, promises[i].factor))) for i, part in kept]
         together = self._fmt.scale.enumerable  # short blocks, all of one size: one call for all costs as one
         for group in [kept] if together and kept else [[one] for one in kept]:
             self._check(group, promises)

@@ -1,10 +1,14 @@
 """Round to nearest: searched scales, then the nearest code of every weight. With data, the scales are weighted.
 
+The search ``unbiased`` is the exact one for weights that are enlarged first (``search/unbiased.py``).
+
 Works on units of any size in a few chunks of memory: the weights are read by runs of rows, several times when the
 unit is not cached, and every QTensor goes out as soon as it is made. Formats with one scale for all of a unit's weights
 are the exception: these are in memory together. The size of a run depends on the shape alone, so
 the sums of the statistics, and with them every byte and every reported number, are the same on every machine.
 """
+
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +35,9 @@ from ptqpipe.formats import Format, packed_columns
 from ptqpipe.global_scale import absmax_global, exact_global, pick, sample_rows
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
+from ptqpipe.search.unbiased import enlarge, factor_for
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def quantize(task: Task) -> UnitResult:
@@ -39,7 +46,7 @@ def quantize(task: Task) -> UnitResult:
 
     Raises NumericsError naming the weight for NaN, inf, or magnitudes that float32 arithmetic cannot hold.
     """
-    fmt, search = task.fmt, task.options.search
+    fmt = task.fmt
     if task.inputs is not None:
         return calibrated.quantize(task)
     if fmt.one_scale:
@@ -49,54 +56,93 @@ def quantize(task: Task) -> UnitResult:
         torch.cat([weight.rows(*run) for run in sample_rows(weight.shape, fmt)]).to(task.device)
         for weight in task.weights
     ]
+    rule = _rule(task, samples, amax)
     plain = g = None
     if fmt.has_global:
-        plain = g = absmax_global(amax, fmt)
+        plain = g = absmax_global(amax * rule.factor, fmt)
         if task.search_global and amax > 0:
-            exact = exact_global(amax, fmt, samples)
+            enlarged = [enlarge(s, rule.factor) for s in samples]
+            exact = exact_global(amax * rule.factor, fmt, enlarged)
             g = pick(
                 plain,
                 fmt,
-                total=lambda c: sum(total_error(s, fmt, search=search, global_scale=c) for s in samples),
+                total=lambda c: sum(total_error(s, fmt, search=rule.search, global_scale=c) for s in enlarged),
                 exact=exact,
             )
     compare = None if plain is None or g is None or torch.equal(plain, g) else plain
-    sums, plain_error = _pass(task, g, compare)
-    error = sum(squared for squared, _ in sums)
+    sums, plain_error = _pass(task, rule, g, compare)
+    error = sum(one.minimized for one in sums)
     if compare is not None and error > plain_error * (1 - ROUNDING_MARGIN):  # the sample misled; the whole decides
         g = plain
-        sums, _ = _pass(task, g, None)
+        sums, _ = _pass(task, rule, g, None)
         compare = None
     errors = tuple(
-        WeightError(squared, energy, _versus_absmax(sample, fmt, search=search, g=g, plain=plain))
-        for (squared, energy), sample in zip(sums, samples, strict=True)
+        WeightError(one.squared, one.energy, _versus_absmax(sample, fmt, rule=rule, g=g, amax=amax))
+        for one, sample in zip(sums, samples, strict=True)
     )
     versus_plain = error / plain_error if compare is not None and plain_error else 1.0
-    return _result(task, errors, g, versus_plain)
+    return _result(task, rule, errors, g, versus_plain)
 
 
-def _result(task: Task, errors: tuple[WeightError, ...], g: torch.Tensor | None, versus_plain: float) -> UnitResult:
-    proven = get_search(task.options.search).PROVEN
-    promises = (Promise(scales=proven, codes=True),) * len(errors)
-    return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, ({},) * len(errors))
+class _Rule(NamedTuple):
+    """The search of the block scales, and what the weights are multiplied by before."""
+
+    search: str
+    factor: float = 1.0
+
+    def quantize(self, w: torch.Tensor, fmt: Format, g: torch.Tensor | None) -> QTensor:
+        """Rows ``[n, K]`` at the global scale ``g``."""
+        return quantize_rows(enlarge(w, self.factor), fmt, search=self.search, global_scale=g)
 
 
-def _pass(task: Task, g: torch.Tensor | None, compare: torch.Tensor | None) -> tuple[list[tuple[float, float]], float]:
-    """Quantizes every row at ``g``: per weight (squared error, energy), and the whole error at ``compare``."""
-    fmt, search = task.fmt, task.options.search
-    sums: list[tuple[float, float]] = []
+def _rule(task: Task, samples: list[torch.Tensor], amax: float) -> _Rule:
+    """The search of a task by name; for ``unbiased`` the exact one, and the factor that the samples ask for."""
+    if task.search != "unbiased":
+        return _Rule(task.search)
+    fmt, g, exact = task.fmt, None, _Rule("exact")
+    if fmt.has_global:
+        found = exact_global(amax, fmt, samples)
+        g = absmax_global(amax, fmt) if found is None else found
+    lost = [measure(exact.quantize(sample, fmt, g), sample) for sample in samples]
+    factor = factor_for(sum(error for error, _ in lost), sum(energy for _, energy in lost))
+    return exact._replace(factor=factor) if amax * factor < FLOAT32_MAX else exact
+
+
+def _result(
+    task: Task, rule: _Rule, errors: tuple[WeightError, ...], g: torch.Tensor | None, versus_plain: float
+) -> UnitResult:
+    proven = get_search(rule.search).PROVEN
+    promises = (Promise(scales=proven, codes=True, factor=rule.factor),) * len(errors)
+    fields = {"enlarged": rule.factor} if task.search == "unbiased" else {}
+    return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, (fields,) * len(errors))
+
+
+class _Sums(NamedTuple):
+    """Of one weight: sum (decode - w)^2, sum w^2, and sum (decode - factor w)^2, which the search makes least."""
+
+    squared: float
+    energy: float
+    minimized: float
+
+
+def _pass(task: Task, rule: _Rule, g: torch.Tensor | None, compare: torch.Tensor | None) -> tuple[list[_Sums], float]:
+    """Quantizes every row at ``g``: the sums of each weight, and what would be minimized of all at ``compare``."""
+    fmt = task.fmt
+    sums: list[_Sums] = []
     compared = 0.0
     for index, weight in enumerate(task.weights):
-        squared = energy = 0.0
+        squared = energy = minimized = 0.0
         for start, stop in chunks(weight.shape, fmt):
             w = weight.rows(start, stop).to(task.device)
-            q = quantize_rows(w, fmt, search=search, global_scale=g)
+            enlarged = enlarge(w, rule.factor)
+            q = quantize_rows(enlarged, fmt, search=rule.search, global_scale=g)
             task.sink(index, start, q)
             error, power = measure(q, w)
             squared, energy = squared + error, energy + power
             if compare is not None:
-                compared += total_error(w, fmt, search=search, global_scale=compare)
-        sums.append((squared, energy))
+                minimized += error if rule.factor == 1 else measure(q, enlarged)[0]
+                compared += total_error(enlarged, fmt, search=rule.search, global_scale=compare)
+        sums.append(_Sums(squared, energy, minimized))
     return sums, compared
 
 
@@ -110,7 +156,7 @@ def _quantize_as_one(task: Task) -> UnitResult:
     for w, name in zip(whole, task.names, strict=True):
         checked_amax(w, name)
     all_rows = joint(whole)
-    scales = search_scales(all_rows, fmt, search=task.options.search)
+    scales = search_scales(all_rows, fmt, search=task.search)
     plain = search_scales(all_rows, fmt, search="absmax")
     at_plain = measure(_encode_whole(all_rows, plain, fmt), all_rows)[0]
     versus = measure(_encode_whole(all_rows, scales, fmt), all_rows)[0] / (at_plain or 1.0)
@@ -119,7 +165,7 @@ def _quantize_as_one(task: Task) -> UnitResult:
         q = _encode_whole(w, scales, fmt)
         task.sink(index, 0, q)
         errors.append(WeightError(*measure(q, w), versus))
-    return _result(task, tuple(errors), None, 1.0)
+    return _result(task, _Rule(task.search), tuple(errors), None, 1.0)
 
 
 def _encode_whole(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> QTensor:
@@ -130,8 +176,12 @@ def _encode_whole(w: torch.Tensor, scales: torch.Tensor, fmt: Format) -> QTensor
     return QTensor(fmt, (w.shape[0], w.shape[1]), data, scales, None)
 
 
-def _versus_absmax(
-    sample: torch.Tensor, fmt: Format, *, search: str, g: torch.Tensor | None, plain: torch.Tensor | None
-) -> float:
+def _versus_absmax(sample: torch.Tensor, fmt: Format, *, rule: _Rule, g: torch.Tensor | None, amax: float) -> float:
+    """The squared error of sampled rows divided by that of abs-max scales."""
+    plain = absmax_global(amax, fmt) if fmt.has_global else None
     baseline = total_error(sample, fmt, search="absmax", global_scale=plain)
-    return total_error(sample, fmt, search=search, global_scale=g) / baseline if baseline else 1.0
+    if rule.factor == 1:
+        own = total_error(sample, fmt, search=rule.search, global_scale=g)
+    else:
+        own = measure(rule.quantize(sample, fmt, g), sample)[0]
+    return own / baseline if baseline else 1.0

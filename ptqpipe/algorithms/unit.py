@@ -216,6 +216,11 @@ class Task:
     device: torch.device = CPU
 
     @property
+    def search(self) -> str:
+        """The search of the block scales."""
+        return self.options.search_for(self.fmt.name)
+
+    @property
     def search_global(self) -> bool:
         """Whether the global scale is searched."""
         return self.options.global_scale == "search"
@@ -247,11 +252,13 @@ class Promise:
     scales      whether each scale is the argmin of ``search/objective.py`` at the unit's global scale
     codes       whether each code is the nearest to its weight
     importance  the columns' weights ``[K]`` in that objective, None without any
+    factor      what the weights were multiplied by before (``search/unbiased.py``)
     """
 
     scales: bool
     codes: bool
     importance: torch.Tensor | None = None
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

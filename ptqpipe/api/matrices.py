@@ -9,7 +9,7 @@ from ptqpipe.algorithms import Matrix, Task, check_decode, joined, rtn
 from ptqpipe.api.calls import command, folder_of
 from ptqpipe.errors import FormatError
 from ptqpipe.formats import FORMATS, Format, get_format
-from ptqpipe.options import CodeOptions
+from ptqpipe.options import AUTO, CodeOptions
 from ptqpipe.qtensor import QTensor
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
@@ -19,7 +19,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @command()
 def quantize(
-    w: torch.Tensor, format: str | Format = "nvfp4", *, search: str = "exact", search_global_scale: bool = True
+    w: torch.Tensor, format: str | Format = "nvfp4", *, search: str = AUTO, search_global_scale: bool = True
 ) -> QTensor:
     """Quantizes one ``[N, K]`` float matrix exactly as ``convert`` would quantize it in a unit of its own.
 

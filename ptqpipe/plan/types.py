@@ -72,6 +72,11 @@ class Unit:
         return scheme
 
     @property
+    def search(self) -> str:
+        """The search of its block scales."""
+        return self.rule.search_for(self.scheme.fmt.name)
+
+    @property
     def elements(self) -> int:
         """How many weights the unit holds."""
         return sum(member.elements for member in self.members)

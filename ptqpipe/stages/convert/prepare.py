@@ -7,7 +7,7 @@ Reads no weight and writes nothing. Must not know how units are quantized.
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from ptqpipe._version import __version__
@@ -15,7 +15,7 @@ from ptqpipe.checkpoint import check_disjoint, resolve_source
 from ptqpipe.containers import get_container
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError
 from ptqpipe.families import facts_of
-from ptqpipe.options import ALGORITHMS, CodeOptions
+from ptqpipe.options import ALGORITHMS, AUTO, CodeOptions
 from ptqpipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, matches
 from ptqpipe.rounding import ROUNDING_FILE, Rounding
@@ -52,9 +52,33 @@ def best_with(
         with Statistics.open(stats) as statistics:
             usable = [name for name, row in ALGORITHMS.items() if not row.moment or statistics.has_any(row.moment)]
         options = options.but(algorithm=usable[-1])
-    if options.algorithm == "rtn" and options.weighting is None and options.search in (None, "exact", "brute_force"):
+    if (
+        options.algorithm == "rtn"
+        and options.weighting is None
+        and options.search in (None, AUTO, "exact", "brute_force")
+    ):
         options = options.but(weighting="diagonal")
     return options
+
+
+def with_searches(recipe: Recipe, *, data: bool) -> Recipe:
+    """The recipe, its searches checked. ``data``: its codes are found with data that the rules do not speak of, which
+    start from the exact scales unless a rule names others.
+
+    UsageError for a search that is unknown, or that a rule has no use for.
+    """
+    rules = []
+    for rule in recipe.rules:
+        found = replace(rule, search="exact") if data and rule.search == AUTO else rule
+        get_search("exact" if found.search == AUTO else found.search)
+        scheme = found.stored_scheme
+        if found.search == "unbiased" and scheme is not None and (found.calibrated or data or scheme.fmt.one_scale):
+            why = (
+                f"{scheme.fmt.name} has one scale for all" if scheme.fmt.one_scale else "the data say what errors cost"
+            )
+            raise UsageError(f"--search unbiased is for nearest codes without data, and {why}; leave it out")
+        rules.append(found)
+    return replace(recipe, rules=tuple(rules))
 
 
 def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> None:
@@ -102,8 +126,7 @@ def prepare(
         own = None if learned is None else recipe_of_codes(learned, options if recipe_path is None else RecipeOptions())
         recipe = build_recipe(options, path=recipe_path, codes=own)
         check_used(options, recipe, statistics=stats is not None or collected)
-        for rule in recipe.rules:
-            get_search(rule.search)
+        recipe = with_searches(recipe, data=collected or learned is not None)
         container_of(recipe, recipe.container_name)  # before anything is downloaded
         source = opened.enter_context(Source.open(resolve_source(str(model))))
         source.reader.check_links()

@@ -270,7 +270,7 @@ def _facts(unit: Unit, member: Member, result: UnitResult, error: WeightError) -
         "shape": list(member.shape),
         "format": unit.scheme.fmt.name,
         "scheme": unit.scheme.name,
-        "search": unit.rule.search,
+        "search": unit.search,
         "proven": result.proven,
         "global_scale": result.global_scale,
         "versus_plain_global": result.versus_plain_global,

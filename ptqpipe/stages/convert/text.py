@@ -130,7 +130,7 @@ def _left_out(work: Conversion) -> list[tuple[str, str]]:
 def plan_text(work: Conversion, machine: Machine) -> str:
     """The dry run: the fate of every tensor, exact sizes, memory."""
     rows = [
-        [name_pattern(f"{unit.id}"), unit.scheme.fmt.name, unit.rule.search, "x".join(map(str, unit.members[0].shape))]
+        [name_pattern(f"{unit.id}"), unit.scheme.fmt.name, unit.search, "x".join(map(str, unit.members[0].shape))]
         for unit in work.outputs.plan.units
     ]
     counted: dict[tuple[str, ...], int] = defaultdict(int)
@@ -161,7 +161,7 @@ def plan_json(work: Conversion, machine: Machine) -> dict[str, Any]:
                 "id": unit.id,
                 "format": unit.scheme.fmt.name,
                 "scheme": unit.scheme.name,
-                "search": unit.rule.search,
+                "search": unit.search,
                 "weights": {m.weight: list(m.shape) for m in unit.members},
             }
             for unit in work.outputs.plan.units

@@ -48,7 +48,9 @@ from ptqpipe.stages.relayout.jobs import (
 )
 
 # What holds of each part of a stack's weight that is split: how its numbers were found, not what they cost.
-_OF_EVERY_PART = ("search", "proven", "algorithm", "weighting", "damping", "reverted", "held_out", "input_scale")
+_OF_EVERY_PART = (
+    "search", "enlarged", "proven", "algorithm", "weighting", "damping", "reverted", "held_out", "input_scale",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

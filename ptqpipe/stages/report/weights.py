@@ -210,7 +210,11 @@ def prove_sample(
     def prove(item: Item) -> tuple[int, int]:
         assert item.rows is not None
         blocks = PROOF_BLOCKS if item.stored.scheme.fmt.scale.enumerable else PROOF_LONG_BLOCKS
-        proof = prove_weight(opened, item.stored.weight, item.rows, expert=item.expert, sample_blocks=blocks)
+        claim = None if record is None else record.weights.get(item.name)
+        factor = 1.0 if claim is None else claim.enlarged
+        proof = prove_weight(
+            opened, item.stored.weight, item.rows, expert=item.expert, sample_blocks=blocks, factor=factor
+        )
         item.rows.drop()
         return proof.blocks, proof.worse + proof.tied
 

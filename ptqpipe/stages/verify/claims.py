@@ -267,14 +267,15 @@ def _expected(unit: Unit, claim: Claim, *, learned: bool, reverted: bool) -> Ite
     """(what, as claimed, as it must be)."""
     rule = unit.rule
     yield "scheme", claim.scheme, unit.scheme.name
-    yield "search", claim.search, rule.search
+    yield "search", claim.search, unit.search
     if learned and claim.algorithm == "learned":
         yield "proven", claim.proven, False
         return
     yield "algorithm", claim.algorithm, rule.algorithm
     yield "weighting", claim.weighting, rule.weighting
+    yield "enlarged", "enlarged" in claim.entry, unit.search == "unbiased"
     plain = rule.algorithm == "rtn" and rule.weighting != "block" and not reverted
-    yield "proven", claim.proven, plain and get_search(rule.search).PROVEN
+    yield "proven", claim.proven, plain and get_search(unit.search).PROVEN
 
 
 def check_reasons(record: Record, plan: Plan, findings: Findings, recipe: Recipe) -> None:

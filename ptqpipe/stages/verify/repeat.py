@@ -21,6 +21,7 @@ from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.record import Claim, Record, object_of, text_of
 from ptqpipe.search.proof import Optimality, cost, prove
+from ptqpipe.search.unbiased import enlarge
 from ptqpipe.source import Source, SourceRows, row_runs
 from ptqpipe.stages.common import LARGEST, Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
@@ -84,7 +85,7 @@ def repeat_unit(
         for what, recorded, expected in (
             ("format", claim.format, unit.scheme.fmt.name),
             ("scheme", claim.scheme, unit.scheme.name),
-            ("search", claim.search, unit.rule.search),
+            ("search", claim.search, unit.search),
             ("proven", claim.proven, result.proven),
             ("global_scale", claim.global_scale, result.global_scale),
         ):
@@ -171,11 +172,11 @@ def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings:
 
 
 def prove_weight(
-    ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None, sample_blocks: int | None
+    ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None, sample_blocks: int | None, factor: float = 1.0
 ) -> Optimality:
     """Proves the scales of ``sample_blocks`` blocks of a stored weight (``search/proof.py``); of all of them for None.
 
-    Whole rows of blocks, spread evenly from top to bottom.
+    Whole rows of blocks, spread evenly from top to bottom. ``factor``: what the weights were multiplied by before.
     """
     stored = ckpt.stored[weight]
     fmt = stored.scheme.fmt
@@ -183,7 +184,10 @@ def prove_weight(
     height, width = fmt.block_extent(stored.shape)
     lines = _sampled_lines(grid, cost(fmt, height * width), sample_blocks)
     total = grid[0] * grid[1]
-    proofs = (prove(q.multiplying(), w, at, total=total) for at, q, w in _lines(ckpt, weight, expert, lines, rows))
+    proofs = (
+        prove(q.multiplying(), enlarge(w, factor), at, total=total)
+        for at, q, w in _lines(ckpt, weight, expert, lines, rows)
+    )
     return sum(proofs, Optimality(0, total))
 
 

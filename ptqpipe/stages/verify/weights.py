@@ -56,7 +56,8 @@ def check_weight(
         _check_scalars(ckpt, stored, name, expert or 0, claim, found, moved=moved)
     if not _legal(ckpt, stored, name, expert, found) or rows is None:
         return report
-    measured = measure_weight(ckpt, stored.weight, rows, expert=expert)
+    factor = 1.0 if claim is None else claim.enlarged
+    measured = measure_weight(ckpt, stored.weight, rows, expert=expert, factor=factor)
     ours = claim is not None and claim.search != UNKNOWN
     _judge(name, measured, stored.shape[0] * stored.shape[1], claim if ours else None, found)
     if claim is not None and ours:
@@ -70,7 +71,7 @@ def check_weight(
     proof = None
     joint = claim is not None and fmt.one_scale  # one scale for the fused group: proven by unit
     if optimal and not joint and (claim is None or claim.unweighted):
-        proof = prove_weight(ckpt, stored.weight, rows, expert=expert, sample_blocks=sample_blocks)
+        proof = prove_weight(ckpt, stored.weight, rows, expert=expert, sample_blocks=sample_blocks, factor=factor)
         judge_proof(name, proof, claim, found)
     absmax = measured.absmax_relative_mse
     versus = measured.relative_mse / absmax if absmax else None
