@@ -15,8 +15,8 @@ import torch
 from ptqpipe.formats import Format, unpack
 from ptqpipe.global_scale import absmax_divisor, absmax_global
 from ptqpipe.qtensor import QTensor, check_finite, code_places, encode, magnitude_codes, scale_values, to_blocks
+from ptqpipe.search.enlarged import enlarge
 from ptqpipe.search.proof import chosen_scale
-from ptqpipe.search.unbiased import enlarge
 from ptqpipe.source import Source, SourceRows, row_runs
 
 _SAMPLE_RUNS = 4

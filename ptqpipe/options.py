@@ -41,7 +41,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 # The search of block scales where neither the call nor the recipe names one and no data weighs them, by format: what
 # measured the least divergence (docs/search.md). Formats that are not here: exact.
-SEARCHES = {"mxfp4": "unbiased"}
+SEARCHES = {"mxfp4": "enlarged"}
 AUTO = "auto"
 
 # Codes that `ptqpipe tune` has chosen: the algorithm where a call gives them.
@@ -100,9 +100,9 @@ class CodeOptions:
 
     search: str = option(
         AUTO,
-        "Search of the block scales: unbiased, exact, absmax, ...; `ptqpipe formats` lists all.",
+        "Search of the block scales: enlarged, exact, absmax, ...; `ptqpipe formats` lists all.",
         metavar="NAME",
-        shown="unbiased for MXFP4 without data, else exact",
+        shown="enlarged for MXFP4 without data, else exact",
     )
     global_scale: str = option(
         "search",

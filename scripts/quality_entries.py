@@ -96,7 +96,8 @@ def _ours(name: str, *options: str, **more: str | tuple[str, ...] | bool | None)
 ENTRIES = (
     _ours("absmax", "--search", "absmax", "--global-scale", "absmax", calibrated=False, formats=(*NV, "fp8")),
     _ours("floor", "--search", "ocp_floor", calibrated=False, formats=("mxfp4a16", "mxfp4")),
-    _ours("exact", calibrated=False),
+    _ours("exact", "--search", "exact", calibrated=False),
+    _ours("enlarged", "--search", "enlarged", calibrated=False, formats=("mxfp4a16", "mxfp4")),
     _ours("gptq, own text", "--algorithm", "gptq", calibrated=False, own_text=True),
     _ours("gptq in order, own text", tune=ONE_SIDED, calibrated=False, own_text=True),
     _ours("two-sided gptq in order, own text", tune=TWO_SIDED, calibrated=False, own_text=True),

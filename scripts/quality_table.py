@@ -13,7 +13,7 @@ from ptqpipe.evaluation.bootstrap import interval
 
 OWN = "ptqpipe"
 REASON = 160  # characters of a failure's reason
-DEFAULT = {False: "exact", True: "gptq"}  # what ptqpipe stands for among data-free and among calibrated entries
+DEFAULT = {False: ("enlarged", "exact"), True: ("gptq",)}  # what ptqpipe stands for without data and with: the first
 
 
 class Cell:
@@ -120,9 +120,14 @@ def entry_table(model: str, perplexity: float | None, by_format: dict[str, dict[
     return "\n".join(rows)
 
 
+def standing_for(found: dict[str, Cell], *, calibrated: bool) -> Cell | None:
+    """What ptqpipe does by default, as far as it is there."""
+    return next((found[name] for entry in DEFAULT[calibrated] if (name := f"{OWN} {entry}") in found), None)
+
+
 def comparable(found: dict[str, Cell]) -> dict[str, Cell]:
     """Those that quantize as many weights as ptqpipe without data does."""
-    own = found.get(f"{OWN} {DEFAULT[False]}")
+    own = standing_for(found, calibrated=False)
     return {name: cell for name, cell in found.items() if own is None or cell.weights == own.weights}
 
 
@@ -151,7 +156,7 @@ def standing(cells: dict[tuple[str, str], dict[str, Cell]]) -> str:
     ]
     for (model, fmt), found in cells.items():
         for calibrated in (False, True):
-            own = found.get(f"{OWN} {DEFAULT[calibrated]}")
+            own = standing_for(found, calibrated=calibrated)
             kind = [cell for cell in comparable(found).values() if calibrated or not cell.calibrated]
             peers = [cell for cell in kind if cell.tool != OWN]
             if own is None or not peers:

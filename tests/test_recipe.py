@@ -249,9 +249,9 @@ def test_the_default_fuse_table_holds_what_runtimes_fuse() -> None:
         assert group in DEFAULT_FUSE
 
 
-RECORDED = """{"rules": [{"match": "*", "scheme": "nvfp4", "search": "exact", "global_scale": "search", "algorithm":
+RECORDED = """{"rules": [{"match": "*", "scheme": "nvfp4", "search": "auto", "global_scale": "search", "algorithm":
 "gptq", "weighting": "diagonal", "damping": 0.01, "order": "static", "scales": "auto", "refine": 2, "low_rank": 0,
-"low_rank_dtype": "bf16"}, {"match": "re:x", "scheme": "keep", "search": "exact", "global_scale": "search",
+"low_rank_dtype": "bf16"}, {"match": "re:x", "scheme": "keep", "search": "auto", "global_scale": "search",
 "algorithm": "rtn", "weighting": "none", "damping": 0.01, "order": "static", "scales": "auto", "refine": 3,
 "low_rank": 0, "low_rank_dtype": "bf16"}], "keep": [["lm_head", "why"]], "fuse": [["a", "b"]],
 "container": "compressed_tensors", "input_amax": 336.0, "input_scale": "absmax", "headroom": 1.0, "kv_cache": "none",
@@ -406,7 +406,7 @@ def test_the_page_on_recipes_has_choices_bounds_and_defaults_of_the_table() -> N
             assert about.bounds is None or f"{about.bounds[0]:g} to {about.bounds[1]:g}" in row, row
             default = row.rstrip("| ").rpartition("| ")[2]
             plain = f"{one.default:g}" if isinstance(one.default, float) else str(one.default).lower()
-            assert one.default is None or default in (plain, "diagonal with gptq, else none"), row
+            assert one.default is None or default in (plain, "diagonal with gptq, else none", about.shown), row
 
 
 def test_the_examples_of_the_page_on_recipes_are_recipes(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from ptqpipe.errors import NumericsError
 from ptqpipe.formats import Codec, Format, unpack
 from ptqpipe.kernels.importance import normalize_importance
 from ptqpipe.qtensor import QTensor
+from ptqpipe.search.enlarged import enlarge
 from ptqpipe.search.least import best_scales, nearest_codes
-from ptqpipe.search.unbiased import enlarge
 
 SHORT_BLOCKS = 12  # of a weight whose scales have codes, at most
 SHORT_ROWS = 4  # of the weight in which these lie, or more where a row has fewer of them

@@ -1,6 +1,6 @@
 """Round to nearest: searched scales, then the nearest code of every weight. With data, the scales are weighted.
 
-The search ``unbiased`` is the exact one for weights that are enlarged first (``search/unbiased.py``).
+The search ``enlarged`` is the exact one for weights that are enlarged first (``search/enlarged.py``).
 
 Works on units of any size in a few chunks of memory: the weights are read by runs of rows, several times when the
 unit is not cached, and every QTensor goes out as soon as it is made. Formats with one scale for all of a unit's weights
@@ -35,7 +35,7 @@ from ptqpipe.formats import Format, packed_columns
 from ptqpipe.global_scale import absmax_global, exact_global, pick, sample_rows
 from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
-from ptqpipe.search.unbiased import enlarge, factor_for
+from ptqpipe.search.enlarged import enlarge, factor_for
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -96,8 +96,8 @@ class _Rule(NamedTuple):
 
 
 def _rule(task: Task, samples: list[torch.Tensor], amax: float) -> _Rule:
-    """The search of a task by name; for ``unbiased`` the exact one, and the factor that the samples ask for."""
-    if task.search != "unbiased":
+    """The search of a task by name; for ``enlarged`` the exact one, and the factor that the samples ask for."""
+    if task.search != "enlarged":
         return _Rule(task.search)
     fmt, g, exact = task.fmt, None, _Rule("exact")
     if fmt.has_global:
@@ -113,7 +113,7 @@ def _result(
 ) -> UnitResult:
     proven = get_search(rule.search).PROVEN
     promises = (Promise(scales=proven, codes=True, factor=rule.factor),) * len(errors)
-    fields = {"enlarged": rule.factor} if task.search == "unbiased" else {}
+    fields = {"enlarged": rule.factor} if task.search == "enlarged" else {}
     return UnitResult(None if g is None else float(g), versus_plain, errors, proven, promises, (fields,) * len(errors))
 
 

@@ -252,7 +252,7 @@ class Promise:
     scales      whether each scale is the argmin of ``search/objective.py`` at the unit's global scale
     codes       whether each code is the nearest to its weight
     importance  the columns' weights ``[K]`` in that objective, None without any
-    factor      what the weights were multiplied by before (``search/unbiased.py``)
+    factor      what the weights were multiplied by before (``search/enlarged.py``)
     """
 
     scales: bool

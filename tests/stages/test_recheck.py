@@ -30,22 +30,27 @@ def model(tmp_path: Path) -> Path:
     return tiny.save(tmp_path / "model", tensors)
 
 
+def marked(w: torch.Tensor) -> bool:
+    """Whether it is the weight that is lied about, a little enlarged or not."""
+    return MARK <= float(w[0, 0]) < 1.07 * MARK
+
+
 def lie(monkeypatch: pytest.MonkeyPatch, liar: Liar) -> None:
     """A search and encoder that err in one weight, whichever kernels this machine has."""
     honest, honest_scales, honest_codes = rtn.quantize_rows, rtn.search_scales, rtn.encode_rows
 
     def quantize_rows(w: torch.Tensor, *args: object, **options: object) -> QTensor:
         q = honest(w, *args, **options)  # type: ignore[arg-type]
-        return liar(w, q) if float(w[0, 0]) == MARK and options["search"] == "exact" else q
+        return liar(w, q) if marked(w) and options["search"] == "exact" else q
 
     def search_scales(w: torch.Tensor, fmt: object, *, search: str) -> torch.Tensor:
         scales = honest_scales(w, fmt, search=search)  # type: ignore[arg-type]
-        lies = float(w[0, 0]) == MARK and search == "exact"
+        lies = marked(w) and search == "exact"
         return liar(w, honest_codes(w, scales, fmt)).scales if lies else scales  # type: ignore[arg-type]
 
     def encode_rows(w: torch.Tensor, scales: torch.Tensor, fmt: object) -> QTensor:
         q = honest_codes(w, scales, fmt)  # type: ignore[arg-type]
-        return liar(w, q) if float(w[0, 0]) == MARK else q
+        return liar(w, q) if marked(w) else q
 
     monkeypatch.setattr(rtn, "quantize_rows", quantize_rows)
     monkeypatch.setattr(rtn, "search_scales", search_scales)

@@ -72,11 +72,11 @@ def with_searches(recipe: Recipe, *, data: bool) -> Recipe:
         found = replace(rule, search="exact") if data and rule.search == AUTO else rule
         get_search("exact" if found.search == AUTO else found.search)
         scheme = found.stored_scheme
-        if found.search == "unbiased" and scheme is not None and (found.calibrated or data or scheme.fmt.one_scale):
+        if found.search == "enlarged" and scheme is not None and (found.calibrated or data or scheme.fmt.one_scale):
             why = (
                 f"{scheme.fmt.name} has one scale for all" if scheme.fmt.one_scale else "the data say what errors cost"
             )
-            raise UsageError(f"--search unbiased is for nearest codes without data, and {why}; leave it out")
+            raise UsageError(f"--search enlarged is for nearest codes without data, and {why}; leave it out")
         rules.append(found)
     return replace(recipe, rules=tuple(rules))
 

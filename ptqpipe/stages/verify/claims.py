@@ -273,7 +273,7 @@ def _expected(unit: Unit, claim: Claim, *, learned: bool, reverted: bool) -> Ite
         return
     yield "algorithm", claim.algorithm, rule.algorithm
     yield "weighting", claim.weighting, rule.weighting
-    yield "enlarged", "enlarged" in claim.entry, unit.search == "unbiased"
+    yield "enlarged", "enlarged" in claim.entry, unit.search == "enlarged"
     plain = rule.algorithm == "rtn" and rule.weighting != "block" and not reverted
     yield "proven", claim.proven, plain and get_search(unit.search).PROVEN
 

@@ -20,8 +20,8 @@ from ptqpipe.errors import CheckpointError
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.record import Claim, Record, object_of, text_of
+from ptqpipe.search.enlarged import enlarge
 from ptqpipe.search.proof import Optimality, cost, prove
-from ptqpipe.search.unbiased import enlarge
 from ptqpipe.source import Source, SourceRows, row_runs
 from ptqpipe.stages.common import LARGEST, Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of

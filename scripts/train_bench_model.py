@@ -1,0 +1,151 @@
+"""Trains a small Llama on text files, so that a method can be measured on a model that it was not made for.
+
+    python scripts/train_bench_model.py OUT --data FILE|DIR ... --tokenizer MODEL [--hidden 192 --layers 4 ...]
+
+AdamW, cosine learning rate, float32 on CPUs and bfloat16 on a GPU. Every ``--save`` steps, and at the end, OUT gets the
+model (safetensors, config, the tokenizer's files) and state.pt, from which the same call continues; OUT/training.jsonl
+has a line for each of these: steps, tokens, seconds, loss of the training text and of its last twentieth, which is not
+trained on. Batches follow from ``--seed`` and the number of the step alone.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+SUFFIXES = {".txt", ".md", ".rst", ".raw"}
+HELD_OUT = 20  # one of so many tokens, at the end of the text
+HELD_ROWS = 64  # that the loss is measured on
+WARM_UP, WEIGHT_DECAY = 0.02, 0.1  # of the steps; of AdamW
+
+
+def read_tokens(paths: list[Path], tokenizer: Any) -> torch.Tensor:
+    """int64 ``[T]``: all texts of the files and folders, in the order of their names."""
+    files = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    texts = [f.read_text(encoding="utf-8", errors="replace") for f in files if f.suffix in SUFFIXES or f in paths]
+    if not texts:
+        raise SystemExit(f"no text in {', '.join(map(str, paths))}; give files, or folders with {sorted(SUFFIXES)}")
+    return torch.tensor([token for text in texts for token in tokenizer(text)["input_ids"]])
+
+
+def rows_of(tokens: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
+    """int64 ``[len(starts), length]``."""
+    return torch.stack([tokens[int(start) : int(start) + length] for start in starts])
+
+
+def batch_of(tokens: torch.Tensor, step: int, args: argparse.Namespace) -> torch.Tensor:
+    """The rows of a step."""
+    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+    return rows_of(tokens, torch.randint(len(tokens) - args.length, (args.batch,), generator=generator), args.length)
+
+
+def held_out_loss(model: LlamaForCausalLM, tokens: torch.Tensor, args: argparse.Namespace) -> float:
+    """Mean loss of evenly spaced rows, nats a token."""
+    starts = torch.linspace(0, len(tokens) - args.length, HELD_ROWS).long()
+    rows = rows_of(tokens, starts, args.length).to(model.device)
+    with torch.inference_mode():
+        losses = [float(model(part, labels=part).loss) for part in rows.split(16)]
+    return sum(losses) / len(losses)
+
+
+def rate(step: int, args: argparse.Namespace) -> float:
+    """The learning rate of a step."""
+    warm = max(1, round(WARM_UP * args.steps))
+    if step < warm:
+        return float(args.lr * (step + 1) / warm)
+    return float(args.lr * (0.05 + 0.475 * (1 + math.cos(math.pi * (step - warm) / max(1, args.steps - warm)))))
+
+
+def build(args: argparse.Namespace, vocabulary: int) -> LlamaForCausalLM:
+    """A model with random weights."""
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate or args.hidden * 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads or args.heads,
+        max_position_embeddings=max(256, args.length),
+        tie_word_embeddings=args.tie,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train(args: argparse.Namespace, save: Callable[[int, float], None], model: Any, tokens: torch.Tensor) -> None:
+    """Steps from where the state stands to the last."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
+    state, first = args.out / "state.pt", 0
+    if state.exists():
+        found = torch.load(state, map_location=model.device, weights_only=True)
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+        first = found["step"]
+    for step in range(first, args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, args)
+        rows = batch_of(tokens, step, args).to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+            loss = model(rows, labels=rows).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % args.save == 0 or step + 1 == args.steps:
+            part = state.with_suffix(".part")
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, part)
+            part.rename(state)  # whole or not at all
+            save(step + 1, float(loss))
+
+
+def parsed() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of a model whose tokenizer is taken")
+    for name, value in (("hidden", 192), ("layers", 4), ("heads", 4), ("kv-heads", 0), ("intermediate", 0)):
+        parser.add_argument(f"--{name}", type=int, default=value, help="[%(default)s]")
+    for name, value in (("steps", 2000), ("batch", 16), ("length", 256), ("save", 200), ("seed", 0), ("threads", 1)):
+        parser.add_argument(f"--{name}", type=int, default=value, help="[%(default)s]")
+    parser.add_argument("--lr", type=float, default=2e-3, help="[%(default)s]")
+    parser.add_argument("--tie", action="store_true", help="the head is the embedding")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains, or continues."""
+    args = parsed()
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    every = read_tokens(args.data, tokenizer)
+    cut = len(every) - len(every) // HELD_OUT
+    tokens, held_out = every[:cut], every[cut:]
+    if len(held_out) <= args.length:
+        raise SystemExit(f"{len(every)} tokens are too few; expected {HELD_OUT * (args.length + 1)} or more")
+    model: Any = build(args, len(tokenizer)).to("cuda" if torch.cuda.is_available() else "cpu")
+    begun = time.monotonic()
+
+    def save(step: int, loss: float) -> None:
+        model.save_pretrained(args.out)
+        tokenizer.save_pretrained(args.out)
+        line = {"steps": step, "tokens": step * args.batch * args.length, "seconds": time.monotonic() - begun}
+        line |= {"loss": loss, "held_out": held_out_loss(model, held_out, args), "parameters": model.num_parameters()}
+        with open(args.out / "training.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+    train(args, save, model, tokens)
+
+
+if __name__ == "__main__":
+    main()
