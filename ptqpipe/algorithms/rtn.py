@@ -37,7 +37,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
 from ptqpipe.search.enlarged import enlarge, factor_for
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
+LARGE = 2.0**126  # magnitudes from here on are not enlarged: the next power of two but one is no float32
 
 
 def quantize(task: Task) -> UnitResult:
@@ -105,7 +105,7 @@ def _rule(task: Task, samples: list[torch.Tensor], amax: float) -> _Rule:
         g = absmax_global(amax, fmt) if found is None else found
     lost = [measure(exact.quantize(sample, fmt, g), sample) for sample in samples]
     factor = factor_for(sum(error for error, _ in lost), sum(energy for _, energy in lost))
-    return exact._replace(factor=factor) if amax * factor < FLOAT32_MAX else exact
+    return exact._replace(factor=factor) if amax < LARGE else exact
 
 
 def _result(
