@@ -14,13 +14,13 @@ import torch
 
 from ptqpipe.algorithms import calibrated
 from ptqpipe.algorithms.unit import (
+    CHUNK_ELEMENTS,
     ROUNDING_MARGIN,
     Promise,
     Task,
     UnitResult,
     WeightError,
     checked_amax,
-    chunks,
     encode_rows,
     gather,
     joint,
@@ -37,6 +37,7 @@ from ptqpipe.qtensor import QTensor
 from ptqpipe.search import get_search
 from ptqpipe.search.enlarged import enlarge, factor_for
 
+ENLARGED_AT_ONCE = 1 << 19  # weights: in float32 they stay in a cache
 LARGE = 2.0**126  # magnitudes from here on are not enlarged: the next power of two but one is no float32
 
 
@@ -130,11 +131,15 @@ def _pass(task: Task, rule: _Rule, g: torch.Tensor | None, compare: torch.Tensor
     fmt = task.fmt
     sums: list[_Sums] = []
     compared = 0.0
+    memory: torch.Tensor | None = None
     for index, weight in enumerate(task.weights):
         squared = energy = minimized = 0.0
-        for start, stop in chunks(weight.shape, fmt):
+        few = ENLARGED_AT_ONCE if rule.factor != 1 else CHUNK_ELEMENTS
+        for start, stop in row_runs(weight.shape, block_rows=fmt.block_extent(weight.shape)[0], elements=few):
             w = weight.rows(start, stop).to(task.device)
-            enlarged = enlarge(w, rule.factor)
+            if rule.factor != 1 and (memory is None or memory.numel() < w.numel()):
+                memory = torch.empty(w.numel(), device=w.device)
+            enlarged = enlarge(w, rule.factor, memory=memory)
             q = quantize_rows(enlarged, fmt, search=rule.search, global_scale=g)
             task.sink(index, start, q)
             error, power = measure(q, w)

@@ -53,9 +53,9 @@ def chunks(shape: tuple[int, int], fmt: Format) -> list[tuple[int, int]]:
     return row_runs(shape, block_rows=fmt.block_extent(shape)[0])
 
 
-def row_runs(shape: tuple[int, int], *, block_rows: int = 1) -> list[tuple[int, int]]:
-    """Runs of whole blocks of rows [start, stop) of about CHUNK_ELEMENTS weights."""
-    step = max(block_rows, CHUNK_ELEMENTS // max(1, shape[1]) // block_rows * block_rows)
+def row_runs(shape: tuple[int, int], *, block_rows: int = 1, elements: int = CHUNK_ELEMENTS) -> list[tuple[int, int]]:
+    """Runs of whole blocks of rows [start, stop) of about this many weights."""
+    step = max(block_rows, elements // max(1, shape[1]) // block_rows * block_rows)
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 

@@ -30,6 +30,11 @@ def factor_for(error: float, energy: float) -> float:
     return min(MOST, 1 + round(SHARE * error / (energy - error) * STEPS) / STEPS)
 
 
-def enlarge(w: torch.Tensor, factor: float) -> torch.Tensor:
-    """``w`` times ``factor`` in float32; ``w`` itself for 1."""
-    return w if factor == 1 else w.float() * factor
+def enlarge(w: torch.Tensor, factor: float, *, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """``w`` times ``factor`` in float32; ``w`` itself for 1. ``memory``: float32, at least as large, which it may
+    take: fresh memory costs ten times the product."""
+    if factor == 1:
+        return w
+    w = w.float() if w.dtype == torch.float64 else w
+    out = torch.empty(w.shape, device=w.device) if memory is None else memory[: w.numel()].view(w.shape)
+    return torch.mul(w, torch.full((1,), factor, device=w.device), out=out)

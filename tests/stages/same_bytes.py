@@ -42,6 +42,7 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
     "e2m1/8/ue5m3": ("ptqpipe",),
 }
 WITHOUT = ("", "--search absmax --global-scale absmax")
+EXACT = {"mxfp4": ("--search exact",), "mxfp4a16": ("--search exact",)}  # where the default is another search
 WITH = (
     "--algorithm rtn --weighting block",
     "--algorithm rtn --weighting diagonal",
@@ -105,7 +106,7 @@ def conversions(folder: Path) -> Iterator[tuple[str, Path]]:
     for model in (DEMO, moe(folder / "moe")):
         for scheme, containers in CONTAINERS.items():
             for container in containers:
-                for options in WITHOUT:
+                for options in (*WITHOUT, *EXACT.get(scheme, ())):
                     yield _convert(model, f"--format {scheme} --container {container} {options}", folder)
     for scheme in CALIBRATED:
         for options in WITH[scheme.startswith("fp8") :]:
