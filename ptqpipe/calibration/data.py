@@ -88,15 +88,7 @@ def load_samples(
 
     Raises UsageError for no or bad data and for too few tokens, CheckpointError for a model without tokenizer.
     """
-    if not names:
-        raise UsageError(
-            "no data to calibrate on; give --data FILE: text like what the model will serve (.txt, .jsonl with text or "
-            "messages, .parquet), about --samples x --seqlen tokens"
-        )
-    if samples < 1 or seqlen < 1:
-        raise UsageError(f"--samples {samples} --seqlen {seqlen}: expected 1 or more of each")
-    if holdout is not None and holdout < 0:
-        raise UsageError(f"--holdout {holdout}: expected 0 or more windows")
+    _check_asked(names, samples, seqlen, holdout)
     tokenizer = cache(lambda: load_tokenizer(model))  # rows of token ids need none
     see, shown = cache(lambda: Processor(model, read_config(model))), list[_Shown]()
     files: list[DataFile] = []
@@ -137,6 +129,19 @@ def load_samples(
     digest = hashlib.sha256(bytes.fromhex(digest) + known).hexdigest()
     inputs = tuple(None if row is None else row.inputs for row in given)
     return Samples(chosen, held_out, digest, tuple(files), candidates, inputs)
+
+
+def _check_asked(names: Sequence[str], samples: int, seqlen: int, holdout: int | None) -> None:
+    """UsageError for no data and for counts that are none."""
+    if not names:
+        raise UsageError(
+            "no data to calibrate on; give --data FILE: text like what the model will serve (.txt, .jsonl with text or "
+            "messages, .parquet), about --samples x --seqlen tokens"
+        )
+    if samples < 1 or seqlen < 1:
+        raise UsageError(f"--samples {samples} --seqlen {seqlen}: expected 1 or more of each")
+    if holdout is not None and holdout < 0:
+        raise UsageError(f"--holdout {holdout}: expected 0 or more windows")
 
 
 @dataclass(frozen=True, slots=True)
