@@ -39,10 +39,10 @@ RUN: dict[str, str] = dict.fromkeys(
 ) | {
     "paligemma": "does not compute the tokens",
     "video_llama_3": "does not compute the tokens",
-    "inkling2": "has hybrid, hybrid_sliding layers",
-    "lfm2_vl": "has conv layers",
+    "inkling2": "brings its own attention mask or bias",
+    "lfm2_vl": "",
     "deepseek_vl": "does not use transformers' attention interface",
-    "minicpmv4_6": "has linear_attention layers",
+    "minicpmv4_6": "",
     "unlimited_ocr": "has reference_sliding_attention layers",
 }  # fmt: skip
 

@@ -508,6 +508,9 @@ def test_a_broken_config_is_named_as_such(here: Path, command: tuple[str, ...]) 
     assert "config.json" in refused(name, "model", *arguments)
 
 
+AUTOMATIC = ("scheme", "algorithm", "weighting", "search")  # told in words: other options decide
+
+
 def test_the_defaults_that_the_help_of_convert_tells_are_those_of_a_recipe() -> None:
     from ptqpipe.recipe.model import Recipe, Rule
 
@@ -516,9 +519,9 @@ def test_the_defaults_that_the_help_of_convert_tells_are_those_of_a_recipe() -> 
     told = {}
     for option in main.commands["convert"].params:
         found = re.search(r"\[default: ([^\]]+)\]", getattr(option, "help", None) or "")
-        if found is not None and option.name in known and option.name not in ("scheme", "algorithm", "weighting"):
+        if found is not None and option.name in known and option.name not in AUTOMATIC:
             told[option.name] = found[1]
-    assert {"damping", "refine", "headroom", "search", "kv_cache"} <= told.keys()
+    assert {"damping", "refine", "headroom", "kv_cache"} <= told.keys()
     for name, text in told.items():
         assert text in (str(known[name]), f"{known[name]:g}" if isinstance(known[name], float) else ""), name
 

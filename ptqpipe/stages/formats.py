@@ -41,7 +41,7 @@ _ACTIVATIONS = {
     Activation.FP8_TOKEN: "FP8 per token",
     Activation.FP8_GROUP: "FP8 per 128",
     Activation.FP8_TENSOR_STATIC: "FP8, static",
-    Activation.INT8_TOKEN: "INT8 per token",
+    Activation.INT8_TOKEN: "INT8, dynamic",
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, is_kv_scale, quantization_config, scale_codes
 from ptqpipe.formats import Codec
+from ptqpipe.options import AUTO
 from ptqpipe.qtensor import scale_faults, used_blocks
 from ptqpipe.quantities import disk_size, number, scientific
 from ptqpipe.source import Source
@@ -262,17 +263,18 @@ def _facts(record: Mapping[str, Any]) -> dict[str, str]:
     recipe = conversion.get("recipe") if isinstance(conversion, Mapping) else None
     if isinstance(recipe, Mapping) and isinstance(recipe.get("rules"), list):
         rules = [rule for rule in recipe["rules"] if isinstance(rule, Mapping)]
-        facts["recipe"] = ", ".join(
-            f"{rule.get('match')} {rule.get('scheme')} ({rule.get('search')}{_low_rank(rule)})" for rule in rules
-        )
+        facts["recipe"] = ", ".join(map(_rule, rules))
     for key in ("torch", "relayout_of"):
         if record.get(key):
             facts[key] = str(record[key])
     return facts
 
 
-def _low_rank(rule: Mapping[str, Any]) -> str:
-    return f", rank {rule['low_rank']} in {rule.get('low_rank_dtype')}" if rule.get("low_rank") else ""
+def _rule(rule: Mapping[str, Any]) -> str:
+    """What a rule says, its search where that is not left to the format."""
+    low_rank = f"rank {rule['low_rank']} in {rule.get('low_rank_dtype')}" if rule.get("low_rank") else None
+    more = [str(said) for said in (rule.get("search"), low_rank) if said not in (None, AUTO)]
+    return f"{rule.get('match')} {rule.get('scheme')}" + (f" ({', '.join(more)})" if more else "")
 
 
 def _suspicious(rows: Iterable[RoleRow]) -> Iterable[str]:

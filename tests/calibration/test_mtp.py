@@ -14,7 +14,8 @@ from ptqpipe.errors import CheckpointError
 from ptqpipe.options import RecipeOptions
 from ptqpipe.runtime import load
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.stages.tune.run import TuneOptions, settings_of, tune
+from ptqpipe.stages.tune.options import TuneOptions, settings_of
+from ptqpipe.stages.tune.run import tune
 from ptqpipe.stages.verify.run import verify
 from ptqpipe.statistics import Statistics
 from tests import families

@@ -42,13 +42,13 @@ def block(amax: float, count: int = 4) -> torch.Tensor:
 
 def test_the_names_are_the_files() -> None:
     assert search_names() == [
-        "absmax", "absmax_pz", "brute_force", "exact", "four_over_six", "ocp_ceil", "ocp_even", "ocp_floor", "refit",
-        "window",
+        "absmax", "absmax_pz", "brute_force", "enlarged", "exact", "four_over_six", "ocp_ceil", "ocp_even", "ocp_floor",
+        "refit", "window",
     ]  # fmt: skip
 
 
-def test_only_brute_force_and_exact_claim_a_proof() -> None:
-    assert [name for name in search_names() if get_search(name).PROVEN] == ["brute_force", "exact"]
+def test_only_brute_force_exact_and_enlarged_which_is_exact_of_larger_weights_claim_a_proof() -> None:
+    assert [name for name in search_names() if get_search(name).PROVEN] == ["brute_force", "enlarged", "exact"]
 
 
 def test_dashes_and_case_do_not_matter() -> None:

@@ -75,7 +75,11 @@ def test_bytes_are_those_of_disks_and_large_counts_are_short(capsys: pytest.Capt
     assert "2.4/32 layers" in drawn
 
 
-def test_a_resumed_run_starts_behind_what_is_done_and_its_rate_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_starts_behind_what_is_done_and_its_rate_is_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # names are shown where they fit
+    monkeypatch.setenv("LINES", "24")
     jobs = [Job(f"layer.{i}", 0, 250_000) for i in range(4)]
     with progress_bar(jobs[3:], shown=True, done=jobs[:3]) as advance:
         advance(jobs[3])

@@ -67,7 +67,7 @@ def test_kept_tensors_show_the_reason_of_the_record(packed: Path) -> None:
 def test_the_producer_and_the_recipe_are_shown(packed: Path) -> None:
     report = inspect(packed)
     assert report.producer == f"ptqpipe {ptqpipe.__version__}"
-    assert report.record["recipe"] == "* nvfp4_w4a4 (exact)"
+    assert report.record["recipe"] == "* nvfp4_w4a4"
     assert report.record["source"] == "model"
 
 

@@ -15,7 +15,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,10 @@ def tune(
             holdout=None if collects else 0,
             images=takes_images(config, prepared.source.reader.path),
         )
+        if samples.images and options.by_kl:  # the reverse pass takes rows of one length
+            if options.metric == "kl":
+                raise UsageError("--metric kl takes no rows with images; use --metric output, or data without images")
+            options = replace(options, metric="output")
         parts = _identity(prepared, samples, options, collects=collects)
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
         with folder, threads(machine.workers if _is_large(prepared) else 1):
@@ -185,7 +189,8 @@ def _run(
                 if isinstance(block, MtpBlock):
                     streams = _entering(block, streams, _Streams.like(runner, spill, opened))
                 work = BlockWork.of(block, prepared, runner)
-                known = None if found else gradients(block.name)
+                behind = isinstance(block, MtpBlock)  # the model's output, so that no gradient comes from there
+                known = None if found or behind else gradients(block.name)
                 _tune_block(work, runner, folder, options, streams, known, collects=collects, on_part=on_part)
             block.advance()
 
