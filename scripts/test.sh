@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests, on as many processes as there are processors (16 at most); arguments go to pytest. Runs in the environment that setup.sh makes; see there.
+# The tests, on as many processes as there are processors (4 at most); arguments go to pytest. Runs in the environment that setup.sh makes; see there.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$root/scripts/setup.sh" dev
@@ -10,4 +10,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Compiled once, not by each of the hundred processes that tests start where Python is told to write no bytecode.
 "${PTQPIPE_VENV:-$root/.venv}/bin/python" -m compileall -q ptqpipe
 # A hung test fails by name instead of holding the whole run; a thread ends what waits in C, too.
-exec "${PTQPIPE_VENV:-$root/.venv}/bin/python" -m pytest -n logical --maxprocesses 16 --dist worksteal --timeout 900 --timeout-method thread "$@"
+exec "${PTQPIPE_VENV:-$root/.venv}/bin/python" -m pytest -n logical --maxprocesses 4 --dist worksteal --timeout 900 --timeout-method thread "$@"
