@@ -33,12 +33,11 @@ RUN: dict[str, str] = dict.fromkeys(
         "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "aria", "aya_vision",
         "cohere2_vision", "cosmos3_edge", "exaone4_5", "fuyu", "got_ocr2", "granite_docling", "hyperclovax_vision_v2",
         "lighton_ocr", "llava_onevision", "ovis2", "paddleocr_vl", "qianfan_ocr", "smolvlm",
-        "video_llava", "vipllava",
+        "video_llama_3", "video_llava", "vipllava",
     ),
     "",
 ) | {
     "paligemma": "does not compute the tokens",
-    "video_llama_3": "does not compute the tokens",
     "inkling2": "brings its own attention mask or bias",
     "lfm2_vl": "",
     "deepseek_vl": "does not use transformers' attention interface",

@@ -8,6 +8,7 @@ That a model's own text calibrates it about as well as real text is what LLM-QAT
 found for quantization-aware training.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -79,15 +80,20 @@ def threads_for(model: Any, *, samples: int, seqlen: int, most: int) -> int:
 def _continue(
     model: Any, ids: torch.Tensor, seqlen: int, generator: torch.Generator, report: Callable[[int], None]
 ) -> torch.Tensor:
-    """``ids`` [n, t] continued to [n, seqlen], one token of every row per step; keys and values are kept."""
+    """``ids`` [n, t] continued to [n, seqlen], one token of every row per step; keys and values, or states, are kept.
+
+    A model that gives no cache back (RecurrentGemma) computes all tokens again for each.
+    """
     report(ids.numel())
     past, new = None, ids
+    cache = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
     while ids.shape[1] < seqlen:
-        out = model(new.to(model.device), past_key_values=past, use_cache=True)
-        past, logits = out.past_key_values, out.logits[:, -1].float().cpu()
+        out = model(new.to(model.device), use_cache=True, **{cache: past})
+        past, logits = getattr(out, cache, None), out.logits[:, -1].float().cpu()
         if not bool(torch.isfinite(logits).all()):
             raise NumericsError("the model's logits are not finite; use --dtype float32, or check the model's weights")
         new = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)
         ids = torch.cat([ids, new], dim=1)
         report(len(new))
+        new = ids if past is None else new
     return ids

@@ -31,7 +31,7 @@ _LIMITS = {  # of kinds of layers that see everything up to so many tokens; Llam
     "indexed_attention": ("index_topk",),
 }
 _NOTHING = {"mlp", "moe"}  # kinds of layers that see a token alone
-_OTHER_TOKENS = {"paligemma", "video_llama_3"}  # measured: the engine's tokens are not those of transformers
+_OTHER_TOKENS = {"paligemma"}  # measured: the engine's tokens are not those of transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,10 @@ class Runner:
                 use_cache=False,
                 logits_to_keep=batch.wanted.to(device) if len(batch.wanted) else 1,
             )
-        logits: torch.Tensor = out.logits[0][: len(batch.wanted)]
-        return logits.float().cpu()
+        logits: torch.Tensor = out.logits[0]
+        if len(logits) == len(batch.tokens):  # all of them, also by models that do not know logits_to_keep (MiniCPM-V)
+            logits = logits[batch.wanted.to(device)]
+        return logits[: len(batch.wanted)].float().cpu()
 
     def _with_images(self, _module: Any, _args: Any, found: torch.Tensor) -> torch.Tensor:
         """The embeddings [1, T, hidden] of a step's tokens, those of images in their places."""

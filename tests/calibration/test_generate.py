@@ -42,6 +42,35 @@ def test_tokens_are_drawn_from_what_the_model_predicts(model: Any) -> None:
     assert float(other) > float(surprise.mean()) + 8 * spread
 
 
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "lru_width": 32, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(transformers.MambaConfig(**SMALL, state_size=4), id="mamba, a cache of another name"),
+        pytest.param(transformers.RecurrentGemmaConfig(**SMALL, **HEADS), id="recurrent gemma, no cache to give"),
+    ],
+)
+def test_states_that_are_kept_change_no_token(config: Any) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    own = model.forward
+    windows = generate(model, samples=3, seqlen=10, seed=0, begin=1)
+
+    def forgetful(input_ids: torch.Tensor, **options: Any) -> Any:
+        out = own(input_ids, use_cache=False)
+        return type(out)(logits=out.logits)
+
+    model.forward = forgetful
+    assert torch.equal(generate(model, samples=3, seqlen=10, seed=0, begin=1), windows)
+
+
 def test_a_seed_chooses_the_text_and_windows_begin_apart(model: Any) -> None:
     one, again, other = (generate(model, samples=8, seqlen=12, seed=seed, begin=3) for seed in (0, 0, 1))
     assert torch.equal(one, again)

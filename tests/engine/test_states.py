@@ -170,6 +170,16 @@ def test_states_that_do_not_continue_are_refused(monkeypatch: pytest.MonkeyPatch
         Runner(model, CacheOptions(1 << 24, LENGTH, 2))
 
 
+def test_a_model_may_give_all_logits_where_some_are_asked() -> None:
+    """As MiniCPM-V does."""
+    model = build("lfm2")
+    served = Runner(copy.deepcopy(model), CacheOptions(1 << 24, LENGTH, 2))
+    own = served.model.forward
+    served.model.forward = lambda logits_to_keep, **options: own(**options)
+    made = engine(served, max_len=LENGTH, tokens=tokenizer())
+    assert generate(made, [ask(PROMPTS[0], 6)])["a"][0] == greedy_of(model, PROMPTS[0], 6)
+
+
 def test_the_same_bits_in_every_batch_are_not_promised() -> None:
     served = Runner(build("lfm2"), CacheOptions(1 << 24, LENGTH, 2))
     with pytest.raises(UsageError, match="layers with states"):
