@@ -8,6 +8,7 @@ Without a compiler the install goes on without them (``optional``), and ptqpipe 
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -20,16 +21,26 @@ from setuptools.command.build_ext import build_ext
 
 CSRC = Path("ptqpipe/kernels/csrc")
 LIBRARY = Path("ptqpipe/kernels/_cpu.so")
-OBJECTS = Path("build/kernels")  # one object for each state of a source, its headers, the flags and the compiler
+OBJECTS = Path("build/kernels")  # one object for each state of a source, what it includes, the flags and the compiler
 
 # No -march: the sources choose AVX-512, AVX2 or baseline at run time (NEON on aarch64). No -ffast-math and no
 # contraction to FMA: the kernels are bit-equal to their torch references.
 FLAGS = ["-O3", "-g0", "-std=c++17", "-ffp-contract=off", "-fno-math-errno"]
 
 
-def headers() -> list[Path]:
-    """What any source may include."""
-    return sorted(path for path in CSRC.iterdir() if path.suffix in {".h", ".hpp", ".inc"})
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+
+
+def included(source: Path) -> list[Path]:
+    """A source and what it includes from its own folder, directly or not, by name. Conditions around an include are not
+    looked at: the compiler may read less than this."""
+    found, waiting = {source}, [source]
+    while waiting:
+        text = waiting.pop().read_text(encoding="utf-8")
+        new = {path for name in INCLUDE.findall(text) if (path := source.parent / name).is_file()} - found
+        found |= new
+        waiting += new
+    return sorted(found)
 
 
 class BuildKernels(build_ext):
@@ -54,7 +65,8 @@ class BuildKernels(build_ext):
                 partial.replace(kept)  # at once: another install may be looking
                 finished.append(source)
                 seconds = time.monotonic() - began
-                print(f"kernels {len(finished)}/{len(ext.sources)}: {Path(source).name} {seconds:.0f} s", flush=True)
+                line = f"kernels {len(finished)}/{len(ext.sources)}: {Path(source).name} {seconds:.0f} s\n"
+                print(line, end="", flush=True)  # one write: lines of two threads do not mix
             else:
                 finished.append(source)
             return str(kept)
@@ -71,7 +83,7 @@ class BuildKernels(build_ext):
         command = self.compiler.compiler_so
         version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
         digest = hashlib.sha256(repr((command, version, options.get("extra_postargs"))).encode())
-        for path in (Path(source), *headers()):
+        for path in (Path(source), *included(Path(source))):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()[:16]
 
@@ -95,7 +107,7 @@ def cpu_extensions() -> list[Extension]:
         Extension(
             "ptqpipe.kernels._cpu",
             sources=sources,
-            depends=[str(path) for path in headers()],
+            depends=sorted({str(path) for source in sources for path in included(Path(source))}),
             include_dirs=[str(CSRC)],
             extra_compile_args=FLAGS,
             language="c++",

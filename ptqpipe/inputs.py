@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ptqpipe.rotation import rotated
+
 OUT_ROWS = 1024  # outputs of a layer whose gradients are known together
 
 
@@ -38,6 +40,17 @@ class Moments:
         )
         assert second is not None
         return Moments(second, block, full, tokens=self.tokens)
+
+    def rotated(self, block: int) -> "Moments":
+        """Those of the input rotated by blocks of so many columns, by the full moment, which must be there; 0: these
+        moments."""
+        if not block:
+            return self
+        assert self.full_moment is not None
+        half = rotated(self.full_moment.double(), block)
+        full = rotated(half.t(), block).float()
+        held_out = None if self.held_out is None else self.held_out.rotated(block)
+        return Moments(full.diagonal().clone(), None, full, held_out, self.tokens, self.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,6 +200,13 @@ class CheckpointOptions:
     bias_correction: bool = option(
         False, "Change biases so that the mean output of each layer stays what it was. Needs --stats."
     )
+    rotate: str | None = option(
+        None,
+        "Rotate the inputs of these layers by Hadamard blocks of BLOCK columns while the model runs, such as "
+        "down_proj:64; their weights are rotated, too. Of the readers vLLM on one GPU does it.",
+        metavar="ROLE:BLOCK,...",
+        shown="none",
+    )
     mtp: str = option(
         "keep",
         "Format of the multi-token prediction layers, by which readers draft tokens: kept as they are, or their "
@@ -222,8 +229,14 @@ class PipelineOptions:
     data: tuple[str, ...] = option(
         (),
         "Text like what the model will serve, by which codes are chosen: .txt, .jsonl, .parquet, a folder of them, a "
-        "data set NAME:CONFIG:SPLIT, or self, which the model then writes. Repeatable.",
+        "data set NAME:CONFIG:SPLIT, or self, which the model then writes. Repeatable; FILE=2 gives it the weight 2.",
         metavar="FILE|DIR|NAME|self",
+    )
+    field: str | None = option(
+        None,
+        "Field with the text in each row of --data and --eval.",
+        metavar="NAME",
+        shown="messages, text, content, prompt, ...",
     )
     quality: str | None = option(
         None,
@@ -251,12 +264,13 @@ class PipelineOptions:
     )
     requantize: bool = option(
         False,
-        "Quantize weights that MODEL stores below 8 bits once more, also to a format that cannot hold their numbers "
-        "and so only adds error.",
+        "Quantize weights that MODEL stores below 8 bits once more, also to a format that cannot hold all of their "
+        "numbers, which can only add error.",
     )
     eval: tuple[str, ...] = option(
         (),
-        "Text on which the result is compared with MODEL at the end, into OUT.eval.json. Repeatable.",
+        "Text on which the result is compared with MODEL at the end, into OUT.eval.json: a file, a folder of them, or "
+        "a data set NAME:CONFIG:SPLIT. Repeatable.",
         metavar="TEXT",
     )
     report: bool = option(False, "Write OUT.report.html at the end.")

@@ -278,12 +278,17 @@ def nearest_codes(
 
 def code_places(codes: torch.Tensor, codec: Codec) -> torch.Tensor:
     """int16: places of uint8 codes on the number line, 0 for zero and for its negative; neighbours differ by 1."""
-    return _place_table(codec, codes.device)[codes.int()]
+    return _looked_up(_place_table(codec, codes.device), codes)
 
 
 def code_values(codes: torch.Tensor, codec: Codec) -> torch.Tensor:
     """float32 values of uint8 codes of an enumerable codec."""
-    return _value_table(codec, codes.device)[codes.int()]
+    return _looked_up(_value_table(codec, codes.device), codes)
+
+
+def _looked_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """``table[codes]``, of the codes' shape; as index_select, which takes a third of the time of the brackets."""
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def scale_values(scales: torch.Tensor, codec: Codec) -> torch.Tensor:

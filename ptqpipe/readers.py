@@ -42,8 +42,12 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
         "int8": (_CT,),
         "int8_w8a8": (_CT,),
     },
+    # TensorRT-LLM's QuantAlgo and its _torch/modules/linear.py; it reads MXFP8 as ``quant_method: mxfp8`` (its
+    # _torch/model_config.py), with scales called ``weight_scale_inv``.
     "trtllm": {
+        "nvfp4": (_MODELOPT,),
         "nvfp4_w4a4": (_MODELOPT,),
+        "mxfp8": ("mxfp8_hf",),
         "fp8_dynamic": (_MODELOPT, _CT),
         "fp8_static": (_MODELOPT, _CT),
         "fp8_block": (_DEEPSEEK, _MODELOPT),
@@ -69,6 +73,26 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
         "int8_w8a8": (_CT,),
     },
 }
+
+
+ROTATING = ("vllm",)
+"""Readers that rotate inputs as compressed-tensors' transform_config says. Others compute with rotated weights and
+inputs that are not, without a word."""
+
+
+def check_rotation(reader: str, biased: str | None) -> None:
+    """UsageError for a reader that does not rotate the inputs of linear layers, or not those of a layer with a bias;
+    ``biased``: the first bias of one."""
+    if reader not in ROTATING:
+        raise UsageError(
+            f"--for {reader}: {reader} rotates no inputs and would compute garbage; leave --rotate out, or use "
+            f"--for {' or '.join(ROTATING)}"
+        )
+    if biased is not None:
+        raise UsageError(
+            f"--for {reader}: it rotates no inputs of layers with a bias, and there is {biased!r}; leave this role out "
+            "of --rotate"
+        )
 
 
 def formats_of(reader: str) -> tuple[str, ...]:

@@ -158,3 +158,10 @@ def _kept(name: str, entry: Any) -> tuple[str, int]:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("bytes"), int):
         raise CheckpointError(f"{RECORD_FILE}, {name}: expected sha256 and bytes")
     return text_of(entry, "sha256", f"{RECORD_FILE}, {name}"), entry["bytes"]
+
+
+def text_data(raw: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
+    """What a record says of the text of its "statistics" or of its learned codes ("rounding"); None for nothing."""
+    found = raw.get(key)
+    data = found.get("data") if isinstance(found, Mapping) else None
+    return data if isinstance(data, Mapping) else None

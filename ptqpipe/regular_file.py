@@ -7,9 +7,11 @@ come. Knows nothing of what the files hold.
 
 import errno
 import io
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 #: What any JSON file may have: the records of models with 100,000 experts have half of it.
 MAX_JSON_BYTES = 256 * 2**20
@@ -54,6 +56,14 @@ def read_regular(path: Path, *, limit: int) -> bytes:
 def read_regular_text(path: Path, *, limit: int) -> str:
     """`read_regular` as UTF-8 text, its line ends as ``\\n``. Raises UnicodeDecodeError too."""
     return io.TextIOWrapper(io.BytesIO(read_regular(path, limit=limit)), encoding="utf-8").read()
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file says; None where it cannot be read, or is none. For files that may be anybody's."""
+    try:
+        return json.loads(read_regular(path, limit=MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _up_to(fd: int, nbytes: int) -> bytes:

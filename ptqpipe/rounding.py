@@ -20,6 +20,7 @@ from ptqpipe.qtensor import QTensor
 ROUNDING_FILE = "rounding.json"
 ROUNDING_VERSION = 1
 _GAIN = ("start_loss", "learned_loss", "kept", "held_out")  # of a block's entry: output errors, whose they are
+_TOLD = ("digest", "method", "start", "data", "end_to_end")
 
 _SCALAR = (1, torch.float32)
 _FIELDS = {
@@ -79,7 +80,7 @@ class Rounding:
     def describe(self) -> dict[str, Any]:
         """What the record of a checkpoint made of them says: the digest, how they were found, on which data, and what
         each decoder layer gained by them."""
-        found = {key: self.content[key] for key in ("digest", "method", "start", "data") if key in self.content}
+        found = {key: self.content[key] for key in _TOLD if key in self.content}
         blocks = (self.content.get("blocks") or {}).items()
         gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in blocks}
         return found | ({"blocks": gains} if gains else {})

@@ -5,6 +5,8 @@ A row is a text, messages or token ids: the value of the first field that is the
 """
 
 import json
+import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,34 +21,53 @@ FIELDS = ("messages", "conversations", "text", "content", "prompt", "instruction
 PIECE = 1 << 18  # characters that are tokenized at once
 MAX_TOKEN = 1 << 31
 _SUFFIXES = (".txt", ".jsonl", ".parquet")  # of the files of a folder that are data
+_WEIGHT = re.compile(r"(.+)=(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+){0,2}")
 
 
-def files_of(names: Iterable[str]) -> list[str]:
-    """The files and data sets that ``names`` mean: of a folder all .txt, .jsonl and .parquet files in it, by name.
+def files_of(names: Iterable[str], *, option: str = "--data") -> list[str]:
+    """The files and data sets that an ``option`` names: of a folder all .txt, .jsonl and .parquet files in it, by name.
 
+    A name may end in ``=WEIGHT`` (`weighted`) and keeps that; the files of a folder share its weight by their sizes.
     UsageError for a folder without any, and for a file that does not exist.
     """
     found: list[str] = []
     for name in names:
-        folder = Path(name).expanduser()
+        if not name:
+            raise UsageError(f"a name in {option} is empty; give a .txt, .jsonl or .parquet file")
+        plain, weight = weighted(name)
+        folder = Path(plain).expanduser()
         if not folder.is_dir():
-            _check_there(name, folder)
+            _check_there(plain, folder, option)
             found.append(name)
             continue
         files = sorted(str(file) for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file())
         if not files:
             raise UsageError(
-                f"{name} is a folder without {', '.join(_SUFFIXES)} files; name a folder or file with text"
+                f"{plain} is a folder without {', '.join(_SUFFIXES)} files; name a folder or file with text"
             )
+        if weight is not None:
+            sizes = [Path(file).stat().st_size for file in files]
+            files = [f"{file}={weight * size / max(1, sum(sizes))!r}" for file, size in zip(files, sizes, strict=True)]
         found += files
     return found
 
 
-def _check_there(name: str, path: Path) -> None:
+def weighted(name: str) -> tuple[str, float | None]:
+    """A name of --data and its weight, ``text.txt=2``; None where it has none. UsageError for a weight that is none."""
+    found = _WEIGHT.fullmatch(name)
+    if found is None or os.path.exists(os.path.expanduser(name)):
+        return name, None
+    weight = float(found[2])
+    if not 0 < weight < math.inf:
+        raise UsageError(f"--data {name} has the weight {found[2]}, expected a number above 0")
+    return found[1], weight
+
+
+def _check_there(name: str, path: Path, option: str = "--data") -> None:
     """UsageError for a name that is no file, and none of a data set either."""
     if not path.exists() and (path.suffix in (*_SUFFIXES, ".raw", ".json") or not _HUB_NAME.fullmatch(name)):
-        remedy = nearest_path(Path(name)) or "give --data a .txt, .jsonl or .parquet file"
+        remedy = nearest_path(Path(name)) or f"give {option} a .txt, .jsonl or .parquet file"
         raise UsageError(f"{name} does not exist; {remedy}")
 
 
@@ -96,7 +117,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UsageError(
-                f"{path}, line {number} is not JSON ({first_line(error)}); expected one object a line"
+                f"{path}, line {number} is not JSON ({first_line(error)}); expected one object per line"
             ) from None
 
 
@@ -147,7 +168,7 @@ def _fields(rows: Iterable[tuple[int, Any]], name: str, unit: str, field: str | 
         if found is None or row.get(found) is None:
             wanted = f"'{field}'" if field is not None else f"any of {', '.join(FIELDS)}"
             keys = ", ".join(map(str, list(row)[:6])) or "no fields"
-            raise UsageError(f"{where} has {keys}, not {wanted}; name the field with --field")
+            raise UsageError(f"{where} has {keys}, not {wanted}; choose one with --field")
         yield where, row[found]
 
 

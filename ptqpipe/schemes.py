@@ -52,12 +52,15 @@ class LowRank:
 
 
 LOW_RANK_DTYPES = ("bf16", "fp8")
+ROTATION_BLOCKS = (16, 32, 64, 128)  # columns that a rotation may take together
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """One row of the table. ``suffix`` names the output folder; ``aliases`` are further names, lower case.
 
+    rotation  columns of the inputs, and of the weight, that are rotated together (``rotation.py``) before they are
+              quantized; 0: none, and no row has any
     native   hardware that multiplies in these numbers; empty: the weights are decoded to 16 bits first, anywhere
     """
 
@@ -69,11 +72,13 @@ class Scheme:
     container: str = "compressed_tensors"  # the default one
     low_rank: LowRank | None = None  # what is added to the decoded weight; no row has one
     native: str = ""
+    rotation: int = 0
 
     @property
     def label(self) -> str:
         """The name, with what is added to it."""
-        return self.name if self.low_rank is None else f"{self.name} + {self.low_rank}"
+        turned = f", inputs rotated by {self.rotation}" if self.rotation else ""
+        return (self.name if self.low_rank is None else f"{self.name} + {self.low_rank}") + turned
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits of a weight [N, K], scales and all, for each of its numbers."""
@@ -171,6 +176,7 @@ class Abilities:
     stacks        3-D stacks of experts as one tensor; without it each is ``...experts.<e>.<projection>.weight``
     transposed    weights that the model has as [in, out] (Conv1D), marked as such
     low_rank      a low-rank part that is added to a weight
+    rotation      rotations of a layer's inputs while the model runs
     kv_cache      scales of a quantized kv cache; None where no config announces them
     float32_scales  float scales are stored as float32, whatever they are: a bfloat16 scale comes back from it as itself
     even_blocks  a reader divides the rows by the height of the scale grid, and misreads a short last block of rows
@@ -188,6 +194,7 @@ class Abilities:
     stacks: bool = False
     transposed: bool = False
     low_rank: bool = False
+    rotation: bool = False
     kv_cache: KvCache | None = None
     float32_scales: bool = False
     even_blocks: bool = False

@@ -8,8 +8,8 @@ quantized, so that a stored weight with any other name or shape has no origin.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from ptqpipe.checkpoint import FOLDING_FILE, CheckpointReader, Memory
 from ptqpipe.containers import (
     Container,
     Part,
+    Role,
     StoredWeight,
     decode,
     detect_container,
@@ -31,6 +32,7 @@ from ptqpipe.formats import Format
 from ptqpipe.plan import Member, Plan, Slice, make_plan
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import Recipe, Rule
+from ptqpipe.rotation import rotated_weight
 from ptqpipe.schemes import Abilities, get_scheme
 
 RUN_ELEMENTS = 1 << 20
@@ -68,7 +70,11 @@ class Source:
 
     @classmethod
     def _detect(cls, reader: CheckpointReader) -> "Source":
-        tensors = {name: (entry.dtype, entry.shape) for name, entry in reader.entries.items()}
+        kinds = dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]()  # few: each is one object
+        tensors = {}
+        for tensor, entry in reader.entries.items():
+            kind = (entry.dtype, entry.shape)
+            tensors[tensor] = kinds.setdefault(kind, kind)
         config = merged_config(reader.config, reader.read_json("hf_quant_config.json"))
         name = detect_container(config, tensors)
         if name is None:
@@ -76,7 +82,7 @@ class Source:
         container = get_container(name)
         stored = container.stored_weights(config, tensors)
         consumed = frozenset(part.name for weight in stored.values() for part in weight.parts)
-        return cls(reader, container, name, stored, consumed, _logical(reader, stored))
+        return cls(reader, container, name, stored, consumed, _logical(tensors, stored))
 
     def folded(self, foldings: object) -> "Source":
         """This plain checkpoint with the factors of a transform in its weights, as `folded.py` takes them; who closes
@@ -95,7 +101,7 @@ class Source:
 
     def check_requantizable(self, plan: Plan | None = None) -> None:
         """UsageError where a weight that is stored below 8 bits would be quantized again to a format that cannot hold
-        its numbers, which only adds error. Without a plan: to any format."""
+        all of its numbers, which can only add error. Without a plan: to any format."""
         fates = {} if plan is None else {m.source.tensor: unit.scheme.fmt for unit in plan.units for m in unit.members}
         for tensor in self.stored if plan is None else fates:
             low, fmt = self.below_8_bits(tensor), fates.get(tensor)
@@ -103,7 +109,7 @@ class Source:
                 to, remedy = (" again", "") if fmt is None else (f" to {fmt.name}", "; convert --requantize does it")
                 raise UsageError(
                     f"{self.reader.path} is already quantized ({low.name}, {self.container_name}); converting it{to} "
-                    "would only add error: use `ptqpipe relayout` to change its layout, or convert the "
+                    "can only add error: use `ptqpipe relayout` to change its layout, or convert the "
                     f"original{remedy}"
                 )
 
@@ -131,6 +137,18 @@ class Source:
             else:
                 yield start, whole.narrow(0, start, stop - start)
 
+    def whole_bytes(self, tensors: Iterable[str]) -> int:
+        """About what reading weights takes besides their rows where they have to be read whole (AWQ, GPTQ): the codes
+        of all of them, and twice the stored bytes of one while its codes are put in order."""
+        sizes = [self.nbytes(name) for name in tensors if name in self.stored and self.stored[name].whole is not None]
+        return sum(sizes) + 2 * max(sizes) if sizes else 0
+
+    def nbytes(self, tensor: str) -> int:
+        """Bytes on disk of a logical tensor: of all parts of a stored weight."""
+        stored = self.stored.get(tensor)
+        names = [tensor] if stored is None else [part.name for part in stored.parts]
+        return sum(self.reader.entries[name].nbytes for name in names)
+
     def number(self, part: Part, *, expert: int | None = None) -> torch.Tensor:
         """A part that holds one number (for each expert), as float32 0-d; NumericsError unless finite and positive."""
         stored = self.reader.read(part.name).reshape(-1)
@@ -138,6 +156,14 @@ class Source:
         if not (torch.isfinite(value) and value > 0):
             raise NumericsError(f"{part.name} is {value.item()}; a scale must be finite and positive")
         return value
+
+    def global_scales(self, stored: StoredWeight) -> torch.Tensor:
+        """float32 [n]: what multiplies the block scales of a stored weight, of each expert where they have their own;
+        empty without a global scale. As stored: it may be no finite number."""
+        divisor = stored.part(Role.GLOBAL_DIVISOR)
+        part = divisor or stored.part(Role.GLOBAL)
+        values = torch.empty(0) if part is None else self.reader.read(part.name).float().flatten()
+        return values if divisor is None else 1.0 / values
 
     def load(self, name: str, start: int | None, stop: int | None) -> torch.Tensor:
         """Rows [start, stop) of a stored tensor's first axis, all of it for None: what containers read with."""
@@ -161,13 +187,16 @@ def row_runs(shape: tuple[int, int], fmt: Format, elements: int = RUN_ELEMENTS) 
     return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
-def _logical(reader: CheckpointReader, stored: Mapping[str, StoredWeight]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _logical(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], stored: Mapping[str, StoredWeight]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """``tensors`` with each stored weight in the place of the first of its parts."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     owner = {part.name: weight for weight in stored.values() for part in weight.parts}
-    for name, entry in reader.entries.items():
+    for name, kind in tensors.items():
         weight = owner.get(name)
         if weight is None:
-            found[name] = (entry.dtype, entry.shape)
+            found[name] = kind
         elif weight.weight not in found:
             stack = () if weight.experts is None else (weight.experts,)
             matrix = weight.shape[::-1] if weight.transposed else weight.shape
@@ -205,8 +234,8 @@ class Scratch:
 class SourceRows:
     """The rows of one weight of a source, [out, in] whatever its orientation on disk; reads them when asked.
 
-    cache   keeps what was read: for units whose passes fit the memory limit, and for weights that have to be read
-            whole, such as transposed ones
+    cache   keeps what was read: for units whose passes fit the memory limit, and for transposed weights, which have
+            to be read whole; of other weights of that kind (AWQ, GPTQ) the codes are kept
     memory  where a cached weight is read to, past the page cache; fresh and through the cache without it
     """
 
@@ -223,12 +252,12 @@ class SourceRows:
         self._memory = memory if cache else None
         self._source = source
         self._where = where
-        stored = source.stored.get(where.tensor)
-        self._cache = cache or where.transposed or (stored is not None and stored.whole is not None)
+        self._cache = cache or where.transposed
         self._whole: torch.Tensor | None = None
+        self._codes: QTensor | None = None  # of a weight that has to be read whole, decoded by runs of rows
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) in the stored dtype (float32 for a source that is decoded)."""
+        """Rows [start, stop) in the stored dtype; float32 where they are decoded or their columns rotated."""
         if self._whole is not None:
             return self._whole[start:stop]
         if self._cache:
@@ -243,9 +272,13 @@ class SourceRows:
 
     def drop(self) -> None:
         """Forgets what is cached."""
-        self._whole = None
+        self._whole = self._codes = None
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
+        return rotated_weight(self._plain(start, stop), self._where.rotation)
+
+    def _plain(self, start: int, stop: int) -> torch.Tensor:
+        """Rows as the source has them."""
         where = self._where
         if where.tensor in self._source.stored:
             return self._decode(start, stop)
@@ -273,8 +306,13 @@ class SourceRows:
         last = where.start + (stop - 1) * where.step + 1
         begin = first // block_rows * block_rows  # whole blocks only
         end = min(-(-last // block_rows) * block_rows, stored.shape[0])
-        q = self._source.quantized(where.tensor, expert=where.expert, rows=(begin, end))
-        return q.dequantize()[first - begin : last - begin : where.step].contiguous()
+        if stored.whole is None:
+            q = self._source.quantized(where.tensor, expert=where.expert, rows=(begin, end))
+        else:
+            if self._codes is None:
+                self._codes = self._source.quantized(where.tensor, expert=where.expert)
+            q = self._codes.narrow(0, begin, end - begin)
+        return stored.plain(q)[first - begin : last - begin : where.step].contiguous()
 
     def _read_plane_rows(self, name: str, first: int, count: int, columns: int, memory: Memory | None) -> torch.Tensor:
         """``count`` rows from row ``first`` of the stack seen as one tall matrix."""
@@ -287,8 +325,8 @@ class SourceRows:
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """A source, and by weight name the members that could be made of it: ``experts`` one weight an expert, ``stacks``
-    one weight a stack (expert number -> member). ``divided`` counts the weights that one source tensor becomes,
+    """A source, and by weight name the members that could be made of it: ``experts`` one weight per expert, ``stacks``
+    one weight per stack (expert number -> member). ``divided`` counts the weights that one source tensor becomes,
     ``kept`` has the source tensor by the name that it has in the checkpoint where it is kept."""
 
     source: Source
@@ -319,7 +357,7 @@ class Origins:
         found = self._origins(stored)
         if not found or any(shape != stored.shape for _, shape in found):
             return None
-        return tuple(part for part, _ in found)
+        return tuple(replace(part, rotation=stored.scheme.rotation) for part, _ in found)
 
     def rows(self, part: Slice, shape: tuple[int, int], *, cache: bool = False) -> SourceRows:
         """The rows of one origin."""

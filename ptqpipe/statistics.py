@@ -158,6 +158,16 @@ class Statistics:
         entry = self._modules.get(module)
         return entry is not None and f"{entry['key']}.{moment}" in self._reader.entries
 
+    def output_moment(self, module: str, outputs: int) -> torch.Tensor | None:
+        """float32 [outputs] E[g^2] of the gradients of the model's loss at a module's outputs: how much the model minds
+        an error there. None where that was not collected, or of a module of another size."""
+        name = f"{module}.output_moment"
+        found = self._reader.entries.get(name)
+        if found is None or found.dtype != "F32" or found.shape != (outputs,):
+            return None
+        self._digests.check(found.file)
+        return self._reader.read(name)
+
     def held_out(self, module: str) -> bool:
         """Whether there are moments of held-out samples of a module."""
         return "held_tokens" in self._modules.get(module, {})

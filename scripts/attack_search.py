@@ -35,7 +35,9 @@ TILE = Format("tile 16x24", CODECS["e4m3"], (16, 24), CODECS["bf16"], partial_bl
 NUMBERS = [  # scales that are numbers: (format, shape of a weight, share)
     (get_format("e4m3/16/bf16"), (8, 64), 0.05), (get_format("fp8_channel"), (8, 72), 0.05), (TILE, (40, 60), 0.02),
     (get_format("fp8_tensor"), (3, 50), 0.005), (get_format("fp8_block"), (130, 140), 0.0005),
-    (get_format("fp8_channel"), (1, 70000), 0.0001),
+    (get_format("fp8_channel"), (1, 70000), 0.0001), (get_format("int4_g32"), (2, 64), 0.01),
+    (get_format("int4_g128"), (2, 256), 0.01), (get_format("int8_channel"), (4, 72), 0.01),
+    (get_format("int8_signed_channel"), (4, 40), 0.005),
 ]  # fmt: skip
 BATCH = 1 << 16  # elements of a weight
 

@@ -2,8 +2,8 @@
 
 Usage: python scripts/bench_convert.py [--cases llama-8b:nvfp4 ...] [--layers N] [--repeat 3] [--scratch DIR]
 
-A case is SHAPE:FORMAT[:absmax] (absmax: the global scale from amax instead of the searched one). For each, alternating,
-``--repeat`` times in one run, every measurement in a process of its own:
+A case is SHAPE:FORMAT[@CONTAINER][:absmax] (absmax: the global scale from amax instead of the searched one). For each,
+alternating, ``--repeat`` times in one run, every measurement in a process of its own:
 
 convert  ``python -m ptqpipe convert``, from the start of the interpreter to its exit, everything on disk
 copy     reading all bytes of the source and writing as many as the output has, through one loop of 8 MiB pieces, fsync
@@ -17,11 +17,13 @@ The source's pages are dropped from the system's cache before every convert and 
 after. Memory is sampled every 20 ms over the process and its children, and asked from the kernel at the end (the larger
 counts). One JSON line a case: medians, all runs, ratio = convert / max(copy, search), ratio_direct with the direct
 copy. The disk must hold the source and one output (25 GB for llama-8b to fp8); a source is made by
-make_synthetic_model.py and removed after its cases.
+make_synthetic_model.py, in the layout of a vendor (gpt-oss-1gb) by make_published_layout.py, and removed after its
+cases.
 """
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -36,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from make_published_layout import LAYOUTS
 
 PIECE = 8 << 20
 DIRECT_PIECE = 32 << 20
@@ -59,12 +62,14 @@ class Case:
     shape: str
     format: str
     global_scale: str
+    container: str | None
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """From SHAPE:FORMAT[:absmax]."""
-        shape, fmt, *rest = text.split(":")
-        return cls(shape, fmt, rest[0] if rest else "search")
+        """From SHAPE:FORMAT[@CONTAINER][:absmax]."""
+        shape, output, *rest = text.split(":")
+        fmt, _, container = output.partition("@")
+        return cls(shape, fmt, rest[0] if rest else "search", container or None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +188,7 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
     from ptqpipe.stages.convert.prepare import prepare
 
     torch.set_num_threads(1)
-    options = RecipeOptions(scheme=case.format, global_scale=case.global_scale)
+    options = RecipeOptions(scheme=case.format, global_scale=case.global_scale, container=case.container)
     prepared = prepare(source, options=options, out=source.parent / "never-written")
     seconds = cpu_seconds = elements = 0.0
 
@@ -205,10 +210,10 @@ def search_child(source: Path, case: Case, workers: int) -> dict[str, float]:
             if not isinstance(job, QuantizeUnit):
                 continue
             weights = [SourceRows(prepared.source, m.source, shape=m.shape, cache=True) for m in job.unit.members]
-            for weight in weights:
-                weight.rows(0, 1)  # reads all of it
             held.append((job.unit, weights))
-            size += job.source_bytes
+            size += sum(
+                weight.rows(0, 1).element_size() * math.prod(weight.shape) for weight in weights
+            )  # reads it all
             elements += job.unit.elements
             if size >= HELD_BYTES:
                 wall, cpu = flush(held)
@@ -234,6 +239,7 @@ def measure_case(
         drop_cache(source)
         command = [sys.executable, "-m", "ptqpipe", "convert", str(source), "--format", case.format, "-o", str(out)]
         command += ["--global-scale", case.global_scale, "--workers", str(workers), "--max-memory", max_memory, "-q"]
+        command += ["--container", case.container] if case.container else []
         run, _ = measured(command)
         converts.append(run)
         written = folder_bytes(out)
@@ -248,7 +254,7 @@ def measure_case(
         run, _ = measured([sys.executable, __file__, "--child-direct", str(source), str(copied), str(written)])
         directs.append(run)
         copied.unlink()
-        spelled = f"{case.shape}:{case.format}:{case.global_scale}"
+        spelled = f"{case.shape}:{case.format}{'@' + case.container if case.container else ''}:{case.global_scale}"
         _, output = measured([sys.executable, __file__, "--child-search", str(source), spelled, str(workers)])
         searches.append(json.loads(output))
     wall = statistics.median(run.seconds for run in converts)
@@ -295,8 +301,9 @@ def make_source(shape: str, target: Path, layers: int | None) -> None:
     """The synthetic checkpoint, unless it is there already."""
     if (target / "config.json").exists():
         return
-    script = Path(__file__).with_name("make_synthetic_model.py")
-    command = [sys.executable, str(script), str(target), "--shape", shape]
+    published = shape in LAYOUTS
+    script = Path(__file__).with_name("make_published_layout.py" if published else "make_synthetic_model.py")
+    command = [sys.executable, str(script), str(target), "--layout" if published else "--shape", shape]
     subprocess.run(command + (["--layers", str(layers)] if layers else []), check=True, stdout=subprocess.DEVNULL)
 
 

@@ -36,14 +36,14 @@ import bench_allreduce
 import torch
 import torch.distributed as dist
 
-import ptqpipe.runtime
 from ptqpipe.collectives import QuantAllReduce
 from ptqpipe.engine.batch import Batch, Span
 from ptqpipe.engine.overlap import Overlap, least_tokens
 from ptqpipe.engine.runner import CacheOptions, Runner
 from ptqpipe.runtime.compiled import use_kernels
-from ptqpipe.runtime.loading import read_config
+from ptqpipe.runtime.loading import load_rank, read_config
 from ptqpipe.runtime.memory import keep_freed_memory, use_one_arena
+from ptqpipe.runtime.parallel import TensorParallel
 
 BLOCK = 16  # tokens a page
 LIMIT_S = 1800
@@ -189,7 +189,8 @@ def worker(options: argparse.Namespace) -> None:
     sums = Sums({"gloo": own, "two_shot": quantized.plain_two_shot, "quantized": lambda x: quantized(x, x)})
     config = read_config(options.model).get_text_config()
     overlap = Overlap(least_tokens=options.least or least_tokens(config.hidden_size * torch.bfloat16.itemsize))
-    model = ptqpipe.runtime.load(options.model, tp=ranks, rank=rank, all_reduce=sums, run_collective=overlap)
+    ours = TensorParallel(ranks, rank, all_reduce=sums, run=overlap)
+    model = load_rank(options.model, ours)
     use_kernels(model)  # this and the next line as the service does
     keep_freed_memory()
     longest = max(options.prompt, options.window)

@@ -17,16 +17,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ROOT / "build/aarch64"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-PACKED = "tests/runtime/test_packed.py"
+PACKED = ("tests/runtime/test_packed.py", "tests/runtime/test_packed_integers.py")
 TESTS = (
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/kernels").glob("test_cpu_*.py")),
     "tests/algorithms/test_gptq.py::test_kernels_and_reference_give_the_same_bits",
     "tests/collectives/test_kernels.py",
     "tests/stages/test_doctor.py",
-    PACKED,
+    *PACKED,
 )
 # With dot products of bytes and without: products with E2M1 have code for either.
-PROCESSORS = {"neoverse-n1": TESTS, "cortex-a72": (PACKED,)}
+PROCESSORS = {"neoverse-n1": TESTS, "cortex-a72": PACKED}
 
 
 def build() -> list[str]:

@@ -5,6 +5,7 @@ Usage: python scripts/make_published_layout.py OUT --layout deepseek-v3 --sparse
 
 deepseek-v3  671 billion weights, FP8 in blocks of 128x128 with float32 scales, 61 layers and the MTP layer (688 GB)
 gpt-oss      gpt-oss-20b's width, experts in MXFP4 (20b: 24 layers, 13 GB; two layers are 1.1 GB and its embeddings 2.3)
+gpt-oss-1gb  two such layers and a small vocabulary: what converting the experts takes (1.2 GB)
 
 ``--sparse`` writes headers alone: the weights are holes in the files, which read as zeros and take no room on the disk.
 Without it they are random: codes of any value, E8M0 scales between 2^-10 and 2^-5. Prints one JSON line.
@@ -113,7 +114,11 @@ def gpt_oss(config: dict[str, Any]) -> Iterator[Tensor]:
     yield "lm_head.weight", "BF16", (config["vocab_size"], hidden)
 
 
-LAYOUTS = {"deepseek-v3": (DEEPSEEK, deepseek), "gpt-oss": (GPT_OSS, gpt_oss)}
+LAYOUTS = {
+    "deepseek-v3": (DEEPSEEK, deepseek),
+    "gpt-oss": (GPT_OSS, gpt_oss),
+    "gpt-oss-1gb": ({**GPT_OSS, "vocab_size": 8192, "num_hidden_layers": 2}, gpt_oss),
+}
 
 
 def size(tensor: Tensor) -> int:

@@ -82,6 +82,20 @@ SHAPES = {
         },
         1_000_000_000,
     ),
+    # 94.4 M weights, twelve layers: 0.19 GB.
+    "94m": Shape(
+        "llama",
+        {
+            "vocab_size": 6144,
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 12,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": False,
+        },
+    ),
     # Transformers' default Qwen3.5-MoE text model (256 experts of 512, stacks of 1.07 GB), cut to four layers: 8.7 GB.
     "moe-fused": Shape("qwen3_5_moe_text", {"num_hidden_layers": 4}),
     "moe-fused-small": Shape(

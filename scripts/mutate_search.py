@@ -42,7 +42,7 @@ TABLE = Path(__file__).with_name("mutants.toml")
 CSRC = Path("ptqpipe/kernels/csrc")
 LIBRARY = Path("ptqpipe/kernels/_cpu.so")
 FLAGS = ("-g0", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w")
-NO_SEARCH = {"columns.h", "linear.h", "collective.h", "norm.h"}  # what body.h includes besides
+NO_SEARCH = {"columns.h", "passes.h", "linear.h", "collective.h", "norm.h"}  # what body.h includes besides
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])  # half of what a short run of tests costs
 CPU_SECONDS = 600  # of a run of tests: a mutant that loops for ever is killed, too, however busy the machine is
@@ -154,7 +154,7 @@ def build(tree: Path, mutant: Mutant, isa: str) -> str:
         for line in (csrc / "body.h").read_text().partition("#ifdef PTQ_WIRE_ALONE")[0].splitlines()
         if not any(name in line for name in NO_SEARCH)
     ]
-    blocks = not Path(mutant.file).name.startswith("long")
+    blocks = not Path(mutant.file).name.startswith(("long", "integers"))
     exports = EXPORTS + LONG + (BLOCKS if blocks else "")
     unit = (csrc / f"isa_{isa}.cpp").read_text().replace('#include "body.h"', "\n".join(parts) + exports)
     source = tree / "search.cpp"

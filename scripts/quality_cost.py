@@ -1,25 +1,33 @@
 """What calibration and GPTQ cost: ptqpipe beside llm-compressor, whole processes, one after the other, several times.
 
     python scripts/quality_cost.py --scratch DIR --results FILE --python llm-compressor=PYTHON [--times 3]
-        [--model bench-4m] [--format nvfp4]
+        [--model bench-4m | --shape 94m] [--format nvfp4]
 
 One JSON line: for each of "calibrate", "convert", both together ("gptq"), "gptq in order" (`tune --method gptq` and
 `convert`) and the peer's GPTQ (its whole process, which loads, calibrates, quantizes and saves) the medians of seconds,
 processor seconds and peak memory, and the ratios to the peer within each turn. Both get the same rows of tokens.
+
+With ``--shape`` the model is a synthetic one of make_synthetic_model.py, the rows are 32 of 128 random tokens, and
+`convert --quality good` and `best` are measured in place of the single steps, one thread each.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import statistics
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from bench_quality import HERE, MODELS, OWN, Runs, place
 from quality_entries import ENTRIES, Job, calibrate_command, own_steps, peer_command
+
+from ptqpipe.kernels.cpu_library import processor
 
 PEER = "llm-compressor"
 COSTS = ("seconds", "cpu_s", "peak_rss_mib")
@@ -68,6 +76,35 @@ def turn(jobs: dict[str, Job], runs: Runs, scratch: Path) -> dict[str, dict[str,
     return found
 
 
+def whole_commands(args: argparse.Namespace) -> dict[str, list[str]]:
+    """`convert --quality` for a synthetic model, and the peer's process, without the interpreter; makes the model."""
+    source, out, file = (args.scratch / name for name in (args.shape, "out", "rows.jsonl"))
+    if not (source / "config.json").exists():
+        subprocess.run([sys.executable, HERE / "make_synthetic_model.py", source, "--shape", args.shape], check=True)
+        tokenizer = place(next(m for m in MODELS if m.name == args.model).folder, args.shared)
+        for part in tokenizer.glob("tokenizer*"):  # the peer asks for one, though the rows are tokens
+            shutil.copy(part, source)
+    words = json.loads((source / "config.json").read_text())["vocab_size"]
+    seeded = random.Random(0)
+    rows = [[seeded.randrange(words) for _ in range(128)] for _ in range(32)]
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    data = ["--data", str(file), "--samples", "32", "--seqlen", "128", "--workers", "1", "-q"]
+    own = ["-m", "ptqpipe", "convert", str(source), "-o", str(out), "--format", args.format, *data, "--quality"]
+    entry = next(e for e in ENTRIES if (e.tool, e.name) == (PEER, "gptq"))
+    peer = peer_command(Job(entry, args.format, source, out, file, 0, 32, 128, ()))
+    return {"good": [*own, "good"], "best": [*own, "best"], PEER: peer}
+
+
+def whole_turn(commands: dict[str, list[str]], runs: Runs, scratch: Path) -> dict[str, dict[str, Any]]:
+    """Every command once."""
+    found = {}
+    for name, command in commands.items():
+        for left in scratch.glob("out*"):
+            shutil.rmtree(left)
+        found[name] = runs.cost(PEER if name == PEER else OWN, [command])
+    return found
+
+
 def summary(turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Medians over the turns; ratios are of one turn each."""
 
@@ -77,7 +114,7 @@ def summary(turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     lines: dict[str, Any] = {
         step: {name: median(lambda one, step=step, name=name: one[step][name]) for name in COSTS} for step in turns[0]
     }
-    for step in ("gptq", "gptq in order"):
+    for step in [step for step in ("gptq", "gptq in order", "good", "best") if step in turns[0]]:
         lines[f"{step} / {PEER}"] = {
             name: median(lambda one, step=step, name=name: one[step][name] / one[PEER][name]) for name in COSTS
         }
@@ -88,6 +125,7 @@ def main() -> None:
     """Measures, and appends the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bench-4m", choices=[m.name for m in MODELS])
+    parser.add_argument("--shape", help="of a synthetic model, in place of a trained one")
     parser.add_argument("--format", default="nvfp4")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24_576)
@@ -99,12 +137,19 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     args.scratch = args.scratch.resolve()
     args.scratch.mkdir(parents=True, exist_ok=True)
-    # In a process of its own: a child counts as its peak memory what its parent held when it was made.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
-        jobs = worker.submit(jobs_of, args).result()
+    # Without byte code every process would compile torch and transformers again, for longer than it works.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     runs = Runs(dict([args.python.split("=", 1)]), warm=False)
-    line: dict[str, Any] = {"model": args.model, "format": args.format, "times": args.times}
-    line |= summary([turn(jobs, runs, args.scratch) for _ in range(args.times)])
+    line: dict[str, Any] = {"model": args.shape or args.model, "format": args.format, "times": args.times}
+    if args.shape:
+        commands = whole_commands(args)
+        turns = [whole_turn(commands, runs, args.scratch) for _ in range(args.times)]
+    else:
+        # In a process of its own: a child counts as its peak memory what its parent held when it was made.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
+            jobs = worker.submit(jobs_of, args).result()
+        turns = [turn(jobs, runs, args.scratch) for _ in range(args.times)]
+    line |= {"cpu": processor()[0]} | summary(turns)
     print(json.dumps(line))
     with open(args.results, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -47,6 +47,7 @@ AUTOROUND_SCHEMES = {
     "mxfp4": "MXFP4",
     "fp8": AUTOROUND_FP8,
 }
+DOWN_64 = "down_proj:64"
 ONE_SIDED, TWO_SIDED = (("--method", "gptq", "--metric", metric) for metric in ("output", "kl"))
 OWN_ROWS = 128  # that a model writes
 NV, FP4 = ("nvfp4", "nvfp4_w4a4"), FORMATS[:4]
@@ -66,6 +67,8 @@ class Entry:
     quality     ptqpipe: `convert --data TEXT --quality` of this name, one command; None: the stages one by one. Under
                 a budget, one of its options, the format does not count
     own_text    ptqpipe: whether it is calibrated or tuned on text that `generate` lets the model write: needs no data
+    rotate      ptqpipe: inputs that are rotated while the model runs, as `convert --rotate` takes them; it is kept out
+                of benchmarks/quality.jsonl, since of the readers vLLM alone runs it
     """
 
     tool: str
@@ -77,6 +80,7 @@ class Entry:
     tune: tuple[str, ...] | None = None
     own_text: bool = False
     quality: str | None = None
+    rotate: str = ""
 
     @property
     def key(self) -> str:
@@ -117,7 +121,12 @@ ENTRIES = (
     _ours("awq + gptq in order", transform="awq", tune=ONE_SIDED, formats=("nvfp4", "mxfp4a16")),
     _ours("aqas + gptq in order", transform="aqas", tune=ONE_SIDED, formats=("nvfp4_w4a4", "mxfp4")),
     _ours("aqas + two-sided gptq in order", transform="aqas", tune=TWO_SIDED, formats=("nvfp4_w4a4", "mxfp4")),
+    _ours("end to end after two-sided gptq in order", tune=("--method", "kl")),
     _ours("tune after gptq in order", tune=("--method", "gptq+learned")),
+    _ours("rotated, exact", "--search", "exact", calibrated=False, formats=("mxfp4",), rotate=DOWN_64),
+    _ours("rotated, gptq", "--algorithm", "gptq", formats=("mxfp4",), rotate=DOWN_64),
+    _ours("rotated, two-sided gptq in order", tune=TWO_SIDED, formats=("mxfp4",), rotate=DOWN_64),
+    _ours("rotated, convert --quality best", quality="best", formats=("mxfp4",), rotate=DOWN_64),
     Entry("llm-compressor", "rtn", options=("--method", "rtn")),
     Entry("llm-compressor", "expanded_mse", NV, options=("--method", "rtn", "--observer", "nvfp4_expanded_mse")),
     Entry("llm-compressor", "mse", FORMATS[2:], options=("--method", "rtn", "--observer", "memoryless_mse")),
@@ -190,7 +199,7 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
     """The processes of a ptqpipe entry after calibration, whose statistics are in ``stats``; without interpreters."""
     entry, tool, source = job.entry, ["-m", "ptqpipe"], job.source
     floats, again, codes = (job.out.with_name(job.out.name + tail) for tail in ("-float", "-stats", "-codes"))
-    quiet = ["--workers", "1", "-q"]
+    quiet = [*(["--rotate", entry.rotate] if entry.rotate else []), "--workers", "1", "-q"]
     steps: list[list[str]] = []
     if entry.quality is not None:
         rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
@@ -203,14 +212,14 @@ def own_steps(job: Job, stats: Path) -> list[list[str]]:
         steps.append([*write, "--seed", str(job.seed), "-o", str(job.calibration), "--workers", "1"])
     if entry.transform:
         fold = [*tool, "transform", str(source), "--apply", entry.transform, "--stats", str(stats)]
-        steps.append([*fold, "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(floats), *quiet])
+        steps.append([*fold, "--format", job.fmt, "--untie", "--dtype", "fp32", "-o", str(floats), *quiet[-3:]])
         source = floats
     known = ["--stats", str(stats)] if entry.calibrated else []
     if entry.tune is not None:
         rows = ["--samples", str(job.rows), "--seqlen", str(job.row_tokens), "--seed", str(job.seed)]
         learn = [*tool, "tune", str(source), "--data", str(job.calibration), "--format", job.fmt, *rows]
         steps.append([*learn, *job.convert, *entry.tune, "-o", str(codes), *quiet])
-        known = ["--rounding", str(codes)]
+        known, quiet = ["--rounding", str(codes)], quiet[-3:]  # the codes bring their recipe
     elif entry.transform or entry.own_text:
         steps.append(calibrate_command(source, again, job))
         known = ["--stats", str(again)]

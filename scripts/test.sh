@@ -7,7 +7,8 @@ cd "$root"
 # One thread for each process: two pools of two threads on two cores wait for each other. Who is done takes over tests of
 # the other: some wait for processes for half a minute.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Compiled once, not by each of the hundred processes that tests start where Python is told to write no bytecode.
-"${PTQPIPE_VENV:-$root/.venv}/bin/python" -m compileall -q ptqpipe
+# setup.sh installs without byte code. Where Python is told to write none either, each of the hundreds of processes that
+# tests start would compile all that it imports: 17 s of CPU for torch and transformers, where byte code takes 6.
+unset PYTHONDONTWRITEBYTECODE
 # A hung test fails by name instead of holding the whole run; a thread ends what waits in C, too.
 exec "${PTQPIPE_VENV:-$root/.venv}/bin/python" -m pytest -n logical --maxprocesses 4 --dist worksteal --timeout 900 --timeout-method thread "$@"

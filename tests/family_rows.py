@@ -88,6 +88,12 @@ MADE_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 64, "num_dense_layers": 1,
     },
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "granitemoehybrid": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "shared_intermediate_size": 64,
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16,
+        "mamba_n_groups": 1, "position_embedding_type": "rope",
+    },
     "falcon_h1": {
         "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
     },
@@ -120,6 +126,8 @@ NAMES_AND_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
         f"{_BLOCK}o_proj.weight": (128, 64),
         f"{_BLOCK}g_proj.weight": (4, 128),
         f"{_LAYER}moe.gate.weight": (4, 128),
+        **{f"{_LAYER}moe.{leaf}_proj.weight": (4, 64, 128) for leaf in ("gate", "up")},
+        f"{_LAYER}moe.down_proj.weight": (4, 128, 64),
         f"{_LAYER}share_expert.up_proj.weight": (64, 128),
     },
     "glm5_next_text": {
@@ -159,7 +167,7 @@ def make(folder: Path, kind: str, *, published: bool = False) -> Path:
     torch.manual_seed(0)
     if kind in NAMES_AND_SHAPES:
         tensors = {name: torch.randn(shape).bfloat16() * 0.1 for name, shape in NAMES_AND_SHAPES[kind].items()}
-        return tiny.save(folder, tensors, config={"model_type": kind})
+        return tiny.save(folder, tensors, config={"model_type": kind, "hidden_size": 128})
     given = {**_COMMON, **MADE_BY_TRANSFORMERS[kind]}
     if published:
         given |= {key: value for key, value in extra.items() if key in (*given, "qk_rope_head_dim")}

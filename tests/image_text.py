@@ -55,14 +55,20 @@ def make_config(kind: str) -> Any:
     """transformers' own config of a kind, its numbers made small."""
     if kind == "gemma4":  # its layers' own numbers follow from the others when it is made
         vision = _shrunk(transformers.Gemma4VisionConfig(position_embedding_size=64, num_key_value_heads=4), _VISION)
-        layers = {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 16}
+        layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 16}
         sizes = {name: value for name, value in _TEXT.items() if name in transformers.Gemma4TextConfig().to_dict()}
-        text = {**sizes, **layers, "global_head_dim": 16, "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 0}
+        layers |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
+        text = {**sizes, **layers, "global_head_dim": 16, "vocab_size_per_layer_input": 96}
         return transformers.Gemma4Config(text_config=text, vision_config=vision.to_dict())
     config = _shrunk(transformers.CONFIG_MAPPING[kind](), _TEXT)
     if kind in _SECTIONS:
         text = config.get_text_config()
         text.rope_parameters = {**text.rope_parameters, "mrope_section": _SECTIONS[kind]}
+    if kind == "step3p7":
+        text = config.get_text_config()
+        text.sliding_window, text.num_sliding_attention_heads, text.share_expert_dim = 8, 4, 32
+        text.layer_types = ["sliding_attention", "full_attention"]
+        text.rope_parameters = {name: {"rope_type": "default", "rope_theta": 1e4} for name in text.layer_types}
     if kind == "lfm2_vl":
         config.get_text_config().layer_types = ["conv", "full_attention"]
     return config

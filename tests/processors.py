@@ -50,6 +50,14 @@ KINDS: dict[str, tuple[str, dict[str, str], dict[str, Any], dict[str, Any]]] = {
 def add(folder: Path, kind: str) -> Path:
     """Gives a model that `tests.engine.images.make` saved a tokenizer, a chat template and a processor."""
     mark, named, processor, preprocessor = KINDS[kind]
+    add_tokenizer(folder, mark, named)
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    return folder
+
+
+def add_tokenizer(folder: Path, mark: str = "<image>", named: dict[str, str] | None = None) -> Path:
+    """Gives a model a tokenizer and a chat template, in which ``mark`` stands for an image."""
     special = ["<unk>", "<start_of_image>", "<end_of_image>", "user", "assistant"]
     words = [*special, *WORDS]
     vocabulary = {word: at for at, word in enumerate(words)} | {"<image>": images.IMAGE}
@@ -65,9 +73,7 @@ def add(folder: Path, kind: str) -> Path:
     )
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"extra_special_tokens": named}))
-    (folder / "processor_config.json").write_text(json.dumps(processor))
-    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"extra_special_tokens": named or {}}))
     return folder
 
 

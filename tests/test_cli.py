@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ptqpipe.cli import main
+from ptqpipe.cli.common import wrapped
 from tests import tiny
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -92,7 +93,7 @@ BAD_CONVERTS: list[tuple[tuple[str, ...], str]] = [
     (("no such model",), "does not exist"),
     (("~no-such-user/model",), "home directory"),
     (("x" * 5000,), "too long"),
-    (("model", "--shard-size", "0"), "0 bytes"),
+    (("model", "--shard-size", "0"), "--shard-size 0"),
     (("model", "--shard-size", "9" * 400), "more than any machine has"),
     (("model", "--max-memory", "abc"), "not a size"),
     (("model", "--max-memory", "-1"), "not a size"),
@@ -595,3 +596,14 @@ def test_a_gpu_that_is_found_and_not_used_is_said_once_unless_a_device_was_chose
 
     assert said() == 1
     assert [said("--device", "cpu"), said("--quiet"), said("--json"), said(available=False)] == [0, 0, 0, 0]
+
+
+def test_long_lines_go_on_at_a_word_and_rows_of_tables_stay() -> None:
+    """Of a terminal only: `Given.show` asks it first. What a word is too long for stays whole."""
+    row, path = f"{'role':30}  {'format':30}  {'weights':30}", "/a" * 50
+    text = f"  {'word ' * 20}end\n{row}\nto {path}, then\nshort"
+    first, *middle, last = wrapped(text, 60).split("\n")
+    assert (first[:6], last) == ("  word", "short")
+    assert all(len(line) <= 60 or line in (row, f"  {path},") for line in [first, *middle])
+    assert middle[0].startswith("    word")
+    assert " ".join(wrapped(text, 60).split()) == " ".join(text.split())

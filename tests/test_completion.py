@@ -26,6 +26,14 @@ def values(*words: str) -> list[str]:
     return [value for kind, value in offered(*words) if kind == "plain"]
 
 
+def test_without_a_shell_one_line_says_which_there_are() -> None:
+    done = CliRunner().invoke(main, ["completion"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == (
+        "Error: no shell is named, expected bash, zsh or fish; for example: ptqpipe completion bash\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -40,3 +40,13 @@ def test_the_readme_is_read_in_a_minute() -> None:
     assert len(text.splitlines()) <= 120
     assert len(text.split()) <= 1000
     assert text.index("docs/images/pipeline") < text.index("docs/images/kl") < text.index("scripts/demo.sh")
+
+
+def test_the_words_to_know_before_changing_convert_are_few_and_defined_where_the_page_says() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.partition("## Twenty words")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\w+) \| .* \| `([\w/.]+)` \|$", section, re.MULTILINE)
+    assert len(rows) == section.count("\n|") - 2 == 20  # beside the head and its line
+    for word, file in rows:
+        code = (ROOT / "ptqpipe" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^class {word}\b", code, re.MULTILINE), f"{file} does not define {word}"

@@ -64,3 +64,10 @@ def test_a_name_stands_in_one_group() -> None:
 
 def test_help_has_no_colour_where_it_does_not_go_to_a_terminal() -> None:
     assert "\x1b" not in shown("convert")
+
+
+def test_no_value_is_called_by_its_type_in_click() -> None:
+    """`--seed N` in every command, not INTEGER in one of them."""
+    for call, _ in commands():
+        found = re.findall(r"^  (-.*? (?:INTEGER|FLOAT)(?: RANGE)?)\b", shown(*call), re.MULTILINE)
+        assert not found, (call, found)

@@ -205,7 +205,8 @@ def test_a_checkpoint_of_integers_is_converted_proven_and_read(
     monkeypatch.setitem(CODECS, "int4", INT4)
     monkeypatch.setitem(FORMATS, fmt.name, fmt)
     monkeypatch.setitem(SCHEMES, fmt.name, Scheme(fmt.name, fmt, Activation.NONE, "INT4", container="ptqpipe"))
-    model = tiny.save(tmp_path / "model", tiny.llama(layers=1, hidden=32, inner=64))
+    config = {**tiny.LLAMA_CONFIG, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
+    model = tiny.save(tmp_path / "model", tiny.llama(layers=1, hidden=32, inner=64), config=config)
     out = tmp_path / "out"
     ptqpipe.convert(model, out=out, format=fmt.name, global_scale="absmax")
     request.addfinalizer(get_format.cache_clear)  # it has seen the row

@@ -153,8 +153,8 @@ def test_experts_with_biases_are_kept_and_the_remedy_named() -> None:
         assert "gptoss_mxfp4" in reasons[f"model.layers.0.mlp.experts.{stack}"]
 
 
-def test_stacks_of_granite_are_quantized_where_a_container_stores_stacks() -> None:
-    """Readers of the other layouts look for the whole tensor, in floats; linear layers of the same names are 2-D."""
+def test_stacks_that_readers_know_as_a_whole_are_quantized_where_a_container_stores_stacks() -> None:
+    """JetMoE's: readers of the other layouts look for the whole tensor, in floats."""
     tensors = tiny.llama(layers=1)
     moe = "model.layers.0.block_sparse_moe"
     tensors[f"{moe}.input_linear.weight"] = torch.zeros(3, 128, 128, dtype=torch.bfloat16)
@@ -168,6 +168,40 @@ def test_stacks_of_granite_are_quantized_where_a_container_stores_stacks() -> No
     assert [(m.shape, m.source.expert, m.source.transposed) for m in members] == [
         ((128, 64), expert, False) for expert in range(3)
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("granitemoehybrid", ("gate_proj", "up_proj", "down_proj")),
+        ("granitemoe", ("gate_proj", "up_proj", "down_proj")),
+        ("granitemoeshared", ("gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_stacks_of_granite_become_experts_by_the_names_that_readers_know(kind: str, names: tuple[str, ...]) -> None:
+    tensors, moe = tiny.llama(layers=1), "model.layers.0.block_sparse_moe"
+    tensors[f"{moe}.input_linear.weight"] = torch.zeros(3, 128, 128, dtype=torch.bfloat16)
+    tensors[f"{moe}.output_linear.weight"] = torch.zeros(3, 128, 64, dtype=torch.bfloat16)
+    plan = plan_of(tensors, config={"model_type": kind})
+    units = [[m.weight for m in u.members] for u in plan.units if any("experts" in m.weight for m in u.members)]
+    gate, up, down = names
+    pairs = [[f"{moe}.experts.{e}.{gate}.weight", f"{moe}.experts.{e}.{up}.weight"] for e in range(3)]
+    assert units == [*pairs, *([f"{moe}.experts.{e}.{down}.weight"] for e in range(3))]
+    starts = [m.source.start for u in plan.units for m in u.members if m.weight.endswith(f"1.{up}.weight")]
+    assert starts == [64]
+
+
+def test_stacks_of_step_3_become_experts() -> None:
+    tensors, moe = tiny.llama(layers=1), "model.layers.0.moe"
+    for leaf, shape in (("gate", (3, 64, 128)), ("up", (3, 64, 128)), ("down", (3, 128, 64))):
+        tensors[f"{moe}.{leaf}_proj.weight"] = torch.zeros(shape, dtype=torch.bfloat16)
+    plan = plan_of(tensors, config={"model_type": "step3p5", "hidden_size": 128})
+    shapes = {m.weight: m.shape for u in plan.units for m in u.members if ".moe." in m.weight}
+    assert len(shapes) == 9
+    assert shapes[f"{moe}.experts.2.down_proj.weight"] == (128, 64)
+    assert shapes[f"{moe}.experts.2.up_proj.weight"] == (64, 128)
+    other = plan_of(tensors, config={"model_type": "llama", "hidden_size": 128})
+    assert "--container ptqpipe" in {k.name: k.reason for k in other.kept}[f"{moe}.up_proj.weight"]
 
 
 def test_an_orientation_that_shapes_leave_open_is_kept_not_guessed() -> None:

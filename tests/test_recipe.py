@@ -171,7 +171,8 @@ def test_patterns_match_names_globs_and_anchored_expressions(pattern: str, modul
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (None, "must be a mapping"),
+        (None, "the recipe is empty"),
+        ([1], "must be a mapping"),
         ({"version": 2, "rules": rules(("*", "nvfp4"))}, "version is 2, expected 1"),
         ({"version": 1}, "rules must be a non-empty list"),
         ({"version": 1, "rules": []}, "rules must be a non-empty list"),
@@ -271,6 +272,9 @@ def test_a_record_says_every_field_in_this_spelling_and_order() -> None:
     assert json.dumps(recipe.to_json()) == RECORDED
     before = {name: value for name, value in recipe.to_json().items() if name != "mtp"}
     assert Recipe.from_json(before).mtp == "keep"  # of a version that did not know the field
+    turned = replace(recipe, rotate="down_proj:64")
+    assert turned.to_json() == recipe.to_json() | {"rotate": "down_proj:64"}
+    assert Recipe.from_json(turned.to_json()).rotations == {"down_proj": 64}
 
 
 @pytest.mark.parametrize("name", named_recipes())
@@ -310,6 +314,7 @@ def test_every_option_sets_the_field_of_its_name(plain: Path) -> None:
         "container": "ptqpipe", "search": "absmax", "global_scale": "absmax", "input_amax": 5.0, "shard_bytes": 9,
         "algorithm": "gptq", "weighting": "block", "damping": 0.5, "refine": 1, "input_scale": "mse", "headroom": 2.0,
         "kv_cache": "fp8", "bias_correction": True, "low_rank": 4, "low_rank_dtype": "fp8", "mtp": "nvfp4",
+        "rotate": "down_proj:64",
     }  # fmt: skip
     assert values.keys() == recipe_fields().keys()
     bare = Recipe((Rule("*", get_scheme("nvfp4")),))

@@ -45,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (at / "gguf").mkdir()
     (at / "gguf" / "m.gguf").write_bytes(b"GGUF")
     (at / "text.txt").write_text("some text")
+    (at / "empty.yaml").touch()
     (at / "few.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
     shutil.copytree(at / "model", at / "images")
     images = {
@@ -83,6 +84,8 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     ((*CONVERT, "--fromat", "nvfp4"), 2, "--format"),
     ((*CONVERT, "--scheme", "nvfp4"), 2, "No such option '--scheme'. Did you mean '--format'?"),
     ((*CONVERT, "--calib_data", "text.txt"), 2, "Did you mean '--data'?"),
+    (("relayout", "model"), 2, "Missing option '--container'. Layout to write; `ptqpipe formats` lists them"),
+    (("plan", "model", "-o", "r.yaml"), 2, "Missing option '--budget'. Bits per weight, or the size"),
     (("convert", "--model", "model"), 2, "No such option '--model'. Name it without one: main convert MODEL"),
     ((*CONVERT, "--budget", "1GB", "--data", "self"), 2, "--budget 1GB changes nothing: model has"),
     ((*CONVERT, "--algorithm", "gptq"), 2, "--data TEXT without --algorithm does it all at once"),
@@ -96,11 +99,17 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     (("convert", "modle", "-o", "out"), 2, "did you mean 'model'?"),
     (("convert", "./modle", "-o", "out"), 2, "does not exist, and is not a hub name like 'owner/model'; did you mean"),
     (("convert", "m.gguf", "-o", "out"), 2, "is GGUF, which is not read; take the folder of the original model"),
+    (("inspect", "text.txt"), 2, "'text.txt' is a file, expected a model: its folder, or its name on the hub"),
+    (("inspect", "model/config.json"), 2, "is a file, expected the folder that holds it"),
+    ((*CONVERT, "--shard-size", "0"), 2, "--shard-size 0 cannot hold anything; write a size"),
+    ((*CONVERT, "--recipe", "empty.yaml"), 2, "the recipe is empty; `ptqpipe recipes NAME` prints an example"),
+    ((*CONVERT, "--field", "body"), 2, "--field body says how --data is read; add --data FILE"),
+    ((*CONVERT, "--data", "few.jsonl", "--field", "body"), 2, "has input_ids, not 'body'; choose one with --field"),
     (("convert", "gguf", "-o", "out"), 1, "holds GGUF, which is not read; take the folder of the original model"),
     (
         ("convert", "model-NVFP4A16", "-o", "out"),
         2,
-        "converting it to nvfp4 would only add error: use `ptqpipe relayout`",
+        "converting it to nvfp4 can only add error: use `ptqpipe relayout`",
     ),
     (("convert", "too-few", "-o", "out"), 1, "mlp.experts has 3 experts (there is no model.layers.0.mlp.experts.2)"),
     (("plan", "too-few", "--budget", "5bits", "-o", "out.yaml"), 1, "and config.json says num_experts 4; download"),
@@ -140,6 +149,15 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     ((*CONVERT, "--data", "few.jsonl", "--seqlen", "16"), 2, "give 3 tokens, 0 windows of 16, expected 128"),
     (("tune", "model", "--data", "few.jsonl", "--samples", "0", "-o", "out"), 2, "--samples 0 "),
     (("generate", "model", "--samples", "0", "-o", "out.jsonl"), 2, "--samples 0 "),
+    (("convert", "model", "-o", ""), 2, "'-o' / '--out': the name is empty"),
+    (("convert", "model", "--overwrite", "-o", ""), 2, "is a variable of the shell not set?"),
+    (("transform", "model", "--apply", "rotate", "-o", ""), 2, "the name is empty"),
+    (("convert", ""), 2, "the model's name is empty"),
+    (("verify", ""), 2, "the model's name is empty"),
+    (("verify", "model-NVFP4A16", "--source", ""), 2, "'--source': the model's name is empty"),
+    (("report", "model-NVFP4A16", "--eval", ""), 2, "'--eval': the name is empty"),
+    (("calibrate", "model", "--data", "", "-o", "out"), 2, "a name in --data is empty"),
+    ((*CONVERT, "--container", "gguf"), 2, "deepseek_fp8, gptoss_mxfp4, modelopt, mxfp8_hf, ptqpipe"),
 ]
 
 

@@ -1,9 +1,11 @@
 """Codes of a few columns at a time, for many rows: the inner steps of error feedback and of refinement.
 
 All tensors lie as [columns, rows], so that one step works on adjacent numbers, and every product and sum is rounded by
-itself in the order written here: the kernels, where a device has them, give the same bits. Knows codes and scales; must
-not know moments of a whole input, files or models.
+itself in the order written here: the kernels, where a device has them, give the same bits. `in_one` is for the loops
+around these steps. Knows codes and scales; must not know moments of a whole input, files or models.
 """
+
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from ptqpipe.formats import Codec, Format
 from ptqpipe.qtensor import QTensor, code_values, from_blocks, nearest_codes, scale_values, to_blocks
 
 BLOCK = 128  # columns between two updates of all later ones
+FEW_ROWS, FEW_COLUMNS = 64, 2048  # where there are more of both, products are better left to torch
 
 
 def has_block_scales(fmt: Format) -> bool:
@@ -33,6 +36,14 @@ def nearest(target: torch.Tensor, s: torch.Tensor, element: Codec) -> tuple[torc
     """(uint8 codes, float32 decoded values) nearest to ``target`` at scales ``s``, as ``qtensor.encode`` rounds."""
     codes = nearest_codes(target, 1.0 / s, element)
     return codes, code_values(codes, element) * s
+
+
+def in_one(name: str, exact: torch.Tensor, *arguments: Any) -> Any:
+    """What the kernel of this name makes of all columns of ``exact`` [columns, rows] in one pass; None where it is for
+    the caller to go through them. Its sums come in the order of the columns, those of torch's products in their own."""
+    columns, rows = exact.shape
+    kernel = kernel_for(exact.device, name) if columns <= FEW_COLUMNS or rows <= FEW_ROWS else None
+    return None if kernel is None else kernel(exact, *arguments)
 
 
 def feed_forward(

@@ -27,6 +27,7 @@ from ptqpipe.algorithms.columns import (
     column_scales,
     feed_forward,
     has_block_scales,
+    in_one,
     scale_ladder,
 )
 from ptqpipe.algorithms.metric import Metric, descending, make_metric
@@ -95,18 +96,25 @@ def codes_at(
     """
     check_finite(w)
     s = column_scales(scales, fmt, shape=(w.shape[0], w.shape[1]), global_scale=global_scale)
-    order = metric.order
-    exact, s = w.float().t()[order].contiguous(), s.t()[order].contiguous()
-    codes = torch.empty(exact.shape, dtype=torch.uint8, device=w.device)
+    exact, s = w.float().t()[metric.order].contiguous(), s.t()[metric.order].contiguous()
+    fed = _fed(exact, s, metric.factor, fmt)
+    codes = torch.empty_like(fed).index_copy_(0, metric.order, fed)
+    return as_qtensor(codes, scales, fmt, global_scale)
+
+
+def _fed(exact: torch.Tensor, s: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """uint8 codes [K, n] of ``exact`` at the scales ``s``, columns in the metric's order."""
+    done = in_one("feed_rows", exact, s, factor, fmt.element)
+    if done is not None:
+        return done  # type: ignore[no-any-return]
+    codes = torch.empty(exact.shape, dtype=torch.uint8, device=exact.device)
     error = torch.empty_like(exact)
     for start in range(0, len(exact), BLOCK):
         run = slice(start, min(start + BLOCK, len(exact)))
-        target = torch.addmm(exact[run], metric.factor[:start, run].t(), error[:start])
-        feedback = metric.factor[run, run].contiguous()
+        target = torch.addmm(exact[run], factor[:start, run].t(), error[:start])
+        feedback = factor[run, run].contiguous()
         codes[run], error[run] = feed_forward(exact[run], target, s[run], feedback=feedback, element=fmt.element)
-    placed = torch.empty_like(codes)
-    placed[order] = codes
-    return as_qtensor(placed, scales, fmt, global_scale)
+    return codes
 
 
 def codes_at_entry(
@@ -120,25 +128,38 @@ def codes_at_entry(
         raise FormatError(f"{fmt.name} has no block scales along its rows to choose at block entry; fix them first")
     check_finite(w)
     size, order = fmt.block[1], metric.order
-    exact = w.float().t()[order].contiguous()
-    codes = torch.empty(exact.shape, dtype=torch.uint8, device=w.device)
-    error = torch.empty_like(exact)
-    scales = torch.empty(fmt.scale_shape((w.shape[0], w.shape[1])), dtype=torch.uint8, device=w.device)
     ladder = scale_ladder(fmt, global_scale, w.device)
-    for start in range(0, len(exact), size):
+    entered, chosen = _entered(w.float().t()[order].contiguous(), ladder, metric, fmt)
+    codes = torch.empty_like(entered).index_copy_(0, order, entered)
+    scales = torch.empty_like(chosen).index_copy_(0, order[::size] // size, chosen)
+    return as_qtensor(codes, (scales.t() + fmt.scale.first_scale_code).to(torch.uint8), fmt, global_scale)
+
+
+def _entered(
+    exact: torch.Tensor, ladder: torch.Tensor, metric: Metric, fmt: Format
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(uint8 codes [K, n], int64 scales [K/b, n] as indices in ``ladder``) of ``exact``, columns in the metric's
+    order."""
+    size, count = fmt.block[1], BELOW + ABOVE + 1
+    factor, weight, element = metric.factor, metric.weight, fmt.element
+    done = in_one("enter_rows", exact, ladder, factor, weight, size, BELOW, count, element)
+    if done is not None:
+        return done  # type: ignore[no-any-return]
+    codes = torch.empty(exact.shape, dtype=torch.uint8, device=exact.device)
+    error = torch.empty_like(exact)
+    scales = torch.empty((len(exact) // size, exact.shape[1]), dtype=torch.int64, device=exact.device)
+    for block in range(len(scales)):
+        start = block * size
         run = slice(start, start + size)
-        target = torch.addmm(exact[run], metric.factor[:start, run].t(), error[:start])
-        codes[run], chosen, _ = choose_block(
+        target = torch.addmm(exact[run], factor[:start, run].t(), error[:start])
+        codes[run], scales[block], _ = choose_block(
             target,
             ladder,
-            (absmax_index(target, ladder, fmt.element) - BELOW).clamp(min=0),
-            count=BELOW + ABOVE + 1,
-            feedback=metric.factor[run, run].contiguous(),
-            weight=metric.weight[run],
-            element=fmt.element,
+            (absmax_index(target, ladder, element) - BELOW).clamp(min=0),
+            count=count,
+            feedback=factor[run, run].contiguous(),
+            weight=weight[run],
+            element=element,
         )
-        error[run] = exact[run] - code_values(codes[run], fmt.element) * ladder[chosen]
-        scales[:, int(order[start]) // size] = (chosen + fmt.scale.first_scale_code).to(torch.uint8)
-    placed = torch.empty_like(codes)
-    placed[order] = codes
-    return as_qtensor(placed, scales, fmt, global_scale)
+        error[run] = exact[run] - code_values(codes[run], element) * ladder[scales[block]]
+    return codes, scales

@@ -5,7 +5,11 @@
 Solved by HiGHS through scipy.optimize.milp. Must not know weights or formats.
 """
 
-from collections.abc import Sequence
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,13 +73,14 @@ def _milp(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budg
     count = len(c)
     one = csr_matrix((np.ones(count), (group, np.arange(count))), shape=(len(costs), count))
     size = csr_matrix(weight[None, :] / budget)
-    result = milp(
-        c / scale,
-        constraints=[LinearConstraint(one, 1, 1), LinearConstraint(size, -np.inf, 1)],
-        integrality=np.ones(count),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": GAP, "time_limit": TIME_LIMIT},
-    )
+    with _quiet():
+        result = milp(
+            c / scale,
+            constraints=[LinearConstraint(one, 1, 1), LinearConstraint(size, -np.inf, 1)],
+            integrality=np.ones(count),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": GAP, "time_limit": TIME_LIMIT},
+        )
     if result.x is None:
         raise PtqError(f"the integer program was not solved: {result.message}; try another budget or fewer formats")
     start, chosen = 0, []
@@ -84,6 +89,22 @@ def _milp(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budg
         start += len(row)
     bound = result.mip_dual_bound
     return _priced(tuple(chosen), costs, sizes, 0.0 if bound is None else float(bound) * scale)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Standard output goes nowhere meanwhile: HiGHS of scipy 1.17 prints names of its functions there, past Python, and
+    they would stand in the middle of --json."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C has not written yet
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _priced(

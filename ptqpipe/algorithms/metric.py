@@ -118,32 +118,26 @@ def expected_error(error: torch.Tensor, moments: Moments, outputs: Sequence[torc
 
     outputs  moments G of runs of OUT_ROWS rows: then tr(G E H E^T)
     """
-    if outputs is not None:
-        error = torch.cat(
-            [_half(g.to(error.device)) @ run for g, run in zip(outputs, torch.split(error, OUT_ROWS), strict=True)]
-        )
-    for moment in (moments.full_moment, moments.block_moment):
-        if moment is not None:
-            return output_error(error, moment)
-    return output_error(error, moments.second_moment)
-
-
-def _half(moment: torch.Tensor) -> torch.Tensor:
-    """A^T of moment = A A^T."""
-    values, vectors = torch.linalg.eigh(moment.double())
-    half: torch.Tensor = vectors * values.clamp(min=0).sqrt()
-    return half.t().to(moment.dtype)
+    moment = next((m for m in (moments.full_moment, moments.block_moment) if m is not None), moments.second_moment)
+    if outputs is None:
+        return output_error(error, moment)
+    runs = zip(outputs, torch.split(error, OUT_ROWS), strict=True)
+    return sum(_product(run, moment, g.to(error.device) @ run) for g, run in runs)
 
 
 def output_error(error: torch.Tensor, moment: torch.Tensor) -> float:
     """tr(E H E^T) of an error [n, K]: the sum over its rows of E[(row x)^2]. Float32 products and a float64 sum.
 
-
     moment  H of the inputs x: all of it [K, K], blocks on its diagonal [K/b, b, b], or its diagonal [K]
     """
+    return _product(error, moment, error)
+
+
+def _product(error: torch.Tensor, moment: torch.Tensor, other: torch.Tensor) -> float:
+    """tr(E H F^T) of errors E and F [n, K]."""
     if moment.dim() == 1:
-        return float((error.double().square().sum(dim=0) * moment.double()).sum())
+        return float(((error.double() * other.double()).sum(dim=0) * moment.double()).sum())
     if moment.dim() == 2:
-        return float(((error @ moment).double() * error.double()).sum())
-    parts = error.reshape(-1, *moment.shape[:2]).transpose(0, 1)  # [K/b, n, b]
-    return float((torch.bmm(parts, moment).double() * parts.double()).sum())
+        return float(((error @ moment).double() * other.double()).sum())
+    one, two = (e.reshape(-1, *moment.shape[:2]).transpose(0, 1) for e in (error, other))  # [K/b, n, b]
+    return float((torch.bmm(one, moment).double() * two.double()).sum())

@@ -18,12 +18,12 @@ from ptqpipe.algorithms.columns import (
     column_scales,
     descend,
     has_block_scales,
+    in_one,
     scale_ladder,
 )
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor, code_values
 
-WINDOW = 6  # scales tried on either side of a block's own
 ENOUGH = 1e-6  # a gain below this share of a block's cost is rounding
 
 
@@ -49,14 +49,47 @@ def refine(
     The global scale stays. ``blocks`` are those of `block_metrics`, where the caller has them.
     """
     exact = w.float().t().contiguous()
-    error = exact - q.dequantize().t()
-    state = _State(exact, q.codes.t().contiguous(), error, moment @ error, q.scales.clone())
+    codes, error = q.codes.t().contiguous(), (exact - q.dequantize().t()).contiguous()
     blocks = blocks or block_metrics(moment, q.fmt)
+    done = _in_one(q, exact, error, codes, moment, sweeps, blocks)
+    if done is not None:
+        return done
+    state = _State(exact, codes, error, moment @ error, q.scales.clone())
     for _ in range(sweeps):
         if blocks is not None:
             _sweep_blocks(state, q.fmt, q.global_scale, moment, blocks)
         _sweep_columns(state, q.fmt, q.global_scale, moment)
     return as_qtensor(state.codes, state.scales, q.fmt, q.global_scale)
+
+
+def _in_one(
+    q: QTensor,
+    exact: torch.Tensor,
+    error: torch.Tensor,
+    codes: torch.Tensor,
+    moment: torch.Tensor,
+    sweeps: int,
+    blocks: "Blocks | None",
+) -> QTensor | None:
+    """`refine` by a kernel; ``codes`` are overwritten."""
+    element, scales = q.fmt.element, q.scales
+    if blocks is None:
+        s = column_scales(scales, q.fmt, shape=q.shape, global_scale=q.global_scale).t().contiguous()
+        done = in_one("sweep_rows", exact, error, codes, s, moment, sweeps, element)
+    else:
+        ladder = scale_ladder(q.fmt, q.global_scale, exact.device)
+        first = q.fmt.scale.first_scale_code
+        found = (scales.t().long() - first).contiguous()
+        of_blocks = (blocks.feedback, blocks.weight, blocks.inverse, blocks.usable)
+        tried = (_window(q.fmt), 1.0 - ENOUGH, sweeps)
+        done = in_one("sweep_block_rows", exact, error, codes, found, ladder, moment, of_blocks, tried, element)
+        scales = (found.t() + first).to(torch.uint8)
+    return as_qtensor(codes, scales, q.fmt, q.global_scale) if done else None
+
+
+def _window(fmt: Format) -> int:
+    """Scales tried on either side of a block's own."""
+    return 2 if fmt.scale.power_of_two else 6
 
 
 def _sweep_columns(state: _State, fmt: Format, global_scale: torch.Tensor | None, moment: torch.Tensor) -> None:
@@ -75,13 +108,13 @@ def _sweep_columns(state: _State, fmt: Format, global_scale: torch.Tensor | None
 class Blocks:
     """The metric of every block by itself: float32 [K/b, b, b] but for ``weight`` [K/b, b].
 
-    usable  [K/b] whether the block's moment is positive definite
+    usable  uint8 [K/b], on the CPU: whether the block's moment is positive definite
     """
 
     feedback: torch.Tensor
     weight: torch.Tensor
     inverse: torch.Tensor
-    usable: list[bool]
+    usable: torch.Tensor
 
 
 def _sweep_blocks(
@@ -89,10 +122,10 @@ def _sweep_blocks(
 ) -> None:
     size = fmt.block[1]
     ladder = scale_ladder(fmt, global_scale, state.exact.device)
-    window = 2 if fmt.scale.power_of_two else WINDOW
-    for block in range(len(state.exact) // size):
+    window = _window(fmt)
+    for block, usable in enumerate(blocks.usable.tolist()):
         run = slice(block * size, (block + 1) * size)
-        if not blocks.usable[block]:
+        if not usable:
             continue
         feedback, weight, inverse = blocks.feedback[block], blocks.weight[block], blocks.inverse[block]
         decoded = state.exact[run] - state.error[run]
@@ -131,7 +164,8 @@ def block_metrics(moment: torch.Tensor, fmt: Format) -> Blocks | None:
     eye = torch.eye(size, dtype=torch.float64, device=moment.device)
     inverse = torch.linalg.inv(torch.where(failed.view(-1, 1, 1) == 0, parts, eye))
     feedback = (upper / diagonal.unsqueeze(1)).float().contiguous()
-    return Blocks(feedback, diagonal.square().float().contiguous(), inverse.float(), (failed == 0).tolist())
+    usable = (failed == 0).to("cpu", torch.uint8)
+    return Blocks(feedback, diagonal.square().float().contiguous(), inverse.float().contiguous(), usable)
 
 
 def _cost(left: torch.Tensor, feedback: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -65,14 +65,13 @@ def _of_run(w: torch.Tensor, g: torch.Tensor, quantize: Quantize) -> QTensor:
         pull = torch.linalg.solve_triangular(upper[group, group].t(), upper[:start, group].t(), upper=False)
         found.append(quantize(torch.addmm(exact, pull.float(), error[:start])))
         error[group] = exact - found[-1].dequantize()
-    every = _joined(found)
-    place = torch.argsort(order)
-    scales = every.scales.reshape(len(w), -1)[place].reshape(every.scales.shape)
-    return QTensor.from_codes(every.codes[place], scales, fmt=every.fmt, global_scale=every.global_scale)
+    return _joined(found, torch.argsort(order))
 
 
-def _joined(parts: Sequence[QTensor]) -> QTensor:
-    """The rows of all, one after the other."""
+def _joined(parts: Sequence[QTensor], places: torch.Tensor | None = None) -> QTensor:
+    """The rows of all, one after the other, or those at ``places`` int64 of them."""
     first = parts[0]
-    every, scales = torch.cat([q.codes for q in parts]), torch.cat([q.scales for q in parts])
-    return QTensor.from_codes(every, scales, fmt=first.fmt, global_scale=first.global_scale)
+    codes, scales = torch.cat([q.data for q in parts]), torch.cat([q.scales for q in parts])
+    if places is not None:
+        codes, scales = codes[places], scales[places]
+    return QTensor(first.fmt, (len(codes), first.shape[1]), codes, scales, first.global_scale)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import cache, wraps
+from os import PathLike
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 
 from ptqpipe.checkpoint import Mode, resolve_source
-from ptqpipe.errors import PtqError, UsageError
+from ptqpipe.errors import PtqError, UsageError, one_line
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_names, described, recipe_fields, spelled, type_of
 from ptqpipe.quantities import bytes_of
 from ptqpipe.stages.common import Machine, compute_threads, default_workers
@@ -71,6 +72,7 @@ def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     options[name] = options.pop(former)
             with errors_in_python(names):
                 check_names(options, names, what=function.__name__)
+                _check_paths(own, dict(zip((p.name for p in own), given, strict=False)) | options)
                 if isinstance(dtype := options.get("dtype"), str):
                     options["dtype"] = spelled(dtype, long=function.__name__ not in _SHORT)
                 return function(*given, **options)
@@ -83,6 +85,19 @@ def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return call
 
     return decorate
+
+
+def _check_paths(parameters: Iterable[inspect.Parameter], given: Mapping[str, Any]) -> None:
+    """UsageError for what can be no path where one is expected, and for an empty name of an output."""
+    for one in parameters:
+        kinds, value = get_args(one.annotation), given.get(one.name, one.default)
+        if Path not in kinds or not all(isinstance(kind, type) for kind in kinds) or value is one.default:
+            continue
+        if one.kind is not one.VAR_POSITIONAL and not isinstance(value, (*kinds, PathLike)):
+            more = ", or a model in memory" if torch.nn.Module in kinds else ""
+            raise UsageError(f"{one.name} is {one_line(repr(value), limit=80)}, expected a path or a name{more}")
+        if value == "" and one.name == "out":
+            raise UsageError("out is empty, expected the name of what to write")
 
 
 def into(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:

@@ -116,10 +116,10 @@ def evaluate(
     source   the original model: with it the KL divergence is measured, and ``verdict`` says what it means
     tasks    of lm-eval, or local ones
     out      file to write; None: ``<ckpt>.eval.json`` beside the checkpoint
-    options  as ``ptqpipe eval`` has them: ``seqlen``, ``stride``, ``max_tokens``, ``task_data``, ``include_path``,
-             ``limit``, ``batch_size``, ``dtype``, ``device``, ``activations``, ``samples`` (of text that both models
-             write), ``cache_dir`` and its limit ``cache_size``. Without ``cache_dir`` the original's logits are kept
-             nowhere, and both models are in memory
+    options  as ``ptqpipe eval`` has them: ``field``, ``seqlen``, ``stride``, ``max_tokens``, ``task_data``,
+             ``include_path``, ``limit``, ``batch_size``, ``dtype``, ``device``, ``activations``, ``samples`` (of text
+             that both models write), ``cache_dir`` and its limit ``cache_size``. Without ``cache_dir`` the original's
+             logits are kept nowhere, and both models are in memory
 
     >>> ptqpipe.evaluate("OUT", "TEXT.txt", source="MODEL", max_tokens=2000).verdict.level
     'good'

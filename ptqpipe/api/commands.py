@@ -42,7 +42,7 @@ from ptqpipe.stages.pipeline import text as pipeline_text
 from ptqpipe.stages.pipeline.call import check_alone, container_of_all, for_reader, formats_for
 from ptqpipe.stages.pipeline.run import Made, pipeline
 from ptqpipe.stages.plan import run as plan_stage, text as plan_text
-from ptqpipe.stages.plan.cost import DEFAULT_TOKENS, Measurement
+from ptqpipe.stages.plan.measure import sensitivity
 from ptqpipe.stages.push import also_complete, check_push, push
 from ptqpipe.stages.transform import run as transform_stage, text as transform_text
 from ptqpipe.stages.transform.plan import TransformOptions
@@ -77,9 +77,10 @@ def convert(
     data     what the model is calibrated on, in the same run: files, data sets by name, "self" for text that the model
              writes, texts, token ids, a ``datasets`` object or a DataLoader
     options  every option of ``ptqpipe.options`` by its name (``damping=0.02``); ``quality``, ``budget``, ``formats``,
-             ``reader`` (the command's ``--for``), ``requantize``, ``eval``, ``report``, ``samples``, ``seqlen``,
-             ``seed``, ``keep_stages``; ``push``, the hub's repository to which the result is uploaded; ``resume`` and
-             ``overwrite``; ``workers``, ``device``, ``max_memory`` and ``progress``, which decide no byte
+             ``reader`` (the command's ``--for``), ``requantize``, ``eval``, ``report``, ``field``, ``samples``,
+             ``seqlen``, ``seed``, ``keep_stages``; ``push``, the hub's repository to which the result is uploaded;
+             ``resume`` and ``overwrite``; ``workers``, ``device``, ``max_memory`` and ``progress``, which decide no
+             byte
 
     ``record`` is the content of ptqpipe.json. Raises a kind of PtqError; AlreadyComplete where ``resume`` finds nothing
     left to do, UsageError with the nearest name for an unknown option.
@@ -282,7 +283,8 @@ def tune(
     >>> ptqpipe.tune("MODEL", "TEXT.txt", "CODES", samples=8, seqlen=64, method="learned", steps=5)
     <tune CODES: method learned, weights 21, decoder layers improved ... of 3, time ... s>
     """
-    settings = tune_options.settings_of(options.get("steps"), seed=options.get("seed", 0))
+    method = options.get("method", "gptq")
+    settings = tune_options.settings_of(options.get("steps"), method=method, seed=options.get("seed", 0))
     with data_names(data) as names:
         done = tune_stage.tune(
             model,
@@ -332,16 +334,12 @@ def plan(
     asked = PipelineOptions(formats=None if formats is None else names_in(formats), reader=reader)
     chosen = formats_for(asked)
     plan_stage.check_recipe_target(target)
-    measurement = None
-    if measure is not None:
-        tokens, kept = options.get("max_tokens") or DEFAULT_TOKENS, target.with_name(f"{target.name}.measured.jsonl")
-        measurement = Measurement(text=Path(measure), record=kept, tokens=tokens, seqlen=options.get("seqlen"))
+    tokens, seqlen = options.get("max_tokens"), options.get("seqlen")
     found = plan_stage.plan_mixed(
         model,
         plan_stage.Budget.parse(budget),
         formats=chosen,
-        stats=path_or_none(stats),
-        measurement=measurement,
+        sensitivity=sensitivity(path_or_none(stats), path_or_none(measure), target, tokens=tokens, seqlen=seqlen),
         machine=machine_of(options),
         container=None if reader is None else container_of_all(reader, chosen),
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import UsageError
+from ptqpipe.rows import weighted
 
 Data = str | Path | Iterable[Any] | None
 """A file, a data set by its name, or several; or rows: texts, token ids, messages, dicts; a ``datasets`` object or a
@@ -58,8 +59,8 @@ def _is_name(item: Any) -> bool:
     """Whether an item of a list is a file, and no text."""
     if not isinstance(item, str):
         return isinstance(item, Path)
-    named = item.endswith(FILE_NAMES) and not any(letter.isspace() for letter in item)
-    return named or os.path.isfile(item)  # which is False for what is too long for a name
+    name, _ = weighted(item)
+    return (name.endswith(FILE_NAMES) and not any(letter.isspace() for letter in name)) or os.path.isfile(name)
 
 
 def write_rows(data: Any, path: Path) -> None:

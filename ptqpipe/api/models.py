@@ -32,7 +32,7 @@ from ptqpipe.api.data import Data, recorded
 from ptqpipe.checkpoint import RECORD_FILE, Paths, cached_file, holding, output_errors
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.options import PipelineOptions
-from ptqpipe.runtime.loading import TOKENIZER_FILES, load_model
+from ptqpipe.runtime.loading import TOKENIZER_FILES, load_model, quiet
 from ptqpipe.runtime.saving import save_but_weights
 
 DEFAULT_FORMAT = "nvfp4"
@@ -142,7 +142,8 @@ def _file_of(origin: str, name: str) -> Path:
 def _packed(model: Any, folder: Path | None) -> torch.nn.Module:
     """The model of the checkpoint in ``folder``, of the class, dtype and device of ``model``."""
     assert folder is not None  # a conversion has a path
-    packed: Any = type(model).from_pretrained(folder, dtype=model.dtype).to(model.device)
+    with quiet():
+        packed: Any = type(model).from_pretrained(folder, dtype=model.dtype).to(model.device)
     _kept[packed] = folder, _sums(packed)
     return packed  # type: ignore[no-any-return]
 

@@ -134,12 +134,17 @@ class Surroundings:
     def _returning(self, x: torch.Tensor) -> Iterator[None]:
         """The last block returns ``x`` while it is open, whatever the model is given."""
         embedding = self._model.get_input_embeddings()
+        weight = embedding.weight
+        if weight.is_meta:  # not loaded; Gemma 4 looks at a row of it, for the blocks, which compute nothing here
+            zeros = torch.zeros((), dtype=weight.dtype, device=self._device).expand(weight.shape)
+            embedding.weight = torch.nn.Parameter(zeros, requires_grad=False)
         embedding.forward = lambda _ids: x
         for module in self._blocks:
             module.forward = lambda *_args, **_kwargs: (x,) if self._tuples else x
         try:
             yield
         finally:
+            embedding.weight = weight
             for module in (embedding, *self._blocks):
                 del module.forward
 

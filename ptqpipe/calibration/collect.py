@@ -16,6 +16,7 @@ from ptqpipe.calibration.experts import is_stacked, observe
 from ptqpipe.calibration.moments import Moments
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
+from ptqpipe.families import Family, family_of
 from ptqpipe.runtime.experts import first_stack, is_turned
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)|(?<=\[)\d+(?=\]$)")
@@ -53,11 +54,13 @@ class Collector:
         block: bool,
         full: bool,
         device: torch.device,
+        quantiles: bool = True,
     ) -> None:
         """
         name, module  the part of the model to watch
         origins       its parameters and the checkpoint tensors that make them
         block, full   which outer products to sum
+        quantiles     whether to count values for them
         """
         self.slots: dict[str, Slot] = {slot.id: slot for slot in find_slots(name, module, origins)}
         self.leaders: dict[str, str] = {}
@@ -67,7 +70,7 @@ class Collector:
         self._name = name
         self._module = module
         self.empty: Callable[[int], Moments] = lambda columns: Moments.empty(
-            columns, block=block, full=full, device=device
+            columns, block=block, full=full, device=device, quantiles=quantiles
         )
         self._hooks: list[Any] = []
         self._stacked: list[torch.nn.Module] = []
@@ -163,9 +166,11 @@ def _named(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
 
 def find_slots(name: str, module: torch.nn.Module, origins: Mapping[str, tuple[str, ...]]) -> Iterator[Slot]:
     """The linear inputs of a part of a model that have a name in the checkpoint."""
+    configs = (child.config for child in module.modules() if hasattr(child, "config"))
+    family = family_of({"model_type": getattr(next(configs, None), "model_type", None)})
     for path, child in _named(name, module):
         if is_stacked(child):
-            yield from _expert_slots(path, child, origins)
+            yield from _expert_slots(path, child, origins, family)
             continue
         columns = _columns(child)
         names = tuple(origin.removesuffix(".weight") for origin in origins.get(f"{path}.weight", ()))
@@ -183,19 +188,19 @@ def _columns(module: torch.nn.Module) -> int:
     return int(weight.shape[0] if isinstance(module, Conv1D) else weight.shape[1])
 
 
-def _expert_slots(path: str, module: Any, origins: Mapping[str, tuple[str, ...]]) -> Iterator[Slot]:
+def _expert_slots(path: str, module: Any, origins: Mapping[str, tuple[str, ...]], family: Family) -> Iterator[Slot]:
     """The inputs of both products of every expert, with the names that they have in the checkpoint."""
     for leaf, side in ((first_stack(module), "up"), ("down_proj", "down")):
         stack = getattr(module, leaf)
         columns = int(stack.shape[1] if is_turned(module) else stack.shape[2])
         found = origins.get(f"{path}.{leaf}", ())
         for expert in range(stack.shape[0]):
-            names = _expert_names(found, expert)
+            names = _expert_names(found, expert, family)
             if names:
                 yield Slot(f"{path}[{expert}].{side}", names, columns)
 
 
-def _expert_names(origins: Sequence[str], expert: int) -> tuple[str, ...]:
+def _expert_names(origins: Sequence[str], expert: int, family: Family) -> tuple[str, ...]:
     """Checkpoint modules of one expert: its own where experts are apart, else its place in the stack.
 
     A stack goes by both names that a converted checkpoint may have for it: ``experts.down_proj[3]`` and
@@ -208,7 +213,5 @@ def _expert_names(origins: Sequence[str], expert: int) -> tuple[str, ...]:
         if number is not None:
             names += [module] if int(number[1]) == expert else []
             continue
-        parent, _, leaf = module.rpartition(".")
-        parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
-        names += [f"{origin}[{expert}]", *(f"{parent}.{expert}.{part}" for part in parts)]
+        names += [f"{origin}[{expert}]", *(name.format(expert) for name in family.single_experts(module))]
     return tuple(names)

@@ -2,14 +2,16 @@
 
 Rows are tokenized one by one with the model's own tokenizer (its special tokens included; message lists through its
 chat template) and follow each other in one stream. The stream is cut in windows of equal length; ``samples`` of them
-are chosen without replacement. The sha256 of the chosen tokens identifies them.
+are chosen without replacement. Where a source has a weight, each is cut by itself and gives its share of the windows.
+The sha256 of the chosen tokens identifies them.
 """
 
 import hashlib
+import itertools
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from ptqpipe.checkpoint import file_sha256
 from ptqpipe.errors import UsageError
 from ptqpipe.images import decode_images, digest_of, read_image, split_content
-from ptqpipe.rows import chat_text, files_of, read_rows, row_tokens, shows_images
+from ptqpipe.rows import chat_text, files_of, read_rows, row_tokens, shows_images, weighted
 from ptqpipe.runtime.loading import load_tokenizer, read_config
 from ptqpipe.runtime.processor import Processor
 
@@ -29,12 +31,18 @@ HELD_SHARE = 8  # samples for each window that is held out, unless the caller sa
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One --data, as records name it: a file by its base name and its sha256, a data set by its name and None."""
+    """One --data, as records name it: a file by its base name and its sha256, a data set by its name and None; and its
+    weight where it was mixed by one."""
 
     name: str
     sha256: str | None
     rows: int
     tokens: int
+    weight: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Its entry in a record."""
+        return {name: value for name, value in asdict(self).items() if name != "weight" or value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,7 @@ class Samples:
     candidates  how many windows there were to choose from
     images      of each window and then of each held out: what the model takes beside tokens; empty without images.
                 A row with images is a window of its own, `NO_TOKEN` behind its end
+    origin      int64 [samples + held out]: of which of ``files`` a window has its first token
     """
 
     windows: torch.Tensor
@@ -56,6 +65,7 @@ class Samples:
     files: tuple[DataFile, ...]
     candidates: int
     images: tuple[Mapping[str, Any] | None, ...] = ()
+    origin: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @property
     def shown(self) -> int:
@@ -81,7 +91,7 @@ def load_samples(
 ) -> Samples:
     """Tokenizes, cuts and chooses.
 
-    names    files, folders of them, or data sets by name
+    names    files, folders of them, or data sets by name; ``=WEIGHT`` behind one mixes them by weights
     model    the folder with the tokenizer
     holdout  how many further windows are held out; None: one for every HELD_SHARE samples, or as many as the data have
     images   whether rows may be messages with images, named by paths from the folder of their file
@@ -90,45 +100,140 @@ def load_samples(
     """
     _check_asked(names, samples, seqlen, holdout)
     tokenizer = cache(lambda: load_tokenizer(model))  # rows of token ids need none
-    see, shown = cache(lambda: Processor(model, read_config(model))), list[_Shown]()
-    files: list[DataFile] = []
-    stream = array("q")
-    for name in files_of(names):
+    see = cache(lambda: Processor(model, read_config(model))) if images else None
+    sources = _sources(names)
+    pools = [_read(files, weight, tokenizer, see, seqlen=seqlen, field=field) for files, weight in sources]
+    shares, held = _shares(samples, sources), _shares(samples // HELD_SHARE if holdout is None else holdout, sources)
+    generator = torch.Generator().manual_seed(seed)
+    picked = list[tuple[int, _Chosen]]()
+    for pool, count, more in zip(pools, shares, held, strict=True):
+        if holdout is None:
+            more = max(0, min(more, pool.candidates - count))
+        if pool.candidates < count + more:
+            wanted = f"{count} and {more} held out" if more else f"{count}"
+            raise _too_few(len(pool.stream), seqlen, wanted, "the data" if len(pools) == 1 else pool.files[0].name)
+        order = torch.randperm(pool.candidates, generator=generator)
+        first, then = order[:count].sort().values, order[count : count + more].sort().values
+        picked.append((count, pool.choose(torch.cat([first, then]))))
+    return _together(picked, pools)
+
+
+def _together(picked: "Sequence[tuple[int, _Chosen]]", pools: "Sequence[_Pool]") -> Samples:
+    """The samples: of each pool so many windows, and those behind them held out."""
+    windows, held_out = (torch.cat([one.windows[part(n)] for n, one in picked]) for part in (_before, _behind))
+    given = [row for part in (_before, _behind) for n, one in picked for row in one.shown[part(n)]]
+    before = itertools.accumulate((len(pool.files) for pool in pools), initial=0)
+    origin = [(n, one.origin + start) for (n, one), start in zip(picked, before, strict=False)]
+    digest = tokens_digest(windows)
+    if any(pool.shown for pool in pools):
+        known = b"".join(row.digest for row in given if row is not None)
+        digest = hashlib.sha256(bytes.fromhex(digest) + known).hexdigest()
+    return Samples(
+        windows,
+        held_out,
+        digest,
+        tuple(file for pool in pools for file in pool.files),
+        sum(pool.candidates for pool in pools),
+        tuple(None if row is None else row.inputs for row in given) if any(pool.shown for pool in pools) else (),
+        torch.cat([of[part(n)] for part in (_before, _behind) for n, of in origin]),
+    )
+
+
+def _before(count: int) -> slice:
+    return slice(None, count)
+
+
+def _behind(count: int) -> slice:
+    return slice(count, None)
+
+
+def _sources(names: Sequence[str]) -> list[tuple[list[str], float | None]]:
+    """(files, weight) of what is chosen from on its own: every file where one has a weight, which is 1 where it is not
+    given; else all files together, with None."""
+    given = [weighted(name) for name in files_of(names)]
+    if all(weight is None for _, weight in given):
+        return [([name for name, _ in given], None)]
+    return [([name], 1.0 if weight is None else weight) for name, weight in given]
+
+
+def _shares(count: int, sources: Sequence[tuple[list[str], float | None]]) -> list[int]:
+    """``count`` windows divided by the weights of the sources; what rounding leaves goes to the largest remainders."""
+    weights = [weight or 1.0 for _, weight in sources]
+    exact = [count * weight / sum(weights) for weight in weights]
+    found = [int(share) for share in exact]
+    order = sorted(range(len(exact)), key=lambda at: found[at] - exact[at])
+    for at in order[: count - sum(found)]:
+        found[at] += 1
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Windows of one source, int64 [n, seqlen]; the file of each, by its number in the source; and the rows with images
+    among them."""
+
+    windows: torch.Tensor
+    origin: torch.Tensor
+    shown: "list[_Shown | None]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """What is chosen from: the tokens of texts in a row, and rows with images; ``ends`` of the files in the stream."""
+
+    files: list[DataFile]
+    stream: "array[int]"
+    ends: list[int]
+    shown: "list[_Shown]"
+    shown_of: list[int]
+    seqlen: int
+
+    @property
+    def candidates(self) -> int:
+        """How many windows there are."""
+        return len(self.stream) // self.seqlen + len(self.shown)
+
+    def choose(self, which: torch.Tensor) -> _Chosen:
+        """The windows of these numbers."""
+        count = len(self.stream) // self.seqlen
+        windows = _windows(self.stream, self.shown, self.seqlen)
+        begins = torch.arange(count) * self.seqlen
+        origin = torch.cat(
+            [torch.searchsorted(torch.tensor(self.ends), begins, right=True), torch.tensor(self.shown_of).long()]
+        )
+        shown = [None if at < count else self.shown[at - count] for at in which.tolist()]
+        return _Chosen(windows[which], origin[which], shown)
+
+
+def _read(
+    files: Sequence[str],
+    weight: float | None,
+    tokenizer: Callable[[], Any],
+    see: Callable[[], Processor] | None,
+    *,
+    seqlen: int,
+    field: str | None,
+) -> _Pool:
+    """The tokens of a source's files. ``see``: what makes tokens of images; None: rows with images are refused."""
+    pool = _Pool([], array("q"), [], [], [], seqlen)
+    for number, name in enumerate(files):
         rows, total = 0, 0
         for where, value in read_rows(name, field=field):
-            if images and shows_images(value):
-                shown.append(_with_images(see(), tokenizer(), value, where, folder=Path(name).parent, seqlen=seqlen))
-                total += len(shown[-1].tokens)
+            if see is not None and shows_images(value):
+                row = _with_images(see(), tokenizer(), value, where, folder=Path(name).parent, seqlen=seqlen)
+                pool.shown.append(row)
+                pool.shown_of.append(number)
+                total += len(row.tokens)
             else:
                 for tokens in row_tokens(tokenizer, value, where):
-                    stream.extend(tokens)
+                    pool.stream.extend(tokens)
                     total += len(tokens)
             rows += 1
         if not rows:
             raise UsageError(f"{name} is empty; give a file with text")
-        files.append(_described(name, rows, total))
-    count = len(stream) // seqlen
-    candidates = count + len(shown)
-    if candidates < samples + (holdout or 0):
-        raise _too_few(len(stream), seqlen, f"{samples} and {holdout} held out" if holdout else f"{samples}")
-    if holdout is None:
-        holdout = min(samples // HELD_SHARE, candidates - samples)
-    windows = torch.full((candidates, seqlen), NO_TOKEN)
-    if count:
-        windows[:count] = torch.frombuffer(stream, dtype=torch.int64, count=count * seqlen).view(count, seqlen)
-    for at, row in enumerate(shown, count):
-        windows[at, : len(row.tokens)] = torch.tensor(row.tokens)
-    order = torch.randperm(candidates, generator=torch.Generator().manual_seed(seed))
-    first, then = order[:samples].sort().values, order[samples : samples + holdout].sort().values
-    chosen, held_out = windows[first], windows[then]
-    digest = tokens_digest(chosen)
-    if not shown:
-        return Samples(chosen, held_out, digest, tuple(files), candidates)
-    given = [None if at < count else shown[at - count] for at in (*first.tolist(), *then.tolist())]
-    known = b"".join(row.digest for row in given if row is not None)
-    digest = hashlib.sha256(bytes.fromhex(digest) + known).hexdigest()
-    inputs = tuple(None if row is None else row.inputs for row in given)
-    return Samples(chosen, held_out, digest, tuple(files), candidates, inputs)
+        pool.files.append(_described(name, rows, total, weight))
+        pool.ends.append(len(pool.stream))
+    return pool
 
 
 def _check_asked(names: Sequence[str], samples: int, seqlen: int, holdout: int | None) -> None:
@@ -173,33 +278,48 @@ def _with_images(
     return _Shown(tokens[:seqlen], cut, b"".join(map(digest_of, raw)))
 
 
-def check_samples(names: Sequence[str], model: Path, *, samples: int, seqlen: int) -> None:
+def check_samples(names: Sequence[str], model: Path, *, samples: int, seqlen: int, field: str | None = None) -> None:
     """UsageError where data give fewer than ``samples`` windows; reads no more of them than it takes to know that. A
     row with images is a window."""
-    tokenizer, found = cache(lambda: load_tokenizer(model)), 0
-    for name in files_of(names):
-        for where, value in read_rows(name):
+    tokenizer, sources = cache(lambda: load_tokenizer(model)), _sources(names)
+    read = partial(read_rows, field=field)
+    for (files, _), count in zip(sources, _shares(samples, sources), strict=True):
+        found = 0
+        for where, value in itertools.chain.from_iterable(map(read, files)):
+            if found >= count * seqlen:
+                break
             found += seqlen if shows_images(value) else sum(map(len, row_tokens(tokenizer, value, where)))
-            if found >= samples * seqlen:
-                return
-    raise _too_few(found, seqlen, f"{samples}")
+        if found < count * seqlen:
+            raise _too_few(found, seqlen, f"{count}", "the data" if len(sources) == 1 else files[0])
 
 
-def _too_few(tokens: int, seqlen: int, wanted: str) -> UsageError:
+def _too_few(tokens: int, seqlen: int, wanted: str, name: str) -> UsageError:
+    data, weight = ("the data give", "") if name == "the data" else (f"{name} gives", "its weight, ")
     return UsageError(
-        f"the data give {tokens} tokens, {tokens // seqlen} windows of {seqlen}, expected {wanted}; give more data, or "
-        "lower --samples or --seqlen"
+        f"{data} {tokens} tokens, {tokens // seqlen} windows of {seqlen}, expected {wanted}; give more data, or "
+        f"lower {weight}--samples or --seqlen"
     )
 
 
-def _described(name: str, rows: int, tokens: int) -> DataFile:
+def _described(name: str, rows: int, tokens: int, weight: float | None) -> DataFile:
     """Records are published: no folder's name may stand in them."""
     path = Path(name).expanduser()
     if not path.is_file():
-        return DataFile(name, None, rows, tokens)
-    return DataFile(path.name, file_sha256(path), rows, tokens)
+        return DataFile(name, None, rows, tokens, weight)
+    return DataFile(path.name, file_sha256(path), rows, tokens, weight)
 
 
 def tokens_digest(windows: torch.Tensor) -> str:
     """sha256 of token ids as little-endian int64, row by row."""
     return hashlib.sha256(windows.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def _windows(stream: "array[int]", shown: Sequence[_Shown], seqlen: int) -> torch.Tensor:
+    """int64 [n, seqlen]: the text cut into windows, what is left of it aside; then each row with images."""
+    count = len(stream) // seqlen
+    windows = torch.full((count + len(shown), seqlen), NO_TOKEN)
+    if count:
+        windows[:count] = torch.frombuffer(stream, dtype=torch.int64, count=count * seqlen).view(count, seqlen)
+    for at, row in enumerate(shown, count):
+        windows[at, : len(row.tokens)] = torch.tensor(row.tokens)
+    return windows

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError
-from ptqpipe.runtime.experts import in_runs, is_turned
+from ptqpipe.runtime.experts import in_runs, is_known, is_turned
 
 #: (expert, "up" or "down", rows [tokens, K]): the inputs of the first and of the second product of an expert. What it
 #: returns is what the product gets; None leaves the input as it is.
@@ -28,8 +28,7 @@ def is_stacked(module: torch.nn.Module) -> bool:
 
 def check_known(module: torch.nn.Module, name: str) -> None:
     """CheckpointError for stacked experts that do not declare their layout as transformers 5 does."""
-    declared = ("is_transposed", "has_bias", "_apply_gate", "num_experts")
-    if not in_runs(module) and not all(hasattr(module, name) for name in declared):
+    if not is_known(module):
         raise CheckpointError(
             f"'{name}' holds experts as {type(module).__name__}, whose layout transformers does not declare; "
             "its experts cannot be calibrated"

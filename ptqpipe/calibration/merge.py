@@ -6,7 +6,7 @@ order.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -49,6 +49,26 @@ def merge_copies(collectors: Sequence[Collector]) -> Collector:
                 found = mine.setdefault(leader, first.empty(first.slots[leader].columns))
                 found.merge(moments.on(found.amax.device))
     return first
+
+
+class Added(Protocol):
+    """Sums in float64 and what they are divided by."""
+
+    outer: list[torch.Tensor]
+    total: float
+
+
+def merge_added(sums: Mapping[str, Added], *, world: int) -> None:
+    """Replaces the sums of every rank by those over all ranks; a rank that has seen nothing of a module has none."""
+    if world == 1:
+        return
+    for of in sums.values():
+        shapes: list[list[torch.Size]] = [[]] * world
+        torch.distributed.all_gather_object(shapes, [run.shape for run in of.outer])
+        shape = next((found for found in shapes if found), [])
+        of.outer = of.outer or [torch.zeros(size, dtype=torch.float64) for size in shape]
+        of.outer = [_reduced(run, torch.distributed.ReduceOp.SUM) for run in of.outer]
+        of.total = float(_reduced(torch.tensor(of.total, dtype=torch.float64), torch.distributed.ReduceOp.SUM))
 
 
 def merge_largest(tensor: torch.Tensor | None, *, world: int) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ class Moments:
     amax        [K] float32, max |x|
     total       [K] float64, sum of x
     squares     [K] float64, sum of x^2
-    histogram   [BINS] int64, elements by bin of |x|
+    histogram   [BINS] int64, elements by bin of |x|; [0] where no quantiles are wanted
     block_gram  [K/16, 16, 16] float64, sum of x x^T in blocks of 16 columns, or None
     gram        [K, K] float64, sum of x x^T, or None; the blocks are cut from it where it is there
     """
@@ -42,8 +42,8 @@ class Moments:
     gram: torch.Tensor | None
 
     @classmethod
-    def empty(cls, columns: int, *, block: bool, full: bool, device: torch.device) -> "Moments":
-        """No rows yet. Blocks are left out where 16 does not divide the columns."""
+    def empty(cls, columns: int, *, block: bool, full: bool, device: torch.device, quantiles: bool = True) -> "Moments":
+        """No rows yet. Blocks are left out where 16 does not divide the columns, the histogram without quantiles."""
         f64 = torch.float64
         blocks = columns // BLOCK if block and not full and columns % BLOCK == 0 else 0
         return cls(
@@ -51,7 +51,7 @@ class Moments:
             amax=torch.zeros(columns, device=device),
             total=torch.zeros(columns, dtype=f64, device=device),
             squares=torch.zeros(columns, dtype=f64, device=device),
-            histogram=torch.zeros(BINS, dtype=torch.int64, device=device),
+            histogram=torch.zeros(BINS if quantiles else 0, dtype=torch.int64, device=device),
             block_gram=torch.zeros(blocks, BLOCK, BLOCK, dtype=f64, device=device) if blocks else None,
             gram=torch.zeros(columns, columns, dtype=f64, device=device) if full else None,
         )
@@ -78,8 +78,9 @@ class Moments:
         self.amax = torch.maximum(self.amax, amax.float())
         self.total += x.sum(0, dtype=torch.float64)
         self.squares += torch.linalg.vector_norm(x, dim=0, dtype=torch.float64).square_()
-        bins = magnitude.float().view(torch.int32).bitwise_right_shift_(16)
-        self.histogram += torch.bincount(bins.flatten(), minlength=BINS)
+        if self.histogram.numel():
+            bins = magnitude.float().view(torch.int32).bitwise_right_shift_(16)
+            self.histogram += torch.bincount(bins.flatten(), minlength=BINS)
         if self.gram is not None:
             self.gram += x.t() @ x
         elif self.block_gram is not None:
@@ -106,10 +107,10 @@ class Moments:
         return Moments(self.tokens, *sums, *outer)
 
     def quantiles(self) -> dict[float, float]:
-        """p -> the p-quantile of |x| over all elements, within QUANTILE_ERROR of itself."""
+        """p -> the p-quantile of |x| over all elements, within QUANTILE_ERROR of itself; none without a histogram."""
         ranks = self.histogram.cumsum(0).tolist()
         top = float(self.amax.max()) if self.amax.numel() else 0.0
-        return {p: _quantile(ranks, p, top) for p in QUANTILES}
+        return {p: _quantile(ranks, p, top) for p in QUANTILES if ranks}
 
     def tensors(self, *, block: bool) -> dict[str, torch.Tensor]:
         """The means over tokens by their names in a statistics folder: float32 on the CPU, outer products symmetric."""
@@ -154,9 +155,13 @@ def stand_in(measured: Sequence[Moments]) -> tuple[Moments, dict[float, float]]:
     """What an expert without data gets from its group: the largest amax and quantiles, the means over all tokens."""
     first = measured[0]
     whole = Moments.empty(
-        first.amax.numel(), block=first.block_gram is not None, full=first.gram is not None, device=first.amax.device
+        first.amax.numel(),
+        block=first.block_gram is not None,
+        full=first.gram is not None,
+        device=first.amax.device,
+        quantiles=bool(first.histogram.numel()),
     )
     for moments in measured:
         whole.merge(moments)
     found = [moments.quantiles() for moments in measured]
-    return whole, {p: max(quantiles[p] for quantiles in found) for p in QUANTILES}
+    return whole, {p: max(quantiles[p] for quantiles in found) for p in found[0]}

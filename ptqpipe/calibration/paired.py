@@ -8,7 +8,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,8 +16,18 @@ from ptqpipe.calibration.capture import StopForward
 from ptqpipe.calibration.experts import Observer, observe
 from ptqpipe.calibration.runner import Block
 from ptqpipe.errors import NumericsError
+from ptqpipe.rotation import rotated
 
-Quantizer = Callable[[torch.Tensor], torch.Tensor]
+
+class Quantizer(Protocol):
+    """What happens to a layer's input: it is rotated by blocks of ``rotation`` columns (0: not), then quantized."""
+
+    @property
+    def rotation(self) -> int: ...
+
+    def quantized(self, x: torch.Tensor, /) -> torch.Tensor: ...
+
+
 _EXPERT = re.compile(r"(.*)\[(\d+)\]\.(up|down)")
 
 
@@ -27,6 +37,8 @@ class Paired:
 
     moment  E[x' x'^T]
     cross   E[x x'^T]
+
+    Where the layer rotates its input both are of the rotated one.
     """
 
     moment: torch.Tensor
@@ -77,6 +89,7 @@ def paired_moments(
             leaders = _leaders(modules, exact, quantizers)
         for name in dict.fromkeys(leaders.values()):
             x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, found))
+            x = rotated(x, quantizers[name].rotation) if name in quantizers else x
             outer, cross = (seen.t() @ seen).double(), (x.t() @ seen).double()
             sums[name] = (sums[name][0] + outer, sums[name][1] + cross) if name in sums else (outer, cross)
         tokens += exact[modules[0]].shape[:-1].numel()
@@ -182,6 +195,7 @@ def _expert_quantizer(quantizers: Mapping[tuple[int, str], Quantizer]) -> Observ
 
 
 def _straight_through(quantizer: Quantizer, x: torch.Tensor) -> torch.Tensor:
+    x = rotated(x, quantizer.rotation)
     if not torch.is_grad_enabled():
-        return quantizer(x)
-    return x + (quantizer(x.detach()) - x.detach())
+        return quantizer.quantized(x)
+    return x + (quantizer.quantized(x.detach()) - x.detach())

@@ -7,8 +7,9 @@ independent,
 
     KL = 1/2 E[(g^T E x)^2]  ~  1/2 tr(G E H E^T),    H = E[x x^T],    G = E[g g^T |x|^2] / E[|x|^2]
 
-No label of the data is needed. Blocks are run backwards one after the other with the weights of one in memory; what
-enters each was stored on the way forward.
+No label of the data is needed. Blocks are run backwards one after the other with the weights of one in memory. What
+enters every ``step``-th block was stored on the way forward; what enters those between two of them is computed again
+from the nearest one before when it is needed.
 
 Source: the idea, and the product form with weights in both factors, YAQA (Tseng et al. 2025, arXiv 2505.22988). Weights
 of tokens in H, which GuidedQuant (Kim et al. 2025, arXiv 2505.07004) has, too, were tried and gained nothing here.
@@ -16,14 +17,20 @@ It must not know formats, files or what the moments are for.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptqpipe.calibration.activations import Activations
-from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
+from ptqpipe.calibration.data import Samples
+from ptqpipe.calibration.merge import merge_added
+from ptqpipe.calibration.runner import Block, Runner, has_room
+from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS
 
@@ -61,50 +68,180 @@ def nbytes(outputs: Sequence[int]) -> int:
     return sum(16 * m * min(m, OUT_ROWS) for m in outputs)
 
 
+def least_step(blocks: int) -> int:
+    """The ``step`` that stores about the fewest hidden states of a model of so many blocks: the root of their number,
+    rounded up."""
+    return math.isqrt(blocks - 1) + 1
+
+
+def streams(blocks: int, step: int) -> int:
+    """How many sets of hidden states there are at once, at most: what enters every ``step``-th block and those between
+    two of them, and the gradients."""
+    return -(-blocks // step) + min(step, blocks)
+
+
 def reverse(
     runner: Runner,
     *,
-    batches: Sequence[int],
+    batches: int,
     seed: int,
     store: Callable[[], Activations],
     modules: Callable[[Block], Sequence[str]],
+    step: int = 1,
+    at_head: Callable[[], None] = lambda: None,
+    of_ranks: tuple[int, int] = (0, 1),
 ) -> Iterator[tuple[str, Gradients]]:
     """(name of a block, its gradients), the last block first. Uses the runner up.
 
-    batches  whose tokens count
-    seed     of the labels
-    store    opens a place for hidden states: one for every block, and one for gradients; the caller closes them
+    batches  how many count, the first ones; no other is run
+    seed     of the labels, which depend on a window's number and not on what runs beside it
+    store    opens a place for the hidden states that enter a block; the caller closes those that are left at the end
     modules  linear layers of a block (names in the block) that are wanted
+    step     1: every block runs forward once. More: hidden states of every ``step``-th block are stored, and most
+             blocks run forward twice; the result is the same
+    at_head  called once, with the head's weights loaded, while the runner has what the last block returned
+    of_ranks  (rank, world) of this process among those that share the windows: window i of the runner is number
+              rank + i * world of all; every process gets the gradients of all windows
 
-    NumericsError for gradients that are not finite.
+    NumericsError for hidden states or gradients that are not finite.
     """
-    entering: list[Activations] = []
+    entering: dict[int, Activations] = {}
+
+    def keep(index: int, get: Callable[[int], torch.Tensor]) -> None:
+        entering[index] = store()
+        for batch in range(batches):
+            entering[index].put(batch, get(batch))
+
+    count = len(runner.names)
     for block in runner.blocks():
-        entering.append(store())
-        for batch in batches:
-            entering[-1].put(batch, block.inputs(batch))
-    leaving = store()
+        if block.index % step == 0 or block.index >= (count - 1) // step * step:
+            keep(block.index, block.inputs)
+        block.advance(share=slice(batches))
+    gradients = runner.activations  # of each batch, in the place of its hidden states
+    begun, (rank, world) = 0, of_ranks
     with runner.head():
-        for batch in batches:
-            leaving.put(batch, _from_head(runner, batch, seed))
-    for block in runner.blocks_backwards():
-        yield block.name, _through(block, modules(block), batches, entering[block.index], leaving)
+        at_head()
+        for batch in range(batches):
+            windows = range(begun, begun + len(runner.batches[batch]))
+            numbers = [rank + window * world for window in windows]
+            gradients.put(batch, _from_head(runner, batch, [seed * 1_000_003 + number for number in numbers]))
+            begun = windows.stop
+    for index in reversed(range(count)):
+        for before in range(index // step * step, index) if index not in entering else ():
+            with runner.loaded(before) as block, torch.no_grad():
+                keep(before + 1, _after(block, entering[before]))
+        with runner.loaded(index) as block:
+            sums = _through(block, modules(block), batches, entering[index], gradients)
+            merge_added(sums, world=world)
+            means = {name: of.means() for name, of in sums.items() if of.total > 0}
+            last = means.pop("")
+            yield block.name, Gradients(means, last)
+        entering.pop(index).close()
 
 
-def _from_head(runner: Runner, batch: int, seed: int) -> torch.Tensor:
-    """dLoss/dx of what the last block returns in a batch, at one label a token drawn from the model's distribution."""
-    x, ids = runner.activations.get(batch), runner.batches[batch]
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + batch)
-    found = torch.empty_like(x)
+def reverse_model(
+    skeleton: Skeleton,
+    samples: Samples,
+    *,
+    batches: Callable[[int], int],
+    seed: int,
+    device: torch.device,
+    memory_bytes: int,
+    spill: Path,
+    modules: Callable[[Block], Sequence[str]],
+    at_head: Callable[[Runner, int], None] = lambda runner, batches: None,
+    of_ranks: tuple[int, int] = (0, 1),
+) -> Iterator[tuple[str, Gradients]]:
+    """`reverse` of a whole model, with the hidden states in memory or, where they do not fit, in ``spill``, a folder
+    that exists. Each process takes its share of the samples.
+
+    batches       how many there are, held-out ones included -> how many count
+    memory_bytes  what weights of a block, hidden states and sums may take together
+    at_head       as `reverse` calls it; of the runner, and how many of its batches count
+    """
+    share = slice(of_ranks[0], None, of_ranks[1])
+    windows, held_out = samples.windows[share], samples.held_out[share]
+    count, tokens = len(skeleton.blocks), windows.numel() + held_out.numel()
+    memory_bytes -= max(nbytes(_widths(module)) for _, module in skeleton.blocks)
+    step = 1 if has_room(skeleton, tokens, memory_bytes, streams(count, 1)) else least_step(count)
+    runner = Runner.open(
+        skeleton,
+        windows,
+        held_out=held_out,
+        device=device,
+        memory_bytes=memory_bytes,
+        spill=spill,
+        streams=streams(count, step),
+    )
+    with runner, contextlib.ExitStack() as opened:
+        disk = isinstance(runner.activations, OnDisk)
+
+        def store() -> Activations:
+            made: Activations = OnDisk(spill) if disk else InMemory()
+            opened.callback(made.close)
+            return made
+
+        seen = batches(len(runner.batches))
+        head = partial(at_head, runner, seen)
+        yield from reverse(
+            runner,
+            batches=seen,
+            seed=seed,
+            store=store,
+            modules=modules,
+            step=step,
+            at_head=head,
+            of_ranks=of_ranks,
+        )
+
+
+def linear_modules(block: Block, wanted: set[str] | None = None) -> list[str]:
+    """Names in the block of the modules whose weight is a matrix that is made of checkpoint tensors, all of them
+    ``wanted`` ones."""
+    found = []
+    for name, module in block.module.named_modules():
+        weight = module._parameters.get("weight")
+        origins = block.origins.get(f"{block.name}.{name}.weight", ())
+        if weight is not None and weight.dim() == 2 and origins and (wanted is None or wanted.issuperset(origins)):
+            found.append(name)
+    return found
+
+
+def _widths(module: torch.nn.Module) -> list[int]:
+    """At most how many outputs each linear layer of a block has."""
+    return [max(p.shape) for name, p in module.named_parameters() if name.endswith(".weight") and p.dim() == 2]
+
+
+def _after(block: Block, entering: Activations) -> Callable[[int], torch.Tensor]:
+    """What makes the hidden states of a batch that leave the block."""
+    return lambda batch: block.forward(entering.get(batch).to(block.device), batch)
+
+
+def pieces(x: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Parts of hidden states [samples, tokens, hidden], of HEAD_TOKENS at most, that the head is given one by one."""
     samples = max(1, HEAD_TOKENS // x.shape[1])
-    for part in (slice(start, start + samples) for start in range(0, len(x), samples)):
-        for run in (slice(start, start + HEAD_TOKENS) for start in range(0, x.shape[1], HEAD_TOKENS)):
-            rows = x[part, run].to(runner.device).detach().requires_grad_(True)
-            with torch.enable_grad():
-                logits = runner.logits(ids[part, run], rows).float().flatten(0, -2)
-                labels = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator).squeeze(1)
-                loss = torch.nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="sum")
-                (found[part, run],) = torch.autograd.grad(loss, rows)
+    for start in range(0, len(x), samples):
+        for first in range(0, x.shape[1], HEAD_TOKENS):
+            yield slice(start, start + samples), slice(first, first + HEAD_TOKENS)
+
+
+def _from_head(runner: Runner, batch: int, seeds: Sequence[int]) -> torch.Tensor:
+    """dLoss/dx of what the last block returns in a batch, at one label a token drawn from the model's distribution.
+
+    seeds  of the labels, one for each window of the batch
+    """
+    x, ids = runner.activations.get(batch), runner.batches[batch]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    found = torch.empty_like(x)
+    for piece in pieces(x):
+        rows = x[piece].to(runner.device).detach().requires_grad_(True)
+        with torch.enable_grad():
+            logits = runner.logits(ids[piece], rows).float()
+            chances = logits.detach().softmax(-1).cpu()
+            drawn = [torch.multinomial(p, 1, generator=g) for p, g in zip(chances, generators[piece[0]], strict=True)]
+            labels = torch.cat(drawn).squeeze(1).to(logits.device)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels, reduction="sum")
+            (found[piece],) = torch.autograd.grad(loss, rows)
     return found
 
 
@@ -116,7 +253,7 @@ class _Sums:
         self.total = 0.0
 
     def add(self, g: torch.Tensor, energy: torch.Tensor) -> None:
-        """Gradients [tokens, m] and what each token counts [tokens]."""
+        """Adds gradients [tokens, m] and what each token counts [tokens]."""
         weighted = g * energy.unsqueeze(1)
         pairs = zip(torch.split(g, OUT_ROWS, dim=1), torch.split(weighted, OUT_ROWS, dim=1), strict=True)
         outer = [(run.t() @ other).double() for run, other in pairs]
@@ -129,11 +266,12 @@ class _Sums:
 
 
 def _through(
-    block: Block, modules: Sequence[str], batches: Sequence[int], entering: Activations, leaving: Activations
-) -> Gradients:
-    """The gradients in a block; ``leaving`` then has those at its input."""
+    block: Block, modules: Sequence[str], batches: int, entering: Activations, leaving: Activations
+) -> dict[str, _Sums]:
+    """Sums of the gradients in a block, at its modules and, by the name "", at its output; ``leaving`` then has those
+    at its input."""
     sums = {name: _Sums() for name in ("", *modules)}
-    for batch in batches:
+    for batch in range(batches):
         x = entering.get(batch).to(block.device).requires_grad_(True)
         gradient = leaving.get(batch).to(block.device)
         rows = gradient.flatten(0, -2).float()
@@ -144,9 +282,7 @@ def _through(
         if not bool(torch.isfinite(found).all()):
             raise NumericsError(f"the gradients in '{block.name}' are not finite; check the model's weights")
         leaving.put(batch, found)
-    means = {name: of.means() for name, of in sums.items() if of.total > 0}
-    last = means.pop("")
-    return Gradients(means, last)
+    return sums
 
 
 @contextlib.contextmanager

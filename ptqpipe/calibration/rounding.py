@@ -59,7 +59,7 @@ class Learned:
     moved: float  # share of the weights that left the code of the start
 
 
-class _Choice:
+class Choice:
     """The code of every weight of one matrix, its neighbour towards the float weight, and what chooses between them."""
 
     def __init__(self, w: torch.Tensor, q: QTensor) -> None:
@@ -84,11 +84,23 @@ class _Choice:
         hard = (self.place + self.v.detach() >= 0.5).float()
         return self.base + self.step * (hard + (self.v - self.v.detach()))
 
+    @property
+    def moves(self) -> torch.Tensor:
+        """bool [N, K]: which weights leave their codes."""
+        return (self.place + self.v.detach() >= 0.5) & (self.step != 0)
+
+    def moved(self, moves: torch.Tensor) -> torch.Tensor:
+        """uint8 [N, K]: the codes where these weights have left theirs."""
+        return torch.where(moves, self._codes[self._other.long()], self._start)
+
     def codes(self) -> torch.Tensor:
         """uint8 [N, K]: those chosen."""
-        with torch.no_grad():
-            moves = (self.place + self.v >= 0.5) & (self.step != 0)
-            return torch.where(moves, self._codes[self._other.long()], self._start)
+        return self.moved(self.moves)
+
+
+def with_codes(q: QTensor, codes: torch.Tensor) -> QTensor:
+    """``q`` with other codes [N, K]."""
+    return QTensor.from_codes(codes, q.scales, fmt=q.fmt, global_scale=q.global_scale)
 
 
 def learn(
@@ -111,7 +123,7 @@ def learn(
 
     NumericsError for a loss that is not finite.
     """
-    choices = {key: _Choice(originals[key], q) for key, q in quantized.items()}
+    choices = {key: Choice(originals[key], q) for key, q in quantized.items()}
     order = list(range(batches))
     held = order[-max(1, round(batches * settings.held_out)) :] if batches > 1 else order
     trained = order[: -len(held)] or order
@@ -140,7 +152,7 @@ def learn(
 
 
 def _descend(
-    choices: Mapping[str, _Choice],
+    choices: Mapping[str, Choice],
     loss: Callable[[int], torch.Tensor],
     batches: Sequence[int],
     *,

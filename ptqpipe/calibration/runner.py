@@ -259,19 +259,23 @@ class Runner:
     def blocks(self) -> Iterator[Block]:
         """Every block, its weights loaded while it is the current one; those that the caller did not advance are."""
         for index in range(len(self.names)):
-            with self._loaded(index) as block:
+            with self.loaded(index) as block:
                 yield block
                 block.advance()
 
-    def blocks_backwards(self) -> Iterator[Block]:
-        """Every block, the last one first, its weights loaded while it is the current one; none has inputs."""
-        for index in reversed(range(len(self.names))):
-            with self._loaded(index) as block:
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[Sequence[Block]]:
+        """Every block and the head, all with their weights loaded while it is open; no block has inputs."""
+        with contextlib.ExitStack() as opened:
+            blocks = [opened.enter_context(self.loaded(index)) for index in range(len(self.names))]
+            opened.enter_context(self.head())
+            for block in blocks:
                 block.advanced = True
-                yield block
+            yield blocks
 
     @contextlib.contextmanager
-    def _loaded(self, index: int) -> Iterator[Block]:
+    def loaded(self, index: int) -> Iterator[Block]:
+        """One block, its weights loaded while it is open; its inputs are there if all before it have advanced."""
         skeleton = self.skeleton
         name, module = skeleton.blocks[index]
         names = skeleton.names_in(name)
@@ -379,9 +383,13 @@ def _check_windows(windows: torch.Tensor, seqlen: int, skeleton: Skeleton) -> No
 def _activations(
     skeleton: Skeleton, windows: torch.Tensor, memory_bytes: int | None, spill: Path | None, streams: int
 ) -> Activations:
-    if memory_bytes is None or spill is None:
+    if memory_bytes is None or spill is None or has_room(skeleton, windows.numel(), memory_bytes, streams):
         return InMemory()
+    return OnDisk(spill)
+
+
+def has_room(skeleton: Skeleton, tokens: int, memory_bytes: int, streams: int) -> bool:
+    """Whether weights of a block and so many sets of hidden states of all tokens fit into memory together."""
     hidden = skeleton.model.config.get_text_config().hidden_size
-    need = streams * windows.numel() * hidden * torch.empty(0, dtype=skeleton.dtype).element_size()
-    largest = max(skeleton.nbytes(name) for name, _ in skeleton.blocks)
-    return InMemory() if need + largest <= memory_bytes else OnDisk(spill)
+    need = streams * tokens * hidden * torch.empty(0, dtype=skeleton.dtype).element_size()
+    return bool(need + max(skeleton.nbytes(name) for name, _ in skeleton.blocks) <= memory_bytes)

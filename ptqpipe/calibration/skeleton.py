@@ -6,7 +6,7 @@ tensors of one part at a time. A quantized checkpoint is decoded as it is read (
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import CheckpointError, first_line, missing_package
-from ptqpipe.runtime.language_model import causal_model_of, image_parts, keep_language_model
+from ptqpipe.families import check_experts
+from ptqpipe.runtime.language_model import causal_model_of, image_model_of, image_parts, keep_language_model
 from ptqpipe.runtime.loading import quiet, read_config
 from ptqpipe.runtime.mtp import add_mtp, find_mtp
 from ptqpipe.runtime.state import LazyTensor, lazy_state
@@ -50,8 +51,9 @@ class Skeleton:
 
         images  with the parts that only images pass, too
         """
+        check_experts(source.reader.config, source.tensors)
         config = read_config(source.reader.path)
-        model = _empty_model(config, dtype, source)
+        model = _empty_model(config, dtype, source, images=images)
         model = model if images else keep_language_model(model)
         conversions, layer = _conversions(model), find_mtp(source)
         blocks = _find_blocks(model, source)
@@ -61,6 +63,7 @@ class Skeleton:
         mtp = () if layer is None else ((MTP, model.mtp),)
         state = lazy_state(source)
         origins, unplaced = _place(state, model, conversions)
+        _check_apart(model, blocks, origins)
         return cls(model, blocks, origins, unplaced, dtype, state, conversions, mtp)
 
     @property
@@ -123,8 +126,8 @@ class Skeleton:
         return found
 
 
-def _empty_model(config: Any, dtype: torch.dtype, source: Source) -> Any:
-    model_class, config = causal_model_of(config, source.reader.path)
+def _empty_model(config: Any, dtype: torch.dtype, source: Source, *, images: bool) -> Any:
+    model_class, config = (image_model_of if images else causal_model_of)(config, source.reader.path)
     with quiet(), _empty():
         model = model_class._from_config(config, dtype=dtype)
     return model.eval()
@@ -197,6 +200,18 @@ def _load(skeleton: Skeleton, wanted: Mapping[str, LazyTensor], device: torch.de
     for parameter in skeleton.model.parameters():
         parameter.requires_grad_(False)
     return info
+
+
+def _check_apart(model: Any, blocks: Iterable[tuple[str, Any]], origins: Mapping[str, Any]) -> None:
+    """CheckpointError for decoder layers that share weights (Zamba's), of which the checkpoint has one copy: each layer
+    is filled and run by itself, and moments belong to one layer."""
+    layers = tuple(f"{name}." for name, _ in blocks)
+    for name, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if name.startswith(layers) and name not in origins and other in origins:
+            raise CheckpointError(
+                f"{type(model).__name__} has one weight in several decoder layers ('{name}' is '{other}') and cannot "
+                "be run layer by layer; convert it without statistics"
+            )
 
 
 def _find_blocks(model: Any, source: Source) -> tuple[tuple[str, torch.nn.Module], ...]:

@@ -6,7 +6,7 @@ Entries, experts without data and attention are named here; `statistics.py` is h
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ import torch
 
 from ptqpipe.calibration.collect import Collector, Slot
 from ptqpipe.calibration.moments import Moments, stand_in
+from ptqpipe.calibration.reverse import Gradients
 from ptqpipe.checkpoint import write_tensors
 from ptqpipe.inputs import InputStatistics, Moments as Means
 
+OUTPUTS_FILE = "outputs.safetensors"
 LEAST_EXPERT_TOKENS = 16  # an expert with fewer has no statistics of its own
 
 
@@ -70,6 +72,25 @@ def write_block(
         return None
     file = f"{name}.safetensors"
     return BlockRecord(modules, attention, tuple(unused), file, write_tensors(folder / file, tensors))
+
+
+def write_outputs(
+    folder: Path, found: Iterable[tuple[str, Gradients]], origins: Mapping[str, Sequence[str]]
+) -> BlockRecord:
+    """Writes ``outputs.safetensors``: of each linear module that is one tensor of the checkpoint the mean squares of
+    the gradients at its outputs; its part of stats.json.
+
+    found    (name of a block, its gradients)
+    origins  parameter of the model -> checkpoint tensors that make it
+    """
+    tensors = {}
+    for block, gradients in found:
+        for name, runs in gradients.outputs.items():
+            made_of = origins[f"{block}.{name}.weight"]
+            if len(made_of) == 1:
+                module = made_of[0].removesuffix(".weight")
+                tensors[f"{module}.output_moment"] = torch.cat([run.diagonal() for run in runs])
+    return BlockRecord({}, {}, (), OUTPUTS_FILE, write_tensors(folder / OUTPUTS_FILE, tensors))
 
 
 def _gathered(

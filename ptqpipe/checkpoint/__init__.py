@@ -33,7 +33,7 @@ from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
 from ptqpipe.checkpoint.partial import Paths, check_output, check_unfinished, completed_run, output_errors
 from ptqpipe.checkpoint.reader import CheckpointReader, Memory
 from ptqpipe.checkpoint.single_file import check_file, write_file
-from ptqpipe.checkpoint.source import cached_file, check_disjoint, nearest_path, resolve_source
+from ptqpipe.checkpoint.source import cached_file, check_disjoint, hub_name, name_of, nearest_path, resolve_source
 from ptqpipe.checkpoint.tensor_file import write_tensors
 from ptqpipe.checkpoint.writer import COPY_BYTES, CheckpointWriter, Mode, TensorWriter
 
@@ -69,8 +69,10 @@ __all__ = [
     "completed_run",
     "file_sha256",
     "holding",
+    "hub_name",
     "json_bytes",
     "margin",
+    "name_of",
     "natural_key",
     "nearest_path",
     "output_errors",

@@ -21,12 +21,16 @@ from ptqpipe.checkpoint.writer import Mode
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A run that has finished: its folder or file, what an index of it says, and what it took."""
+    """A run that has finished: its folder or file, what an index of it says, and what it took.
+
+    told  lines for people, of what was found on the way
+    """
 
     out: Path
     content: Mapping[str, Any]
     seconds: float
     peak_rss_bytes: int
+    told: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Finished {self.out} in {self.seconds:.1f} s>"

@@ -20,7 +20,7 @@ from typing import Final
 from ptqpipe.checkpoint.files import INDEX_NAME, SINGLE_NAME
 from ptqpipe.checkpoint.header import FileHeader, header_bytes, header_of, shown, tensor_bytes
 from ptqpipe.dtypes import DTYPES
-from ptqpipe.errors import OutputError
+from ptqpipe.errors import OutputError, UsageError
 
 MIN_SHARD_BYTES: Final = 256 * 2**20
 MAX_SHARD_BYTES: Final = 4 * 2**30
@@ -82,7 +82,7 @@ class ShardLayout:
         total = sum(sizes.values())
         limit = default_shard_bytes(total) if shard_bytes is None else shard_bytes
         if limit < 1:
-            raise OutputError(f"shards of {limit} bytes cannot hold anything; ask for at least 1 byte")
+            raise UsageError(f"--shard-size {limit} cannot hold anything; write a size such as 2GB")
         contents, group_shards = _fill(groups, sizes, limit)
         return cls._of(contents, group_shards, sizes)
 

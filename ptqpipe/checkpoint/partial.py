@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -38,7 +37,7 @@ from ptqpipe.checkpoint.journal import (
 )
 from ptqpipe.errors import AlreadyComplete, OutputError, OutputExists, WrongOutput
 from ptqpipe.quantities import disk_size
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.regular_file import read_json
 
 #: Folders that hold .safetensors and are no models, by the file that each has.
 KINDS: Final = MappingProxyType({"stats.json": "statistics", "rounding.json": "learned codes"})
@@ -176,10 +175,7 @@ def completed_run(out: Path, *, index_file: str | None = None) -> str | None:
 
     index_file  the file whose "run_id" says it; None for a model, where the record does
     """
-    try:
-        index = json.loads(read_regular(Path(out) / (index_file or RECORD_FILE), limit=MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
+    index = read_json(Path(out) / (index_file or RECORD_FILE))
     run_id = index.get("run_id") if isinstance(index, dict) else None
     return run_id if isinstance(run_id, str) else None
 

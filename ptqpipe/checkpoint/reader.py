@@ -9,9 +9,10 @@ This file knows names, dtypes, shapes and bytes; what they stand for is the cont
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -30,6 +31,7 @@ from ptqpipe.errors import CheckpointError
 
 #: Linux moves at most 2 GiB - 4 KiB in one call; smaller pieces cost nothing and let other threads in.
 _MAX_READ_BYTES: Final = 64 * 2**20
+_CHUNK_BYTES: Final = 8 * 2**20
 
 #: Writes the bytes of a tensor, from one on, into the whole of a buffer; called on many threads.
 Fill = Callable[[TensorEntry, memoryview, int], None]
@@ -154,6 +156,19 @@ class CheckpointReader:
         if not 0 <= start <= stop <= entry.nbytes or len(view) != stop - start:
             raise ValueError(f"bytes [{start}, {stop}) of {entry.nbytes} into a buffer of {len(view)}")
         self._read(entry, view, start)
+
+    def chunks(self, name: str, *, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytearray]]:
+        """(first byte, bytes) of bytes [start, stop) of a tensor, some megabytes at a time; all of it by default."""
+        end = self._entry(name).nbytes if stop is None else stop
+        for first in range(start, end, _CHUNK_BYTES):
+            yield first, self.read_bytes(name, start=first, stop=min(first + _CHUNK_BYTES, end))
+
+    def sha256(self, name: str, *, start: int = 0, stop: int | None = None) -> str:
+        """sha256 in hex of bytes [start, stop) of a tensor, of all of it by default."""
+        digest = hashlib.sha256()
+        for _, raw in self.chunks(name, start=start, stop=stop):
+            digest.update(raw)
+        return digest.hexdigest()
 
     def read_bytes(self, name: str, *, start: int = 0, stop: int | None = None) -> bytearray:
         """Bytes ``[start, stop)`` of a tensor of any dtype, as they lie in the file."""

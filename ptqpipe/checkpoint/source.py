@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ptqpipe.checkpoint.files import FOLDING_FILE
 from ptqpipe.checkpoint.header import shown
@@ -86,7 +86,9 @@ def check_folder(path: Path) -> Path:
     if path.suffix.lower() == ".gguf":
         raise UsageError(f"{shown(str(path))} is {_GGUF}")
     if not path.is_dir():
-        raise UsageError(f"{shown(str(path))} is a file, expected the folder that holds it; name the folder")
+        if path.suffix in (".safetensors", ".json", ".bin"):
+            raise UsageError(f"{shown(str(path))} is a file, expected the folder that holds it; name the folder")
+        raise UsageError(f"{shown(str(path))} is a file, expected a model: its folder, or its name on the hub")
     try:
         names = sorted(os.listdir(path))
     except OSError as error:
@@ -122,6 +124,29 @@ def check_folder(path: Path) -> Path:
     )
 
 
+def name_of(folder: Path) -> str:
+    """What a folder is called: the last part of its path as it was typed, a link by the link's own name.
+
+    A snapshot in the hub's cache is called as the repository; "." and ".." as the folders that they stand for.
+    """
+    if folder.name in ("", ".."):
+        folder = folder.resolve()
+    return _repository(folder).rpartition("/")[2] or folder.name or "model"
+
+
+def hub_name(path: Path) -> str | None:
+    """owner/model of a snapshot in the hub's cache; None for another folder."""
+    name = _repository(path.absolute())
+    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) else None
+
+
+def _repository(folder: Path) -> str:
+    """The repository, as owner/model, that a folder of the hub's cache is a snapshot of; empty for another folder."""
+    snapshots, repository = folder.parent.name, folder.parent.parent.name
+    inside = snapshots == "snapshots" and repository.startswith("models--")
+    return repository.removeprefix("models--").replace("--", "/") if inside else ""
+
+
 def check_disjoint(source: Path, out: Path) -> None:
     """Raises UsageError if the output would lie in the source, or contain it."""
     source, out = source.resolve(), Paths.of(out).out
@@ -148,12 +173,42 @@ def _download(model: str, revision: str | None) -> Path:
         raise missing_package(what, "huggingface_hub", "ptqpipe[hf]") from None
     try:
         return Path(huggingface_hub.snapshot_download(model, revision=revision, ignore_patterns=_IGNORED_ON_HUB))
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        raise UsageError(
-            f"{shown(model)} is neither a local folder nor in the hub's cache, and the hub was not reached "
-            f"(offline, or HF_HUB_OFFLINE is set); {nearest_path(Path(model)) or 'go online or name a folder'}"
-        ) from None
-    except (errors.HfHubHTTPError, OSError, ValueError) as error:  # HFValidationError is a ValueError
-        reason = shown(first_line(error))[1:-1]
-        remedy = nearest_path(Path(model)) or "check the name and access"
-        raise UsageError(f"{shown(model)} cannot be fetched from the hub: {reason}; {remedy}") from None
+    except Exception as error:  # of what kind depends on its version and its transport
+        raise UsageError(f"{shown(model)} {_why_not_fetched(error, errors, nearest_path(Path(model)))}") from None
+
+
+def _why_not_fetched(error: Exception, errors: Any, meant: str) -> str:
+    """What is wrong with a model on the hub, and the remedy.
+
+    errors  huggingface_hub's
+    meant   a question about a folder of nearly that name; empty without one
+    """
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        return "is gated on the hub: ask for access on its page, and set HF_TOKEN or run hf auth login"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "is neither a local folder nor a model on the hub that your token may see; "
+            f"{meant or 'check the name; a private one needs HF_TOKEN or hf auth login'}"
+        )
+    if status in (401, 403):
+        return "is refused by the hub: the token is not valid there; set HF_TOKEN or run hf auth login"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        # huggingface_hub says so of an answer of the hub that it cannot use, too
+        asked = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+        if asked is not None:
+            return f"is not in the hub's cache, and the hub answered {asked}; try again later or name a folder"
+        partly = getattr(errors, "IncompleteSnapshotError", None)
+        if partly is not None and isinstance(error, partly):
+            return (
+                "is in the hub's cache in part alone, and the hub was not reached (offline, or HF_HUB_OFFLINE is set); "
+                "go online: what is there is not fetched again"
+            )
+        return (
+            "is neither a local folder nor in the hub's cache, and the hub was not reached "
+            f"(offline, or HF_HUB_OFFLINE is set); {meant or 'go online or name a folder'}"
+        )
+    reason = shown(first_line(error))[1:-1]
+    if isinstance(error, ValueError) or status is not None:  # HFValidationError is a ValueError
+        return f"cannot be fetched from the hub: {reason}; {meant or 'check the name and access'}"
+    return f"was not fetched to its end ({reason}); the same command fetches what is missing"

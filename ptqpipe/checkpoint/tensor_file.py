@@ -21,15 +21,18 @@ from ptqpipe.dtypes import DTYPE_NAMES
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     """Writes CPU tensors of any dtype in the order of their names; on disk when this returns. Its sha256 in hex.
 
-    Raises OutputError.
+    The file appears under its name only when it is complete: a run that is killed meanwhile leaves nothing that another
+    one would read. Raises OutputError.
     """
     names = sorted(tensors)
     header = header_bytes([(name, DTYPE_NAMES[tensors[name].dtype], tuple(tensors[name].shape)) for name in names])
-    digest = hashlib.sha256()
-    with output_errors(path), open(path, "wb") as file:
-        for chunk in (memoryview(header), *(bytes_of(tensors[name].contiguous()) for name in names)):
-            digest.update(chunk)
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
+    digest, growing = hashlib.sha256(), path.with_name(f"{path.name}.growing")
+    with output_errors(path):
+        with open(growing, "wb") as file:
+            for chunk in (memoryview(header), *(bytes_of(tensors[name].contiguous()) for name in names)):
+                digest.update(chunk)
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        growing.replace(path)
     return digest.hexdigest()

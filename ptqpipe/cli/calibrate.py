@@ -1,7 +1,6 @@
 """Commands that prepare a conversion: calibrate, generate, tune, plan."""
 
 import json
-from typing import TYPE_CHECKING
 
 import click
 
@@ -25,9 +24,6 @@ from ptqpipe.cli.parameters import (
 )
 from ptqpipe.errors import UsageError
 from ptqpipe.options import ALGORITHMS
-
-if TYPE_CHECKING:
-    from ptqpipe.stages.plan.cost import Measurement
 
 
 @command(
@@ -53,7 +49,8 @@ ptqpipe calibrate MODEL --data wikitext:wikitext-2-raw-v1:train -o stats
     metavar="KINDS",
     help="Second moments of the inputs to collect, with commas: diagonal, block (16x16), full. GPTQ, the default of "
     "convert --stats, needs full, which takes 4 bytes for every pair of a layer's inputs, twice with held-out windows. "
-    "diagonal,block is small and fits convert --algorithm rtn.",
+    "diagonal,block is small and fits convert --algorithm rtn. kl, which is small, too, runs the model backwards once: "
+    "plan then chooses by KL divergence.",
 )
 @click.option(
     "--dtype",
@@ -65,6 +62,7 @@ ptqpipe calibrate MODEL --data wikitext:wikitext-2-raw-v1:train -o stats
 @click.option("-o", "--out", **OUT, help="Folder of statistics to write.")
 @click.option(
     "--device",
+    metavar="DEVICE",
     default="cpu",
     show_default=True,
     help="Device that computes: cpu, cuda:N, cuda (all GPUs share the samples; under torchrun one GPU per rank), auto.",
@@ -91,7 +89,7 @@ def calibrate(given: Given) -> None:
             machine=machine,
             ranks=ranks_of(),
             devices=[machine.device, *map(torch.device, devices[1:])],
-            warn=lambda line: click.echo(f"Warning: {line}", err=True),
+            warn=lambda line: given.show(f"warning: {line}", err=True),
             log=given.log,
         )
     if done is None:
@@ -99,7 +97,7 @@ def calibrate(given: Given) -> None:
     if given.as_json:
         click.echo(json.dumps(text.to_json(done)))
         return
-    click.echo(text.render(done))
+    given.show(text.render(done))
     next_steps.say_next(given, next_steps.calibrate)
 
 
@@ -141,7 +139,7 @@ def generate(given: Given) -> None:
         log=given.log,
     )
     samples, held_out, seqlen = (done.content[name] for name in ("samples", "held_out", "seqlen"))
-    click.echo(
+    given.show(
         f"{done.out}: {samples} windows of {seqlen} tokens and {held_out} more to hold out, in {done.seconds:.1f} s"
     )
     windows = ["--samples", samples, "--seqlen", seqlen]
@@ -158,7 +156,7 @@ ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
 @data_options("Windows of text to learn from.", "Seed that chooses the windows and their order.")
 @RECIPE
 @STATS
-@recipe_options("container")
+@recipe_options("container", "rotate")
 @click.option(
     "--algorithm",
     type=click.Choice(list(ALGORITHMS)),
@@ -167,32 +165,34 @@ ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
 )
 @click.option(
     "--method",
-    type=click.Choice(["gptq", "layerwise", "gptq+learned", "learned"]),
+    type=click.Choice(["gptq", "kl", "layerwise", "gptq+learned", "learned"]),
     default="gptq",
     show_default=True,
     help="How codes are found: by GPTQ in the order of the model, each layer compensating for the error that earlier "
-    "layers introduced (gptq), by GPTQ of each layer by itself, in half the time (layerwise), by gradient descent "
-    "(learned), or by both (gptq+learned).",
+    "layers introduced (gptq), the same and then gradient descent on the KL divergence of the whole model, which is in "
+    "memory (kl), by GPTQ of each layer by itself, in half the time (layerwise), by gradient descent on each layer's "
+    "output (learned), or by both (gptq+learned).",
 )
 @click.option(
     "--metric",
     type=click.Choice(["kl", "output"]),
-    help="What an error costs, for --method gptq: what it adds to the KL divergence of the model, by gradients of the "
-    "model run backwards (kl), or its square at the layer's output, in half of the time (output).  [default: kl; of "
-    "gptq+learned, output]",
+    help="What an error costs, for --method gptq and kl: what it adds to the KL divergence of the model, by gradients "
+    "of the model run backwards (kl), or its square at the layer's output, in half of the time (output).  [default: "
+    "kl; of gptq+learned, output]",
 )
 @click.option(
     "--share",
     type=float,
     metavar="F",
-    help="Fraction of the error of earlier layers that each layer compensates for, 0 to 1; for --method gptq.  "
+    help="Fraction of the error of earlier layers that each layer compensates for, 0 to 1; for --method gptq and kl.  "
     "[default: 0.5]",
 )
 @click.option(
     "--steps",
     type=int,
     metavar="N",
-    help="Steps of gradient descent in each decoder layer; for --method learned.  [default: 200]",
+    help="Steps of gradient descent: in each decoder layer (--method learned), or of the whole model (--method kl).  "
+    "[default: 200; of kl 100]",
 )
 @click.option("-o", "--out", **OUT, help="Folder of codes to write.")
 @DEVICE
@@ -205,17 +205,17 @@ def tune(given: Given) -> None:
     """
     from ptqpipe.stages.tune import options as of_tune, run as stage, text
 
-    if given.share is not None and "gptq" not in given.method:
-        raise UsageError("--share belongs to --method gptq and gptq+learned; add it, or leave --share out")
-    if given.metric is not None and "gptq" not in given.method:
-        raise UsageError("--metric belongs to --method gptq; add it, or leave --metric out")
-    if given.steps is not None and "learned" not in given.method:
-        raise UsageError("--steps belongs to --method learned and gptq+learned; add it, or leave --steps out")
+    if given.share is not None and "gptq" not in given.method and given.method != "kl":
+        raise UsageError("--share belongs to --method gptq, kl and gptq+learned; add it, or leave --share out")
+    if given.metric is not None and "gptq" not in given.method and given.method != "kl":
+        raise UsageError("--metric belongs to --method gptq and kl; add it, or leave --metric out")
+    if given.steps is not None and "learned" not in given.method and given.method != "kl":
+        raise UsageError("--steps belongs to --method kl, learned and gptq+learned; add it, or leave --steps out")
     options = given.into(
         of_tune.TuneOptions,
         data_field=given.field,
         share=of_tune.SHARE if given.share is None else given.share,
-        settings=of_tune.settings_of(given.steps, seed=given.seed),
+        settings=of_tune.settings_of(given.steps, method=given.method, seed=given.seed),
     )
     machine = given.machine(given.device, waits=False)
     with says_how_to_resume(given.out, given.mode):
@@ -234,7 +234,7 @@ def tune(given: Given) -> None:
     if given.as_json:
         click.echo(json.dumps(text.to_json(done)))
         return
-    click.echo(text.render(done))
+    given.show(text.render(done))
     next_steps.say_next(given, next_steps.tune)
 
 
@@ -292,17 +292,16 @@ def plan(given: Given) -> None:
     """
     from ptqpipe.stages.pipeline import call
     from ptqpipe.stages.plan import run as stage, text
+    from ptqpipe.stages.plan.measure import sensitivity
 
-    if given.measure is None and (given.max_tokens is not None or given.seqlen is not None):
-        raise UsageError("--max-tokens and --seqlen belong to --measure; add it")
+    costs = sensitivity(given.stats, given.measure, given.out, tokens=given.max_tokens, seqlen=given.seqlen)
     stage.check_recipe_target(given.out)
     formats = call.formats_for(given.pipeline)
     found = stage.plan_mixed(
         given.model,
         stage.Budget.parse(given.budget),
         formats=formats,
-        stats=given.stats,
-        measurement=None if given.measure is None else _measurement(given),
+        sensitivity=costs,
         machine=given.machine(),
         container=None if given.reader is None else call.container_of_all(given.reader, formats),
         log=given.log,
@@ -311,16 +310,5 @@ def plan(given: Given) -> None:
     if given.as_json:
         click.echo(json.dumps(text.to_json(found)))
         return
-    click.echo(f"{text.render(found)}\n{given.out} is the recipe")
+    given.show(f"{text.render(found)}\n{given.out} is the recipe")
     next_steps.say_next(given, next_steps.plan)
-
-
-def _measurement(given: Given) -> "Measurement":
-    from ptqpipe.stages.plan.cost import DEFAULT_TOKENS, Measurement
-
-    return Measurement(
-        text=given.measure,
-        record=given.out.with_name(f"{given.out.name}.measured.jsonl"),
-        tokens=DEFAULT_TOKENS if given.max_tokens is None else given.max_tokens,
-        seqlen=given.seqlen,
-    )

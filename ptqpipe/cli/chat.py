@@ -1,5 +1,6 @@
 """The command that talks with a checkpoint, or with a service, in the terminal."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -7,7 +8,7 @@ from typing import TypeVar
 
 import click
 
-from ptqpipe.cli.common import Given, command
+from ptqpipe.cli.common import Given, command, wrapped
 from ptqpipe.cli.serve import serve
 from ptqpipe.errors import UsageError
 
@@ -28,6 +29,7 @@ def _options_of_serve(function: F) -> F:
 @click.option("--url", metavar="URL", help="Talk with a running service of OpenAI's API instead of loading CKPT.")
 @click.option(
     "--api-key",
+    metavar="KEY",
     envvar="PTQPIPE_API_KEY",
     help="Key that the service at --url asks for.  [default: $PTQPIPE_API_KEY]",
 )
@@ -51,7 +53,7 @@ def chat(given: Given) -> None:
     """Talk with a checkpoint in the terminal.
 
     CKPT is loaded as `ptqpipe serve` does. Through a pipe, standard input is one question and standard output its
-    answer. /help lists what can be typed beside messages.
+    answer. /help lists what can be typed instead of a message.
     """
     if (given.ckpt is None) == (given.url is None):
         raise UsageError("name a checkpoint to load, or the --url of a running service: one of them")
@@ -62,7 +64,7 @@ def chat(given: Given) -> None:
         url = stack.enter_context(_served(given)) if given.url is None else given.url
         talk = Chat(url, api_key=given.api_key, sampling=sampling, system=given.system)
         if sys.stdin.isatty():
-            Talk(talk, say=_say, note=lambda line: click.secho(line, dim=True, err=True)).run()
+            Talk(talk, say=_say, note=_note).run()
         else:
             answer_once(talk, sys.stdin.read(), _say)
 
@@ -74,8 +76,12 @@ def _served(given: Given) -> AbstractContextManager[str]:
 
     given_here = {"port": 0, "max_len": given.max_model_len, "threads": given.workers, "max_seqs": 1}
     options = given.into(ServeOptions, ckpt=str(resolve_source(given.ckpt)), **given_here)
-    shown = sys.stderr.isatty()
-    return serving(options, log=lambda line: click.secho(line, dim=True, err=True) if shown else None)
+    return serving(options, log=_note if sys.stderr.isatty() else lambda line: None)
+
+
+def _note(line: str) -> None:
+    """A line that is no answer."""
+    click.secho(wrapped(line, shutil.get_terminal_size().columns), dim=True, err=True)
 
 
 def _say(piece: str) -> None:

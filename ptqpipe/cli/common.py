@@ -9,7 +9,9 @@ import io
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -22,12 +24,11 @@ from click.core import ParameterSource
 
 from ptqpipe._version import __version__
 from ptqpipe.cli.help import Command, Commands, examples
-from ptqpipe.cli.loading import announce_imports
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, first_line, one_line
 from ptqpipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
 
 if TYPE_CHECKING:
-    from ptqpipe.stages.common.machine import Machine, Ranks
+    from ptqpipe.machine import Machine, Ranks
 
 T = TypeVar("T")
 
@@ -70,7 +71,14 @@ class Given(SimpleNamespace):
     @property
     def log(self) -> Callable[[str], None] | None:
         """Prints a line on stderr, the header of a run; None where --quiet or --json asks for none."""
-        return None if self.silent else lambda line: click.echo(line, err=True)
+        return None if self.silent else lambda line: self.show(line, err=True)
+
+    def show(self, text: str, *, err: bool = False) -> None:
+        """Prints text for people on stdout, or on stderr: in a terminal, long lines go on in the next at a word. With
+        --json it is data, and printed as it is."""
+        stream = sys.stderr if err else sys.stdout
+        fits = getattr(self, "as_json", False) or not stream.isatty()
+        click.echo(text if fits else wrapped(text, shutil.get_terminal_size().columns), err=err)
 
     def say_unused_gpu(self) -> None:
         """Says on stderr that a GPU is not used, where there is one and nobody chose a device; not under --quiet or
@@ -89,6 +97,21 @@ class Given(SimpleNamespace):
         self.say_unused_gpu()
         limit = getattr(self, "max_memory", 8 << 30)
         return machine_of(self.workers, device, limit, progress=not self.silent, waits=waits)
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text with lines of at most ``width`` characters, as far as there are spaces: the rest of a longer one stands
+    below it, further to the right. Rows of tables, which have runs of spaces, stay as they are."""
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        if len(line) <= width or "  " in line.strip():
+            lines.append(line)
+        else:
+            wrapper = textwrap.TextWrapper(width, subsequent_indent=f"{indent}  ")
+            wrapper.break_long_words = wrapper.break_on_hyphens = False
+            lines += wrapper.wrap(line)
+    return "\n".join(lines)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -116,8 +139,6 @@ def command(
     def decorate(function: Callable[[Given], None]) -> click.Command:
         def call(**parameters: Any) -> None:
             given = Given(**parameters)
-            if sys.stderr.isatty() and not given.silent:
-                announce_imports()
             with _errors_in_one_line(lambda: leaves if isinstance(leaves, str) else leaves(given)):
                 function(given)
 
@@ -192,14 +213,14 @@ def machine_of(workers: int | None, device: str, max_memory: int, *, progress: b
     """
     import torch
 
-    from ptqpipe.stages.common.machine import Machine, compute_threads, default_workers
+    from ptqpipe.machine import Machine, compute_threads, default_workers
 
     if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
         raise UsageError(f"--device {device!r} is unknown; use cpu, cuda or cuda:N")
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise UsageError(f"--device {device} needs a GPU that torch can use; none is visible, use --device cpu")
-        from ptqpipe.stages.common.machine import require_device_kernels
+        from ptqpipe.machine import require_device_kernels
 
         require_device_kernels()
         device = device if ":" in device else f"cuda:{_environment('LOCAL_RANK', 0, least=0)}"
@@ -228,7 +249,7 @@ def devices_of(device: str) -> list[str]:
 
 def ranks_of() -> "Ranks":
     """This process among those of a torchrun, joined by gloo; rank 0 of 1 without one."""
-    from ptqpipe.stages.common.machine import Ranks
+    from ptqpipe.machine import Ranks
 
     world = _environment("WORLD_SIZE", 1, least=1)
     if world == 1:

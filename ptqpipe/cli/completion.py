@@ -7,6 +7,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from ptqpipe.cli.common import Given, command, main
+from ptqpipe.errors import UsageError
 
 _PLACES = {
     "bash": "~/.local/share/bash-completion/completions/ptqpipe",
@@ -92,13 +93,15 @@ ptqpipe completion bash > ~/.local/share/bash-completion/completions/ptqpipe
 ptqpipe completion fish > ~/.config/fish/completions/ptqpipe.fish
 """
 )
-@click.argument("shell", type=click.Choice(list(_PLACES)))
+@click.argument("shell", type=click.Choice(list(_PLACES)), required=False, metavar="{bash|zsh|fish}")
 def completion(given: Given) -> None:
     """Print a script for completion by bash, zsh or fish.
 
     The first line of the script says where it belongs. A new shell then completes commands, options, formats,
     containers, recipes, searches and folders.
     """
+    if given.shell is None:
+        raise UsageError("no shell is named, expected bash, zsh or fish; for example: ptqpipe completion bash")
     shell = get_completion_class(given.shell)
     assert shell is not None, "the shells of _PLACES are click's"
     script = shell(main, {}, "ptqpipe", "_PTQPIPE_COMPLETE").source()

@@ -79,8 +79,8 @@ def convert(given: Given) -> None:
     with prepared:
         no_config = tables.missing_config(prepared)
         if given.dry_run:
-            _warn(no_config)
-            click.echo(
+            _warn(given, no_config)
+            given.show(
                 json.dumps(tables.plan_json(prepared, machine))
                 if given.as_json
                 else tables.plan_text(prepared, machine)
@@ -88,15 +88,15 @@ def convert(given: Given) -> None:
             return
         ranks = ranks_of()
         if ranks.rank == 0:
-            _warn(no_config)
+            _warn(given, no_config)
         pushed = also_complete(given.push if ranks.rank == 0 else None)
         with says_how_to_resume(prepared.out, mode), _stop_is_interrupt(), pushed:
             if ranks.rank == 0 and not given.as_json:
                 check_output(prepared.out, mode=mode)  # before the header, which says what will be done
-                click.echo(tables.header_text(prepared, machine))
+                given.show(tables.header_text(prepared, machine))
             done = stage.convert(prepared, mode=mode, machine=machine, ranks=ranks)
     if done is not None:
-        click.echo(json.dumps(tables.converted_json(done)) if given.as_json else tables.converted_text(done))
+        given.show(json.dumps(tables.converted_json(done)) if given.as_json else tables.converted_text(done))
         _upload(given, done.out)
         if no_config is None:  # nothing measures or serves what has none
             next_steps.say_next(given, next_steps.convert, done.out, done.record["container"] != "ptqpipe")
@@ -123,18 +123,18 @@ def _pipeline(given: Given, work: PipelineOptions) -> None:
     prepared = prepare(given.model, given.recipe, given.recipe_path, given.out, work, mode, machine)
     prepared.command = this_call()
     with says_how_to_resume(prepared.out, mode), _stop_is_interrupt(), also_complete(given.push):
-        say = (lambda line: None) if given.as_json else click.echo
+        say = (lambda line: None) if given.as_json else given.show
         made = stage.run(prepared, say=say)
-    click.echo(json.dumps(text.to_json(made)) if given.as_json else text.render(made))
+    given.show(json.dumps(text.to_json(made)) if given.as_json else text.render(made))
     _upload(given, made.out)
     elsewhere = made.record["container"] != "ptqpipe"
     next_steps.say_next(given, next_steps.convert, made.out, elsewhere, made.evaluation is not None, made.report)
 
 
-def _warn(line: str | None) -> None:
+def _warn(given: Given, line: str | None) -> None:
     """A line on stderr, if there is one."""
     if line is not None:
-        click.echo(f"warning: {line}", err=True)
+        given.show(f"warning: {line}", err=True)
 
 
 @contextmanager
@@ -157,17 +157,23 @@ def relayout(given: Given) -> None:
 
     The codes and scales of CKPT stay the same: nothing is quantized again.
     """
-    from ptqpipe.stages.common.text import name_of
+    from ptqpipe.checkpoint import name_of
     from ptqpipe.stages.relayout import run as stage, text
 
     container = given.container.lower().replace("_", "-")
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{container}")
     with says_how_to_resume(out, given.mode):
         done = stage.relayout(
-            given.ckpt, out, container=given.container, mode=given.mode, machine=given.machine(), ranks=ranks_of()
+            given.ckpt,
+            out,
+            container=given.container,
+            mode=given.mode,
+            machine=given.machine(),
+            ranks=ranks_of(),
+            log=given.log,
         )
     if done is not None:
-        click.echo(json.dumps(text.to_json(done)) if given.as_json else text.render(done))
+        given.show(json.dumps(text.to_json(done)) if given.as_json else text.render(done))
         next_steps.say_next(given, next_steps.relayout, done.out, done.record["container"] != "ptqpipe")
 
 
@@ -187,16 +193,22 @@ def dequantize(given: Given) -> None:
 
     Every tool that loads the original model loads the result.
     """
+    from ptqpipe.checkpoint import name_of
     from ptqpipe.stages import dequantize as stage
-    from ptqpipe.stages.common.text import name_of
 
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{given.dtype}")
     with says_how_to_resume(out, given.mode):
         done = stage.dequantize(
-            given.ckpt, out, dtype=given.dtype, mode=given.mode, machine=given.machine(), ranks=ranks_of()
+            given.ckpt,
+            out,
+            dtype=given.dtype,
+            mode=given.mode,
+            machine=given.machine(),
+            ranks=ranks_of(),
+            log=given.log,
         )
     if done is not None:
-        click.echo(json.dumps(stage.to_json(done)) if given.as_json else stage.render(done))
+        given.show(json.dumps(stage.to_json(done)) if given.as_json else stage.render(done))
         next_steps.say_next(given, next_steps.dequantize, done.out)
 
 
@@ -217,12 +229,19 @@ def dequantize(given: Given) -> None:
     "--edges",
     type=names,
     metavar="KINDS",
-    help="Where factors move, with commas: from a norm to the layers that read it (norm), from v_proj to o_proj "
-    "(value), from up_proj to down_proj (up).  [default: each transform's own]",
+    help="Where factors move, with commas: from a norm to the layers that read it (norm), within latent "
+    "attention (latent), from v_proj to o_proj (value), from up_proj to down_proj (up).  "
+    "[default: each transform's own]",
 )
 @click.option("--block", type=int, default=32, show_default=True, help="Size of the Hadamard blocks, 16 to 128.")
 @click.option("--untie", is_flag=True, help="Write an output head that shares the embedding as a tensor of its own.")
-@click.option("--format", default="nvfp4", show_default=True, help="Number format for which awq and aqas search.")
+@click.option(
+    "--format",
+    metavar="NAME",
+    default="nvfp4",
+    show_default=True,
+    help="Number format for which awq and aqas search.",
+)
 @click.option(
     "--dtype",
     type=Dtype("bf16", "fp16", "fp32", long=False),
@@ -251,13 +270,14 @@ def transform(given: Given) -> None:
             mode=given.mode,
             machine=given.machine(),
             ranks=ranks_of(),
+            log=given.log,
         )
     if done is None:
         return
     if given.as_json:
         click.echo(json.dumps(text.to_json(done)))
         return
-    click.echo(text.render(done))
+    given.show(text.render(done))
     next_steps.say_next(given, next_steps.transform)
 
 
@@ -278,5 +298,5 @@ def demo(given: Given) -> None:
     from ptqpipe.stages import demo as stage
 
     machine = machine_of(None, "cpu", 2 << 30, progress=False)
-    stage.run_demo(given.out, machine=machine, show=click.echo)
+    stage.run_demo(given.out, machine=machine, show=given.show)
     next_steps.say_next(given, next_steps.demo, stage.SCHEMES[0])

@@ -10,7 +10,7 @@ import click
 
 from ptqpipe.cli import next_steps
 from ptqpipe.cli.common import Given, command, main, this_call
-from ptqpipe.cli.parameters import JSON, PATH, QUIET, Dtype, Existing, Size, names
+from ptqpipe.cli.parameters import DEVICE, FIELD, JSON, PATH, QUIET, Dtype, Existing, Size, names
 from ptqpipe.errors import UsageError
 
 
@@ -31,6 +31,7 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
     help="Text to score: .txt, .jsonl or .parquet files, a folder of them, or a data set of the datasets library. "
     "Repeatable.  [default: a sample text, about 30,000 tokens]",
 )
+@FIELD
 @click.option(
     "--seqlen", type=int, metavar="N", help="Tokens in each window.  [default: the model's positions, at most 2048]"
 )
@@ -56,7 +57,7 @@ ptqpipe eval CKPT --tasks local_piqa --task-data FOLDER --limit 200
     show_default=True,
     help="Float type that both models compute in; auto is the checkpoint's own.",
 )
-@click.option("--device", default="cpu", show_default=True, help="Device that computes: cpu, cuda or cuda:N.")
+@DEVICE
 @click.option(
     "--activations",
     type=click.Choice(["simulated", "none"]),
@@ -107,11 +108,11 @@ def evaluate(given: Given) -> None:
     given.say_unused_gpu()
     result = stage.evaluate(given.ckpt, source=given.source, options=options, progress=shown, log=given.log)
     try:
-        click.echo(json.dumps(result) if given.as_json else f"{report.render(result)}\n")
+        given.show(json.dumps(result) if given.as_json else f"{report.render(result)}\n")
     finally:  # shown even if it cannot be written, written even if nobody reads on
-        report.write(result, target, ckpt=Path(given.ckpt), warn=lambda line: click.echo(f"warning: {line}", err=True))
+        report.write(result, target, ckpt=Path(given.ckpt), warn=lambda line: given.show(f"warning: {line}", err=True))
     if not given.as_json:
-        click.echo(f"written to {target}")
+        given.show(f"written to {target}")
         config = read_json_object(resolve_source(given.ckpt) / "config.json")
         next_steps.say_next(given, next_steps.evaluate, target, "quantization_config" in config)
 

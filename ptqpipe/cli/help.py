@@ -3,11 +3,13 @@
 Both tables hold names alone. A command or an option that no group names comes last, under "More".
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import click
 
+from ptqpipe.cli.loading import announce_imports
 from ptqpipe.cli.spelling import ALIASES, add_former, check_command, name_here
 
 T = TypeVar("T")
@@ -34,7 +36,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "weighting", "damping", "refine", "low_rank", "low_rank_dtype", "bias_correction", "moments", "method",
         "metric", "share", "steps", "alpha", "powers_of_two", "edges", "block", "untie", "evaluation", "eval", "report",
     ),
-    "Activations and key-value cache": ("activations", "input_amax", "input_scale", "headroom", "kv_cache"),
+    "Activations and key-value cache": ("activations", "rotate", "input_amax", "input_scale", "headroom", "kv_cache"),
     "Address": ("url", "host", "port", "allowed_hosts", "api_key", "name", "access_log"),
     "Limits": (
         "max_model_len", "max_num_seqs", "max_batch_tokens", "max_queue", "max_body", "kv_cache_size", "drain_s",
@@ -52,6 +54,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 LONG = 12  # options
+_NUMBERS = {"integer": "N", "integer range": "N", "float": "X"}  # by the names of click's types
 
 
 def in_groups(items: Mapping[str, T], groups: Mapping[str, Iterable[str]]) -> dict[str, list[T]]:
@@ -100,12 +103,27 @@ class Commands(click.Group):
 class Command(click.Command):
     """A command whose options stand in groups (`OPTIONS`) if there are many. It takes former spellings of them, too."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Click's; a number is N or X in the help, whatever declares it."""
+        super().__init__(*args, **kwargs)
+        for one in self.params:
+            one.metavar = one.metavar or _NUMBERS.get(one.type.name)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Click's; an option that other tools have gets the name that it has here."""
+        """Click's; an option that other tools have gets the name that it has here.
+
+        From here on a terminal shows what is being imported: to see whether a name is that of a model takes torch.
+        """
+        if sys.stderr.isatty() and not ctx.resilient_parsing and {"-q", "--quiet", "--json"}.isdisjoint(args):
+            announce_imports()
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             raise name_here(error, self.get_params(ctx)) from None
+        except click.MissingParameter as error:
+            if isinstance(error.param, click.Option) and error.param.help:
+                error.message = error.param.help.partition("  [")[0].rstrip(".")
+            raise
 
     def make_parser(self, ctx: click.Context) -> Any:
         """Click's parser, with the former spellings."""

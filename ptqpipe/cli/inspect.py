@@ -1,6 +1,7 @@
 """Commands that look at checkpoints and change nothing: inspect, verify, diff, report, recipes, doctor, formats."""
 
 import json
+import shutil
 import sys
 
 import click
@@ -50,7 +51,7 @@ def verify(given: Given) -> None:
         progress=sys.stderr.isatty() and given.log is not None,
         log=given.log,
     )
-    click.echo(json.dumps(to_json(report)) if given.as_json else render(report, all_faults=given.all_faults))
+    given.show(json.dumps(to_json(report)) if given.as_json else render(report, all_faults=given.all_faults))
     next_steps.say_next(given, next_steps.verify, report.ok)
     sys.exit(1 if report.faults else 0)
 
@@ -66,7 +67,7 @@ def inspect(given: Given) -> None:
     from ptqpipe.stages import inspect as stage
 
     report = stage.inspect(given.ckpt)
-    click.echo(json.dumps(stage.to_json(report)) if given.as_json else stage.render(report))
+    given.show(json.dumps(stage.to_json(report)) if given.as_json else stage.render(report))
     next_steps.say_next(given, next_steps.inspect, bool(report.weights))
 
 
@@ -82,8 +83,9 @@ def diff(given: Given) -> None:
     from ptqpipe.stages import diff as stage
 
     report = stage.diff(given.a, given.b)
-    click.echo(json.dumps(stage.to_json(report)) if given.as_json else stage.render(report))
-    next_steps.say_next(given, next_steps.diff, report.equal)
+    given.show(json.dumps(stage.to_json(report)) if given.as_json else stage.render(report))
+    backwards = report.container_b == "plain" != report.container_a
+    next_steps.say_next(given, next_steps.diff, report.equal, backwards)
     sys.exit(0 if report.equal else 1)
 
 
@@ -124,7 +126,7 @@ def report(given: Given) -> None:
         if given.source is not None or given.evaluation is not None or given.all_rows:
             raise UsageError("--source, --eval and --all are for a report on one checkpoint; leave them out")
         path, lines = compare(given.ckpts, out=given.out, kind=given.kind, machine=machine, log=given.log)
-        click.echo(lines)
+        given.show(lines)
         next_steps.say_next(given, next_steps.report, path)
         return
     from ptqpipe.stages.report.run import make_report
@@ -140,7 +142,7 @@ def report(given: Given) -> None:
         machine=machine,
         log=given.log,
     )
-    click.echo(lines)
+    given.show(lines)
     next_steps.say_next(given, next_steps.report, path)
 
 
@@ -176,7 +178,11 @@ def doctor(given: Given) -> None:
     from ptqpipe.stages import doctor as stage
 
     checks = stage.examine()
-    click.echo(json.dumps(stage.to_json(checks)) if given.as_json else stage.render(checks))
+    if given.as_json:
+        click.echo(json.dumps(stage.to_json(checks)))
+        return
+    click.echo(stage.render(checks, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    next_steps.say_next(given, next_steps.doctor)
 
 
 @command(example="ptqpipe formats")

@@ -4,6 +4,7 @@ One function for each command, called as it is. Nothing is printed with --json o
 """
 
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,14 +21,32 @@ def say_next(given: Given, steps: Callable[..., Iterator[Call]], *facts: object)
     if given.silent:
         return
     head = "Next: "
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for call in steps(given, *facts):
-        click.echo(head + shlex.join(map(_word, call)))
+        click.echo(head + _in_lines([_word(word) for word in call], columns))
         head = " " * len(head)
 
 
 def _word(value: object) -> str:
     """A word of a call; a path that begins with a dash would be taken for an option."""
     return f"./{value}" if isinstance(value, Path) and str(value).startswith("-") else str(value)
+
+
+def _in_lines(words: list[str], columns: int | None) -> str:
+    """A call as a shell reads it; one that a terminal of ``columns`` would break is broken before options, where a
+    shell takes it, too."""
+    lines, room = [""], sys.maxsize if columns is None else columns - len("Next: ") - len(" \\")
+    parts: list[list[str]] = []
+    for word in words:
+        if word.startswith("-") or not parts:
+            parts.append([])
+        parts[-1].append(word)
+    for part in map(shlex.join, parts):
+        if lines[-1] and len(lines[-1]) + 1 + len(part) > room:
+            lines.append(f"          {part}")
+        else:
+            lines[-1] += f" {part}" if lines[-1] else part
+    return " \\\n".join(lines)
 
 
 def convert(
@@ -106,10 +125,16 @@ def inspect(given: Given, quantized: bool) -> Iterator[Call]:
     yield "ptqpipe", "verify" if quantized else "convert", given.ckpt
 
 
-def diff(given: Given, equal: bool) -> Iterator[Call]:
-    """How much a difference is; nothing for none."""
+def diff(given: Given, equal: bool, backwards: bool = False) -> Iterator[Call]:
+    """How much a difference is; nothing for none. ``backwards``: A is what was made, B what it was made from."""
     if not equal:
-        yield "ptqpipe", "eval", given.b, "--source", given.a
+        made, source = (given.a, given.b) if backwards else (given.b, given.a)
+        yield "ptqpipe", "eval", made, "--source", source
+
+
+def doctor(given: Given) -> Iterator[Call]:
+    """See it work."""
+    yield "ptqpipe", "demo"
 
 
 def evaluate(given: Given, target: Path, quantized: bool) -> Iterator[Call]:

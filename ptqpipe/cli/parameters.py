@@ -17,7 +17,18 @@ from ptqpipe.quantities import bytes_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-PATH = click.Path(path_type=Path)
+EMPTY = "the name is empty, expected that of a file or folder; is a variable of the shell not set?"
+
+
+class Place(click.Path):
+    """A file or folder that the call names. An empty name is refused: it would mean the working folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Click's path; click's error for an empty one."""
+        return self.fail(EMPTY, param, ctx) if value == "" else super().convert(value, param, ctx)
+
+
+PATH = Place(path_type=Path)
 OUT: dict[str, Any] = {"type": PATH, "required": True}
 
 MAX_SIZE = 2**62  # bytes
@@ -52,6 +63,8 @@ class Existing(click.ParamType[Path]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path; click's error where there is no such thing."""
+        if value == "":
+            self.fail(EMPTY, param, ctx)
         path = Path(value)
         try:
             there, folder = path.exists(), path.is_dir()
@@ -87,7 +100,7 @@ class Model(Existing):
             return Path(value)
         try:
             path = Path(value).expanduser()
-            return super().convert(path, param, ctx) if path.is_dir() else resolve_source(str(value))
+            return super().convert(path, param, ctx) if value and path.is_dir() else resolve_source(str(value))
         except (PtqError, OSError, RuntimeError, ValueError) as error:
             self.fail(one_line(str(error)), param, ctx)
 
@@ -202,7 +215,18 @@ def _from_table(one: Field[Any]) -> Callable[[F], F]:
 MODEL = Model()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bar.")
-DEVICE = click.option("--device", default="cpu", show_default=True, help="Device that computes: cpu, cuda or cuda:N.")
+DEVICE = click.option(
+    "--device",
+    metavar="DEVICE",
+    default="cpu",
+    show_default=True,
+    help="Device that computes: cpu, cuda or cuda:N.",
+)
+FIELD = click.option(
+    "--field",
+    metavar="NAME",
+    help="Field with the text in each row of --data.  [default: messages, text, content, prompt, ...]",
+)
 RECIPE = click.option(
     "--recipe",
     "recipe_path",
@@ -266,12 +290,8 @@ def data_options(samples: str, seed: str) -> Callable[[F], F]:
             multiple=True,
             metavar="FILE",
             help="Text like what the model will serve: .txt, .jsonl, .parquet, or a data set NAME:CONFIG:SPLIT. "
-            "Repeatable.  [required]",
+            "Repeatable; FILE=2 gives it the weight 2.  [required]",
         ),
-        click.option(
-            "--field",
-            metavar="NAME",
-            help="Field with the text in each row of --data.  [default: messages, text, content, prompt, ...]",
-        ),
+        FIELD,
         window_options(samples, seed),
     )

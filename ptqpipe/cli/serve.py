@@ -111,7 +111,7 @@ VLLM_OPTIONS = options(
 @click.option(
     "--batch-invariant", is_flag=True, help="Make every answer independent, to the bit, of what else is served."
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0 takes any free one.")
 @click.option(
     "--allowed-host",
@@ -123,10 +123,13 @@ VLLM_OPTIONS = options(
 )
 @click.option(
     "--api-key",
+    metavar="KEY",
     envvar="PTQPIPE_API_KEY",
     help="Key that clients must send as a Bearer token.  [default: $PTQPIPE_API_KEY]",
 )
-@click.option("--served-model-name", "name", help="Name of the model in the API.  [default: the folder's name]")
+@click.option(
+    "--served-model-name", "name", metavar="NAME", help="Name of the model in the API.  [default: the folder's name]"
+)
 @click.option(
     "--dtype",
     type=Dtype("bf16", "fp32", "fp16", "auto"),
@@ -135,7 +138,11 @@ VLLM_OPTIONS = options(
     help="Float type that the model computes in; auto is the checkpoint's own.",
 )
 @click.option(
-    "--device", default="cpu", show_default=True, help="Device that computes: cpu, cuda (one GPU per rank) or cuda:N."
+    "--device",
+    metavar="DEVICE",
+    default="cpu",
+    show_default=True,
+    help="Device that computes: cpu, cuda (one GPU per rank) or cuda:N.",
 )
 @click.option("--decoded", is_flag=True, help="Decode the weights to --dtype instead of computing with packed ones.")
 @click.option(
@@ -168,7 +175,7 @@ VLLM_OPTIONS = options(
 @click.option(
     "--speculative",
     type=click.Choice(["mtp"]),
-    help="Draft tokens with the model's own multi-token prediction layer (mtp): several tokens a step, the same ones.",
+    help="Draft with the model's own multi-token prediction layer (mtp): several tokens per step, the same output.",
 )
 @click.option(
     "--speculative-tokens",
@@ -228,7 +235,7 @@ def serve(given: Given) -> None:
     place = _place(given.tp, given.rank_of, given.parent)
     if given.rank_of is None:
         given.say_unused_gpu()
-    stage.serve(serving, place, worker=worker, log=lambda line: click.echo(line, err=True))
+    stage.serve(serving, place, worker=worker, log=lambda line: given.show(line, err=True))
 
 
 def _place(tp: int | None, rank_of: str | None, parent: int | None = None) -> "Place":
@@ -288,4 +295,4 @@ def _serve_vllm(given: Given, stated: set[str]) -> None:
         allreduce_min_bytes="auto" if measured else os.environ.get("PTQPIPE_ALLREDUCE_MIN_BYTES", FIXED_MIN_BYTES),
         forwarded=(*forwarded, *given.vllm_flags),
     )
-    serve_vllm(service, inherited=os.environ, log=lambda line: click.echo(line, err=True))
+    serve_vllm(service, inherited=os.environ, log=lambda line: given.show(line, err=True))

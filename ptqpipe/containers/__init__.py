@@ -31,6 +31,7 @@ from ptqpipe.containers._config import (
 )
 from ptqpipe.containers._integers import has_integers
 from ptqpipe.containers._kv import announces_kv_cache, is_kv_scale, kv_scale, kv_scale_place
+from ptqpipe.containers._read_only import is_read_only
 from ptqpipe.containers._types import (
     DECODED_ROLES,
     ConfigFiles,
@@ -90,8 +91,13 @@ def get_container(name: str) -> Container:
     """The container called ``name`` (its file's name, ``-`` and ``_`` alike); UsageError with the known names."""
     key = name.lower().replace("-", "_")
     if key not in container_names():
-        raise UsageError(f"unknown container {name!r}; {did_you_mean(key, container_names(), listed=True)}")
+        raise UsageError(f"unknown container {name!r}; {did_you_mean(key, _written(), listed=True)}")
     return cast(Container, import_module(f"{__name__}.{key}"))
+
+
+def _written() -> list[str]:
+    """The names of those that can be written."""
+    return [name for name in container_names() if not is_read_only(get_container(name))]
 
 
 def detect_container(config: Mapping[str, Any], names: Names) -> str | None:

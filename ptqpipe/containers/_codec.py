@@ -104,6 +104,8 @@ def decode(
     if not 0 <= start < stop <= n or start % step or (stop % step and stop != n):
         raise FormatError(f"rows [{start}, {stop}) of {stored.weight} are not whole blocks; use multiples of {step}")
     grid = fmt.scale_run(0, start, stop)
+    if start == 0:
+        _check_shape(stored, load)
     if stored.whole is not None:
         return stored.whole(load).narrow(0, start, stop - start)
     data = _read(_need(stored, Role.DATA), load, expert=expert, rows=(start, stop), total=n)
@@ -121,6 +123,17 @@ def decode(
         global_divides=divisor is not None,
         low_rank=decode_low_rank(stored, load, expert=expert, rows=None if rows is None else [rows]),
     )
+
+
+def _check_shape(stored: StoredWeight, load: Load) -> None:
+    """CheckpointError where a stored shape is another one than that of the codes: readers cut or pad by it."""
+    part = stored.part(Role.SHAPE)
+    said = None if part is None else tuple(load(part.name, None, None).tolist())
+    if part is not None and said != stored.shape:
+        raise CheckpointError(
+            f"'{part.name}' says {'x'.join(map(str, said or ()))}, but the codes of the weight are "
+            f"{stored.shape[0]}x{stored.shape[1]}; download the model again"
+        )
 
 
 def decode_low_rank(

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from ptqpipe.containers._codec import FLOAT_SCALES
@@ -81,11 +82,13 @@ def check_parts(parts: Sequence[Part], names: Names, *, weight: str) -> None:
         found = names.get(part.name)
         if found is None:
             raise CheckpointError(
-                f"{weight} has no tensor {part.name!r} {part.dtype} {list(part.shape)}; it is damaged"
+                f"{weight} has no tensor {part.name!r} {part.dtype} {list(part.shape)}; it is damaged, download "
+                "it again"
             )
         if found != (part.dtype, part.shape):
             raise CheckpointError(
-                f"{part.name!r} is {found[0]} {list(found[1])}, but its config says {part.dtype} {list(part.shape)}"
+                f"{part.name!r} is {found[0]} {list(found[1])}, but its config says {part.dtype} {list(part.shape)}; "
+                "download the model again, or correct its config.json"
             )
 
 
@@ -161,10 +164,10 @@ _NO_PER_EXPERT_NAMES = frozenset(
     (
         *("aria", "aria_text", "dbrx", "diffusion_gemma", "gemma4", "gemma4_text", "gpt_oss", "granitemoe"),
         *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4", "inkling_mm_model", "inkling_text"),
-        *("minimax_m3_vl_text", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe_text", "zaya"),
+        *("minimax_m3_vl_text", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe_text", "step3p5", "step3p7", "zaya"),
     )
 )
-# Compressed-tensors alone gives Llama 4 one module an expert.
+# Compressed-tensors alone gives Llama 4 one module per expert.
 _ONLY_COMPRESSED_TENSORS = frozenset({"llama4", "llama4_text"})
 
 
@@ -218,12 +221,22 @@ def kept_experts(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
     return [owner for owner in dict.fromkeys(owners) if owner not in quantized]
 
 
-def module_list(kept_modules: Iterable[str], targets: Sequence[Target]) -> list[str]:
+# What vLLM 0.33 builds below a module "self_decoder" that checkpoints do not have: it renames tensors, not these lists
+# (vllm/model_executor/models/gemma3n.py), and looks for codes of what it does not find in them.
+_SELF_DECODER = re.compile(r"(^|.*\.)((?:altup_projections\.\d+|per_layer_model_projection)$)")
+
+
+def module_list(
+    kept_modules: Iterable[str], targets: Sequence[Target], config: Mapping[str, Any] = MappingProxyType({})
+) -> list[str]:
     """Kept modules in order, without repeats, with ``lm_head`` unless it is quantized: readers look for it by name even
     where a tied model has no such tensor. Biases of experts are matrices but no modules: vLLM would take
-    "...experts.gate_up_proj_bias" for a reason to leave the experts unquantized."""
+    "...experts.gate_up_proj_bias" for a reason to leave the experts unquantized. What vLLM calls otherwise than the
+    checkpoint of this config.json stands there by both names."""
     quantized = {target.module for target in targets}
     names = [name.removesuffix(".weight") for name in kept_modules if not name.endswith("bias")]
+    if str(config.get("model_type")).startswith("gemma3n"):
+        names += [_SELF_DECODER.sub(r"\1self_decoder.\2", name) for name in names if _SELF_DECODER.match(name)]
     if not any(name.split(".")[-1] == "lm_head" for name in (*names, *quantized)):
         names.append("lm_head")
     return [name for name in dict.fromkeys(names) if name not in quantized]

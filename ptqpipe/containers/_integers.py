@@ -32,7 +32,7 @@ def integer_format(bits: int, group: int, scale: str, *, zeros: bool, offset: bo
 
 
 def group_size(described: Mapping[str, Any], method: str) -> int:
-    """``group_size`` of a config, 0 for -1, which means one group a row. CheckpointError for no such number."""
+    """``group_size`` of a config, 0 for -1, which means one group per row. CheckpointError for no such number."""
     size = described.get("group_size", -1)
     if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
         raise CheckpointError(f"group_size of a {method} checkpoint is {size!r} in config.json; expected -1 or 1 to K")
@@ -59,7 +59,7 @@ def described_integers(weights: Mapping[str, Any]) -> Format | None:
 
 def integer_parts(module: str, shape: tuple[int, int], fmt: Format) -> list[Part]:
     """The tensors of a weight [N, K] without zero points: ``weight_packed``, whose words of 32 bits hold codes that
-    count from the least integer, with ``weight_shape``; or ``weight``, an integer to a byte.
+    count from the least integer, with ``weight_shape``; or ``weight``, one integer per byte.
 
     FormatError where rows do not fill whole words.
     """
@@ -104,18 +104,40 @@ def stored_integers(module: str, fmt: Format, activation: Activation, names: Nam
         whole = partial(_read, module, data, fmt, (n, k))
     check_parts(expected, names, weight=weight)
     others = [] if fmt.has_zeros or zero not in names else [Part(zero, *names[zero], Role.OTHER)]
+    if others:
+        whole = partial(_read_symmetric, module, data, fmt, (n, k))
     return StoredWeight(weight, (n, k), scheme_for(fmt, activation), (*expected, *others), whole=whole)
 
 
 def _read(module: str, data: str, fmt: Format, shape: tuple[int, int], load: Load) -> QTensor:
-    """A weight with zero points: packed along N from the least integer on, as codes are, or one to an I8."""
+    """A weight with zero points."""
+    zeros, codes = _zeros(module, fmt, shape[0], load), _codes(data, shape, load)
+    return QTensor(fmt, shape, codes, load(f"{module}.weight_scale", None, None), zeros=zeros)
+
+
+def _read_symmetric(module: str, data: str, fmt: Format, shape: tuple[int, int], load: Load) -> QTensor:
+    """A weight whose config says that it has no zero points, and which has them all the same: they must be 0."""
+    if bool((_zeros(module, fmt, shape[0], load) != max(0, -int(min(fmt.element.grid)))).any()):
+        raise CheckpointError(
+            f"'{module}.weight_zero_point' is not 0 everywhere, but config.json says symmetric: true; download the "
+            "model again, or correct its config.json"
+        )
+    return QTensor(fmt, shape, _codes(data, shape, load), load(f"{module}.weight_scale", None, None))
+
+
+def _codes(data: str, shape: tuple[int, int], load: Load) -> torch.Tensor:
+    return load(data, None, None).contiguous().view(torch.uint8).reshape(shape[0], -1)
+
+
+def _zeros(module: str, fmt: Format, rows: int, load: Load) -> torch.Tensor:
+    """Zero points as codes, uint8 [N, K/group]: stored packed along N from the least integer on, as codes are, or one
+    per I8."""
     zero, bits = load(f"{module}.weight_zero_point", None, None), fmt.element.bits
     if zero.dtype is torch.int32:
-        zeros = unpack(zero.t().contiguous().view(torch.uint8), bits)[:, : shape[0]].t().contiguous()
+        zeros = unpack(zero.t().contiguous().view(torch.uint8), bits)[:, :rows].t().contiguous()
     else:
         shifted = zero.int() - int(min(fmt.element.grid))
         if int(shifted.min()) < 0 or int(shifted.max()) >= 1 << bits:
             raise CheckpointError(f"'{module}.weight_zero_point' has numbers beyond {bits} bits")
         zeros = (shifted if fmt.element.grid[0] < 0 else zero.int() & 0xFF).to(torch.uint8)
-    codes = load(data, None, None).contiguous().view(torch.uint8).reshape(shape[0], -1)
-    return QTensor(fmt, shape, codes, load(f"{module}.weight_scale", None, None), zeros=zeros)
+    return zeros

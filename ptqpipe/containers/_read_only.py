@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptqpipe.containers._config import quantization_config
-from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, StoredWeight, Target
+from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Container, Names, Part, StoredWeight, Target
 from ptqpipe.errors import FormatError
 from ptqpipe.schemes import Scheme
 
@@ -47,3 +47,8 @@ class ReadOnly:
     def detect(self, config: Mapping[str, Any], names: Names) -> bool:
         """Whether a checkpoint with this config has this layout."""
         return str(quantization_config(config).get("quant_method", "")).lower() == self.method
+
+
+def is_read_only(container: Container) -> bool:
+    """Whether nothing can be written in a layout."""
+    return isinstance(getattr(container.supports, "__self__", None), ReadOnly)

@@ -72,7 +72,7 @@ class ScaleInv:
     def configs(self, request: ConfigRequest) -> dict[str, dict[str, Any]]:
         """config.json with everything kept listed by its exact name: transformers' default skip list is replaced."""
         request.check(self.supports)
-        kept = module_list(request.kept_modules, request.targets)
+        kept = module_list(request.kept_modules, request.targets, request.base)
         # Readers ask for the module of the experts, not for those of single ones or for the tensors of a kept stack.
         kept = list(dict.fromkeys([*kept, *kept_experts(kept, request.targets)]))
         lists = {key: list(kept) for key in self.ignore_keys}
@@ -93,7 +93,7 @@ def stored_weights_of(names: Names, fmt: Format, activation: Activation) -> dict
 
     ``fmt`` is what the config says of F8_E4M3 weights; the scale's dtype decides its codec.
     """
-    found = {}
+    found, schemes = {}, dict[tuple[str, Activation], Scheme]()  # of a hundred thousand weights in few formats
     for name, (dtype, _) in names.items():
         if not name.endswith(".weight") or dtype not in ("F8_E4M3", "I8"):
             continue
@@ -105,7 +105,9 @@ def stored_weights_of(names: Names, fmt: Format, activation: Activation) -> dict
         own = FORMATS["mxfp4"] if two_codes else fmt
         shape = matrix_shape(names, name, bits=own.element.bits, owner=module)
         own = fmt_of_scale(own, names[scale][0])
-        found[name] = _stored(name, shape, scale, own, Activation.UNKNOWN if two_codes else activation, names)
+        found[name] = _stored(
+            name, shape, scale, own, Activation.UNKNOWN if two_codes else activation, names, schemes=schemes
+        )
     for name in names:
         for suffix in SUFFIXES[:2]:  # ".scale" is also what other things than weights have
             if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in found:
@@ -125,7 +127,14 @@ def fmt_of_scale(fmt: Format, dtype: str) -> Format:
 
 
 def _stored(
-    weight: str, shape: tuple[int, int], scale: str, fmt: Format, activation: Activation, names: Names
+    weight: str,
+    shape: tuple[int, int],
+    scale: str,
+    fmt: Format,
+    activation: Activation,
+    names: Names,
+    *,
+    schemes: dict[tuple[str, Activation], Scheme],
 ) -> StoredWeight:
     try:
         grid: tuple[int, ...] = fmt.scale_shape(shape)
@@ -142,4 +151,7 @@ def _stored(
         activation = Activation.FP8_TENSOR_STATIC
     checked = as_found(expected, names)
     check_parts(checked, names, weight=weight)
-    return StoredWeight(weight, shape, scheme_for(fmt, activation), checked)
+    key = (names[scale][0] + names[weight][0], activation)
+    if key not in schemes:
+        schemes[key] = scheme_for(fmt, activation)
+    return StoredWeight(weight, shape, schemes[key], checked)

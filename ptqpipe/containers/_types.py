@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from ptqpipe.errors import FormatError
+from ptqpipe.kernels.decoding import decoded
 from ptqpipe.qtensor import QTensor
+from ptqpipe.rotation import rotated_weight
 from ptqpipe.schemes import Abilities, Scheme
 
 Names = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -81,6 +83,19 @@ class StoredWeight:
     def part(self, role: Role) -> Part | None:
         """The part with this role, if there is one."""
         return next((part for part in self.parts if part.role is role), None)
+
+    @property
+    def planes(self) -> Sequence[int | None]:
+        """The numbers of a stack's experts; None alone for one matrix."""
+        return (None,) if self.experts is None else range(self.experts)
+
+    def key(self, expert: int | None) -> str:
+        """The name of one of its matrices in records and reports: the weight's, with the expert in a stack."""
+        return self.weight if expert is None else f"{self.weight}[{expert}]"
+
+    def plain(self, q: QTensor) -> torch.Tensor:
+        """float32 of rows of it as the float model has them: decoded, and rotated back where inputs are rotated."""
+        return rotated_weight(decoded(q), self.scheme.rotation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ _LAYOUT = ReadOnly(QUANT_METHOD)
 supports, parts, configs, warnings = _LAYOUT.supports, _LAYOUT.parts, _LAYOUT.configs, _LAYOUT.warnings
 detect, config_faults = _LAYOUT.detect, _LAYOUT.config_faults
 
+_ROWS = 256  # even: two codes share a byte
 _NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is the j-th of these nibbles of its word
 
 
@@ -61,9 +62,14 @@ def _stored(module: str, group: int, names: Names) -> StoredWeight:
 
 
 def _read(module: str, fmt: Format, shape: tuple[int, int], load: Load) -> QTensor:
-    codes, zeros = (_codes(load(f"{module}.{name}", None, None)) for name in ("qweight", "qzeros"))
+    """A weight, its codes put in order a few rows of the file at a time: apart they take twice the room."""
+    words, (n, k) = load(f"{module}.qweight", None, None), shape
+    codes = torch.empty(n, k // 2, dtype=torch.uint8)
+    for start in range(0, k, _ROWS):
+        stop = min(start + _ROWS, k)
+        codes[:, start // 2 : stop // 2] = pack(_codes(words[start:stop]), 4)
     scales = load(f"{module}.scales", None, None).t().contiguous()
-    return QTensor(fmt, shape, pack(codes, 4), scales, zeros=zeros)
+    return QTensor(fmt, shape, codes, scales, zeros=_codes(load(f"{module}.qzeros", None, None)))
 
 
 def _codes(words: torch.Tensor) -> torch.Tensor:

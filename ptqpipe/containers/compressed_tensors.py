@@ -7,6 +7,7 @@ shape [1], FP8 channel scales [N, 1]. Knows the layout only: no search, no files
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ptqpipe.containers._codec import scale_dtype, with_scale_dtype
@@ -29,13 +30,14 @@ from ptqpipe.containers._config import (
 from ptqpipe.containers._config_groups import group_faults, resolver
 from ptqpipe.containers._integers import described_integers, integer_parts, stored_integers
 from ptqpipe.containers._patterns import name_patterns
+from ptqpipe.containers._rotations import described_rotations, stored_rotations
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS, Format
 from ptqpipe.schemes import Abilities, Activation, KvCache, Scheme
 
 QUANT_METHOD = "compressed-tensors"
-ABILITIES = Abilities(kv_cache=KvCache(r"\1.\2_scale", written=True))
+ABILITIES = Abilities(rotation=True, kv_cache=KvCache(r"\1.\2_scale", written=True))
 
 _E4M3, _U8 = "torch.float8_e4m3fn", "torch.uint8"
 
@@ -124,6 +126,8 @@ def parts(
     """The tensors that store this weight. FormatError for what the layout cannot store."""
     refuse(weight, container=QUANT_METHOD, scheme_reason=supports(scheme), experts=experts, transposed=transposed)
     fmt, module = scheme.fmt, weight.removesuffix(".weight")
+    if scheme.rotation and is_routed_expert(weight):
+        raise FormatError(f"{weight}: readers of {QUANT_METHOD} rotate no inputs of experts; leave them out of rotate")
     if fmt.partial_blocks and shape[1] % fmt.block[1]:
         raise FormatError(f"{weight}: {QUANT_METHOD} needs K in multiples of {fmt.block[1]}, got {shape[1]}; keep it")
     if fmt.element.grid:
@@ -161,7 +165,7 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
     """
     request.check(supports)
     groups = _grouped(request.targets)
-    ignore = module_list(request.kept_modules, request.targets)
+    ignore = module_list(request.kept_modules, request.targets, request.base)
     ignore += [name for name in _kept_stack_patterns(ignore, request.targets) if name not in ignore]
     mixed = len(groups) > 1
     described: dict[str, Any] = {}
@@ -169,12 +173,13 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
         others = [name for other, names in groups if other is not scheme for name in names]
         names = name_patterns(modules, others, ignored=ignore) if mixed else ["Linear"]
         described[f"group_{number}"] = _group(scheme, names)
-    quantization = {
+    quantization: dict[str, Any] = {
         "quant_method": QUANT_METHOD,
         "format": "mixed-precision" if mixed else described["group_0"]["format"],
         "quantization_status": "compressed",
         "config_groups": described,
         "ignore": ignore,
+        **described_rotations(request.targets, request.kept_modules),
         "ptqpipe": dict(request.provenance),
     }
     kv_cache = kv_cache_scheme(request.base)
@@ -244,7 +249,7 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
                 f"transformers up to 5.23 refuses {name} experts in this layout; use --container {remedy} for it"
             )
         if name == "fp8_tensor" and scheme.activation is Activation.FP8_TOKEN:
-            found.append("SGLang 0.5.23 refuses experts with fp8_tensor; use fp8 or fp8_block for it")
+            found.append("vLLM 0.33 and SGLang 0.5.23 refuse experts with fp8_tensor; use fp8 or fp8_block for them")
         if name == "int8_signed_channel":
             found.append("SGLang 0.5.23 refuses experts with int8_w8a8; use int8 or fp8_dynamic for it")
     if len(experts) > 1:
@@ -261,6 +266,11 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     if any(t.scheme.name in ("mxfp4a16", "mxfp8a16") for t in targets):
         found.append(
             "vLLM 0.32 quantizes the activations of mxfp4a16 and mxfp8a16 where it can; use nvfp4 if it must not"
+        )
+    if any(target.scheme.rotation for target in targets):
+        found.append(
+            "of the readers vLLM alone rotates inputs, on one GPU; transformers 5.23 without ptqpipe, SGLang 0.5.23 "
+            "and TensorRT-LLM do not, and compute garbage"
         )
     found += expert_name_warnings(targets, config, container="compressed_tensors")
     return found + _float16_warning(targets, config)
@@ -285,7 +295,7 @@ def detect(config: Mapping[str, Any], names: Names) -> bool:
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
-    _check_transforms(config, described)
+    rotation_of = stored_rotations(config, described)
     scheme_of = resolver(_read_groups(described))
     ignored = resolver([(strings(described.get("ignore") or [], "ignore"), True)], classes=False)
     found = {}
@@ -297,30 +307,13 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
         scheme = scheme_of(module)
         if scheme is None:
             raise CheckpointError(f"{module} is quantized, but no config group targets it; readers drop it")
+        rotation = rotation_of(module)
+        scheme = replace(scheme, rotation=rotation) if rotation != scheme.rotation else scheme
         found[f"{module}.weight"] = _stored(module, scheme, names)
     for name, (dtype, shape) in names.items():
         if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in found:
             raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; the checkpoint is damaged")
     return found
-
-
-def _check_transforms(config: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """CheckpointError for a ``transform_config`` that changes inputs or outputs while the model runs: its weights alone
-    are another model. What is done to weights is in them already."""
-    for holder in (config, described):
-        found = holder.get("transform_config") or {}
-        groups = found.get("config_groups") or {} if isinstance(found, Mapping) else None
-        if not isinstance(groups, Mapping):
-            raise CheckpointError("transform_config in config.json is damaged; expected an object with config_groups")
-        for name, group in groups.items():
-            uses = group.get("apply") if isinstance(group, Mapping) else None
-            for use in uses if isinstance(uses, list) else [None]:
-                place = use.get("location") if isinstance(use, Mapping) else None
-                if place not in ("weight_input", "weight_output"):
-                    raise CheckpointError(
-                        f"transform_config in config.json has {name!r} at {place!r}: a rotation while the model runs, "
-                        "which ptqpipe does not read; start from the float checkpoint"
-                    )
 
 
 def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
@@ -330,13 +323,15 @@ def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
         if f"{module}.{suffix}" in names:
             raise CheckpointError(f"{module}.{suffix} is not read with {fmt.name} weights; start from the float model")
     if fmt.element.grid:
-        return stored_integers(module, fmt, scheme.activation, names)
+        integers = stored_integers(module, fmt, scheme.activation, names)
+        return replace(integers, scheme=replace(integers.scheme, rotation=scheme.rotation))
     data = weight if fmt.element.bits == 8 else f"{module}.weight_packed"
     shape = matrix_shape(names, data, bits=fmt.element.bits, owner=module)
     scale = names.get(f"{module}.weight_scale")
     if scale is not None:
         fmt = with_scale_dtype(fmt, scale[0])
-    scheme = scheme_for(fmt, scheme.activation)
+    if fmt is not scheme.fmt:
+        scheme = replace(scheme_for(fmt, scheme.activation), rotation=scheme.rotation)
     try:
         expected = as_found(parts_for_reading(weight, shape, scheme), names)
     except FormatError as error:

@@ -53,7 +53,7 @@ def parts(
 
 def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
     """config.json with ``quantization_config``."""
-    kept = module_list(request.kept_modules, request.targets)
+    kept = module_list(request.kept_modules, request.targets, request.base)
     kept += kept_stacks(kept, request.targets)
     quantization = {"quant_method": QUANT_METHOD, "modules_to_not_convert": kept, "ptqpipe": dict(request.provenance)}
     return {"config.json": {**without_quantization(request.base), "quantization_config": quantization}}

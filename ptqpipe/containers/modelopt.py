@@ -109,7 +109,7 @@ def _parts(weight: str, shape: tuple[int, int], scheme: Scheme, float_dtype: str
 def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
     """config.json and hf_quant_config.json, saying the same."""
     request.check(supports)
-    kept = module_list(request.kept_modules, request.targets)
+    kept = module_list(request.kept_modules, request.targets, request.base)
     if "" in kept:
         raise FormatError(
             "the source has a tensor '.weight', of a module without a name: modelopt lists kept modules by parts of "

@@ -10,7 +10,7 @@ or F8_E4M3 with ``X_low_rank_scale``, F32 [r]): it stands for its decode plus le
 input, quantized or not. The config:
 
     "quantization_config": {
-      "quant_method": "ptqpipe", "version": 1,                              2 where a weight has a low-rank part
+      "quant_method": "ptqpipe", "version": 1,                              2 with a low-rank part, 3 with a rotation
       "default": {"format": "e2m1/8/ue5m3", "activation": "none"},          and "low_rank": 16, "low_rank_dtype": "fp8"
       "weights": {"h.0.attn.c_attn.weight": {"format": ..., "transposed": true}, ...}    only what differs
     }
@@ -26,15 +26,16 @@ from ptqpipe.containers._config import check_parts, quantization_config, scheme_
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import Format, get_codec, get_format
-from ptqpipe.schemes import LOW_RANK_DTYPES, Abilities, Activation, KvCache, LowRank, Scheme
+from ptqpipe.schemes import LOW_RANK_DTYPES, ROTATION_BLOCKS, Abilities, Activation, KvCache, LowRank, Scheme
 
 QUANT_METHOD = "ptqpipe"
 ABILITIES = Abilities(
-    stacks=True, transposed=True, low_rank=True, kv_cache=KvCache(), found_by_name=True, own_reader=True,
+    stacks=True, transposed=True, low_rank=True, rotation=True, kv_cache=KvCache(), found_by_name=True, own_reader=True,
     transformers="never",
 )  # fmt: skip
 VERSION = 1
 LOW_RANK_VERSION = 2  # readers that do not know low-rank parts must not read past them
+ROTATION_VERSION = 3  # nor past inputs that are rotated: ``"rotation": 64`` of a weight
 
 
 def supports(scheme: Scheme) -> str | None:
@@ -88,7 +89,7 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
             listed[target.weight] = own
     quantization = {
         "quant_method": QUANT_METHOD,
-        "version": VERSION if all(target.scheme.low_rank is None for target in request.targets) else LOW_RANK_VERSION,
+        "version": _version([target.scheme for target in request.targets]),
         "default": default,
         "weights": listed,
         "ptqpipe": dict(request.provenance),
@@ -97,6 +98,13 @@ def configs(request: ConfigRequest) -> dict[str, dict[str, Any]]:
     if kv_cache is not None:  # its scales are kept as they are, so it stays described as it is
         quantization["kv_cache_scheme"] = kv_cache
     return {"config.json": {**without_quantization(request.base), "quantization_config": quantization}}
+
+
+def _version(schemes: Sequence[Scheme]) -> int:
+    """The oldest version of the layout that has all of these."""
+    if any(scheme.rotation for scheme in schemes):
+        return ROTATION_VERSION
+    return VERSION if all(scheme.low_rank is None for scheme in schemes) else LOW_RANK_VERSION
 
 
 def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Iterator[tuple[str, str]]:
@@ -117,8 +125,8 @@ def detect(config: Mapping[str, Any], names: Names) -> bool:
 def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredWeight]:
     """Every quantized weight, by logical name. CheckpointError where names, dtypes, shapes and config disagree."""
     described = quantization_config(config)
-    if described.get("version") not in (VERSION, LOW_RANK_VERSION):
-        known = f"{VERSION} and {LOW_RANK_VERSION}"
+    if described.get("version") not in (VERSION, LOW_RANK_VERSION, ROTATION_VERSION):
+        known = f"{VERSION} to {ROTATION_VERSION}"
         raise CheckpointError(f"ptqpipe layout version {described.get('version')!r}; this ptqpipe reads {known}")
     default, listed = described.get("default"), described.get("weights")
     if not isinstance(default, Mapping) or not isinstance(listed, Mapping):
@@ -159,13 +167,14 @@ def _entry(scheme: Scheme) -> dict[str, Any]:
     entry = {**_describe(scheme.fmt), "activation": str(scheme.activation)}
     if scheme.low_rank is not None:
         entry |= {"low_rank": scheme.low_rank.rank, "low_rank_dtype": scheme.low_rank.dtype}
-    return entry
+    return entry | ({"rotation": scheme.rotation} if scheme.rotation else {})
 
 
 def _read_entry(weight: str, entry: Mapping[str, Any]) -> Scheme:
     try:
         scheme = scheme_for(_read_format(entry), Activation(entry.get("activation", "none")))
-        return replace(scheme, low_rank=_read_low_rank(entry)) if "low_rank" in entry else scheme
+        scheme = replace(scheme, low_rank=_read_low_rank(entry)) if "low_rank" in entry else scheme
+        return replace(scheme, rotation=_read_rotation(entry)) if "rotation" in entry else scheme
     except (FormatError, ValueError) as error:
         raise CheckpointError(f"config.json describes {weight!r} as {dict(entry)}: {error}") from None
 
@@ -200,6 +209,13 @@ def _read_low_rank(entry: Mapping[str, Any]) -> LowRank:
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or dtype not in LOW_RANK_DTYPES:
         raise FormatError(f"low_rank {rank!r} in {dtype!r} is not a rank in {' or '.join(LOW_RANK_DTYPES)}")
     return LowRank(rank, dtype)
+
+
+def _read_rotation(entry: Mapping[str, Any]) -> int:
+    block = entry["rotation"]
+    if not isinstance(block, int) or isinstance(block, bool) or block not in ROTATION_BLOCKS:
+        raise FormatError(f"rotation {block!r} is none of the blocks {', '.join(map(str, ROTATION_BLOCKS))}")
+    return block
 
 
 def _frozen(entry: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -8,7 +8,7 @@
     images.py         images in a prompt and in a step
     runner.py         the model: a batch in, logits out
     states.py         states of linear attention and state-space layers, beside the pages
-    sampler.py        logits in, one token a sequence out
+    sampler.py        logits in, one token per sequence out
     text.py           tokens in, text out, piece by piece; stop strings
     speculative.py   drafts of the next tokens
     engine.py         the loop of all these, one step at a time

@@ -267,7 +267,7 @@ class Engine:
         return True
 
     def _see_next(self) -> list[Piece]:
-        """Lets the tower see the images of the next sequence that waits, one prompt a step, so that those under way
+        """Lets the tower see the images of the next sequence that waits, one prompt per step, so that those under way
         advance in between; the last pieces of a request whose images the model does not take."""
         seq = self.scheduler.waiting[0] if self.scheduler.waiting else None
         if seq is None or not seq.unseen or len(self.scheduler.running) >= self.options.max_seqs:

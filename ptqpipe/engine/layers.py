@@ -1,9 +1,13 @@
-"""Decoder layers in one compiled call each, for steps in which every sequence has one token.
+"""Decoder layers in one compiled call, for steps in which every sequence has one token.
 
 A layer of transformers gets a forward of its own if it has the parts of a Llama layer, if those are what the kernel
 multiplies (weights in panels whose inputs are not quantized), and if the kernel's answer to a random input is the
 layer's own, bit for bit, in the pages, too. All other steps and layers run as they did: other parts, hooks on them as
 ranks have, FP8 caches, soft caps and sinks.
+
+The first of such layers computes those behind it as well, as if the model gave each what the one before it made; a
+later one takes that if it is indeed what it is given, else it computes anew, over the same slots. So a call for each
+layer, with what Python and torch need around it, is saved, and nothing is assumed of the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +17,8 @@ import torch
 
 from ptqpipe.engine.attention import PagedAttention, Terms
 from ptqpipe.engine.batch import Batch, Span
-from ptqpipe.kernels.cpu_layer import Layer, LayerParts, fits
+from ptqpipe.kernels.cpu_attention import PagedQueries, PagedSpans
+from ptqpipe.kernels.cpu_layer import Layer, LayerParts, fits, run
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -39,9 +44,44 @@ class _Listener(PagedAttention):
 def use_layers(model: torch.nn.Module, attention: PagedAttention) -> None:
     """Gives a model's layers their kernels, in place. The pages must be all zeros, and are so afterwards."""
     tables: dict[bytes, torch.Tensor] = {}
+    chain = _Chain()
     for layer in list(model.modules()):
         if _has_parts(layer):
-            _use_layer(layer, attention, tables)
+            _use_layer(layer, attention, tables, chain)
+
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+Where = tuple[PagedQueries, PagedSpans]
+
+
+class _Chain:
+    """Layers in the order of the model, and what those of them that are ahead of the model gave in its step.
+
+    ends   of links that the model does not have: layers that were given something else than the one before made
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self.ends: set[int] = set()
+        self._of: tuple[object, ...] = ()  # the step and the angles that the results are of
+        self._first, self._outs, self._kept = 0, torch.empty(0), torch.empty(0)
+
+    def run(self, at: int, x: torch.Tensor, rotary: Rotary, slots: torch.Tensor, where: Where) -> torch.Tensor | None:
+        """What layer ``at`` gives; None where it has no kernel."""
+        of, behind = (where[1], *rotary), at - self._first
+        if 0 < behind < len(self._outs) and all(a is b for a, b in zip(of, self._of, strict=True)):
+            if torch.equal(x, self._kept[behind - 1]):
+                return self._outs[behind]
+            self.ends.add(at)
+        last, widths = at + 1, self.layers[at].widths
+        while last < len(self.layers) and last not in self.ends and self.layers[last].widths == widths:
+            last += 1
+        outs = run(self.layers[at:last], x, rotary, slots, where)
+        if outs is None:
+            return None
+        # A copy, since the model may change in place what it was given.
+        self._of, self._first, self._outs, self._kept = of, at, outs, outs.clone() if last > at + 1 else outs
+        return outs[0]
 
 
 def _has_parts(layer: torch.nn.Module) -> bool:
@@ -56,7 +96,7 @@ def _has_parts(layer: torch.nn.Module) -> bool:
     return all(getattr(module, "operand", None) is not None for module in products)
 
 
-def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.Tensor]) -> None:
+def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.Tensor], chain: _Chain) -> None:
     """Replaces a layer's forward where that changes no bit."""
     at, own, listener = int(layer.self_attn.layer_idx), layer.forward, _Listener(attention)
     norms = [(norm.weight.detach(), _epsilon(norm)) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
@@ -76,21 +116,26 @@ def _use_layer(layer: Any, attention: PagedAttention, tables: dict[bytes, torch.
     )  # fmt: skip
     if not fits(parts):
         return
-    found = _answer(_forward(own, Layer(parts), listener, hooks), listener, at, len(norms[0][0]))
+    alone = _Chain()
+    alone.layers.append(Layer(parts))
+    found = _answer(_forward(own, alone, listener, hooks), listener, at, len(norms[0][0]))
     if found is not None and all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)):
-        layer.forward = _forward(own, Layer(parts), attention, hooks)
+        chain.layers.append(Layer(parts))
+        layer.forward = _forward(own, chain, attention, hooks)
 
 
 def _forward(
-    own: Callable[..., Any], layer: Layer, attention: PagedAttention, hooks: Sequence[Mapping[int, Any]]
+    own: Callable[..., Any], chain: _Chain, attention: PagedAttention, hooks: Sequence[Mapping[int, Any]]
 ) -> Callable[..., Any]:
-    """A layer's forward: by the kernel in the steps that it is for, as long as none of ``hooks`` has an entry."""
+    """The forward of a chain's last layer: by the kernel in the steps that it is for, as long as none of ``hooks`` has
+    an entry."""
+    at = len(chain.layers) - 1
 
     def forward(hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
         where, rotary = attention.singles(), options.get("position_embeddings")
         alone = not args and options.get("attention_mask") is None and not any(hooks)
         if alone and where is not None and rotary is not None:
-            found = layer.run(hidden_states, rotary, *where)
+            found = chain.run(at, hidden_states, rotary, *where)
             if found is not None:
                 return found
         return own(hidden_states, *args, **options)

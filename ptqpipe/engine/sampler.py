@@ -1,4 +1,4 @@
-"""Logits in, one token a sequence out.
+"""Logits in, one token per sequence out.
 
 Each sequence has random numbers of its own and uses one per token, so its tokens do not depend on who else is in the
 batch (up to the last bits of the logits, which a different batch may round differently). The number picks from the

@@ -258,7 +258,7 @@ def _check_rows(file: Path, fields: Sequence[str]) -> None:
         try:
             row = json.loads(line) if line.strip() else dict.fromkeys(fields)
         except (ValueError, RecursionError):
-            raise UsageError(f"{file}, line {number} is not JSON; expected one object a line") from None
+            raise UsageError(f"{file}, line {number} is not JSON; expected one object per line") from None
         missing = [field for field in fields if not isinstance(row, dict) or field not in row]
         if missing:
             raise UsageError(f"{file}, line {number} has no {missing[0]!r}; expected {', '.join(fields)}")

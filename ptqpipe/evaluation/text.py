@@ -16,6 +16,7 @@ from ptqpipe.rows import files_of, read_rows, row_tokens
 
 SAMPLE = Path(__file__).resolve().parent / "sample.txt"
 SAMPLE_NAME = "sample text"
+LEAST = 2  # tokens: the first is not predicted
 MAX_CHARACTERS = 64  # of a token: so much of a streamed data set is read for each token that is asked for
 
 
@@ -28,16 +29,19 @@ class Text:
     sha256: str
 
 
-def read_text(name: str | Path, tokenizer: Callable[[], Any], *, max_tokens: int | None = None) -> Text:
+def read_text(
+    name: str | Path, tokenizer: Callable[[], Any], *, field: str | None = None, max_tokens: int | None = None
+) -> Text:
     """The first ``max_tokens`` tokens of what a --data names: a file, all files of a folder, or a data set by name.
 
     tokenizer  gives transformers' tokenizer of the model; called for texts only
+    field      of a row that is used; None: the first of the usual ones that it has
 
     UsageError for data that cannot be read or hold nothing.
     """
     texts: list[str] = []
     ids: list[int] = []
-    for where, value in _rows(str(name), max_tokens):
+    for where, value in _rows(str(name), field, max_tokens):
         if isinstance(value, str):
             texts.append(value)
         else:
@@ -48,20 +52,37 @@ def read_text(name: str | Path, tokenizer: Callable[[], Any], *, max_tokens: int
     if texts:
         ids = tokenizer()("\n\n".join(texts), verbose=False)["input_ids"]
     found = torch.tensor(ids, dtype=torch.int64)[:max_tokens]
-    if found.numel() < 2:
-        raise UsageError(f"{name} gives {found.numel()} tokens, expected 2 or more; give another text")
+    if max_tokens is not None and max_tokens < LEAST:
+        raise UsageError(f"--max-tokens {max_tokens}: expected 2 or more, since each is predicted from those before it")
+    if found.numel() < LEAST:
+        raise _too_short(name, found.numel())
     digest = hashlib.sha256(found.numpy().astype("<i8").tobytes()).hexdigest()
     path = Path(name).expanduser()
     shown = SAMPLE_NAME if path == SAMPLE else path.resolve().name if path.exists() else str(name)
     return Text(shown, found, digest)
 
 
-def _rows(name: str, max_tokens: int | None) -> Iterator[tuple[str, Any]]:
+def check_text(name: str, tokenizer: Callable[[], Any], *, field: str | None = None) -> None:
+    """UsageError for what `read_text` could not read, as far as a file's beginning tells; reads little more."""
+    tokens = 0
+    for where, value in (row for file in files_of([name]) for row in read_rows(file, field=field)):
+        for piece in row_tokens(tokenizer, value, where):
+            tokens += len(piece)
+            if tokens >= LEAST:
+                return
+    raise _too_short(name, tokens)
+
+
+def _too_short(name: str | Path, tokens: int) -> UsageError:
+    return UsageError(f"{name} gives {tokens} tokens, expected {LEAST} or more; give another text")
+
+
+def _rows(name: str, field: str | None, max_tokens: int | None) -> Iterator[tuple[str, Any]]:
     """The rows of all files; of a data set by name only as many as ``max_tokens`` tokens need."""
     read = 0
     for file in files_of([name]):
         streamed = max_tokens is not None and not Path(file).expanduser().is_file()
-        for where, value in read_rows(file):
+        for where, value in read_rows(file, field=field):
             yield where, value
             read += len(value) if isinstance(value, str) else 0
             if streamed and read > MAX_CHARACTERS * (max_tokens or 0):

@@ -6,11 +6,13 @@ recipe, the checks of a finished checkpoint, plans and transforms read the same 
 is verified cannot drift apart. It must not know formats or files.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ptqpipe.families.contradictions import check_config
+from ptqpipe.errors import CheckpointError
+from ptqpipe.families.contradictions import another_width, check_experts, check_tower, too_few_layers
 from ptqpipe.families.table import COMMON, DEFAULT_FUSE, FAMILIES
 from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
 
@@ -24,12 +26,18 @@ __all__ = [
     "Keep",
     "Mtp",
     "Norms",
-    "absent_layers",
     "check_config",
+    "check_experts",
+    "doubts",
     "facts_of",
     "family_of",
     "fuse_of",
+    "is_known",
+    "language_config",
     "layer_count",
+    "mtp_layer",
+    "norms_of",
+    "outside_language_model",
 ]
 
 # What a recipe keeps whatever the model is.
@@ -49,6 +57,39 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return Family()
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether the table has a row for the model of a config.json, or for its language model."""
+    return any(str(part.get("model_type")) in _BY_TYPE for part in (config, *_text_parts(config)))
+
+
+def norms_of(config: Mapping[str, Any]) -> Norms | None:
+    """Where factors may move in the model of a config.json, or in its language model; None where that is not known."""
+    rows = (_BY_TYPE.get(str(part.get("model_type"))) for part in (config, *_text_parts(config)))
+    return next((row.norms for row in rows if row is not None and row.norms is not None), None)
+
+
+def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with what it says of its language model at the top."""
+    merged = dict(config)
+    for part in _text_parts(config):
+        merged |= part
+    return merged
+
+
+def mtp_layer(config: Mapping[str, Any]) -> str:
+    """What the names of the multi-token prediction layer begin with; "" where the table knows none."""
+    row, layers = family_of(config).mtp, layer_count(config)
+    return "" if row is None or layers is None else f"{row.block.format(at=layers)}."
+
+
+def outside_language_model(config: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:
+    """The tensors that only images or sound pass: of towers and projectors."""
+    reasons = ("tower", "projector")
+    patterns = [re.compile(fact.keep.pattern.removeprefix("re:")) for fact in facts_of(config)
+                if any(word in fact.keep.reason for word in reasons)]  # fmt: skip
+    return frozenset(name for name in names if any(pattern.match(name) for pattern in patterns))
+
+
 def facts_of(config: Mapping[str, Any]) -> Iterator[Fact]:
     """The facts that hold for the model of a config.json, those of its family first, with layers by their numbers."""
     for fact in (*family_of(config).facts, *COMMON):
@@ -59,6 +100,37 @@ def facts_of(config: Mapping[str, Any]) -> Iterator[Fact]:
         if numbers:
             pattern = fact.keep.pattern.replace("{layers}", "|".join(map(str, numbers)))
             yield replace(fact, keep=fact.keep._replace(pattern=pattern))
+
+
+def check_config(config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """CheckpointError, in one line, where a config.json contradicts the tensors beside it: too few or too many experts,
+    a tower without a config, a multi-token prediction layer of which a part is missing.
+
+    config  of the model, as it stands in its files
+    names   of all tensors
+    """
+    known = dict.fromkeys(names)
+    check_experts(config, known)
+    check_tower(config, known)
+    row, layers = family_of(config).mtp, layer_count(config)
+    if row is None or layers is None:
+        return
+    parts = [f"{part}.weight".format(at=layers) for part in (row.join, row.tokens, row.states, row.last)]
+    missing = [part for part in parts if part not in known]
+    if missing and len(missing) < len(parts):
+        raise CheckpointError(
+            f"the files hold a multi-token prediction layer without {missing[0]!r}; download the model again, or "
+            "remove the rest of the layer"
+        )
+
+
+def doubts(config: Mapping[str, Any], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+    """What a config.json says and the tensors beside it do not hold, one line each, where the model may be meant so.
+
+    shapes  name -> (dtype, shape) of all tensors
+    """
+    found = (absent_layers(config, shapes), too_few_layers(config, shapes), another_width(config, shapes))
+    return [line for line in found if line]
 
 
 def absent_layers(config: Mapping[str, Any], names: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ What readers do is their own source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of m
 
 from dataclasses import replace
 
-from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
+from ptqpipe.families.types import GATE_UP_DOWN, Fact, Family, Keep, Mtp, Norms
 
 _UNQUANTIZED = (
     "vLLM, SGLang and TensorRT-LLM build it unquantized and cannot load the model: vLLM stops with a KeyError, the "
@@ -173,19 +173,35 @@ _GEMMA2 = Norms(
     mlp="pre_feedforward_layernorm",
     offset=1.0,
     outputs=("post_attention_layernorm", "post_feedforward_layernorm"),
-    tied=True,
 )
+_GLM4 = Norms(outputs=("post_self_attn_layernorm", "post_mlp_layernorm"))
+_SIDE_BY_SIDE = Norms("input_layernorm", "input_layernorm", layer_norm=True)
+_BEHIND = Norms("", "", outputs=("post_attention_layernorm", "post_feedforward_layernorm"))
 
 # transformers' modeling_layers.py (MtpModel), vLLM's deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py.
 _NUMBERED = Mtp(*(f"model.layers.{{at}}{leaf}" for leaf in ("", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm")))
 _QWEN_MTP = Mtp("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
 
 FAMILIES: tuple[Family, ...] = (
-    Family(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), mtp=_NUMBERED),
+    Family(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), mtp=_NUMBERED, norms=Norms()),
+    # Layers as Llama's: rows with norms alone say where transforms may move factors.
     Family(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"), norms=Norms()),
-    Family(("gemma",), norms=Norms(offset=1.0, tied=True)),
+    Family(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"), norms=Norms()),
+    Family(("qwen3_vl_moe", "qwen3_vl_moe_text", "glm4v_moe_text", "paddleocr_vl_text"), norms=Norms()),
+    Family(("granite", "granite_swa", "granite_docling_text"), norms=Norms()),
+    Family(("ministral3", "olmoe", "phi3", "seed_oss", "smollm3", "helium", "cwm", "iquestcoder"), norms=Norms()),
+    Family(("ernie4_5", "ernie4_5_moe", "exaone_moe", "hy_v3", "mellum", "minimax_m2", "solar_open"), norms=Norms()),
+    Family(("internlm3", "minicpm3", "youtu", "arcee"), norms=Norms()),
+    Family(("phimoe", "starcoder2", "stablelm", "jais2"), norms=Norms(layer_norm=True)),
+    Family(("glm4", "glm4v_text", "glm_ocr_text"), norms=_GLM4),
+    Family(("hyperclovax",), norms=Norms(outputs=("post_norm1", "post_norm2"))),
+    Family(("exaone4", "olmo2", "olmo3", "flex_olmo"), norms=_BEHIND),
+    Family(("cohere", "cohere2", "cohere2_moe", "phi"), norms=_SIDE_BY_SIDE),
+    Family(("lfm2",), norms=Norms("operator_norm", "ffn_norm")),
+    Family(("apertus",), norms=Norms("attention_layernorm", "feedforward_layernorm")),
+    Family(("gemma",), norms=Norms(offset=1.0)),
     Family(("gemma2", "gemma3_text"), norms=_GEMMA2),
-    Family(("gpt2",), norms=Norms("ln_1", "ln_2", layer_norm=True, tied=True)),
+    Family(("gpt2",), norms=Norms("ln_1", "ln_2", layer_norm=True)),
     Family(
         ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
         facts=_GEMMA_SMALL,
@@ -215,8 +231,13 @@ FAMILIES: tuple[Family, ...] = (
         ),
         fuse=(("wq_a", "wkv"),),
     ),
-    Family(("qwen3_next",), facts=_QWEN3_NEXT, mtp=_QWEN_MTP),
-    Family(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), facts=_QWEN, mtp=_QWEN_MTP),
+    Family(("qwen3_next",), facts=_QWEN3_NEXT, mtp=_QWEN_MTP, norms=Norms(offset=1.0)),
+    Family(
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        facts=_QWEN,
+        mtp=_QWEN_MTP,
+        norms=Norms(offset=1.0),
+    ),
     Family(("olmo_hybrid",), facts=_LINEAR_ATTENTION),
     Family(
         ("kimi_linear", "kimi_k3", "glm5_next", "glm5_next_text"),
@@ -243,6 +264,7 @@ FAMILIES: tuple[Family, ...] = (
             ),
         ),
         mtp=_NUMBERED,
+        norms=Norms(),
     ),
     Family(
         ("falcon_h1",),
@@ -263,8 +285,13 @@ FAMILIES: tuple[Family, ...] = (
                 fails="SGLang builds it as a plain linear layer and finds no place for codes; vLLM reads it",
                 readers=("sglang",),
             ),
+            Fact(Keep(r"re:(.*\.)?vit_large_projector(\.|$)", "multimodal projector"), fails=_SOME),
         ),
+        experts=GATE_UP_DOWN,
     ),
+    # vLLM 0.33 leaves experts of other names (Mixtral's) out without a word.
+    Family(("granitemoe", "granitemoeshared"), experts=GATE_UP_DOWN, norms=Norms()),
+    Family(("granitemoehybrid",), experts=GATE_UP_DOWN),
     Family(
         ("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),
         facts=(Fact(Keep(r"re:(.*\.)?patch_merge_mlp(\.|$)", "multimodal projector"), fails=_SOME),),

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
 
 class Keep(NamedTuple):
     """Modules that stay as they are: a pattern of their names, and why.
@@ -46,11 +48,11 @@ class Fact:
 class Norms:
     """The norms of a decoder layer, for transforms that move factors into and out of them.
 
-    attention, mlp  leaf names of the norms whose output q, k, v and the MLP read
+    attention, mlp  leaf names of the norms whose output q, k, v and the MLP read: one name where both read one norm, ""
+                    where they read the residual stream itself
     offset          the norm multiplies by (offset + weight): 1 for Gemma
     layer_norm      the norm subtracts the mean and adds a bias
     outputs         norms between a sublayer and the residual stream: their weight stands in the way of rotations
-    tied            what a config that does not say so means by tie_word_embeddings
     """
 
     attention: str = "input_layernorm"
@@ -58,7 +60,6 @@ class Norms:
     offset: float = 0.0
     layer_norm: bool = False
     outputs: tuple[str, ...] = ()
-    tied: bool = False
 
 
 class Mtp(NamedTuple):
@@ -85,6 +86,8 @@ class Family:
     fuse         leaf names that readers make one matrix of; a group takes the place of those of `DEFAULT_FUSE` that it
                  shares a name with
     interleaved  gate and up rows take turns in a stack of experts; else all rows of gate come first
+    experts      what readers call gate, up and down projection of a single expert, where its stacks are not called
+                 ``experts``; empty: they know its stacks alone
     norms        where factors may move; None: not known
     mtp          its multi-token prediction layer, where this package runs it
     """
@@ -93,5 +96,20 @@ class Family:
     facts: tuple[Fact, ...] = ()
     fuse: tuple[tuple[str, ...], ...] = ()
     interleaved: bool = False
+    experts: tuple[str, ...] = ()
     norms: Norms | None = None
     mtp: Mtp | None = None
+
+    def single_experts(self, stack: str) -> tuple[str, ...]:
+        """What readers call the weights of one expert of a stack, its modules with ``{}`` for the expert's number, in
+        the order of their rows; empty where readers know the stack as a whole.
+
+        stack  the module of the whole stack
+        """
+        parent, _, leaf = stack.rpartition(".")
+        named = "experts" in parent.split(".")
+        if not named and not self.experts:
+            return ()
+        gate, up, down = GATE_UP_DOWN if named else self.experts
+        parts = {"gate_up_proj": (gate, up), "input_linear": (gate, up), "output_linear": (down,)}.get(leaf, (leaf,))
+        return tuple(f"{parent}{'' if named else '.experts'}.{{}}.{part}" for part in parts)

@@ -5,7 +5,15 @@ interpreter lock and runs on the caller's thread alone: the caller brings the th
 combinations without a kernel. Knows formats; must not know searches' names, files or containers.
 """
 
-from ptqpipe.kernels.cpu_columns import choose_block, descend, feed_forward
+from ptqpipe.kernels.cpu_columns import (
+    choose_block,
+    descend,
+    enter_rows,
+    feed_forward,
+    feed_rows,
+    sweep_block_rows,
+    sweep_rows,
+)
 from ptqpipe.kernels.cpu_decode import decode_error, dequantize
 from ptqpipe.kernels.cpu_library import available, current_isa as isa, force_isa, known_isas as isas, why_missing
 from ptqpipe.kernels.cpu_search import amax, block_quantize, fp8_encode, score_total
@@ -18,11 +26,15 @@ __all__ = [
     "decode_error",
     "dequantize",
     "descend",
+    "enter_rows",
     "feed_forward",
+    "feed_rows",
     "force_isa",
     "fp8_encode",
     "isa",
     "isas",
     "score_total",
+    "sweep_block_rows",
+    "sweep_rows",
     "why_missing",
 ]

@@ -1,10 +1,11 @@
-"""A decoder layer of a decode step on a CPU, compiled: norms, products, rotary embedding and attention in one call.
+"""Decoder layers of a decode step on a CPU, compiled: norms, products, rotary embedding and attention in one call.
 
 The arithmetic is that of the kernels that ``cpu_norm.py``, ``cpu_linear.py`` and ``cpu_attention.py`` call one by one,
 with the roundings to bfloat16 in between that torch's operators make. Knows addresses; must not know modules.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,7 @@ def fits(parts: LayerParts) -> bool:
     operands = [operand for operand, _ in parts.products]
     tensors = [weight for weight, _ in parts.norms] + [parts.keys, parts.values]
     return (
-        cpu_attention.exports("ptq_layer_rows")
+        cpu_attention.exports("ptq_layers_rows")
         and all(x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.is_contiguous() for x in tensors)
         and parts.keys.shape == parts.values.shape
         and parts.keys.shape[3] % 2 == 0
@@ -86,50 +87,34 @@ class Layer:
         )  # fmt: skip
         self._made_for = (0, 0)
 
-    def run(
-        self,
-        x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        slots: torch.Tensor,
-        where: tuple[PagedQueries, PagedSpans],
-    ) -> torch.Tensor | None:
-        """``[..., hidden]`` of ``x [..., hidden]`` bfloat16, a row for each sequence's last token.
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of x and of the cosines: layers of the same run together."""
+        return self._parts.products[0][0].shape[1], self._dim
 
-        rotary  cosines and sines bfloat16 [..., dim]
-        slots   int64 [rows]: where the new keys and values go, as all pages' tokens are counted
-        where   the pages that each sees, in both forms
-        None for what has no kernel: other shapes and dtypes, another instruction set.
-        """
-        rows, threads = slots.shape[0], torch.get_num_threads()
-        if not self._takes(x, rotary, rows):
-            return None
-        if self._made_for != (rows, threads):
-            self._make_for(rows, threads)
-        job, out = self._job, torch.empty_like(x)
-        attention = self._attention(rows, where)
-        job.x, job.out, job.slots = x.data_ptr(), out.data_ptr(), slots.data_ptr()
-        job.cosine, job.sine = rotary[0].data_ptr(), rotary[1].data_ptr()
-        status = lib.call("ptq_layer_rows", ctypes.byref(job))
-        del attention  # which the job pointed to
-        return out if status == lib.OK else None
-
-    def _takes(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], rows: int) -> bool:
+    def takes(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], rows: int) -> bool:
         """Whether these tensors are what the kernel reads."""
-        hidden = self._parts.products[0][0].shape[1]
-        return rows <= limit(panels=True) and all(
-            t.dtype == torch.bfloat16 and t.is_contiguous() and t.shape[-1] * rows == t.numel() and t.shape[-1] == width
-            for t, width in ((x, hidden), (rotary[0], self._dim), (rotary[1], self._dim))
+        hidden, dim = self.widths
+        cosine, sine = rotary
+        return (
+            rows <= limit(panels=True)
+            and _dense(x, rows, hidden)
+            and _dense(cosine, rows, dim)
+            and _dense(sine, rows, dim)
         )
 
-    def _make_for(self, rows: int, threads: int) -> None:
-        """Prepares the parts' jobs for a number of rows."""
-        jobs = [operand.job(rows) for operand, _ in self._parts.products]
-        for job, bias in zip(jobs, self._biases, strict=True):
-            job.bias = None if bias is None else bias.data_ptr()
-        norms = [cpu_norm.norm_job(rows, weight, eps) for weight, eps in self._parts.norms]
-        self._job.products, self._job.norms = _PRODUCTS(*jobs), _NORMS(*norms)
-        self._job.rows, self._job.threads = rows, threads
-        self._made_for = (rows, threads)
+    def prepare(self, rows: int, threads: int, where: tuple[PagedQueries, PagedSpans]) -> ctypes.Structure:
+        """The job for a number of rows, but for what `run` sets. It points to its attention's, which it keeps."""
+        if self._made_for != (rows, threads):
+            jobs = [operand.job(rows) for operand, _ in self._parts.products]
+            for job, bias in zip(jobs, self._biases, strict=True):
+                job.bias = None if bias is None else bias.data_ptr()
+            norms = [cpu_norm.norm_job(rows, weight, eps) for weight, eps in self._parts.norms]
+            self._job.products, self._job.norms = _PRODUCTS(*jobs), _NORMS(*norms)
+            self._job.rows, self._job.threads = rows, threads
+            self._made_for = (rows, threads)
+        self._job.kept = self._attention(rows, where)
+        return self._job
 
     def _attention(self, rows: int, where: tuple[PagedQueries, PagedSpans]) -> ctypes.Structure:
         """The job of the attention, which the layer's job now points to."""
@@ -143,3 +128,40 @@ class Layer:
             job = cpu_attention.attention_job(shape[1:], keys, values, where[0], scaling=scaling, window=window)
             self._job.prefill, self._job.attention = None, ctypes.addressof(job)
         return job
+
+
+def run(
+    layers: Sequence[Layer],
+    x: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    where: tuple[PagedQueries, PagedSpans],
+) -> torch.Tensor | None:
+    """What each layer gives, ``[layers, ..., hidden]``: the first of ``x [..., hidden]`` bfloat16, a row for each
+    sequence's last token, the others each of what the one before gives.
+
+    layers  of equal `Layer.widths`
+    rotary  cosines and sines bfloat16 [..., dim]
+    slots   int64 [rows]: where the new keys and values go, as all pages' tokens are counted
+    where   the pages that each sees, in both forms
+    None for what has no kernel: other shapes and dtypes, another instruction set.
+    """
+    rows, threads = slots.shape[0], torch.get_num_threads()
+    if not layers[0].takes(x, rotary, rows):
+        return None
+    outs = torch.empty((len(layers), *x.shape), dtype=torch.bfloat16)
+    jobs = (ctypes.c_void_p * len(layers))()
+    cosine, sine, slot, last = rotary[0].data_ptr(), rotary[1].data_ptr(), slots.data_ptr(), x.data_ptr()
+    at, step = outs.data_ptr(), x.numel() * x.element_size()
+    for i, layer in enumerate(layers):
+        job = layer.prepare(rows, threads, where)
+        job.x, job.out, job.slots, job.cosine, job.sine = last, at, slot, cosine, sine
+        jobs[i] = ctypes.addressof(job)
+        last, at = at, at + step
+    status = lib.call("ptq_layers_rows", jobs, ctypes.c_int64(len(layers)))
+    return outs if status == lib.OK else None
+
+
+def _dense(x: torch.Tensor, rows: int, width: int) -> bool:
+    """Whether a tensor is rows of so many bfloat16 numbers, one after another."""
+    return x.dtype == torch.bfloat16 and x.shape[-1] == width and x.numel() == rows * width and x.is_contiguous()

@@ -15,7 +15,7 @@ from pathlib import Path
 from ptqpipe.errors import FormatError, one_line
 
 LIBRARY = Path(__file__).with_name("_cpu.so")  # where setup.py puts it
-ABI = 16
+ABI = 17
 ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 OK, NOT_FINITE, UNSUPPORTED, NO_MEMORY = 0, 1, 2, 3  # what a call returns
 
@@ -59,6 +59,13 @@ Columns = struct(
     columns=_LONG, rows=_LONG, kind=_INT, element=_INT, exact=_POINTER, target=_POINTER, s=_POINTER, error=_POINTER,
     slope=_POINTER, matrix=_POINTER, weight=_POINTER, ladder=_POINTER, ladder_size=_LONG, count=_LONG,
     first=_POINTER, codes=_POINTER, scales=_POINTER, cost=_POINTER,
+)  # fmt: skip
+Pass = struct(
+    "ptq_pass",
+    columns=_LONG, rows=_LONG, block=_LONG, kind=_INT, element=_INT, exact=_POINTER, s=_POINTER, matrix=_POINTER,
+    weight=_POINTER, feedback=_POINTER, inverse=_POINTER, usable=_POINTER, ladder=_POINTER, ladder_size=_LONG,
+    below=_LONG, count=_LONG, sweeps=_LONG, error=_POINTER, codes=_POINTER, scales=_POINTER,
+    slack=ctypes.c_float, threads=_INT,
 )  # fmt: skip
 Linear = struct(
     "ptq_linear",

@@ -66,7 +66,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """``rows`` rows and ``width`` bytes of a weight a step, ``tokens`` rows of x; K cut into ``parts`` at most."""
+    """``rows`` rows and ``width`` bytes of a weight per step, ``tokens`` rows of x; K cut into ``parts`` at most."""
 
     rows: int
     width: int
@@ -144,7 +144,7 @@ def tile_of(plan: Plan, m: int, shape: tuple[int, int], *, parts: int | None, pr
         columns = max(4, min(columns, 1 << (width - 1).bit_length()))
     else:
         tokens = next((size for size in (16, 32, 64) if m <= size), 128)
-        rows, columns = (128 if tokens == 128 else 64), 8 * plan.bits  # 64 codes a step
+        rows, columns = (128 if tokens == 128 else 64), 8 * plan.bits  # 64 codes per step
         columns = columns if plan.kind == _NUMBERS else max(columns, plan.group)
     if parts is None:
         wanted = _over(PROGRAMS * processors, _over(n, rows))

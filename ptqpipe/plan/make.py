@@ -1,15 +1,17 @@
 """Plans are made here: candidates, the recipe's rule for each, whole groups, units.
 
 Candidates are told from names, dtypes, shapes and config alone: a 2-D float matrix called ``<module>.weight``, or a 3-D
-stack of experts called ``...experts.<projection>``. Stacks come in both orientations, [E, out, in] and [E, in, out];
+stack of experts called ``...experts.<projection>`` (Step-3: ``...moe.<projection>.weight``; Granite: ``input_linear``
+and ``output_linear``). Stacks come in both orientations, [E, out, in] and [E, in, out];
 the shapes of the two projections of one MLP tell which. GPT-2's Conv1D keeps weights as [in, out]; its bias betrays it.
 """
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ptqpipe.errors import CheckpointError, UsageError
+from ptqpipe.errors import CheckpointError, RecipeError, UsageError, did_you_mean
 from ptqpipe.families import check_config, family_of
 from ptqpipe.formats import Format
 from ptqpipe.plan.groups import (
@@ -21,10 +23,10 @@ from ptqpipe.plan.groups import (
 )
 from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Shapes, Slice, Unit
 from ptqpipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, matches
-from ptqpipe.schemes import Abilities
+from ptqpipe.schemes import Abilities, Scheme
 
-# Stacks whose module is not called "experts": a gate's and an up part's rows, and what follows them.
-_WHOLE_STACKS = ("input_linear", "output_linear")
+# Stacks of Granite and JetMoE: a gate's and an up part's rows, and what follows them.
+_LINEARS = ("input_linear", "output_linear")
 _PROJECTIONS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
@@ -39,10 +41,8 @@ def find_candidates(
     for name, (dtype, shape) in tensors.items():
         if 0 in shape:
             reasons[name] = "empty"
-        elif len(shape) == 3 and _is_whole_stack(name, tensors) and not (abilities.stacks and abilities.matrices):
-            reasons[name] = "a stack of experts that its model's readers know as a whole; use --container ptqpipe"
-        elif len(shape) == 3 and ("experts" in name.split(".") or _is_whole_stack(name, tensors)):
-            members, reason = _expert_members(name, tensors, config, stacks=abilities.stacks)
+        elif len(shape) == 3 and _is_stack(name, tensors):
+            members, reason = _expert_members(name, tensors, config, abilities)
             for member in members:
                 if member.stack is None and member.weight in tensors:
                     raise CheckpointError(
@@ -79,44 +79,45 @@ def conv1d_leaves(tensors: Shapes) -> frozenset[str]:
     return frozenset(proven)
 
 
-def _is_whole_stack(name: str, tensors: Shapes) -> bool:
-    """Whether a 3-D tensor is one of the two of a layer of Granite's or JetMoE's experts."""
+def _is_stack(name: str, tensors: Shapes) -> bool:
+    """Whether a 3-D tensor is one of the stacks of a layer of experts, by its name and that of its siblings."""
     parent, _, leaf = name.removesuffix(".weight").rpartition(".")
-    siblings = [tensors.get(f"{parent}.{other}.weight", ("", ()))[1] for other in _WHOLE_STACKS]
-    return leaf in _WHOLE_STACKS and all(len(shape) == 3 for shape in siblings)
+    siblings = [tensors.get(f"{parent}.{other}.weight", ("", ()))[1] for other in _LINEARS]
+    if leaf in _LINEARS and all(len(shape) == 3 for shape in siblings):
+        return True
+    return "experts" in name.split(".") or (leaf in _PROJECTIONS and parent.rpartition(".")[2] == "moe")
 
 
-def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], *, stacks: bool) -> tuple[list[Member], str]:
+def _expert_members(name: str, tensors: Shapes, config: Mapping[str, Any], able: Abilities) -> tuple[list[Member], str]:
     """The per-expert weights of one 3-D tensor, or why it is kept."""
     dtype, shape = tensors[name]
     base = name.removesuffix(".weight")
     parent, _, leaf = base.rpartition(".")
-    if dtype not in FLOAT_DTYPES or leaf not in (*_PROJECTIONS, *_WHOLE_STACKS):
+    family = family_of(config)
+    single = family.single_experts(base)
+    if "experts" not in name.split(".") and not (able.matrices and (able.stacks or single)):
+        return [], "a stack of experts that its model's readers know as a whole; use --container ptqpipe"
+    if dtype not in FLOAT_DTYPES or leaf not in (*_PROJECTIONS, *_LINEARS):
         return [], "a 3-D tensor that is no stack of expert projections"
     transposed = _stack_transposed(parent, leaf, tensors, config)
     if transposed is None:
         return [], "the orientation of this stack of experts cannot be told from the shapes"
     rows, cols = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
     experts = range(shape[0])
-    if stacks:
+    if able.stacks:
         slices = [Slice(name, expert=e, transposed=transposed) for e in experts]
         return [Member(name, (rows, cols), part, stack=shape[0]) for part in slices], ""
     if any(f"{parent}.{projection}_bias" in tensors for projection in _PROJECTIONS):  # of either: they have one reader
         return [], "readers know no names of single experts with biases; use --container gptoss_mxfp4 or ptqpipe"
-    if leaf != "gate_up_proj":
-        return [
-            Member(f"{parent}.{e}.{leaf}.weight", (rows, cols), Slice(name, expert=e, transposed=transposed))
-            for e in experts
-        ], ""
-    if rows % 2:
+    if rows % len(single):
         return [], "an odd number of rows cannot be gate and up"
-    interleaved = family_of(config).interleaved
     members = []
     for e in experts:
-        for index, part in enumerate(("gate_proj", "up_proj")):
-            start, step = (index, 2) if interleaved else (index * rows // 2, 1)
+        for index, module in enumerate(single):
+            alternate = family.interleaved and len(single) > 1
+            start, step = (index, 2) if alternate else (index * rows // len(single), 1)
             where = Slice(name, start=start, step=step, expert=e, transposed=transposed)
-            members.append(Member(f"{parent}.{e}.{part}.weight", (rows // 2, cols), where))
+            members.append(Member(f"{module.format(e)}.weight", (rows // len(single), cols), where))
     return members, ""
 
 
@@ -127,7 +128,7 @@ def _stack_transposed(parent: str, leaf: str, tensors: Shapes, config: Mapping[s
         entry = tensors.get(f"{parent}.{name}") or tensors.get(f"{parent}.{name}.weight")
         return (entry[1][1], entry[1][2]) if entry is not None and len(entry[1]) == 3 else None
 
-    fused, down = dims("gate_up_proj") or dims(_WHOLE_STACKS[0]), dims("down_proj") or dims(_WHOLE_STACKS[1])
+    fused, down = dims("gate_up_proj") or dims(_LINEARS[0]), dims("down_proj") or dims(_LINEARS[1])
     if fused is not None and down is not None:
         # [2I, H] beside [H, I], or [H, 2I] beside [I, H]: the two cannot both hold.
         if fused == (2 * down[1], down[0]):
@@ -184,6 +185,11 @@ def make_plan(
     )
     if not units:
         raise UsageError(_nothing_to_do(kept))
+    turned = {m.module.rpartition(".")[2] for unit in units for m in unit.members if unit.scheme.rotation}
+    idle = sorted(recipe.rotations.keys() - turned)
+    if idle:
+        known = sorted({m.module.rpartition(".")[2] for unit in units for m in unit.members})
+        raise UsageError(f"rotate: no layer {idle[0]!r} is quantized; {did_you_mean(idle[0], known, listed=True)}")
     modules = [member.module for member in candidates.values()]
     modules += [name.removesuffix(".weight") for name in tensors]
     tied = "lm_head.weight" not in tensors
@@ -201,7 +207,22 @@ def _rule_or_reason(member: Member, rule: Rule | None, reason: str, *, even_bloc
         return f"{member.shape[0]}x{member.shape[1]} does not divide into {fmt.name} blocks of {rows}x{cols}"
     if even_blocks and misread_rows(member.shape[0], fmt):
         return f"transformers misreads {member.shape[0]} rows in blocks of {fmt.step(0)}"
+    _check_rotation(member, rule.scheme)
     return rule
+
+
+def _check_rotation(member: Member, scheme: Scheme) -> None:
+    """RecipeError where a layer's inputs cannot be rotated as the recipe says."""
+    if scheme.rotation and member.shape[1] % scheme.rotation:
+        raise RecipeError(
+            f"rotate: {member.module} has {member.shape[1]} columns, which blocks of {scheme.rotation} do not divide; "
+            "choose a smaller block, or leave this role out"
+        )
+    if scheme.rotation and scheme.needs_input_global_scale:
+        raise RecipeError(
+            f"rotate: {scheme.name} stores a static scale of each input, which is not known of a rotated one; leave "
+            "rotate out, or choose a format with dynamic scales, such as mxfp4"
+        )
 
 
 def misread_rows(rows: int, fmt: Format) -> bool:
@@ -219,11 +240,17 @@ def _units(
     for group in groups:
         if group[0] not in rules:
             continue
-        members = tuple(candidates[key] for key in group)
+        members = tuple(_rotated(candidates[key], rules[group[0]].scheme) for key in group)
         leaves = "+".join([members[0].module, *(member.module.rpartition(".")[2] for member in members[1:])])
         suffix = f"[{members[0].source.expert}]" if members[0].stack is not None else ""
         units.append(Unit(leaves + suffix, members, rules[group[0]]))
     return tuple(units)
+
+
+def _rotated(member: Member, scheme: Scheme | None) -> Member:
+    if scheme is None or not scheme.rotation:
+        return member
+    return replace(member, source=replace(member.source, rotation=scheme.rotation))
 
 
 def unmatched_patterns(plan: Plan, recipe: Recipe) -> list[str]:

@@ -16,7 +16,8 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 class Slice:
     """Where the rows of a weight lie in a source tensor: rows start, start+step, ... of [out, in].
 
-    ``expert`` selects from a 3-D stack; ``transposed`` says the tensor (or each expert) is [in, out].
+    ``expert`` selects from a 3-D stack; ``transposed`` says the tensor (or each expert) is [in, out]. The columns of
+    [out, in] are rotated by blocks of ``rotation`` when they are read (``rotation.py``).
     """
 
     tensor: str
@@ -24,6 +25,7 @@ class Slice:
     step: int = 1
     expert: int | None = None
     transposed: bool = False
+    rotation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

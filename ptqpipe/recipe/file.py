@@ -122,6 +122,8 @@ def _value(raw: Any, where: str, kind: Any) -> Any:
 
 
 def _mapping(raw: Any, where: str, known: set[str]) -> Mapping[str, Any]:
+    if raw is None:
+        raise RecipeError(f"{where} is empty; `ptqpipe recipes NAME` prints an example")
     if not isinstance(raw, Mapping):
         raise RecipeError(f"{where} must be a mapping of keys, got {type(raw).__name__}")
     unknown = [str(key) for key in raw if key not in known]

@@ -8,6 +8,7 @@ conversion holds the recipe as JSON, from which `ptqpipe verify` makes it again.
 import fnmatch
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,7 +17,7 @@ from ptqpipe.errors import PtqError, RecipeError, UsageError, one_line
 from ptqpipe.families import DEFAULT_FUSE, DEFAULT_KEEP, Fact, Keep, facts_of, fuse_of
 from ptqpipe.options import CheckpointOptions, CodeOptions, check_options
 from ptqpipe.patterns import alike, expression
-from ptqpipe.schemes import MIXED, LowRank, Scheme, get_scheme
+from ptqpipe.schemes import MIXED, ROTATION_BLOCKS, LowRank, Scheme, get_scheme
 
 # The reason of a pattern that the caller gave beside the recipe: it overrides the recipe's word, exact names included.
 IGNORED = "ignored on request"
@@ -87,9 +88,25 @@ class Recipe(CheckpointOptions):
         if len(leaves) != len(set(leaves)):
             twice = next(leaf for leaf in leaves if leaves.count(leaf) > 1)
             raise RecipeError(f"fuse names {twice!r} in two groups; a weight can share one global scale only")
+        if self.rotations and any(rule.low_rank for rule in self.rules):
+            raise RecipeError("rotate and low_rank are not offered together; leave one of them out")
         if not 0.0 < self.input_amax < 1e30:
             raise RecipeError(f"input_amax {self.input_amax} must be a positive number")
         check_options(self)
+
+    @property
+    def rotations(self) -> dict[str, int]:
+        """Role -> columns that are rotated together, as `rotate` says. RecipeError where it is no such list."""
+        found: dict[str, int] = {}
+        for item in (self.rotate or "").split(",") if self.rotate is not None else ():
+            role, colon, block = item.strip().rpartition(":")
+            if not colon or not role or "." in role or role in found or block not in map(str, ROTATION_BLOCKS):
+                raise RecipeError(
+                    f"rotate {_shown(self.rotate or '')} is no list of ROLE:BLOCK, each role once; write down_proj:64, "
+                    f"with a block of {', '.join(map(str, ROTATION_BLOCKS))}"
+                )
+            found[role] = int(block)
+        return found
 
     def for_model(self, config: Mapping[str, Any]) -> "Recipe":
         """The recipe with what is known of the family of this config.json: what it keeps, layers by number, and what
@@ -144,12 +161,16 @@ class Recipe(CheckpointOptions):
                 continue
             against += [keep for keep in keeps if _bits(rule) < keep.bits]
             if rule.match == module or all((rule.match, keep.pattern) in named for keep in against):
-                return (rule, "") if rule.scheme is not None else (None, f"kept by the recipe ({rule.match})")
+                if rule.scheme is None:
+                    return None, f"kept by the recipe ({rule.match})"
+                block = self.rotations.get(module.rpartition(".")[2], 0)
+                return replace(rule, scheme=replace(rule.scheme, rotation=block)) if block else rule, ""
         return None, against[0].reason if against else "no rule of the recipe matches"
 
     def kind_of(self) -> Callable[[str], str]:
         """A function that gives the modules for which `rule_for` says the same one name, of which it says that."""
-        return alike([*(rule.match for rule in self.rules), *(keep.pattern for keep in self.keep)])
+        roles = (rf"re:(.*\.)?{re.escape(role)}$" for role in self.rotations)
+        return alike([*(rule.match for rule in self.rules), *(keep.pattern for keep in self.keep), *roles])
 
     def schemes(self) -> tuple[Scheme, ...]:
         """The distinct schemes of the rules, in their order."""
@@ -181,6 +202,8 @@ class Recipe(CheckpointOptions):
             "container": self.container_name,
             "description": self.description,
         }
+        if self.rotate is None:  # as versions wrote it that did not know the field
+            del described["rotate"]
         return json.loads(json.dumps(described))  # type: ignore[no-any-return]  # tuples become lists
 
     @staticmethod
@@ -188,7 +211,8 @@ class Recipe(CheckpointOptions):
         """The inverse of `to_json`. RecipeError unless the recipe describes itself the same again."""
         described = {"mtp": "keep", **described}  # which earlier versions did not say
         try:
-            given = {field.name: described[field.name] for field in fields(Recipe)}
+            said = {"rotate": None, **described}
+            given = {field.name: said[field.name] for field in fields(Recipe)}
             given["rules"] = tuple(Rule.from_json(rule) for rule in given["rules"])
             given["keep"] = tuple(Keep(str(keep[0]), str(keep[1]), *map(int, keep[2:])) for keep in given["keep"])
             given["fuse"] = tuple(tuple(map(str, leaves)) for leaves in given["fuse"])

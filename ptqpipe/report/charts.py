@@ -177,7 +177,9 @@ def _rows(
     height  of a row; ``right``: the room right of the axis
     strong  the number whose line of the grid stands out
     """
-    top, left, width = 14, 128 if wide else 92, WIDE if wide else NARROW
+    longest = max((len(name) for name in names), default=0)
+    top, width = 14, WIDE if wide else NARROW
+    left = 128 if wide else 92 if longest <= 13 else 124
     axis = Axis.over(values, start=left, stop=width - right, count=8 if wide else 4, least_span=least_span)
     base = top + height * len(names)
     parts = []
@@ -188,7 +190,7 @@ def _rows(
     parts.append(text(axis.stop, base + 34, unit, kind="unit", anchor="end"))
     for number, name in enumerate(names):
         y = top + height * number + height / 2
-        drawn = text(left - 12, y + 4, _short(name, 18 if wide else 13), kind="row", anchor="end")
+        drawn = text(left - 12, y + 4, _short(name, 18), kind="row", anchor="end")
         parts.append(row(number, axis, y, drawn))
     return canvas(width, base + 40, label, parts, kind="wide" if wide else "narrow")
 

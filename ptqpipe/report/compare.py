@@ -24,10 +24,10 @@ class Row(NamedTuple):
 
     @property
     def formats(self) -> str:
-        """The formats of its weights, the one with most numbers first."""
+        """The formats of its weights and their inputs, as `--format` names them, the one with most numbers first."""
         sizes: dict[str, int] = defaultdict(int)
         for weight in self.report.weights:
-            sizes[weight.format] += weight.elements
+            sizes[weight.scheme] += weight.elements
         return ", ".join(sorted(sizes, key=lambda name: (-sizes[name], name)))
 
     @property
@@ -61,6 +61,7 @@ def render_comparison(reports: Sequence[Report], *, kind: str, notes: Sequence[s
         size_chart=_size_chart(measured) if len(measured) > 1 else None,
         layers=_by_layer(rows),
         calibrated=_calibrated(rows),
+        unknown=_unknown(rows),
         roles=_by_role(rows),
         choice_names=(),
     )
@@ -85,6 +86,12 @@ def _error(row: Row, *, calibrated: bool) -> Callable[[Sequence[Weight]], float 
     if calibrated:
         return lambda weights: mean_known(1.0 if weight.plain else weight.versus_rtn for weight in weights)
     return lambda weights: decibels(pooled_mse(weights))
+
+
+def _unknown(rows: Sequence[Row]) -> list[Row]:
+    """Those whose records do not have the error by which layers are compared: tune records one of decoder layers."""
+    calibrated = _calibrated(rows)
+    return [row for row in rows if _error(row, calibrated=calibrated)(row.report.weights) is None]
 
 
 def _by_layer(rows: Sequence[Row]) -> Drawn | None:
@@ -117,7 +124,7 @@ def _by_role(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, str]]]]:
         cells = []
         for row in rows:
             weights = [weight for weight in row.report.weights if shown(weight.role) == name]
-            formats = ", ".join(sorted({weight.format for weight in weights})) or "not quantized"
+            formats = ", ".join(sorted({weight.scheme for weight in weights})) or "not quantized"
             value = _error(row, calibrated=calibrated)(weights)
             cells.append((formats, numbers.ratio(value) if calibrated else numbers.db(value)))
         found.append((name, cells))

@@ -103,11 +103,11 @@ def _levels(row: Mapping[str, Any], at: Any, base: float, *, wide: bool) -> list
     where the plot has room: the lines of smaller values cross what is to the left."""
     levels = [("median", row["percentiles"].get("50")), ("mean", row["mean"]), ("99 %", row["percentiles"].get("99"))]
     known = [(name, value) for name, value in levels if value is not None and value > 0]
-    parts = []
+    lines, labels = [], []
     for number, (name, value) in enumerate(known):
         x, words = at(value), f"{name} {numbers.sci(value)}"
         anchor = "start" if x + 5 + _BOLD * len(words) < _size(wide)[0] else "end"
-        parts.append(line(x, _TOP - 4 + 15 * number, x, base, "level"))
+        lines.append(line(x, _TOP - 4 + 15 * number, x, base, "level"))
         label = text(
             x + (5 if anchor == "start" else -5),
             _TOP + 6 + 15 * number,
@@ -115,8 +115,8 @@ def _levels(row: Mapping[str, Any], at: Any, base: float, *, wide: bool) -> list
             kind="level-label",
             anchor=anchor,
         )
-        parts.append(label)
-    return parts
+        labels.append(label)
+    return [*lines, *labels]  # a name to the left stands on the lines that it crosses
 
 
 def kl_by_position(rows: Sequence[Mapping[str, Any]], *, wide: bool) -> Markup:

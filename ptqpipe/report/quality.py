@@ -1,5 +1,6 @@
 """What a report says of the model's quality: the card at its top, plots of the divergence, texts before and after."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -106,6 +107,8 @@ def sample_texts(report: Report) -> list[tuple[str, str, str, str]]:
     for row in rows:
         pairs = zip(row["baseline"], row["checkpoint"], strict=False)
         same = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if same not in (row["baseline"], row["checkpoint"]):  # they part inside of a word: it belongs to the difference
+            same = same[: len(same) - len(re.split(r"\s", same)[-1])]
         rest = (row["baseline"][len(same) :], row["checkpoint"][len(same) :])
         found.append((row["prompt"], same, *rest))
     return found

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.errors import UsageError
+from ptqpipe.rotation import rotated
 from ptqpipe.schemes import Activation
 
 _E2M1_MAX, _E4M3_MAX = 6.0, 448.0
@@ -36,11 +37,13 @@ class InputQuantizer:
 
     scale    the static scale of the layer, where the format has one
     divides  whether it divides on decode instead of multiplying (as compressed-tensors stores NVFP4's)
+    rotation columns that are rotated together first (``rotation.py``); 0: none
     """
 
     activation: Activation
     scale: float | None = None
     divides: bool = False
+    rotation: int = 0
 
     def __post_init__(self) -> None:
         if self.activation is Activation.UNKNOWN:
@@ -51,8 +54,17 @@ class InputQuantizer:
         if static != (self.scale is not None) or (self.scale is not None and not 0 < self.scale < float("inf")):
             raise UsageError(f"activations {self.activation} with the static scale {self.scale}; expected one above 0")
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing happens to the input."""
+        return self.activation is Activation.NONE and not self.rotation
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` quantized and decoded: same shape and dtype. Float32 inside."""
+        """``x`` rotated, quantized and decoded: same shape and dtype. Float32 inside."""
+        return self.quantized(rotated(x, self.rotation))
+
+    def quantized(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, rotated already, quantized and decoded."""
         if self.activation is Activation.NONE or x.numel() == 0:
             return x
         group = GROUP.get(self.activation)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ptqpipe.families import check_experts
 from ptqpipe.runtime.fill import completed, decide
 from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
 from ptqpipe.runtime.loading import no_model, quiet, read_config, read_generation_config
@@ -23,6 +24,7 @@ def check_load(ckpt: Path | str, *, tp: int = 1, packed: bool = True) -> Any:
     """
     with Source.open(Path(ckpt)) as source:
         path = source.reader.path
+        check_experts(source.reader.config, source.tensors)
         config = read_config(path)
         read_generation_config(path)
         model = empty_model(config, path)

@@ -23,6 +23,16 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _IN_RUNS = frozenset({"Llama4TextExperts"})
 
 
+# Modules that say nothing of their stacks, which are [E, out, in], and compute as those that do.
+_SILENT = frozenset({"Step3p7Experts"})
+
+
+def is_known(module: Any) -> bool:
+    """Whether a module's stacks and forward are known: those that transformers declares, and some by their class."""
+    declared = ("is_transposed", "has_bias", "_apply_gate", "num_experts")
+    return in_runs(module) or type(module).__name__ in _SILENT or all(hasattr(module, name) for name in declared)
+
+
 def first_stack(module: Any) -> str:
     """The name of the stack that the experts' inputs meet."""
     return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
@@ -35,12 +45,13 @@ def in_runs(module: Any) -> bool:
 
 def is_experts(module: Any) -> bool:
     """Whether a module is one of transformers' stacked experts, whose parts this file knows."""
-    return in_runs(module) or (hasattr(module, "has_gate") and hasattr(module, "num_experts"))
+    declared = hasattr(module, "has_gate") and hasattr(module, "num_experts")
+    return in_runs(module) or type(module).__name__ in _SILENT or declared
 
 
 def is_turned(module: Any) -> bool:
     """Whether a module of experts has its stacks as [E, in, out]."""
-    return in_runs(module) or bool(module.is_transposed)
+    return in_runs(module) or bool(getattr(module, "is_transposed", False))
 
 
 def experts_forward(module: Any, project: Project) -> Forward | Callable[[torch.Tensor], torch.Tensor]:
@@ -66,7 +77,7 @@ def _runs_forward(module: Any, project: Project) -> Callable[[torch.Tensor], tor
 
 
 def _tokens_forward(module: Any, project: Project) -> Forward:
-    first = first_stack(module)
+    first, gated = first_stack(module), getattr(module, "has_gate", True)
 
     def forward(x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
@@ -75,7 +86,7 @@ def _tokens_forward(module: Any, project: Project) -> Forward:
                 continue
             token, place = torch.where(top_k_index == expert)
             hidden = project(first, expert, x[token])
-            hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+            hidden = module._apply_gate(hidden) if gated else module.act_fn(hidden)
             hidden = project("down_proj", expert, hidden)
             if getattr(module, "has_post_expert_norm", False):  # absent before transformers 5.20
                 hidden = module.post_expert_norm(hidden)
@@ -100,7 +111,7 @@ def float_project(module: Any, inner: Sequence[InputQuantizer], outer: Sequence[
 
 
 def use_layers(module: Any, first: Sequence[torch.nn.Module], down: Sequence[torch.nn.Module]) -> None:
-    """Puts one layer an expert in the place of the stacks of ``module``. The layers add no bias."""
+    """Puts one layer per expert in the place of the stacks of ``module``. The layers add no bias."""
     layers = {first_stack(module): torch.nn.ModuleList(first), "down_proj": torch.nn.ModuleList(down)}
     for name, found in layers.items():
         stack = module._parameters.pop(name)  # on the meta device: models initialize it, and cannot compute with it

@@ -5,6 +5,7 @@ what does not fit is refused before a weight is read; then it puts packed layers
 and says from what transformers is to fill the rest. `Filling.finish` hangs the hooks on the filled model.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.containers import StoredWeight, part_bytes
+from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.activations import GROUP, InputQuantizer
 from ptqpipe.runtime.linear import PackedLinear
@@ -51,7 +52,7 @@ def _counter(source: Source, names: Sequence[str]) -> Callable[[str], None]:
     progress = _PROGRESS.get()
     if progress is None:
         return lambda name: None
-    left = {name: _stored_bytes(source, name) for name in names}
+    left = {name: source.nbytes(name) for name in names}
     total, lock, done = sum(left.values()), threading.Lock(), 0
     progress(0, total)
 
@@ -62,11 +63,6 @@ def _counter(source: Source, names: Sequence[str]) -> Callable[[str], None]:
             progress(done, total)
 
     return count
-
-
-def _stored_bytes(source: Source, name: str) -> int:
-    stored = source.stored.get(name)
-    return source.reader.entries[name].nbytes if stored is None else sum(part_bytes(part) for part in stored.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ class Filling:
         """Completes a filled model: quantized inputs of its float layers, its kv cache, and the ranks' sums."""
         if self.activations:
             simulate_kv_cache(model, self.source, homes=self.homes, cuts=self.plan.cuts)
-            simulate_activations(model, self.source, homes=self.homes, packed=self.packed)
+        simulate_activations(model, self.source, homes=self.homes, packed=self.packed, activations=self.activations)
         connect(model, self.plan)
         for module in model.modules():
             if isinstance(module, PackedLinear):
@@ -165,10 +161,11 @@ def _check_shape(model: Any, source: Source, name: str, homes: Sequence[Home]) -
 
 
 def _blocks(source: Source, homes: Mapping[str, list[Home]]) -> dict[str, int]:
-    """How many columns of each parameter stay together: a block of its format, a group of its input's."""
+    """How many columns of each parameter stay together: a block of its format, a group of its input's, a rotation."""
     found: dict[str, int] = {}
     for name, stored in source.stored.items():
-        together = max(stored.scheme.fmt.block[1], GROUP.get(stored.scheme.activation, 1), 1)
+        scheme = stored.scheme
+        together = math.lcm(max(scheme.fmt.block[1], GROUP.get(scheme.activation, 1), 1), scheme.rotation or 1)
         for home in homes.get(name, ()):
             found[home.parameter] = max(found.get(home.parameter, 1), together)
     return found
@@ -194,10 +191,9 @@ def _region(model: Any, source: Source, name: str, homes: Sequence[Home], plan: 
     return Region(columns=ranges[0], at=(at[0], at[1]))
 
 
-def _quantizers(source: Source, stored: StoredWeight, activations: bool) -> tuple[InputQuantizer | None, ...]:
+def _quantizers(source: Source, stored: StoredWeight, activations: bool) -> tuple[InputQuantizer, ...]:
     """The quantizer of the input of each of a stored weight's matrices."""
-    experts: Sequence[int | None] = (None,) if stored.experts is None else range(stored.experts)
-    return tuple(input_quantizer(source, stored, expert) if activations else None for expert in experts)
+    return tuple(input_quantizer(source, stored, expert, activations=activations) for expert in stored.planes)
 
 
 Prepare = Callable[[Any, Sequence[Any]], Filling]

@@ -43,6 +43,8 @@ def _keep_order(module: torch.nn.Module) -> str | None:
             return f"has no kernel here for {module.packed.fmt.name}"
         if module.low_rank is not None:
             return "has a low-rank part"
+        if module.quantizer is not None and module.quantizer.rotation:
+            return "has rotated inputs"
         module.packed.operand.keep_order()
         return None
     if isinstance(module, torch.nn.Linear):

@@ -55,9 +55,17 @@ def _takes_text_alone(model_class: Any, config: Any) -> bool:
     return not (config.is_encoder_decoder or config.get_text_config().is_encoder_decoder)
 
 
+def image_model_of(config: Any, path: Path) -> tuple[Any, Any]:
+    """`causal_model_of`, with the parts for images where transformers has a class with them."""
+    found = causal_model_of(config, path)
+    return (_with_images(config), config) if takes_images(config, path) else found
+
+
 def takes_images(config: Any, path: Path) -> bool:
-    """Whether the model that `causal_model_of` gives has the parts for images."""
-    return causal_model_of(config, path)[0] is _with_images(config)
+    """Whether a model whose text the class of `causal_model_of` continues has parts for images, too."""
+    causal = causal_model_of(config, path)[0]
+    whole = _with_images(config)
+    return whole is not None and (causal is whole or config.get_text_config() is not config)
 
 
 def with_note(header: str, config: Any, *, images: int = 0) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from ptqpipe.errors import CheckpointError
 from ptqpipe.kernels import cpu_linear
 from ptqpipe.qtensor import Factors, QTensor
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.runtime.packed import PackedWeight, packed_linear, packed_linears
-from ptqpipe.schemes import Activation
 
 
 class PackedLinear(torch.nn.Module):
@@ -46,7 +46,7 @@ class PackedLinear(torch.nn.Module):
         self.out_features, self.in_features = q.shape
         self.packed = PackedWeight.from_qtensor(replace(q, low_rank=None)).arranged()
         self.low_rank = q.low_rank
-        self.quantizer = None if quantizer is None or quantizer.activation is Activation.NONE else quantizer
+        self.quantizer = None if quantizer is None or quantizer.idle else quantizer
         self.siblings: Siblings | None = None
         self.register_parameter("bias", bias)
 
@@ -80,6 +80,8 @@ class PackedLinear(torch.nn.Module):
         w = (w if self.low_rank is None else w + self.low_rank.product()).to(self.dtype)
         w._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it alone, as a loaded one
         if self.loaded:
+            if self.quantizer is not None and self.quantizer.rotation:
+                raise CheckpointError("the model multiplies with a weight itself whose inputs are to be rotated")
             self.unpacked = w
         return w
 

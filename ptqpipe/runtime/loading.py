@@ -19,10 +19,11 @@ from torch.distributed import ProcessGroup
 from ptqpipe.checkpoint import refuse_pipes
 from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import CheckpointError, PtqError, UsageError, first_line, missing_package, one_line
+from ptqpipe.families import check_experts
 from ptqpipe.runtime.fill import Filling, Prepare, instead_of_files, prepare
 from ptqpipe.runtime.language_model import causal_model_of, keep_language_model
 from ptqpipe.runtime.mtp import add_mtp, find_mtp, require_mtp
-from ptqpipe.runtime.parallel import AllReduce, RunCollective, TensorParallel
+from ptqpipe.runtime.parallel import AllReduce, TensorParallel
 from ptqpipe.source import Source
 
 ActivationMode = Literal["simulated", "none"]
@@ -39,7 +40,6 @@ def load(
     rank: int = 0,
     group: ProcessGroup | None = None,
     all_reduce: AllReduce | None = None,
-    run_collective: RunCollective | None = None,
     dtype: torch.dtype | str = "bfloat16",
     packed: bool = True,
     activations: ActivationMode = "simulated",
@@ -57,8 +57,6 @@ def load(
     all_reduce   ``f(x) -> sum of x over the ranks``, called with every row-parallel layer's partial output
                  ``[..., hidden]``: contiguous, in ``dtype``, may be written to; every rank must get the same bits. It
                  may choose by ``x.numel()``. None is torch's all_reduce in ``group``. Logits do not pass it
-    run_collective  what runs each sum and gather of a forward: may do so in the background while it lets another
-                 forward compute in the same thread (``engine/overlap.py``); None runs it at once
     dtype        what the model computes in: bfloat16, float32, float16 or "auto", the checkpoint's own
     packed       False decodes the weights to ``dtype`` instead
     activations  "simulated" quantizes the inputs of linear layers and the kv cache as the checkpoint says, "none"
@@ -70,11 +68,8 @@ def load(
     does not divide the model, without transformers, and for unknown options; CheckpointError where the checkpoint and
     the model do not fit together: a weight missing, one without a place, a shape that differs.
     """
-    _check(activations, device)
-    ranks = TensorParallel(tp, rank, group, all_reduce, run_collective)
-    ranks.check()
-    model = _load(Path(ckpt), ranks, dtype=dtype, packed=packed, activations=activations, mtp=mtp)
-    return model.to(device)
+    ranks = TensorParallel(tp, rank, group, all_reduce)
+    return load_rank(Path(ckpt), ranks, dtype=dtype, packed=packed, activations=activations, device=device, mtp=mtp)
 
 
 def load_model(
@@ -97,26 +92,24 @@ def load_model(
     Raises UsageError without transformers or for an unknown dtype, CheckpointError where the checkpoint and the model
     do not fit together: a weight missing, one without a place, a shape that differs.
     """
-    _check(activations, device)
-    model = _load(Path(ckpt), TensorParallel(), dtype=dtype, packed=False, activations=activations)
-    return model.to(device)
+    return load_rank(Path(ckpt), TensorParallel(), dtype=dtype, packed=False, activations=activations, device=device)
 
 
-def _check(activations: str, device: str) -> None:
-    if activations not in ("simulated", "none"):
-        raise UsageError(f"activations {activations!r} is unknown; use simulated or none")
-    check_device(device)
-
-
-def _load(
+def load_rank(
     path: Path,
     ranks: TensorParallel,
     *,
-    dtype: torch.dtype | str,
-    packed: bool,
-    activations: ActivationMode,
+    dtype: torch.dtype | str = "bfloat16",
+    packed: bool = True,
+    activations: ActivationMode = "simulated",
+    device: str = "cpu",
     mtp: bool = False,
 ) -> Any:
+    """`load`, for one rank as a whole: ``ranks`` also says how its sums and gathers are run."""
+    if activations not in ("simulated", "none"):
+        raise UsageError(f"activations {activations!r} is unknown; use simulated or none")
+    check_device(device)
+    ranks.check()
     with Source.open(path) as source:
         config, generation = read_config(source.reader.path), read_generation_config(source.reader.path)
         fillings: list[Filling] = []
@@ -138,7 +131,7 @@ def _load(
     if generation is not None:
         model.generation_config = generation
     model.tensor_parallel = ranks
-    return model
+    return model.to(device)
 
 
 def check_device(device: str) -> None:
@@ -281,6 +274,7 @@ def quiet() -> Iterator[None]:
 def _fill(source: Source, config: Any, dtype: torch.dtype, state: Prepare) -> Any:
     """The model of ``config`` with the tensors of ``source``: built on the meta device, filled one by one."""
     path, made = source.reader.path, False
+    check_experts(source.reader.config, source.tensors)
     model_class, config = causal_model_of(config, path)
 
     def noted(model: Any, conversions: Any) -> Filling:

@@ -7,11 +7,12 @@ A tensor mostly becomes one parameter. The experts' matrices of a checkpoint are
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from ptqpipe.runtime.language_model import left_out_of
 
-_FIRST_EXPERT = re.compile(r"\.experts\.0\.(gate|up|down)_proj\.weight$")
+_FIRST_EXPERT = re.compile(r"\.experts\.0\.((gate|up|down)_proj|w[123])\.weight$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MERGING = {"MergeModulelist", "Concatenate"}
 """Operations of transformers that put whole tensors side by side, so that a slice of a part is a part of a slice."""
@@ -110,23 +111,34 @@ def with_expert_names(model: Any, conversions: Sequence[Any], shapes: Mapping[st
     """
     names = [name for name in shapes if _FIRST_EXPERT.search(name)]
     find = Homes(model, conversions) if names else None
-    homeless = [name for name in names if find is not None and not find.of(name)]
-    for turned in (False, True):
-        extended = [*conversions, *_expert_converters(turned=turned)]
-        if homeless and _fits(Homes(model, extended), model, {name: shapes[name] for name in homeless}, turned=turned):
+    homeless = {name: shapes[name] for name in names if find is not None and not find.of(name)}
+    for turned, spelling in product((False, True), _SPELLINGS) if homeless else ():
+        extended = [*conversions, *_expert_converters(*spelling, turned=turned)]
+        if _fits(Homes(model, extended), model, homeless, turned=turned):
             return extended
     return list(conversions)
 
 
-def _expert_converters(*, turned: bool) -> list[Any]:
+# What holds the experts in a checkpoint and in the model, and what gate, up and down are called; Step-3's, Granite's.
+_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+_SPELLINGS = (
+    ("experts", "experts", _GATE_UP_DOWN),
+    ("moe.experts", "mlp.experts", _GATE_UP_DOWN),
+    ("experts", "experts", ("w1", "w3", "w2")),
+)
+
+
+def _expert_converters(stored: str, owner: str, names: Sequence[str], *, turned: bool) -> list[Any]:
     """From ``experts.N.gate_proj.weight`` and its siblings to stacks of a gate's and an up part's rows."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
     last = [Transpose(1, 2)] if turned else []
-    first = [f"experts.*.{name}_proj.weight" for name in ("gate", "up")]
+    gate, up, down = (f"{stored}.*.{name}.weight" for name in names)
     return [
-        WeightConverter(first, "experts.gate_up_proj", operations=[MergeModulelist(dim=0), Concatenate(dim=1), *last]),
-        WeightConverter("experts.*.down_proj.weight", "experts.down_proj", operations=[MergeModulelist(dim=0), *last]),
+        WeightConverter(
+            [gate, up], f"{owner}.gate_up_proj", operations=[MergeModulelist(dim=0), Concatenate(dim=1), *last]
+        ),
+        WeightConverter(down, f"{owner}.down_proj", operations=[MergeModulelist(dim=0), *last]),
     ]
 
 

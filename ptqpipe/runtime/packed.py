@@ -18,9 +18,9 @@ Four ways, by dtype and number of rows of x, and the same for every row of a cal
 
 Errors, relative to sum_k |x_k w_k|, with u = 2^-24 and v = 2^-8: float32 and the kernels K * 2u, then v for an output
 in bfloat16 (v / 8 in float16); the tiles K * u + 2v. FP8 in blocks of 128x128 adds v in the tiles, since its weights do
-not fit bfloat16. Codes times codes skip the rounding of the decoded inputs to bfloat16, which is v against the other
-ways. For CUDA the bounds are those of float32 sums, shown under Triton's interpreter: nobody has measured yet what the
-sums inside tensor cores add to them.
+not fit bfloat16. E2M1 on AVX2 adds 2^-15 (NEON 2^-14) of the largest of each 16 inputs, times |w|. Codes times codes
+skip the rounding of the decoded inputs to bfloat16, which is v against the other ways. For CUDA the bounds are those of
+float32 sums, shown under Triton's interpreter: nobody has measured yet what the sums inside tensor cores add to them.
 
 Knows formats and kernels; must not know modules, models or files, so that it also serves vLLM.
 """
@@ -247,6 +247,8 @@ def _codes_product(
 ) -> torch.Tensor | None:
     """FP8 codes of x times those of the weight; None where formats or the device have it otherwise."""
     if quantizer.activation is not Activation.FP8_TOKEN or x.dtype != torch.bfloat16 or not x.numel():
+        return None
+    if quantizer.rotation:
         return None
     if weight.scales is not None or weight.factor is None or weight.operand or not weight.data.is_contiguous():
         return None

@@ -32,7 +32,8 @@ class TensorParallel:
     size, rank  how many ranks there are, and which this is
     group       the process group; None is torch's default one (unused where ``size`` is 1)
     all_reduce  sums the partial outputs of row-parallel layers; None is torch's
-    run         how collective operations are run; None: at once
+    run         runs each sum and gather of a forward: may do so in the background while it lets another forward compute
+                in the same thread (``engine/overlap.py``); None: at once
     """
 
     size: int = 1

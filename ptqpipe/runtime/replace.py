@@ -22,7 +22,7 @@ from ptqpipe.runtime.shard_read import read_part
 from ptqpipe.runtime.state import Region
 from ptqpipe.source import Source
 
-Quantizers = Mapping[str, tuple[InputQuantizer | None, ...]]
+Quantizers = Mapping[str, tuple[InputQuantizer, ...]]
 
 
 @dataclass(frozen=True, slots=True)

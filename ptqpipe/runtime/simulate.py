@@ -30,17 +30,24 @@ from ptqpipe.source import Source
 
 
 def simulate_activations(
-    model: Any, source: Source, *, homes: Mapping[str, Sequence[Home]], packed: frozenset[str] = frozenset()
+    model: Any,
+    source: Source,
+    *,
+    homes: Mapping[str, Sequence[Home]],
+    packed: frozenset[str] = frozenset(),
+    activations: bool = True,
 ) -> int:
     """Quantizes the inputs of a model's float layers as their schemes in the checkpoint require.
 
-    homes   where the checkpoint's tensors went
-    packed  weights whose layers quantize their inputs themselves
+    homes        where the checkpoint's tensors went
+    packed       weights whose layers quantize their inputs themselves
+    activations  False leaves inputs unquantized; those of rotated weights are rotated all the same
 
     Returns how many modules get quantized inputs. UsageError for activations that cannot be simulated, CheckpointError
     for a weight that no module holds.
     """
-    if all(stored.scheme.activation is Activation.NONE for stored in source.stored.values()):
+    schemes = {stored.scheme for stored in source.stored.values()}
+    if not any(scheme.rotation or (activations and scheme.activation is not Activation.NONE) for scheme in schemes):
         return 0
     experts: dict[str, dict[str, dict[int, InputQuantizer]]] = {}
     done: set[str] = set()
@@ -53,10 +60,10 @@ def simulate_activations(
                 "config.json against the weights"
             )
         for home in homes[weight]:
-            for expert, quantizer in _quantizers(source, stored, home):
+            for expert, quantizer in _quantizers(source, stored, home, activations=activations):
                 if expert is not None:
                     experts.setdefault(home.module, {}).setdefault(home.leaf, {}).setdefault(expert, quantizer)
-                elif quantizer.activation is not Activation.NONE and home.module not in done:
+                elif not quantizer.idle and home.module not in done:
                     model.get_submodule(home.module).register_forward_pre_hook(quantizer.pre_hook)
                     done.add(home.module)
     for module, found in experts.items():
@@ -64,18 +71,23 @@ def simulate_activations(
     return len(done)
 
 
-def _quantizers(source: Source, stored: StoredWeight, home: Home) -> Iterator[tuple[int | None, InputQuantizer]]:
+def _quantizers(
+    source: Source, stored: StoredWeight, home: Home, *, activations: bool
+) -> Iterator[tuple[int | None, InputQuantizer]]:
     """(expert or None, quantizer) of every matrix of a stored weight."""
     if stored.experts is not None:
         for expert in range(stored.experts):
-            yield expert, input_quantizer(source, stored, expert)
+            yield expert, input_quantizer(source, stored, expert, activations=activations)
     else:
-        yield home.expert, input_quantizer(source, stored, None)
+        yield home.expert, input_quantizer(source, stored, None, activations=activations)
 
 
-def input_quantizer(source: Source, stored: StoredWeight, expert: int | None) -> InputQuantizer:
-    """What happens to the input of a stored weight (of one expert of a stack)."""
-    activation = stored.scheme.activation
+def input_quantizer(
+    source: Source, stored: StoredWeight, expert: int | None, *, activations: bool = True
+) -> InputQuantizer:
+    """What happens to the input of a stored weight (of one expert of a stack); without ``activations`` its rotation
+    alone."""
+    activation, rotation = stored.scheme.activation if activations else Activation.NONE, stored.scheme.rotation
     if activation is Activation.UNKNOWN:
         raise UsageError(
             f"config.json quantizes the input of {stored.weight} in a way that ptqpipe cannot simulate; "
@@ -83,19 +95,20 @@ def input_quantizer(source: Source, stored: StoredWeight, expert: int | None) ->
         )
     divisor = stored.part(Role.INPUT_GLOBAL_DIVISOR)
     part = divisor or stored.part(Role.INPUT_GLOBAL)
-    if not stored.scheme.needs_input_global_scale:
-        return InputQuantizer(activation)
+    if not activations or not stored.scheme.needs_input_global_scale:
+        return InputQuantizer(activation, rotation=rotation)
     if part is None:
         raise CheckpointError(f"{stored.weight} has no static scale of its input, which {activation} needs")
     value = source.reader.read(part.name).float().reshape(-1)
     check_positive(value, part.name)
-    return InputQuantizer(activation, float(value[expert if part.stacked and expert else 0]), divisor is not None)
+    fixed = float(value[expert if part.stacked and expert else 0])
+    return InputQuantizer(activation, fixed, divisor is not None, rotation)
 
 
 def _quantize_experts(model: Any, module: str, found: dict[str, dict[int, InputQuantizer]]) -> bool:
     """Quantizes the inputs of one module of fused experts, or of modules that the model keeps apart."""
     quantizers = [quantizer for by_expert in found.values() for quantizer in by_expert.values()]
-    if all(quantizer.activation is Activation.NONE for quantizer in quantizers):
+    if all(quantizer.idle for quantizer in quantizers):
         return False
     experts = model.get_submodule(module)
     if isinstance(experts, torch.nn.Linear):  # one expert's own layer: nothing was fused
@@ -127,7 +140,7 @@ def simulate_kv_cache(
     """Quantizes the keys and values of attention modules whose scales the checkpoint holds. How many it changed.
 
     homes  where the checkpoint's tensors are in the model
-    cuts   the parts of the model's parameters that this rank of several has; a scale a head is cut like its heads
+    cuts   the parts of the model's parameters that this rank of several has; one scale per head is cut like its heads
 
     A model whose attention does not go through transformers' interface keeps its cache as it is, with a warning; so
     does a cache of another format than FP8. CheckpointError for a module with one scale of the two, and for a scale

@@ -86,9 +86,8 @@ class LazyTensor:
             if self.region == WHOLE:
                 return self.source.reader.read(self.name)
             return read_box(self.source.reader, self.name, self.region.ranges(self.source.tensors[self.name][1]))
-        if stored.experts is None:
-            return self._matrix(None)
-        return torch.stack([self._matrix(expert) for expert in range(stored.experts)])
+        matrices = [self._matrix(expert) for expert in stored.planes]
+        return torch.stack(matrices) if stored.experts is not None else matrices[0]
 
     def _matrix(self, expert: int | None) -> torch.Tensor:
         """One matrix in the orientation of the float checkpoint."""

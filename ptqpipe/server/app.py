@@ -116,30 +116,30 @@ def _add_completions(app: FastAPI, state: _State) -> None:
             return JSONResponse(await made.answer(http, call))
         return _Streaming(made.stream(call))
 
-    @app.post("/v1/completions", tags=["generation"])
+    @app.post("/v1/completions", tags=["generation"], summary="Continue a text")
     async def completions(body: CompletionBody, http: Request) -> Any:
-        """Continue a text."""
+        """One or several texts, or token ids; ``stream`` sends each piece as it is made."""
         name = state.name(body.model)
         check_completion(body, most=state.service.most)
         made = await state.prompts.run(partial(Completion, body, state.prompts, name))
         return await answer(http, made, stream=body.stream)
 
-    @app.post("/v1/chat/completions", tags=["generation"])
+    @app.post("/v1/chat/completions", tags=["generation"], summary="Answer a chat")
     async def chat(body: ChatBody, http: Request) -> Any:
-        """Answer a chat. Needs a model with a chat template."""
+        """Needs a model with a chat template; ``stream`` sends each piece as it is made."""
         name = state.name(body.model)
         check_chat(body)
         made = await state.prompts.run(partial(Chat, body, state.prompts, name))
         return await answer(http, made, stream=body.stream)
 
-    @app.get("/v1/models", tags=["model"])
+    @app.get("/v1/models", tags=["model"], summary="The model that is served")
     async def models() -> dict[str, Any]:
-        """The model that is served, under each of its names, with its context, formats and memory."""
+        """An entry for each of its names, with its context, formats and memory."""
         return {"object": "list", "data": [state.model(name) for name in state.options.names]}
 
-    @app.get("/v1/models/{name:path}", tags=["model"])
+    @app.get("/v1/models/{name:path}", tags=["model"], summary="One entry of /v1/models")
     async def model(name: str) -> dict[str, Any]:
-        """One entry of /v1/models."""
+        """404 for a name that is not served here."""
         return state.model(state.name(name))
 
 
@@ -155,31 +155,31 @@ class _Streaming(Response):
 
 
 def _add_tokens(app: FastAPI, state: _State) -> None:
-    @app.post("/tokenize", tags=["tokens"])
+    @app.post("/tokenize", tags=["tokens"], summary="The tokens of a text")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        """The tokens of a text."""
+        """Their ids, their number, and how many the model takes at most."""
         state.name(body.model)
         tokens, _ = await state.prompts.run(partial(state.prompts.encode, body.prompt, special=body.add_special_tokens))
         return {"tokens": list(tokens), "count": len(tokens), "max_model_len": state.options.context}
 
-    @app.post("/detokenize", tags=["tokens"])
+    @app.post("/detokenize", tags=["tokens"], summary="The text of tokens")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
-        """The text of tokens, special ones included."""
+        """Special ones are included."""
         state.name(body.model)
         _, text = await state.prompts.run(partial(state.prompts.encode, body.tokens))
         return {"prompt": text}
 
 
 def _add_operations(app: FastAPI, state: _State) -> None:
-    @app.get("/health", tags=["operation"])
+    @app.get("/health", tags=["operation"], summary="Whether requests are taken")
     async def health() -> JSONResponse:
-        """Whether requests are taken: 200, or 503 with the reason."""
+        """200, or 503 with the reason."""
         service = state.service
         ready = service.state is State.READY
         body = {"status": "ok" if ready else str(service.state)} | ({"error": service.error} if service.error else {})
         return JSONResponse(body, status_code=200 if ready else 503)
 
-    @app.get("/metrics", tags=["operation"])
+    @app.get("/metrics", tags=["operation"], summary="Counters, times and load")
     async def metrics() -> Response:
-        """Counters, times and load in Prometheus' format, under vLLM's names where they mean the same."""
+        """In Prometheus' format, under vLLM's names where they mean the same."""
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)

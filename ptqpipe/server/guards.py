@@ -7,6 +7,7 @@ there is safe: a page that has it came from there.
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import ipaddress
 import re
@@ -23,6 +24,7 @@ _ID = re.compile(rb"[\w.:-]{1,128}")
 _HOST = re.compile(r"\[(?P<ipv6>[^]]*)\](?::\d*)?|(?P<name>[^:]*)(?::\d*)?")
 _DRAIN_BYTES = 256 << 20  # of a body that is too large, read and thrown away so that its sender sees the answer
 _DRAIN_S = 10.0
+_LARGE_BYTES = 1 << 16  # of a body, whose objects do not wait until Python looks for cycles by itself
 
 
 class Guards:
@@ -69,6 +71,9 @@ class Guards:
             whole = await self._read(receive, headers)
             if whole is not None:
                 await self._app(scope, whole, answer)
+                length = headers.get(b"content-length", b"")
+                if not length.isdigit() or int(length) >= _LARGE_BYTES:  # in chunks, or large
+                    gc.collect(1)  # an error leaves the body in a cycle, with its traceback and the frames there
         except ApiError as error:
             await error.response()(scope, receive, answer)
 

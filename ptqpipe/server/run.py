@@ -8,6 +8,7 @@ error and the process ends with its error.
 import asyncio
 import copy
 import errno
+import gc
 import signal
 import socket
 import time
@@ -25,6 +26,7 @@ from ptqpipe.server.throughput import Throughput
 
 _LAST_WORDS_S = 3.0  # for responses on their way when the engine has ended
 _FLUSH_S = 0.2  # for pieces on their way into the event loop
+READY = "ready:"  # how the line begins that says so
 REPORT_S = 10.0  # between two lines about the throughput
 _SECOND_S = 1.0  # one wish to end may come as two signals: to the process and to its group
 
@@ -90,6 +92,9 @@ def run(
         timeout_graceful_shutdown=int(_LAST_WORDS_S),
         lifespan="off",
     )
+    if signals:  # this process only serves: Python looks for cycles as often as by default, but not in what is imported
+        gc.freeze()
+        gc.set_threshold(700, 10, 10)
     running = _Running(_Server(config), service, url_of(host, listening), drain_s, log, ready)
     asyncio.run(running.serve(listening, signals=signals))
     if service.state is State.DEAD and not running.given_up:
@@ -182,7 +187,7 @@ class _Running:
         while self._service.state is State.LOADING:
             await asyncio.sleep(0.05)
         if self._service.state is State.READY:
-            self._log(f"ready: {self._url}/v1 (chat: {self._url}/)")
+            self._log(f"{READY} {self._url}/v1 (chat: {self._url}/)")
             self._ready(self._url)
         throughput = Throughput(self._service)
         while True:

@@ -22,8 +22,8 @@ class Throughput:
         if not worked and not load.running and not load.waiting:
             return None
         return (
-            f"prompts {prompt:.1f} tokens/s, generation {generated:.1f} tokens/s; running {load.running}, "
-            f"waiting {load.waiting}; KV cache {100 * load.cache_use:.1f} % used"
+            f"prompts {prompt:.1f}, generation {generated:.1f} tokens/s; running {load.running}, "
+            f"waiting {load.waiting}; KV cache {100 * load.cache_use:.1f} %"
         )
 
     def _tokens(self) -> tuple[int, int]:

@@ -4,7 +4,6 @@ The model is a real one, trained by scripts/make_tiny_model.py on the documentat
 ``heldout.txt`` beside it is text that it has not seen.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from ptqpipe.evaluation import perplexity, score
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import disk_size
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.regular_file import read_json
 from ptqpipe.runtime.loading import load_model, load_tokenizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
@@ -93,8 +92,8 @@ def _check_place(out: Path) -> None:
         if path.name in {f".{scheme}.partial" for scheme in SCHEMES}:
             continue
         try:
-            source = json.loads(read_regular(path / RECORD_FILE, limit=MAX_JSON_BYTES))["source"]["name"]
-        except (OSError, ValueError, KeyError, TypeError):
+            source = read_json(path / RECORD_FILE)["source"]["name"]
+        except (LookupError, TypeError):
             source = None
         if path.name not in SCHEMES or source != MODEL.name:
             raise OutputExists(f"{out} holds {path.name!r}, which no demo has written; give another -o")

@@ -79,7 +79,7 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
         if isinstance(job, CopyTensor):
             return {"kept": {name: self.copy(job, writer)}}
         stored, written = job.stored, writer.tensor(name)
-        for expert in range(stored.experts) if stored.experts is not None else (None,):
+        for expert in stored.planes:
             for rows in self._rows(stored, expert):
                 written.put(rows)
         facts = {"shape": list(job.spec.shape), "format": stored.scheme.fmt.name, "sha256": written.sha256}
@@ -91,7 +91,7 @@ class Dequantization(Rewrite[DecodeWeight | CopyTensor]):
         if shared is not None:
             self.source.number(shared, expert=expert)  # raises for one that is no scale
         dtype, runs = FLOATS[self.dtype][1], self.source.runs(stored.weight, expert=expert, elements=RUN_ELEMENTS)
-        decoded = ((first, _rounded(q.dequantize(), dtype, stored.weight)) for first, q in runs)
+        decoded = ((first, _rounded(stored.plain(q), dtype, stored.weight)) for first, q in runs)
         if not stored.transposed:
             return (rows for _, rows in decoded)
         whole = torch.empty(stored.shape[1], stored.shape[0], dtype=dtype)
@@ -171,7 +171,7 @@ def render(done: Done) -> str:
     dropped = done.record["dropped"]
     lines = [
         f"Done: {done.out}: {len(done.record['weights'])} weights decoded, {len(done.record['kept'])} tensors kept; "
-        f"{disk_size(done.written_bytes)} in {done.seconds:.1f} s, peak memory {memory_size(done.peak_rss_bytes)}"
+        f"{disk_size(done.written_bytes)} in {done.seconds:.1f} s, peak {memory_size(done.peak_rss_bytes)}"
     ]
     if dropped:
         lines.append(f"{len(dropped)} scales of activations or kv cache left out, the first: {dropped[0]}")

@@ -21,7 +21,6 @@ from ptqpipe.plan import Member, Slice
 from ptqpipe.quantities import number
 from ptqpipe.source import Origins, Source, SourceRows, row_runs
 from ptqpipe.stages.common import CARD, decibels, finite, is_ours, json_differences, name_pattern, role_of, table
-from ptqpipe.stages.verify.structure import chunks
 
 _ROUNDED = 1e-6  # a reciprocal's reciprocal may be the next float32
 SHOWN = 8  # lines of one kind that the text lists
@@ -172,8 +171,8 @@ def _compare(left: Source, right: Source, name: str) -> TensorDiff:
     if both and inputs and _same_payload(left, right, name):
         return TensorDiff(name, Same.BYTES, *kinds, 0.0)
     numbers = [0.0, 0.0]
-    for expert in range(stored.experts or 1):
-        where = Slice(name, expert=None if stored.experts is None else expert, transposed=stored.transposed)
+    for expert in stored.planes:
+        where = Slice(name, expert=expert, transposed=stored.transposed)
         error, energy = _distance(left, right, _within(left, where), _within(right, where), stored.shape)
         numbers = [numbers[0] + error, numbers[1] + energy]
     found = _judged(name, kinds, *numbers)
@@ -192,8 +191,7 @@ def _same_inputs(left: Source, right: Source, name: str) -> bool:
 def _input_scales(source: Source, name: str) -> list[float | None]:
     """The static input scale of a stored weight, or of each expert of a stack."""
     stored = source.stored[name]
-    experts = [None] if stored.experts is None else range(stored.experts)
-    scales = [decode_input_global(stored, source.load, expert=expert) for expert in experts]
+    scales = [decode_input_global(stored, source.load, expert=expert) for expert in stored.planes]
     return [None if scale is None else float(scale) for scale in scales]
 
 
@@ -234,7 +232,7 @@ def _compare_plain(left: Source, right: Source, name: str) -> tuple[Same, float 
     """Plain tensors of one shape: their bytes, else their numbers."""
     (dtype_a, shape), (dtype_b, _) = left.tensors[name], right.tensors[name]
     if dtype_a == dtype_b:
-        pairs = zip(chunks(left.reader, name), chunks(right.reader, name), strict=True)
+        pairs = zip(left.reader.chunks(name), right.reader.chunks(name), strict=True)
         if all(a == b for (_, a), (_, b) in pairs):
             return Same.BYTES, 0.0
     if dtype_a not in DTYPES or dtype_b not in DTYPES or "C64" in (dtype_a, dtype_b):
@@ -266,11 +264,12 @@ def _same_payload(left: Source, right: Source, name: str) -> bool:
     a, b = left.stored[name], right.stored[name]
     if (a.scheme.fmt, a.shape, a.experts, a.transposed) != (b.scheme.fmt, b.shape, b.experts, b.transposed):
         return False
+    if a.scheme.rotation != b.scheme.rotation:
+        return False
     if (a.part(Role.GLOBAL_DIVISOR) is None) != (b.part(Role.GLOBAL_DIVISOR) is None):
         return False
-    for expert in range(a.experts or 1):
-        number = None if a.experts is None else expert
-        for (_, p), (_, q) in zip(left.runs(name, expert=number), right.runs(name, expert=number), strict=True):
+    for expert in a.planes:
+        for (_, p), (_, q) in zip(left.runs(name, expert=expert), right.runs(name, expert=expert), strict=True):
             same = torch.equal(p.data, q.data) and torch.equal(p.scales, q.scales)
             if p.global_scale is not None and q.global_scale is not None:
                 same = same and torch.equal(p.global_scale, q.global_scale)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from textwrap import wrap
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib import error, request
@@ -57,7 +58,9 @@ def _cpu() -> Iterator[Check]:
     cores = len(os.sched_getaffinity(0))
     found = [flag for flag in FLAGS if flag in flags]
     facts = {"model": model, "processors": cores, "flags": found}
-    yield Check("CPU", "ok", f"{model}, {cores} processors; {', '.join(found) or 'no vector units'}", facts=facts)
+    yield Check(
+        "CPU", "ok", f"{model}, {_counted(cores, 'processor')}; {', '.join(found) or 'no vector units'}", facts=facts
+    )
     reason, isa = cpu_library.why_missing(), cpu_library.current_isa()
     known = list(cpu_library.known_isas())
     facts = {"isa": isa, "known": known, "library": str(cpu_library.LIBRARY)}
@@ -66,6 +69,10 @@ def _cpu() -> Iterator[Check]:
         return
     what, _, remedy = reason.partition("; ")
     yield Check("kernels", "missing", f"{what}: the same bytes come from torch, many times slower", remedy, facts)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _torch() -> Iterator[Check]:
@@ -78,7 +85,9 @@ def _torch() -> Iterator[Check]:
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),
     }
-    yield Check("torch", "ok", f"{torch.__version__}, {build}, {torch.get_num_threads()} threads", facts=facts)
+    yield Check(
+        "torch", "ok", f"{torch.__version__}, {build}, {_counted(torch.get_num_threads(), 'thread')}", facts=facts
+    )
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     facts = {"found": names, "triton": _installed("triton")}
     if names and facts["triton"]:
@@ -168,11 +177,14 @@ def to_json(checks: list[Check]) -> dict[str, Any]:
     return {one.name: {"state": one.state, "text": one.text, "remedy": one.remedy, **one.facts} for one in checks}
 
 
-def render(checks: list[Check]) -> str:
-    """A line for each check, and below it what to do."""
+def render(checks: list[Check], columns: int | None = None) -> str:
+    """A line for each check, and below it what to do; long ones go on in the next line of ``columns``."""
     width = max(len(one.name) for one in checks)
     lines = []
     for one in checks:
-        lines.append(f"{_WORDS[one.state]:<4}  {one.name:<{width}}  {one.text}")
-        lines += [f"{'':<{width + 8}}to change it: {one.remedy}"] if one.remedy else []
+        told = [one.text, *([f"to change it: {one.remedy}"] if one.remedy else [])]
+        room = max(20, (columns or sys.maxsize) - width - 8)
+        parts = [part for text in told for part in wrap(text, room, break_long_words=False, break_on_hyphens=False)]
+        heads = [f"{_WORDS[one.state]:<4}  {one.name:<{width}}  ", *[" " * (width + 8)] * (len(parts) - 1)]
+        lines += [head + part for head, part in zip(heads, parts, strict=True)]
     return "\n".join(lines)

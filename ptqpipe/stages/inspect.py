@@ -14,6 +14,8 @@ import torch
 
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, is_kv_scale, quantization_config, scale_codes
+from ptqpipe.errors import CheckpointError
+from ptqpipe.families import check_config, doubts
 from ptqpipe.formats import Codec
 from ptqpipe.options import AUTO
 from ptqpipe.qtensor import scale_faults, used_blocks
@@ -132,7 +134,7 @@ def inspect(ckpt: Path) -> InspectReport:
             for path in opened.reader.files
         )
         producer = _producer(opened, record)
-        suspicious = tuple(_suspicious(weights))
+        suspicious = (*_contradictions(opened), *_suspicious(weights))
         return InspectReport(
             ckpt, opened.container_name, producer, _facts(record), weights, kept, kv, files, suspicious
         )
@@ -146,7 +148,7 @@ def _weight_rows(opened: Source) -> tuple[RoleRow, ...]:
     rows = []
     for (role, fmt, name), members in groups.items():
         counts = sum((_scale_counts(opened, member) for member in members), ScaleCounts())
-        values = [value for member in members for value in _globals(opened, member)]
+        values = [value for member in members for value in opened.global_scales(member).tolist()]
         rows.append(
             RoleRow(
                 role,
@@ -188,19 +190,7 @@ def _count(scales: torch.Tensor, codec: Codec) -> ScaleCounts:
 
 def _empty_blocks(opened: Source, stored: StoredWeight) -> int:
     """Blocks of nothing but zero codes."""
-    experts = [None] if stored.experts is None else range(stored.experts)
-    return sum(int((~used_blocks(q)).sum()) for e in experts for _, q in opened.runs(stored.weight, expert=e))
-
-
-def _globals(opened: Source, stored: StoredWeight) -> list[float]:
-    """The global scales of a stored weight, as factors."""
-    divisor = stored.part(Role.GLOBAL_DIVISOR)
-    part = divisor or stored.part(Role.GLOBAL)
-    if part is None:
-        return []
-    values = opened.reader.read(part.name).float().flatten()
-    found: list[float] = (values if divisor is None else 1.0 / values).tolist()
-    return found
+    return sum(int((~used_blocks(q)).sum()) for e in stored.planes for _, q in opened.runs(stored.weight, expert=e))
 
 
 def _kept_rows(opened: Source, record: Mapping[str, Any]) -> tuple[KeptRow, ...]:
@@ -275,6 +265,16 @@ def _rule(rule: Mapping[str, Any]) -> str:
     low_rank = f"rank {rule['low_rank']} in {rule.get('low_rank_dtype')}" if rule.get("low_rank") else None
     more = [str(said) for said in (rule.get("search"), low_rank) if said not in (None, AUTO)]
     return f"{rule.get('match')} {rule.get('scheme')}" + (f" ({', '.join(more)})" if more else "")
+
+
+def _contradictions(opened: Source) -> list[str]:
+    """What config.json says of the model and its tensors do not hold."""
+    config, found = opened.reader.config, doubts(opened.reader.config, opened.tensors)
+    try:
+        check_config(config, opened.tensors)
+    except CheckpointError as error:
+        found.append(str(error))
+    return found
 
 
 def _suspicious(rows: Iterable[RoleRow]) -> Iterable[str]:

@@ -17,8 +17,9 @@ from typing import Protocol, cast
 import torch
 
 from ptqpipe.errors import UsageError, did_you_mean
+from ptqpipe.schemes import ROTATION_BLOCKS as BLOCKS
 from ptqpipe.transforms.find_structure import find_structure
-from ptqpipe.transforms.folding import BLOCKS, RUN, Folding, Op, apply, is_exact, move_factors
+from ptqpipe.transforms.folding import RUN, Folding, Op, apply, is_exact, move_factors
 from ptqpipe.transforms.problem import Consumer, Problem, Quantize, Solution, SolveOptions
 from ptqpipe.transforms.structure import Edge, Matrix, Structure, grouped
 
@@ -52,8 +53,7 @@ __all__ = [
 
 SCALINGS = ("smoothquant", "awq", "aqas", "smooth_swiglu")
 ROTATIONS = ("rotate_residual", "rotate_values")
-# Rotations that a reader would have to apply while it runs: vLLM and transformers do, of compressed-tensors'
-# transform_config, which is not written here.
+# Rotations that a reader applies while it runs: `convert --rotate` writes those of linear layers' inputs.
 ONLINE = ("rotate_online", "rotate_down", "rotate_keys", "r3", "r4")
 _SHORT = {"rotate": ROTATIONS, "r1": ("rotate_residual",), "r2": ("rotate_values",), "swiglu": ("smooth_swiglu",)}
 
@@ -93,9 +93,9 @@ def transform_names(asked: str) -> tuple[str, ...]:
         key = part.strip().lower().replace("-", "_")
         if key in ONLINE:
             raise UsageError(
-                f"{key!r} rotates activations while the model runs; vLLM and transformers do that (compressed-tensors' "
-                "transform_config), but ptqpipe does not write it; use rotate_residual or rotate_values, which are "
-                "folded into the weights"
+                f"{key!r} rotates activations while the model runs, which is no change of a float model; use "
+                "`ptqpipe convert --rotate down_proj:64`, or rotate_residual and rotate_values, which are folded into "
+                "the weights"
             )
         names = _SHORT.get(key, (key,))
         for name in names:

@@ -12,7 +12,7 @@ from ptqpipe.transforms import awq
 from ptqpipe.transforms._search import candidates, draw
 from ptqpipe.transforms.problem import Problem, Solution, SolveOptions
 
-EDGES: tuple[str, ...] = ("norm", "value", "up")
+EDGES: tuple[str, ...] = ("norm", "latent", "value", "up")
 NEEDS_QUANTIZER = True
 NEEDS_INPUT_QUANTIZER = True
 ALWAYS_POWERS_OF_TWO = False

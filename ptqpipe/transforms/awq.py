@@ -8,7 +8,7 @@ with the second moments of the inputs in place of their samples. Activations cou
 from ptqpipe.transforms._search import candidates, weight_error
 from ptqpipe.transforms.problem import Problem, Solution, SolveOptions
 
-EDGES: tuple[str, ...] = ("norm", "value", "up")
+EDGES: tuple[str, ...] = ("norm", "latent", "value", "up")
 NEEDS_QUANTIZER = True
 NEEDS_INPUT_QUANTIZER = False
 ALWAYS_POWERS_OF_TWO = False

@@ -5,39 +5,67 @@ names and shapes; must not know files, formats or statistics.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.families import FAMILIES, Norms, family_of
+from ptqpipe.families import Norms, language_config, mtp_layer, norms_of, outside_language_model
 from ptqpipe.transforms.structure import Edge, Matrix, Norm, Shapes, Structure
 
 _LAYER = re.compile(r"(?P<layer>(?:.*\.)?(?:layers|h)\.\d+)\.(?P<leaf>.+)")
 _EMBEDDINGS = re.compile(r"(?:.*\.)?(embed_tokens|wte|wpe)\.weight")
 _HEAD = "lm_head.weight"
-_FINAL = re.compile(r"(?:.*\.)?(norm|ln_f)\.(weight|bias)")
+_FINAL = re.compile(r"(?:.*\.)?(norm|ln_f|final_layernorm|embedding_norm)\.(weight|bias)")
 # Tensors of a layer that read no channel of an edge: norms of queries and keys, constants.
-_HARMLESS = re.compile(r"(self_attn\.(q_norm|k_norm)\.weight|.*rotary_emb\.inv_freq|attn\.(masked_)?bias)")
-_EXPERT = re.compile(r"(?P<moe>mlp|block_sparse_moe)\.experts\.(?P<e>\d+)\.(?P<part>\w+)\.weight")
+_HARMLESS = re.compile(
+    r"(self_attn\.((indexer\.)?(q|k|query|key)_?(layer)?norm\.(weight|bias)|sinks)|.*rotary_emb\.inv_freq|attn\.(masked_)?bias"
+    r"|.*\.(e_score_correction_bias|expert_bias|moe_statics\..*)|linear_attn\.(conv1d\.(weight|bias)|A_log|dt_bias|norm\.weight)"
+    r"|conv\.conv\.(weight|bias)|mlp\.act_fn\.\w+)"
+)
+_ATTENTION = "self_attn"
+_OUTPUTS = tuple(f"{_ATTENTION}.{name}.weight" for name in ("o_proj", "dense", "out_proj"))
+_INDEX_INPUT = re.compile(rf"{_ATTENTION}\.indexer\.(wk|weights_proj)\.weight")
+_INDEX_QUERIES = f"{_ATTENTION}.indexer.wq_b.weight"
+_STATE_INPUT = re.compile(r"(linear_attn|conv)\.in_proj\w*\.weight")
+_STATE_OUTPUT = re.compile(r"(linear_attn|conv)\.out_proj\.weight")
+_MLPS = ("mlp", "feed_forward", "mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp", "shared_mlp")
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_FUSED = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))
+_PLAIN = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"))
+_ROUTER = re.compile(
+    r"(mlp|block_sparse_moe|feed_forward)\.(gate|router|shared_expert_gate|shared_experts_gate|gate\.wg|router\.(gate|layer))\.weight"
+)
+_EXPERT = re.compile(r"(?P<moe>mlp|block_sparse_moe|feed_forward)\.experts\.(?P<e>\d+)\.(?P<part>\w+)\.weight")
 _EXPERT_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
-_STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_STACKS = (
+    ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
+)
 
 
 def find_structure(tensors: Shapes, config: Mapping[str, Any]) -> Structure:
-    """The edges of a plain checkpoint. UsageError for a family whose norms the table does not have, CheckpointError for
-    one whose tensors are not the ones that its name promises."""
-    model_type = str(config.get("model_type"))
-    norms = family_of(config).norms
+    """The edges of a plain checkpoint; of a model of images and text those of its language model. UsageError for a
+    family whose norms the table does not have, CheckpointError for one whose tensors are not the ones that its name
+    promises."""
+    norms, text = norms_of(config), language_config(config)
+    model_type = str(text.get("model_type"))
     if norms is None:
-        known = [name for family in FAMILIES if family.norms is not None for name in family.types]
         raise UsageError(
-            f"where factors may move is not known for the architecture {model_type!r}; known are "
-            f"{', '.join(known)}; convert this model without a transform"
+            f"where factors may move is not known for the architecture {model_type!r}; docs/models.md lists those for "
+            "which it is; convert this model without a transform"
         )
-    finder = _Finder(tensors, config, norms, model_type)
+    clipped = next((key for key in ("clip_qkv", "swiglu_limit") if text.get(key) is not None), None)
+    if clipped is not None:
+        raise UsageError(
+            f"the model clips activations ({clipped} in config.json), which does not let factors pass; convert it "
+            "without a transform"
+        )
+    outside, mtp = outside_language_model(config, tensors), mtp_layer(config)
+    language = tuple(name for name in tensors if name not in outside and not (mtp and name.startswith(mtp)))
+    finder = _Finder(tensors, text, norms, model_type, language)
     layers: dict[str, dict[str, str]] = {}
-    for name in tensors:
+    for name in language:
         match = _LAYER.fullmatch(name)
         if match is not None:
             layers.setdefault(match["layer"], {})[match["leaf"]] = name
@@ -51,12 +79,14 @@ def find_structure(tensors: Shapes, config: Mapping[str, Any]) -> Structure:
 
 @dataclass(slots=True)
 class _Finder:
-    """Collects edges; every tensor that it understands is struck off ``seen``."""
+    """Collects edges; every tensor that it understands is struck off ``seen``. ``language``: names of the tensors that
+    text passes."""
 
     tensors: Shapes
     config: Mapping[str, Any]
     norms: Norms
     model_type: str
+    language: tuple[str, ...]
     edges: list[Edge] = field(default_factory=list)
     writers: list[Matrix] = field(default_factory=list)
     output_norms: list[str] = field(default_factory=list)
@@ -70,9 +100,13 @@ class _Finder:
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding."""
-        said = self.config.get("tie_word_embeddings")
-        return self.norms.tied if said is None else bool(said)
+        """Whether the head is the embedding: where the config says so, or no file holds another."""
+        return bool(self.config.get("tie_word_embeddings")) or self.head not in self.tensors
+
+    @property
+    def head(self) -> str:
+        """The name of the head's weight."""
+        return next((name for name in self.language if name.endswith(f".{_HEAD}")), _HEAD)
 
     def number(self, key: str) -> int:
         """A count from the config, 0 where it is absent."""
@@ -107,21 +141,67 @@ class _Finder:
         return Norm(name, self.norms.offset, bias if has_bias else None)
 
     def layer(self, layer: str, leaves: Mapping[str, str]) -> None:
-        """The edges of a Llama-like layer."""
-        need = [f"self_attn.{leaf}_proj.weight" for leaf in "qkvo"]
-        missing = next((leaf for leaf in need if leaf not in leaves), None)
-        if missing is not None:
-            raise CheckpointError(f"a {self.model_type} has '{layer}.{missing}', but the checkpoint does not")
-        q, k, v = (self.matrix(leaves[leaf], group="qkv") for leaf in need[:3])
-        o = self.matrix(leaves[need[3]])
-        norm = self.norm(layer, self.norms.attention)
-        self.add(Edge(f"{layer}.qkv", "norm", norm, (q, k, v), q.shape[1]))
-        self.add(self.value_edge(f"{layer}.value", v, o))
-        self.writers.append(o)
-        self.mlp(layer, leaves)
+        """The edges of a Llama-like layer: attention or what stands in its place, and an MLP or experts."""
+        attention, inside = self.attention(layer, leaves)
+        mlp, ups = self.mlp(layer, leaves)
+        side_by_side = self.norms.attention == self.norms.mlp
+        self.read(layer, "qkv", self.norms.attention, [*attention, *mlp] if side_by_side else attention)
+        for edge in inside:
+            self.add(edge)
+        if not side_by_side:
+            self.read(layer, "gate_up", self.norms.mlp, mlp)
+        for edge in ups:
+            self.add(edge)
         for name in self.norms.outputs:
             self.output_norms.append(self.norm(layer, name).weight)
         self.reject_unknown(layer, leaves)
+
+    def read(self, layer: str, edge: str, norm: str, readers: Sequence[Matrix]) -> None:
+        """The edge from a norm of a layer, "" for none, to what reads it."""
+        if norm:
+            self.add(Edge(f"{layer}.{edge}", "norm", self.norm(layer, norm), tuple(readers), readers[0].shape[1]))
+
+    def attention(self, layer: str, leaves: Mapping[str, str]) -> tuple[list[Matrix], list[Edge]]:
+        """What reads the layer's input, and the edges between there and the layer's output."""
+        linear = [name for leaf, name in leaves.items() if _STATE_INPUT.fullmatch(leaf)]
+        if linear:  # a layer with states: nothing is known of the channels between its projections
+            self.writers.append(self.matrix(next(n for leaf, n in leaves.items() if _STATE_OUTPUT.fullmatch(leaf))))
+            return [self.matrix(name) for name in linear], []
+        output = next((leaf for leaf in _OUTPUTS if leaf in leaves), f"{_ATTENTION}.o_proj.weight")
+        if f"{_ATTENTION}.kv_b_proj.weight" in leaves:
+            return self.latent_attention(layer, leaves, output)
+        fused = leaves.get(f"{_ATTENTION}.qkv_proj.weight")
+        parts = [f"{_ATTENTION}.{part}_proj.weight" for part in "qkv"]
+        missing = next((leaf for leaf in (*(() if fused else parts), output) if leaf not in leaves), None)
+        if missing is not None:
+            raise CheckpointError(f"a {self.model_type} has '{layer}.{missing}', but the checkpoint does not")
+        o = self.matrix(leaves[output])
+        self.writers.append(o)
+        if fused is None:
+            q, k, v = (self.matrix(leaves[leaf], group="qkv") for leaf in parts)
+            return [q, k, v], [self.value_edge(f"{layer}.value", v, o)]
+        qkv = self.matrix(fused)
+        values = (qkv.shape[0] - o.shape[1]) // 2
+        v = self.matrix(fused, rows=(qkv.shape[0] - values, qkv.shape[0]))
+        return [qkv], [self.value_edge(f"{layer}.value", v, o)]
+
+    def latent_attention(self, layer: str, leaves: Mapping[str, str], output: str) -> tuple[list[Matrix], list[Edge]]:
+        """Of DeepSeek: norms of the latent queries and of the latent keys and values are edges; values are not, whose
+        rows lie between those of keys."""
+        readers, edges = [], []
+        for latent in ("q", "kv"):
+            name = next((n for leaf, n in leaves.items() if leaf.startswith(f"{_ATTENTION}.{latent}_a_proj")), None)
+            if name is None:  # queries may come in one step
+                readers.append(self.matrix(leaves[f"{_ATTENTION}.q_proj.weight"]))
+                continue
+            readers.append(self.matrix(name))
+            behind = [f"{_ATTENTION}.{latent}_b_proj.weight", *([_INDEX_QUERIES] if latent == "q" else [])]
+            found = tuple(self.matrix(leaves[leaf]) for leaf in behind if leaf in leaves)
+            norm = self.norm(layer, f"{_ATTENTION}.{latent}_a_layernorm")
+            edges.append(Edge(f"{layer}.{latent}_latent", "latent", norm, found, found[0].shape[1]))
+        readers += [self.matrix(name) for leaf, name in leaves.items() if _INDEX_INPUT.fullmatch(leaf)]
+        self.writers.append(self.matrix(leaves[output]))
+        return readers, edges
 
     def value_edge(self, edge: str, v: Matrix, o: Matrix) -> Edge:
         """v -> o with the grouping of heads. CheckpointError where the shapes do not group."""
@@ -134,32 +214,41 @@ class _Finder:
             )
         return Edge(edge, "value", v, (o,), v.shape[0], repeat=o.shape[1] // v.shape[0], head_dim=head_dim)
 
-    def mlp(self, layer: str, leaves: Mapping[str, str]) -> None:
-        """norm -> everything that reads it, and up -> down of each expert."""
+    def mlp(self, layer: str, leaves: Mapping[str, str]) -> tuple[list[Matrix], list[Edge]]:
+        """What reads the input of the MLP or the experts, and up -> down of each that has a gate: then nothing but a
+        product is between."""
         readers: list[Matrix] = []
-        ups: list[tuple[str, Matrix, Matrix]] = []
-        for prefix in ("mlp", "mlp.shared_expert"):
-            if f"{prefix}.gate_proj.weight" in leaves:
-                gate, up = (self.matrix(leaves[f"{prefix}.{p}_proj.weight"], group=prefix) for p in ("gate", "up"))
-                readers += [gate, up]
-                ups.append((prefix, up, self.matrix(leaves[f"{prefix}.down_proj.weight"])))
-        for leaf in ("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.shared_expert_gate.weight"):
-            if leaf in leaves:
-                router = self.matrix(leaves[leaf])
+        gated: list[tuple[str, Matrix, Matrix]] = []
+        for prefix in _MLPS:
+            found = {leaf.removeprefix(f"{prefix}.").removesuffix(".weight"): name for leaf, name in leaves.items()}
+            for names in _GATED:
+                if all(name in found for name in names):
+                    gate, up = (self.matrix(found[name], group=prefix) for name in names[:2])
+                    readers += [gate, up]
+                    gated.append((prefix, up, self.matrix(found[names[2]])))
+            for name, down_name in _FUSED:
+                if name in found and down_name in found:
+                    both, down = self.matrix(found[name]), self.matrix(found[down_name])
+                    readers.append(both)
+                    gated.append((prefix, self.matrix(both.tensor, rows=(both.shape[0] // 2, both.shape[0])), down))
+            for up_name, down_name in _PLAIN:
+                if up_name in found and down_name in found and "gate_proj" not in found:
+                    readers.append(self.matrix(found[up_name]))
+                    self.writers.append(self.matrix(found[down_name]))
+        for leaf, name in leaves.items():
+            if _ROUTER.fullmatch(leaf):
+                router = self.matrix(name)
                 readers.append(Matrix(router.tensor, router.shape, bias=router.bias, quantized=False))
         for e, parts in self.experts(leaves).items():
             readers += [parts["gate"], parts["up"]]
-            ups.append((f"experts.{e}", parts["up"], parts["down"]))
+            gated.append((f"experts.{e}", parts["up"], parts["down"]))
         for e, fused, up, down in self.stacks(leaves):
             readers.append(fused)
-            ups.append((f"experts.{e}", up, down))
-        if not ups:
+            gated.append((f"experts.{e}", up, down))
+        if not readers:
             raise CheckpointError(f"'{layer}' has no gate_proj, up_proj and down_proj; check the files")
-        norm = self.norm(layer, self.norms.mlp)
-        self.add(Edge(f"{layer}.gate_up", "norm", norm, tuple(readers), readers[0].shape[1]))
-        for name, up, down in ups:
-            self.add(Edge(f"{layer}.{name}.up", "up", up, (down,), up.shape[0]))
-            self.writers.append(down)
+        self.writers += [down for _, _, down in gated]
+        return readers, [Edge(f"{layer}.{name}.up", "up", up, (down,), up.shape[0]) for name, up, down in gated]
 
     def experts(self, leaves: Mapping[str, str]) -> dict[int, dict[str, Matrix]]:
         """Experts with weights of their own, by number."""
@@ -176,26 +265,39 @@ class _Finder:
 
     def stacks(self, leaves: Mapping[str, str]) -> Iterable[tuple[int, Matrix, Matrix, Matrix]]:
         """Experts in 3-D stacks: (number, gate_up, its up half, down)."""
-        names = [next((leaves[x] for x in (leaf, f"{leaf}.weight") if x in leaves), None) for leaf in _STACKS]
-        if names[0] is None or names[1] is None:
-            return
-        fused, down = (self.tensors[name][1] for name in (names[0], names[1]))
-        if len(fused) != 3 or len(down) != 3 or fused[1] != 2 * down[2] or fused[2] != down[1] != down[2]:
+        for pair in _STACKS:
+            names = [next((leaves[x] for x in (leaf, f"{leaf}.weight") if x in leaves), None) for leaf in pair]
+            if names[0] is not None and names[1] is not None:
+                yield from self.stack(names[0], names[1])
+
+    def stack(self, gate_up: str, down: str) -> Iterable[tuple[int, Matrix, Matrix, Matrix]]:
+        """Those of the tensors [experts, 2 x inner, hidden], the gates first, and [experts, hidden, inner]; where both
+        hold [in, out], transposed."""
+        first, second = self.tensors[gate_up][1], self.tensors[down][1]
+        transposed = len(first) == 3 and len(second) == 3 and first[2] == 2 * second[1] and first[1] == second[2]
+        if transposed:
+            first, second = (first[0], first[2], first[1]), (second[0], second[2], second[1])
+        if len(first) != 3 or len(second) != 3 or first[1] != 2 * second[2] or first[2] != second[1]:
             raise UsageError(
-                f"'{names[0]}' {list(fused)} beside {list(down)} is not a stack [experts, 2 x inner, hidden]; "
+                f"'{gate_up}' {list(first)} beside {list(second)} is not a stack [experts, 2 x inner, hidden]; "
                 "convert this model without a transform"
             )
-        self.seen.update([names[0], names[1]])
-        base = names[0].removesuffix(".weight").rpartition(".")[0]
-        for e in range(fused[0]):
-            split = tuple(f"{base}.{e}.{part}_proj" for part in ("gate", "up"))
-            gate_up = Matrix(
-                names[0], (fused[1], fused[2]), expert=e, modules=(f"{base}.gate_up_proj[{e}]", *split),
+        self.seen.update([gate_up, down])
+        base = gate_up.removesuffix(".weight").rpartition(".")[0]
+        experts = base if base.endswith("experts") else f"{base}.experts"
+
+        def known(tensor: str, e: int, *parts: str) -> tuple[str, ...]:
+            own = (f"{tensor}[{e}]", f"{tensor.removesuffix('.weight')}[{e}]")
+            return (*dict.fromkeys(own), *(f"{experts}.{e}.{part}_proj" for part in parts))
+
+        for e in range(first[0]):
+            both = Matrix(
+                gate_up, first[1:], expert=e, transposed=transposed, modules=known(gate_up, e, "gate", "up"),
                 group=f"experts.{e}",
             )  # fmt: skip
-            up = Matrix(names[0], (down[2], fused[2]), start=down[2], expert=e)
-            modules = (f"{base}.down_proj[{e}]", f"{base}.{e}.down_proj")
-            yield e, gate_up, up, Matrix(names[1], (down[1], down[2]), expert=e, modules=modules)
+            up = Matrix(gate_up, (second[2], first[2]), start=second[2], expert=e, transposed=transposed)
+            modules = known(down, e, "down")
+            yield e, both, up, Matrix(down, second[1:], expert=e, transposed=transposed, modules=modules)
 
     def gpt2_layer(self, layer: str, leaves: Mapping[str, str]) -> None:
         """The edges of a GPT-2 layer: weights are [in, out], q, k and v are one matrix, and the MLP is not gated."""
@@ -225,18 +327,15 @@ class _Finder:
 
     def ends(self) -> None:
         """Embeddings, the last norm, the head."""
-        self.embeddings += [name for name in self.tensors if _EMBEDDINGS.fullmatch(name)]
+        self.embeddings += [name for name in self.language if _EMBEDDINGS.fullmatch(name)]
         self.seen.update(self.embeddings)
-        final = next((n for n in self.tensors if _FINAL.fullmatch(n) and n.endswith("weight")), None)
+        outside = (n for n in self.language if not _LAYER.fullmatch(n))
+        final = next((n for n in outside if _FINAL.fullmatch(n) and n.endswith("weight")), None)
         tokens = next((n for n in self.embeddings if not n.endswith("wpe.weight")), None)
         if final is None or tokens is None:
             return
-        head = Matrix(_HEAD, (0, 0), quantized=False)
-        if not self.tied and _HEAD in self.tensors:
-            found = self.matrix(_HEAD)
-            head = Matrix(_HEAD, found.shape, bias=found.bias, quantized=False)
-        elif self.tied:
-            head = Matrix(_HEAD, self.matrix(tokens).shape, quantized=False)
+        found = self.matrix(tokens if self.tied else self.head)
+        head = Matrix(_HEAD if self.tied else self.head, found.shape, bias=found.bias, quantized=False)
         self.add(Edge("head", "final", self.norm("", final.removesuffix(".weight")), (head,), self.hidden))
 
     def add(self, edge: Edge) -> None:

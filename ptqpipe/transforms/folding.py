@@ -12,10 +12,10 @@ from functools import cache
 
 import torch
 
+from ptqpipe.rotation import signs
 from ptqpipe.transforms.structure import Edge, Matrix, Norm
 
 RUN = 128  # rows of a run are multiples of this: no rotation block lies across two runs
-BLOCKS = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,7 @@ def move_factors(edge: Edge, factors: torch.Tensor) -> list[Folding]:
 @cache
 def hadamard(block: int) -> torch.Tensor:
     """float64 [block, block]: Sylvester's matrix over sqrt(block); symmetric and its own inverse."""
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while h.shape[0] < block:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    scaled: torch.Tensor = h / block**0.5
+    scaled: torch.Tensor = signs(block) / block**0.5
     return scaled
 
 

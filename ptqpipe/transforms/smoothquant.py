@@ -7,7 +7,7 @@ Only ratios between channels matter to formats with a global scale, so the facto
 
 from ptqpipe.transforms.problem import Problem, Solution, SolveOptions, spread
 
-EDGES: tuple[str, ...] = ("norm",)
+EDGES: tuple[str, ...] = ("norm", "latent")
 NEEDS_QUANTIZER = False
 NEEDS_INPUT_QUANTIZER = False
 ALWAYS_POWERS_OF_TWO = False

@@ -4,6 +4,7 @@ An *edge* joins what produces channels with the weights that read them, with not
 factor per channel passes through:
 
     norm    norm weight (and bias)        -> q, k, v, or gate, up, the experts, the router, the shared expert
+    latent  norm between two projections   -> the second of them (DeepSeek's latent queries, keys and values)
     value   rows of v_proj                -> columns of o_proj; attention mixes tokens, never channels of a head
     up      rows of up_proj               -> columns of down_proj, since the MLP is act(gate) * up
     final   the norm after the last layer -> the head (rotations only)

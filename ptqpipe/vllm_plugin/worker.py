@@ -1,7 +1,7 @@
 """Counters of the quantized all-reduce from inside vLLM's workers, for scripts and operators:
 
 llm = LLM(..., worker_extension_cls="ptqpipe.vllm_plugin.worker.AllReduceNumbers")
-llm.collective_rpc("ptqpipe_allreduce")        one dict a worker
+llm.collective_rpc("ptqpipe_allreduce")        one dict per worker
 """
 
 from typing import Any

@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,8 +108,25 @@ def test_options_in_messages_are_keywords(said: str, expected: str) -> None:
     assert in_python(said) == expected
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ptqpipe.quantize_model(3), r"^model is 3, expected a path or a name, or a model in memory$"),
+        (lambda: ptqpipe.quantize_model(None), "^model is None, expected a path or a name, or a model in memory$"),
+        (lambda: ptqpipe.convert([]), r"^model is \[\], expected a path or a name$"),
+        (lambda: ptqpipe.evaluate(MODEL, source=3), "^source is 3, expected a path or a name$"),
+        (lambda: ptqpipe.verify(b"\n" * 999), r"^ckpt is b'.{,100}', expected a path or a name$"),
+        (lambda: ptqpipe.convert(MODEL, out=""), "^out is empty, expected the name of what to write$"),
+        (lambda: ptqpipe.calibrate(MODEL, "text.txt", ""), "^out is empty"),
+    ],
+)
+def test_what_can_be_no_path_is_refused_by_its_name(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        call()
+
+
 def test_an_option_goes_by_the_keyword_of_the_function_that_was_called(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r'^eval="none.txt" is no file that exists'):
+    with pytest.raises(UsageError, match=r"^none.txt does not exist; give eval a \.txt"):
         ptqpipe.convert(model, out=tmp_path / "q", eval="none.txt")
     with pytest.raises(UsageError, match=r"^reader='vllmm' is unknown; did you mean vllm\?"):
         ptqpipe.plan(model, "5bits", tmp_path / "r.yaml", reader="vllmm")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptqpipe.calibration.data import DataFile, load_samples
+from ptqpipe.calibration.data import DataFile, check_samples, load_samples
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.rows import PIECE
 
@@ -158,7 +158,7 @@ def test_bad_data_is_one_line(name: str, content: bytes | None, message: str, to
 
 def test_a_missing_field_is_named(tokenizer: Path, tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", {"text": "w1"}, {"txt": "w2"})
-    with pytest.raises(UsageError, match=r"line 2 has txt, not 'text'; name the field with --field"):
+    with pytest.raises(UsageError, match=r"line 2 has txt, not 'text'; choose one with --field"):
         sampled(file, tokenizer, field="text")
 
 
@@ -171,3 +171,49 @@ def test_a_data_set_that_cannot_be_loaded_is_one_line(tokenizer: Path) -> None:
     pytest.importorskip("datasets")
     with pytest.raises(UsageError, match="nobody/nothing is no file, and as a data set it cannot be loaded"):
         sampled("nobody/nothing", tokenizer)
+
+
+def test_weights_decide_how_many_windows_each_source_gives(tokenizer: Path, tmp_path: Path) -> None:
+    first, second = (lines(tmp_path / f"{n}.jsonl", {"input_ids": [n] * 4000}) for n in (5, 6))
+    made = load_samples([f"{first}=3", f"{second}"], tokenizer, samples=80, seqlen=4, holdout=None)
+    for windows, share in ((made.windows, 60), (made.held_out, 8)):
+        assert int((windows[:, 0] == 5).sum()) == share
+        assert bool((windows == windows[:, :1]).all()), "a window of two sources"
+    assert [file.weight for file in made.files] == [3.0, 1.0]
+    assert [made.files[n].name for n in made.origin.tolist()] == (
+        ["5.jsonl"] * 60 + ["6.jsonl"] * 20 + ["5.jsonl"] * 8 + ["6.jsonl"] * 2
+    )
+    assert made.files[0].to_json()["weight"] == 3.0
+    again = load_samples([f"{first}=3", f"{second}"], tokenizer, samples=80, seqlen=4, holdout=None)
+    assert again.sha256 == made.sha256
+
+
+def test_without_weights_all_text_is_one_stream_and_the_record_has_no_weight(tokenizer: Path, tmp_path: Path) -> None:
+    files = [str(lines(tmp_path / f"{n}.jsonl", {"input_ids": [n] * 6})) for n in (5, 6)]
+    made = load_samples(files, tokenizer, samples=3, seqlen=4)
+    assert made.windows.tolist() == [[5] * 4, [5, 5, 6, 6], [6] * 4]
+    assert made.origin.tolist() == [0, 0, 1]
+    assert "weight" not in made.files[0].to_json()
+
+
+def test_a_folder_shares_its_weight_and_a_name_that_exists_has_none(tokenizer: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    lines(folder / "a.jsonl", {"input_ids": [5] * 4000})
+    lines(folder / "b.jsonl", {"input_ids": [6] * 4000})
+    other = lines(tmp_path / "c=2.jsonl", {"input_ids": [7] * 4000})
+    made = load_samples([f"{folder}=1", str(other)], tokenizer, samples=80, seqlen=4)
+    assert [int((made.windows[:, 0] == token).sum()) for token in (5, 6, 7)] == [20, 20, 40]
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [("0", "has the weight 0, expected a number above 0"), ("-1", "has the weight -1"), ("x", "does not exist"),
+     ("1e6", "gives 8 tokens, 2 windows of 4, expected 4; give more data, or lower its weight, --samples")],
+)  # fmt: skip
+def test_a_bad_weight_is_one_line(tokenizer: Path, tmp_path: Path, weight: str, words: str) -> None:
+    few, many = (lines(tmp_path / f"{n}.jsonl", {"input_ids": [5] * n}) for n in (8, 800))
+    for check in (load_samples, check_samples):
+        with pytest.raises(UsageError) as caught:
+            check([f"{few}={weight}", str(many)], tokenizer, samples=4, seqlen=4)
+        assert words in str(caught.value).replace(str(tmp_path) + "/", "")

@@ -1,5 +1,7 @@
 """Claims about moments of two runs of a block: those of two whole models, of which one has other weights."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,14 @@ from tests.calibration.models import make_model, make_windows, whole_model_input
 QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 CALLS = [*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 ROUNDING = 2.0**-18  # float32 runs of a block against float64 runs of the model
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A layer's input is rotated by blocks, then a function makes something of it."""
+
+    quantized: Callable[[torch.Tensor], torch.Tensor]
+    rotation: int = 0
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +63,7 @@ def test_moments_are_those_of_two_whole_models(folders: tuple[Path, Path], modul
                     for name in stored
                     if name.startswith(prefix) and "proj" in name
                 },
-                quantizers={modules[0]: torch.neg} if len(modules) == 1 else {},
+                quantizers={modules[0]: Quantizer(torch.neg)} if len(modules) == 1 else {},
             )
     sign = -1.0 if len(modules) == 1 else 1.0  # of what the quantizer makes of x'
     for module in modules:
@@ -78,8 +88,32 @@ def test_an_input_that_modules_share_is_quantized_once(folders: tuple[Path, Path
         Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows()) as runner,
     ):
         block = next(runner.blocks())
-        with torch.no_grad(), quantized_inputs(block.module, dict.fromkeys(CALLS, quantizer)):
+        with torch.no_grad(), quantized_inputs(block.module, dict.fromkeys(CALLS, Quantizer(quantizer))):
             out = block.forward(block.inputs(0), 0)
         assert len(calls) == 4
-        with torch.no_grad(), quantized_inputs(block.module, {name: lambda x: x.round() for name in CALLS}):
+        with torch.no_grad(), quantized_inputs(block.module, {name: Quantizer(lambda x: x.round()) for name in CALLS}):
             assert torch.equal(block.forward(block.inputs(0), 0), out)
+
+
+def test_moments_of_rotated_inputs_are_rotated_on_both_sides(folders: tuple[Path, Path]) -> None:
+    name, h = "mlp.down_proj", torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(4):
+        h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), h)
+    x = whole_model_inputs(folders[0], make_windows())[0][f"model.layers.0.{name}.weight", None].double()
+    x = (x.reshape(-1, 16) @ h / 4).reshape(x.shape)
+    expected = x.t() @ x / len(x)
+    with (
+        Source.open(folders[0]) as source,
+        Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows()) as runner,
+    ):
+        block = next(runner.blocks())
+        found = paired_moments(
+            block,
+            [name],
+            batches=range(block.batches),
+            given=block.inputs,
+            parameters={},
+            quantizers={name: Quantizer(lambda x: x, rotation=16)},
+        )[name]
+    for got in (found.moment, found.cross):
+        assert float((got - expected).abs().max()) < ROUNDING * float(expected.abs().max())

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from ptqpipe.calibration.activations import InMemory
-from ptqpipe.calibration.reverse import Gradients, reverse, rows_of
+from ptqpipe.calibration.reverse import Gradients, least_step, reverse, rows_of, streams
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.inputs import OUT_ROWS
 from ptqpipe.source import Source
+from tests import tiny
 from tests.calibration.models import make_model, make_windows
 
 
@@ -26,7 +27,7 @@ def opened(model: Path, windows: torch.Tensor) -> Iterator[Runner]:
 
 
 def gradients_of(runner: Runner, modules: list[str], seed: int = 0) -> dict[str, Gradients]:
-    every = range(len(runner.batches))
+    every = len(runner.batches)
     return dict(reverse(runner, batches=every, seed=seed, store=InMemory, modules=lambda _block: modules))
 
 
@@ -86,6 +87,53 @@ def test_labels_follow_from_the_seed(tmp_path: Path) -> None:
             found.append(gradients_of(runner, ["mlp.down_proj"], seed)["model.layers.1"].outputs["mlp.down_proj"][0])
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5, 7, 9, 80])
+def test_few_hidden_states_are_enough(blocks: int) -> None:
+    step = least_step(blocks)
+    assert streams(blocks, step) == min(streams(blocks, each) for each in range(1, blocks + 1))
+    assert streams(blocks, 1) == blocks + 1
+
+
+@pytest.mark.parametrize("step", [2, 3, 7])
+def test_blocks_that_run_again_give_the_same_gradients(step: int, tmp_path: Path) -> None:
+    """With no more hidden states at once than are said to be, and every place closed."""
+    config = {**tiny.LLAMA_CONFIG, "num_hidden_layers": 7}
+    path = tiny.save(tmp_path / "llama", tiny.llama(layers=7), config=config)
+    windows = make_windows(samples=100)  # two batches
+    places: list[Counted] = []
+    most = 0
+
+    def store() -> InMemory:
+        nonlocal most
+        places.append(Counted())
+        most = max(most, sum(place.open for place in places))
+        return places[-1]
+
+    with opened(path, windows) as runner:
+        whole = gradients_of(runner, ["self_attn.q_proj"])
+    with opened(path, windows) as runner:
+        batches = len(runner.batches)
+        assert batches == 2
+        modules = lambda _block: ["self_attn.q_proj"]  # noqa: E731
+        found = dict(reverse(runner, batches=batches, seed=0, store=store, modules=modules, step=step))
+    assert list(found) == list(whole) == [f"model.layers.{i}" for i in reversed(range(7))]
+    for name in whole:
+        pairs = zip(found[name].outputs["self_attn.q_proj"], whole[name].outputs["self_attn.q_proj"], strict=True)
+        assert all(torch.equal(a, b) for a, b in [*pairs, *zip(found[name].last, whole[name].last, strict=True)])
+    assert most + 1 <= streams(7, step)  # and the gradients
+    assert not any(place.open for place in places)
+
+
+class Counted(InMemory):
+    """Knows whether it is closed."""
+
+    open = True
+
+    def close(self) -> None:
+        super().close()
+        self.open = False
 
 
 def test_outputs_of_a_part_of_a_module_are_cut_from_those_of_all() -> None:

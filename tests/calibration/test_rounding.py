@@ -5,7 +5,7 @@ import torch
 
 from ptqpipe.algorithms.unit import quantize_rows
 from ptqpipe.calibration.assembly import assemble
-from ptqpipe.calibration.rounding import Settings, _Choice, learn
+from ptqpipe.calibration.rounding import Choice, Settings, learn
 from ptqpipe.formats import get_format
 from ptqpipe.global_scale import absmax_global
 from ptqpipe.plan import Member, Slice
@@ -33,7 +33,7 @@ def test_the_start_is_what_was_given(name: str) -> None:
     w = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     w[0, :32] = 0.0
     q = quantized(w.bfloat16(), name)
-    choice = _Choice(w, q)
+    choice = Choice(w, q)
     assert torch.equal(choice.codes(), q.codes)
     torch.testing.assert_close(choice.weight(), q.dequantize(), rtol=2**-22, atol=0.0)
 
@@ -42,7 +42,7 @@ def test_the_start_is_what_was_given(name: str) -> None:
 def test_a_weight_moves_to_the_next_code_on_the_side_of_the_float_weight(name: str) -> None:
     w = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     q = quantized(w, name)
-    choice = _Choice(w, q)
+    choice = Choice(w, q)
     choice.v.data.fill_(0.5)
     moved = QTensor.from_codes(choice.codes(), q.scales, fmt=q.fmt, global_scale=q.global_scale).dequantize()
     start = q.dequantize()

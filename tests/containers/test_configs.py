@@ -417,7 +417,13 @@ LLAMA = {"architectures": ["LlamaForCausalLM"]}
         ("compressed_tensors", [EXPERT], "nvfp4", {}, "loads NVFP4 experts wrong"),
         ("compressed_tensors", [EXPERT], "fp8_block", {}, "--container deepseek_fp8"),
         ("compressed_tensors", [EXPERT], "mxfp8", {}, "--container mxfp8_hf"),
-        ("compressed_tensors", [EXPERT], "fp8_tensor", {}, "SGLang 0.5.23 refuses experts with fp8_tensor"),
+        (
+            "compressed_tensors",
+            [EXPERT],
+            "fp8_tensor",
+            {},
+            "SGLang 0.5.23 refuse experts with fp8_tensor",
+        ),
         ("compressed_tensors", ["a.b"], "mxfp6", {}, "have no mxfp6"),
         ("compressed_tensors", ["a.b"], "mxfp4", {}, "SGLang"),
         ("compressed_tensors", ["a.b"], "mxfp8a16", {}, "quantizes the activations"),
@@ -467,3 +473,17 @@ def test_dense_models_of_the_portable_schemes_need_no_warning(scheme: str) -> No
     # Llama 4's experts become linear layers in transformers, so NVFP4 is right there.
     experts = targets(["model.layers.0.feed_forward.experts.0.up_proj"], "nvfp4")
     assert get_container("compressed_tensors").warnings(experts, {"model_type": "llama4"}) == []
+
+
+@pytest.mark.parametrize("container", ["compressed_tensors", "modelopt"])
+def test_what_vllm_calls_otherwise_is_listed_by_both_names(container: str) -> None:
+    kept = ["model.altup_projections.0", "model.altup_unembed_projections.0", "model.per_layer_model_projection"]
+    target = Target("model.layers.0.mlp.up_proj.weight", get_scheme("nvfp4"))
+    for kind, more in (
+        ("gemma3n", ["model.self_decoder.altup_projections.0", "model.self_decoder.per_layer_model_projection"]),
+        ("gemma3n_text", ["model.self_decoder.altup_projections.0", "model.self_decoder.per_layer_model_projection"]),
+        ("llama", []),
+    ):
+        files = get_container(container).configs(ConfigRequest({"model_type": kind}, [target], kept))
+        listed = files["config.json"]["quantization_config"]["ignore"]
+        assert [name for name in listed if name != "lm_head"] == [*kept, *more]

@@ -61,6 +61,12 @@ def test_the_sound_checkpoints_are_sound(container: str) -> None:
     assert list(checkpoint.stored(container)) == [f"{M}.weight"]
 
 
+def rotate(**changed: Any) -> Any:
+    """A rotation of inputs that is read, but for what is changed."""
+    group = {"type": "hadamard", "head_dim": 64, "apply": [{"targets": ["Linear"], "location": "input"}], **changed}
+    return lambda q, n: q.update(transform_config={"config_groups": {"R4": group}})
+
+
 @pytest.mark.parametrize(
     ("container", "change", "says"),
     [
@@ -101,7 +107,23 @@ def test_the_sound_checkpoints_are_sound(container: str) -> None:
         (
             "compressed_tensors",
             lambda q, n: q.update(transform_config={"config_groups": {"R4": {"apply": [{"location": "input"}]}}}),
-            "has 'R4' at 'input': a rotation while the model runs",
+            "has 'R4' at 'input': a change of the activations that ptqpipe does not read",
+        ),
+        *(
+            ("compressed_tensors", rotate(**wrong), "has 'R4' at '(input|output)': a change of the activations")
+            for wrong in (
+                {"type": "random-hadamard"},
+                {"head_dim": 48},
+                {"head_dim": None},
+                {"randomize": True},
+                {"apply": [{"targets": ["Linear"], "location": "output"}]},
+                {"apply": [{"targets": ["Linear"], "location": "input", "ignore": [M]}]},
+            )
+        ),
+        (
+            "compressed_tensors",
+            rotate(apply=[{"targets": "Linear", "location": "input"}]),
+            "transform_config 'R4' in config.json must be a list of strings",
         ),
         ("modelopt", lambda q, n: q.update(ignore=[M]), "under 'ignore'"),
         ("modelopt", retype("pre_quant_scale", "BF16", (256,)), "pre_quant_scale"),
@@ -114,7 +136,9 @@ def test_the_sound_checkpoints_are_sound(container: str) -> None:
         ("deepseek_fp8", lambda q, n: q.update(weight_block_size=[0, 128]), "expected two positive integers"),
         ("mxfp8_hf", lambda q, n: q.update(weight_block_size=[1, 16]), r"expected \[1, 32\]"),
         ("mxfp8_hf", retype("weight_scale_inv", "U8", (256, 16)), r"\[256, 16\], but"),
-        ("ptqpipe", lambda q, n: q.update(version=3), "layout version 3"),
+        ("ptqpipe", lambda q, n: q.update(version=4), "layout version 4"),
+        ("ptqpipe", lambda q, n: q["default"].update(rotation=48), "rotation 48 is none of the blocks"),
+        ("ptqpipe", lambda q, n: q["default"].update(rotation=True), "rotation True is none of the blocks"),
         ("ptqpipe", lambda q, n: q.pop("default"), "no 'default'"),
         ("ptqpipe", lambda q, n: q.update(default={}), "unknown format 'None'"),
         ("ptqpipe", lambda q, n: q["default"].update(format="e9m9/16/e4m3"), "unknown"),

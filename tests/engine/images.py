@@ -13,6 +13,7 @@ IMAGE = 90  # the token that stands for each of an image
 # Kind -> what its config.json gets, beside what the tests of families make of it.
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_vl": {},
+    "qwen3_5": {},
     "llava": {},
     "mistral3": {},
     "gemma3": {"mm_tokens_per_image": 4},
@@ -48,10 +49,10 @@ def inputs(kind: str, config: Any, *, seed: int = 5) -> tuple[tuple[int, ...], d
         prompt = (5, 6, IMAGE, IMAGE, 20, IMAGE, IMAGE, 21, 7, IMAGE, IMAGE, 21, 8, 9)  # 20: a row ends, 21: an image
         sizes = torch.tensor([[2 * side, 2 * side], [side, 2 * side]])
         return prompt, {"pixel_values": pixels(2, 3, 2 * side, 2 * side), "image_sizes": sizes}
-    many = (6, 2) if kind == "qwen3_vl" else (4, 4)
+    many = (6, 2) if kind in ("qwen3_vl", "qwen3_5") else (4, 4)
     prompt = (5, 6, 7, *[IMAGE] * many[0], 8, 9, *[IMAGE] * many[1], 10, 11, 12)
     types = torch.tensor([[int(token == IMAGE) for token in prompt]])
-    if kind == "qwen3_vl":
+    if kind in ("qwen3_vl", "qwen3_5"):
         merge = vision.spatial_merge_size
         grid = torch.tensor([[1, 2 * merge, 3 * merge], [1, 2 * merge, merge]])
         values = pixels(int(grid.prod(dim=1).sum()), 3 * vision.temporal_patch_size * patch * patch)

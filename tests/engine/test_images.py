@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ptqpipe.engine.batch import Batch, Span, unpack
 from ptqpipe.engine.block_manager import BlockManager
@@ -14,13 +15,15 @@ from ptqpipe.engine.images import ImageRows, Images, Seen, rows_of
 from ptqpipe.engine.overlap import halves
 from ptqpipe.engine.runner import CacheOptions, Runner
 from ptqpipe.engine.sequence import SamplingParams
+from ptqpipe.engine.speculative import Drafter
 from ptqpipe.errors import UsageError
-from ptqpipe.runtime import load_model
+from ptqpipe.runtime import load, load_model
 from ptqpipe.stages.serve.tower import Tower
 from tests.engine import images
 from tests.engine.models import ask, engine, generate, greedy_of, run_all, tokenizer, tokens_of
 
 COUNT = 8
+NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 GREEDY = SamplingParams(max_tokens=COUNT, temperature=0.0)
 
 
@@ -65,7 +68,28 @@ def test_tokens_are_those_of_generate_however_prompts_are_cut(model: Callable[[s
             asked(kind, whole.config, "c"),
         ]
         assert generate(run, requests) == {"a": [expected] * 2, "b": [text], "c": [expected]}
-        assert run.counters.cached_tokens > 0
+        assert (run.counters.cached_tokens > 0) == (kind != "qwen3_5")  # a hybrid's pages are not shared
+
+
+def test_drafts_beside_images_change_no_token(tmp_path: Path) -> None:
+    path = images.make(tmp_path / "model", "qwen3_5")
+    file, last = path / "model.safetensors", "model.language_model.layers.1."
+    tensors = load_file(file)
+    width = tensors["lm_head.weight"].shape[1]
+    added = {f"mtp.layers.0.{name.removeprefix(last)}": x for name, x in tensors.items() if name.startswith(last)}
+    added |= {f"mtp.{norm}.weight": torch.zeros(width).bfloat16() for norm in NORMS}
+    added["mtp.fc.weight"] = torch.randn(width, 2 * width, generator=torch.Generator().manual_seed(4)).bfloat16() / 10
+    save_file({**tensors, **{name: x.clone() for name, x in added.items()}}, file, metadata={"format": "pt"})
+    whole = images.reference(path)
+    expected = images.greedy(whole, *images.inputs("qwen3_5", whole.config), COUNT)
+    text = greedy_of(load_model(path), images.TEXT, COUNT)
+    for most in (64, 7):
+        runner = Runner(load(path, dtype="float32", packed=False, mtp=True), CacheOptions(1 << 24, 64, 4, 4))
+        run = engine(runner, max_len=64, max_seqs=4, max_batch_tokens=most, tokens=tokenizer())
+        run.drafter, run.see = Drafter(runner, most=2, max_len=64), Tower(path, torch.float32, "cpu", print).see
+        requests = [asked("qwen3_5", whole.config, "a", n=2), ask(images.TEXT, COUNT, name="b")]
+        assert generate(run, requests) == {"a": [expected] * 2, "b": [text]}
+        assert run.counters.draft_tokens > 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])

@@ -91,6 +91,14 @@ def test_decode_steps_do_not_reach_the_layers_own_attention(tmp_path: Path, monk
         assert calls == [0, 1]
 
 
+def test_a_step_is_one_call_for_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, calls, call = runner(checkpoint("llama", tmp_path)), [], cpu_library.call
+    steps_alone(run)
+    monkeypatch.setattr(cpu_library, "call", lambda name, *args: (calls.append(name), call(name, *args))[1])
+    steps_alone(run)
+    assert calls.count("ptq_layers_rows") == 3
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "phi3"])
 def test_layers_of_other_parts_keep_their_forward(kind: str, tmp_path: Path) -> None:
     assert not any(has_kernels(runner(checkpoint(kind, tmp_path))))
@@ -125,3 +133,32 @@ def test_a_hook_that_comes_later_is_called(tmp_path: Path) -> None:
     for count, total in ((3, 3), (1, 4)):
         run.run(Batch(torch.arange(count) + 3, torch.tensor([count - 1]), (Span(count, total, (0,)),)))
     assert [shape[1] for shape in calls] == [3, 1]
+
+
+@pytest.mark.parametrize("change", ["in place", "another tensor"])
+def test_what_a_model_does_between_its_layers_is_seen(change: str, tmp_path: Path) -> None:
+    """The first layer computes those behind it ahead of the model: they are computed anew where the model differs."""
+    run = runner(save_source("llama", tmp_path))
+    layers = run.model.model.layers
+
+    def changed(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        if out.shape[1] > 1:  # a prompt
+            return out
+        if change == "in place":
+            out.mul_(2)
+            return out
+        return out * 2
+
+    layers[0].register_forward_hook(changed)
+    found = steps_alone(run)
+    for layer in layers:
+        del layer.forward
+    assert all(torch.equal(one, other) for one, other in zip(steps_alone(run), found, strict=True))
+
+
+def steps_alone(run: Runner) -> list[torch.Tensor]:
+    """Logits of a prompt and of three tokens of one sequence."""
+    found = [run.run(Batch(torch.arange(3, 7), torch.tensor([3]), (Span(4, 4, (0,)),)))]
+    for total in (5, 6, 7):
+        found.append(run.run(Batch(torch.tensor([total]), torch.tensor([0]), (Span(1, total, (0, 1)),))))
+    return found

@@ -30,7 +30,9 @@ from ptqpipe.engine.ranks import Leader, follow
 from ptqpipe.engine.runner import CacheOptions, Runner
 from ptqpipe.errors import PtqError
 from ptqpipe.kernels.cpu_attention import PagedSpans, paged_prefill
-from ptqpipe.runtime import load, load_model
+from ptqpipe.runtime import load_model
+from ptqpipe.runtime.loading import load_rank
+from ptqpipe.runtime.parallel import TensorParallel
 from ptqpipe.stages.serve import run as serve
 from tests.collectives.ranks import on_ranks
 from tests.engine.models import DEMO, ask, generate, greedy_of
@@ -235,7 +237,8 @@ class Reduce:
 
 
 def runner_of(path: Path, rank: int, reduce: Any, overlap: Overlap | None, **options: Any) -> Runner:
-    model = load(path, tp=2, rank=rank, all_reduce=reduce, run_collective=overlap, **options)
+    ranks = TensorParallel(2, rank, all_reduce=reduce, run=overlap)
+    model = load_rank(path, ranks, **options)
     return Runner(model, CacheOptions(1 << 22, 64, 4, BLOCK), overlap=overlap)
 
 

@@ -32,6 +32,13 @@ def test_a_text_is_one_stream(tmp_path: Path) -> None:
     assert found.name == file.name
 
 
+def test_the_field_of_a_row_can_be_named(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", {"text": "no", "body": "yes"})
+    assert bytes(read_text(file, lambda: letters, field="body").tokens.tolist()) == b"yes"
+    with pytest.raises(UsageError, match="--max-tokens 1: expected 2 or more"):
+        read_text(file, lambda: letters, max_tokens=1)
+
+
 def test_the_digest_is_of_the_tokens_that_are_used(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("abcdef")

@@ -6,7 +6,7 @@ import torch
 
 from ptqpipe.formats import Codec, Format
 from ptqpipe.qtensor import scale_values
-from ptqpipe.search.objective import exact_weights, importance_blocks, magnitude_blocks
+from ptqpipe.search.objective import SHORT, exact_weights, importance_blocks, lane_sum, magnitude_blocks
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -114,15 +114,23 @@ def _least(
         t = d * d
         if h is not None:
             t *= h
-        acc = t[0].clone()
-        for row in t[1:]:
-            acc += row
+        acc = _sum(t)
         score = acc.double() * value.double().square() if exact_weights(fmt.scale) else (acc * (value * value)).double()
         score[top * r <= fmt.element.min_positive / 2] = float("inf")
         better = score < best
         best = torch.where(better, score, best)
         chosen[better] = code
     return chosen, best
+
+
+def _sum(t: torch.Tensor) -> torch.Tensor:
+    """``[elements, blocks]`` -> ``[blocks]``: in the order of the elements, of long blocks in float64 lanes."""
+    if len(t) > SHORT:
+        return lane_sum(t.t())
+    acc = t[0].clone()
+    for row in t[1:]:
+        acc += row
+    return acc
 
 
 def _nearest(y: torch.Tensor, codec: Codec) -> torch.Tensor:

@@ -21,6 +21,7 @@ W = torch.ones(128, 128, dtype=torch.bfloat16)
 E2M1 = get_format("mxfp4").element
 FORMAT, ROWS = get_format("mxfp4"), get_format("fp8_channel")
 F = torch.ones(128, 128)
+OF_BLOCKS = (torch.ones(8, 16, 16), torch.ones(8, 16), torch.ones(8, 16, 16), torch.ones(8, dtype=torch.uint8))
 
 
 class Answering:
@@ -54,6 +55,12 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "feed_forward": lambda: cpu.feed_forward(F, F, F, F, E2M1),
     "descend": lambda: cpu.descend(F, F, torch.zeros(128, 128, dtype=torch.uint8), F, F, F, E2M1),
+    "feed_rows": lambda: cpu.feed_rows(F, F, F.t(), E2M1),
+    "enter_rows": lambda: cpu.enter_rows(F, F[0], F.t(), F[0], 16, 6, 15, E2M1),
+    "sweep_rows": lambda: cpu.sweep_rows(F, F, torch.zeros(128, 128, dtype=torch.uint8), F, F, 1, E2M1),
+    "sweep_block_rows": lambda: cpu.sweep_block_rows(
+        F, F, F.to(torch.uint8), F[:8].long(), F[0], F, OF_BLOCKS, (2, 0.5, 1), E2M1
+    ),
 }
 
 

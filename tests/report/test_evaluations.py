@@ -12,6 +12,7 @@ from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.report.html import render_html
 from ptqpipe.report.markdown import render_markdown
+from ptqpipe.report.quality import sample_texts
 from ptqpipe.stages.report.compare import compare
 from ptqpipe.stages.report.run import gather, make_report
 from tests.report.pages import EVAL, WHERE, Page, measured, titles
@@ -108,6 +109,15 @@ def test_checkpoints_of_one_model_are_compared(pair: tuple[Path, Path], tmp_path
     assert "| a | near-lossless | nvfp4 |" in (tmp_path / "x.md").read_text()
 
 
+def test_a_checkpoint_with_quantized_inputs_is_not_called_like_one_without(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(main, ["convert", str(pair[0]), "--format", "nvfp4_w4a4", "-o", str(tmp_path / "w4a4")])
+    assert done.exit_code == 0, done.output
+    compare([pair[1], tmp_path / "w4a4"], out=tmp_path / "x.md")
+    assert re.findall(r"\| not measured \| (\w+) \|", (tmp_path / "x.md").read_text()) == ["nvfp4", "nvfp4_w4a4"]
+
+
 def test_checkpoints_of_different_models_are_not_compared(pair: tuple[Path, Path], tmp_path: Path) -> None:
     other = shutil.copytree(pair[1], tmp_path / "other")
     record = json.loads((other / "ptqpipe.json").read_text())
@@ -153,3 +163,19 @@ def test_an_eval_file_of_something_else_is_refused(
     file.write_text(json.dumps(EVAL | change))
     with pytest.raises(error, match=match):
         gather(pair[1], evaluation=file)
+
+
+def test_texts_of_both_models_part_at_a_word(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """ "father" and "friends" begin alike, but they are not the same word."""
+    rows = [("the father went", "the friends left"), ("same all along", "same all along, and on"), ("now", "new")]
+    samples = [{"data": "a.txt", "prompt": "p", "baseline": a, "checkpoint": b} for a, b in rows]
+    folder = shutil.copytree(pair[1], tmp_path / "ckpt")
+    measured(folder, 0.0175, **WHERE)
+    file = tmp_path / "ckpt.eval.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"samples": samples}))
+    found = sample_texts(gather(folder, evaluation=file))
+    assert [one[1:] for one in found] == [
+        ("the ", "father went", "friends left"),
+        ("same all along", "", ", and on"),
+        ("", "now", "new"),
+    ]

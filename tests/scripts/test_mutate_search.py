@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -63,6 +64,18 @@ def test_a_mutant_is_killed_by_name_and_without_it_the_tests_pass(script: Module
     assert line["status"] == "killed"
     assert line["killed_by"].startswith("tests/search/test_brute_force.py::")
     assert done.stderr.strip() == "1 killed"
+
+
+@pytest.mark.skipif(not cpu.available(), reason="the CPU kernels are not built: pip install -e . with a C++ compiler")
+@pytest.mark.parametrize("name", ["e8m0-tie", "integers-tie"])
+def test_the_search_of_one_instruction_set_compiles_alone(script: ModuleType, tmp_path: Path, name: str) -> None:
+    """With the headers that body.h has today: those of short blocks, and those without them."""
+    (mutant,) = (mutant for mutant in script.table() if mutant.name == name)
+    source = tmp_path / mutant.file
+    shutil.copytree(script.ROOT / script.CSRC, source.parent)
+    source.write_text(source.read_text().replace(mutant.find, mutant.put))
+    assert script.build(tmp_path, mutant, cpu.isas()[0]) == ""
+    assert (tmp_path / script.LIBRARY).is_file()
 
 
 def test_a_survivor_is_named_and_costs_the_exit_code(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,12 +131,14 @@ def _at_the_edges(fmt: Format, n: int, b: int, g: torch.Generator) -> torch.Tens
     grid = fmt.element.magnitudes
     known = set(grid)
     reach = next(i for i, m in enumerate(grid) if 2 * m not in known) - 1
-    edges = torch.tensor(
-        [(grid[reach] + grid[reach + 1]) / 2, grid[-1], grid[-1] + (grid[-1] - grid[-2]) / 2, 2 * grid[-1]]
-    )
+    ends = [(grid[reach] + grid[reach + 1]) / 2, grid[-1], grid[-1] + (grid[-1] - grid[-2]) / 2, 2 * grid[-1]]
+    if not fmt.element.symmetric:  # integers go one further below zero
+        low = -min(fmt.element.grid)
+        ends += [low // 2 + 0.5, low, low + 0.5, 2 * low]
+    edges = torch.tensor(ends)
     x = torch.rand(n, b, generator=g) * 0.9
     x[torch.arange(n), torch.randint(0, b, (n,), generator=g)] = 1.0
-    top = edges[torch.randint(0, 4, (n, 1), generator=g)] * _scale_values(fmt, n, g)
+    top = edges[torch.randint(0, len(edges), (n, 1), generator=g)] * _scale_values(fmt, n, g)
     top = torch.where(torch.rand(n, 1, generator=g) < 0.5, top, torch.nextafter(top, top + _signs((n, 1), g)))
     return x * top * _signs((n, b), g)
 
@@ -329,14 +331,16 @@ def _least_of(
     fmt: Format,
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    numbers, amax = legal.double(), float(x.max())
+    numbers, amax = legal.double(), float(x.abs().max())
     largest = 2 * amax / (fmt.element.min_positive * g)
     smallest = amax * 2.0**-34 / (fmt.element.max * g)
     candidates = legal[(numbers <= largest) & (numbers >= smallest)]
     if amax == 0.0 or len(candidates) == 0:
         return legal[0]
+    end = int(x[0].nonzero()[-1]) + 1  # zeros behind it, such as the padding of a partial block, add nothing to a sum
+    x, h = x[:, :end], None if h is None else h[:, :end]
     found = []
-    for part in candidates.split(max(1, (1 << 17) // x.shape[1])):
+    for part in candidates.split(max(1, (1 << 19) // end)):
         n = len(part)
         weight = None if h is None else h.expand(n, -1)
         found.append(scores(x.expand(n, -1), part, fmt=fmt, global_scale=global_scale, h=weight))

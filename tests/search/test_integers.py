@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
 import ptqpipe
+from ptqpipe.errors import NumericsError
 from ptqpipe.formats import FORMATS, Format
 from ptqpipe.kernels import cpu
 from ptqpipe.qtensor import QTensor, encode, squared_error
@@ -81,13 +82,56 @@ def test_every_way_finds_the_least_of_all_scales(name: str, dtype: torch.dtype, 
         assert torch.equal(done[0], codes.data)
 
 
+def assert_least(w: torch.Tensor, name: str, importance: torch.Tensor | None = None) -> torch.Tensor:
+    """Every way finds the scales of the definition; those."""
+    best = by_definition(w, FORMATS[name], importance)
+    assert torch.equal(exact.search(w, FORMATS[name], importance=importance), best)
+    for isa in cpu.isas():
+        cpu.force_isa(isa)
+        try:
+            done = cpu.block_quantize(w, FORMATS[name], importance=importance)
+        finally:
+            cpu.force_isa(None)
+        assert done is not None
+        assert torch.equal(done[1], best), isa
+    return best
+
+
+@pytest.mark.parametrize(("name", "rows"), [("int4_g32", 48), ("int8_channel", 150)])
+def test_scales_whose_inverse_is_subnormal_are_searched(name: str, rows: int) -> None:
+    """Above 2^126 the inverse of a scale rounds another way than that of its half, so the half may be worse."""
+    draw = torch.Generator().manual_seed(3)
+    size = 2.0 ** (126 + 2 * torch.rand(rows, 1, generator=draw, dtype=torch.float64))
+    best = assert_least(size.clamp(max=3.4e38).float().expand(rows, 32).contiguous(), name)
+    assert int((best.double() > 2.0**126).sum()) > 1
+
+
+def test_an_element_above_2_32nd_of_the_largest_counts() -> None:
+    """The largest is exact at many scales; how the other one rounds decides between them."""
+    w = torch.zeros(64, 32)
+    w[:, 0] = torch.arange(64, 128)
+    w[:, 1] = w[:, 0] * 1.37 * 2.0**-28
+    best = assert_least(w, "int8_channel")
+    w[:, 1] = 0
+    assert not torch.equal(best, assert_least(w, "int8_channel"))
+
+
+def test_an_outlier_that_hardly_counts_is_clipped_once_in_the_bound() -> None:
+    """It is the largest and the heaviest element, and clipping it costs more than half of the least score."""
+    w = torch.randn(24, 128, generator=torch.Generator().manual_seed(6))
+    w[:, 5] = torch.linspace(9.0, 16.0, 24)
+    importance = torch.ones(128)
+    importance[5] = 0.12
+    assert_least(w, "int4_g128", importance)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(0, 2**31), st.sampled_from([0.0, 1.0, 4.0]))
 def test_compiled_scales_are_those_of_torch(name: str, seed: int, spread: float) -> None:
     if not cpu.available():
         pytest.skip("no kernels here")
     draw = torch.Generator().manual_seed(seed)
-    w = torch.randn(4, 128, generator=draw) * torch.exp(spread * torch.randn(4, 128, generator=draw))
+    w = torch.randn(16, 128, generator=draw) * torch.exp(spread * torch.randn(16, 128, generator=draw))
     done = cpu.block_quantize(w, FORMATS[name])
     assert done is not None
     assert torch.equal(done[1], exact.search(w, FORMATS[name]))
@@ -126,3 +170,18 @@ def test_what_is_written_is_what_compressed_tensors_writes_and_reads(tmp_path: P
     assert all(torch.equal(packed[key], t) for key, t in stored.items() if key != "weight_scale")
     assert torch.equal(peer.decompress(dict(stored), scheme)["weight"], ours.dequantize().bfloat16())
     assert (name == "int8_w8a8") is (scheme.input_activations is not None)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_nan_and_inf_are_refused(bad: float) -> None:
+    w = torch.ones(2, 64)
+    w[1, 63] = bad
+    with pytest.raises(NumericsError):
+        exact.search(w, FORMATS["int4_g32"])
+    for isa in cpu.isas():
+        cpu.force_isa(isa)
+        try:
+            with pytest.raises(NumericsError):
+                cpu.block_quantize(w, FORMATS["int4_g32"])
+        finally:
+            cpu.force_isa(None)

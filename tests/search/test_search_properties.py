@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from ptqpipe.formats import CODECS, Format, get_format
+from ptqpipe.kernels import cpu
 from ptqpipe.search.brute_force import search as brute_force
 from tests.search import hostile
 
@@ -21,6 +22,7 @@ BLOCKS = {  # format: examples of 12 kinds x 12 blocks
     "e2m1/4/ue4m4/global": 2, "e6m1/4/e8m0": 2,
 }  # fmt: skip
 FOUND = (Phase.generate,)  # no shrinking: the block that fails is printed, a smaller seed would be another one
+LARGEST = "largest of the dtype"
 TILE = Format("tile", CODECS["e4m3"], (16, 24), CODECS["bf16"], partial_blocks=True)
 
 sizes, dtypes = st.sampled_from(hostile.SIZES), st.sampled_from(hostile.DTYPES)
@@ -86,16 +88,40 @@ def test_scales_that_are_numbers_are_brute_force(
     check(hostile.make(fmt, weight[1], kinds=(kind,), size=size, dtype=dtype, importance=importance, seed=seed))
 
 
+@settings(
+    max_examples=16,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=FOUND,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    st.sampled_from([("int4_g32", 64), ("int4_g128", 128), ("int8_channel", 40), ("int8_signed_channel", 20)]),
+    st.sampled_from(list(hostile.KINDS)), sizes, dtypes, importances, seeds,
+)  # fmt: skip
+def test_scales_of_integers_are_brute_force(
+    weight: tuple[str, int], kind: str, size: str, dtype: torch.dtype, importance: str, seed: int
+) -> None:
+    fmt, shape = get_format(weight[0]), (2, weight[1])
+    check(hostile.make(fmt, shape, kinds=(kind,), size=size, dtype=dtype, importance=importance, seed=seed))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scales_whose_inverse_is_subnormal_are_searched(dtype: torch.dtype) -> None:
     """Above 2^126 the inverse of a scale rounds another way than that of its half, so the half may be worse."""
+    fmt = get_format("fp8_channel")
     for seed, kind in enumerate(("two-valued", "far apart", "constant") * 2):
-        size = "largest of the dtype"
-        check(
-            hostile.make(
-                get_format("fp8_channel"), (4, 72), kinds=(kind,), size=size, dtype=dtype, importance="none", seed=seed
-            )
-        )
+        check(hostile.make(fmt, (4, 72), kinds=(kind,), size=LARGEST, dtype=dtype, importance="none", seed=seed))
+    kinds = ("constant", "two-valued", "nearly constant", "sparse")
+    case = hostile.make(fmt, (64, 8), kinds=kinds, size=LARGEST, dtype=dtype, importance="none", seed=0)
+    expected = case.expected()
+    assert int((expected.double() > 2.0**126).sum()) > 20  # of 256: those above have few such scales
+    for isa in cpu.isas():
+        found = hostile.compiled(isa)(case.w, case.fmt, case.global_scale, case.importance)
+        assert found is not None
+        fault = case.fault(isa, found, expected)
+        assert not fault, fault
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "e4m3/16/bf16"])

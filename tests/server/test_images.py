@@ -15,10 +15,11 @@ import transformers
 
 from ptqpipe.engine import EngineOptions, Images, Overloaded, Request, SamplingParams, Service, State
 from ptqpipe.errors import UsageError
-from ptqpipe.stages.serve.checks import processor_of
+from ptqpipe.stages.serve.checks import check_checkpoint, processor_of
 from ptqpipe.stages.serve.run import ServeOptions, serving
 from tests import processors
 from tests.engine import images
+from tests.server.test_processes import started
 
 COUNT = 6
 LIMITS = EngineOptions(64)
@@ -100,6 +101,22 @@ def test_answers_are_those_of_transformers(service: tuple[str, Path, str]) -> No
     assert again["choices"][0]["message"]["content"].replace(" ", "") == right.replace(" ", "")
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert httpx.get(f"{url}/v1/models").json()["data"][0]["details"]["images"] is True
+
+
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("kind", ["gemma3", "llava"])
+def test_two_ranks_answer_as_transformers(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    first, second = (processors.data_uri(processors.png(shown)) for shown in (FIRST, SECOND))
+    parts = [text(BEFORE), image(first), text("w4"), image(second), text("w5")]
+    with started(tmp_path, "--tp", "2", "--kv-cache-size", "16MiB", model=folders[kind]) as service:
+        found = ask(service.url, parts).json()
+    answer = found["choices"][0]["message"]["content"]
+    assert answer.replace(" ", "") == expected(kind, folders[kind]).replace(" ", "")
+
+
+def test_a_family_without_a_plan_for_ranks_is_one_line(folders: dict[str, Path]) -> None:
+    with pytest.raises(UsageError, match=r"no tensor-parallel plan for 'qwen3_vl_text' models; use tp=1"):
+        check_checkpoint(str(folders["qwen3_vl"]), tp=2, packed=True)
 
 
 NOT_TAKEN: list[tuple[str, list[dict[str, Any]], str]] = [

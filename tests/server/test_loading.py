@@ -58,8 +58,8 @@ def test_on_a_terminal_there_is_a_bar_that_goes(capsys: pytest.CaptureFixture[st
         time.sleep(0.12)  # tqdm draws ten times a second
         bar(4 * 10**8, 10**9)
     said = capsys.readouterr().err
-    assert "loading  40%" in said
-    assert "400M/1.00GB" in said
+    assert "loading:  40% ████" in said
+    assert "400 MB/1.00 GB" in said
     assert said.rpartition("\r")[2].strip() == ""
 
 

@@ -122,13 +122,11 @@ def test_the_log_has_a_line_where_there_was_work_and_none_without() -> None:
     counters.prompt_tokens, counters.generated_tokens = 1000, 55
     load[0] = Load(running=3, waiting=2, blocks=80, free=60)
     now[0] = 20.0
-    assert throughput.line() == (
-        "prompts 100.0 tokens/s, generation 5.5 tokens/s; running 3, waiting 2; KV cache 25.0 % used"
-    )
+    assert throughput.line() == ("prompts 100.0, generation 5.5 tokens/s; running 3, waiting 2; KV cache 25.0 %")
     now[0] = 30.0
     stuck = throughput.line()
     assert stuck is not None
-    assert stuck.startswith("prompts 0.0 tokens/s, generation 0.0 tokens/s; running 3")
+    assert stuck.startswith("prompts 0.0, generation 0.0 tokens/s; running 3")
     load[0], now[0] = Load(blocks=80, free=80), 40.0
     assert throughput.line() is None
 

@@ -5,10 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("aiohttp")
 
+from ptqpipe.stages.serve.run import ServeOptions, serving as chats
+from tests import processors
+from tests.engine import images
 from tests.engine.models import PROMPTS, greedy, tokenizer
 from tests.server import browser
 from tests.server.conftest import TEMPLATE, Server, serving
@@ -222,3 +226,50 @@ def test_the_first_message_is_answered_with_nothing_set(template: str | None) ->
 
     with serving(template=template) as found:
         asyncio.run(main(found.url))
+
+
+def test_an_image_is_attached_shown_and_answered(tmp_path: Path) -> None:
+    folder = processors.add(images.make(tmp_path / "model", "llava"), "llava")
+    raw = processors.png(processors.picture(1))
+    (tmp_path / "first.png").write_bytes(raw)
+    options = ServeOptions(str(folder), port=0, dtype="float32", cache_bytes=1 << 24, threads=1)
+
+    async def main(url: str) -> str:
+        async with browser.opened(url, width=800, height=600, dark=False) as page:
+            await page.until("document.querySelector('#has_images')?.hidden === false")
+            root = (await page.call("DOM.getDocument"))["root"]["nodeId"]
+            node = (await page.call("DOM.querySelector", nodeId=root, selector="#images"))["nodeId"]
+            for count in (1, 2):
+                await page.call("DOM.setFileInputFiles", files=[str(tmp_path / "first.png")], nodeId=node)
+                await page.until(f"document.querySelectorAll('#attached img').length === {count}")
+            await page.value("document.querySelector('#attached button').click()")
+            await page.value("document.querySelector('#temperature').value = 0")
+            await page.value("document.querySelector('#max_tokens').value = 6")
+            await page.value("document.querySelector('#input').value = 'w4 w5'")
+            await page.value("document.querySelector('#form').requestSubmit()")
+            await page.until("document.querySelector('.turn.assistant small, .turn.error') !== null")
+            assert await page.value("document.querySelector('.turn.user img').naturalWidth") == 70
+            assert await page.value("document.querySelectorAll('#attached img').length") == 0
+            assert page.problems == []
+            answer: str = await page.value("turns.at(-1).content")
+            await click(page, "Edit")
+            assert await page.value("document.querySelectorAll('#attached img').length") == 1
+            return answer
+
+    with chats(options, log=lambda line: None) as url:
+        parts = [
+            {"type": "image_url", "image_url": {"url": processors.data_uri(raw)}},
+            {"type": "text", "text": "w4 w5"},
+        ]
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 6, "temperature": 0}
+        right = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert asyncio.run(main(url)) == right["choices"][0]["message"]["content"]
+
+
+def test_a_model_of_text_has_no_place_for_images(server: Server) -> None:
+    async def main() -> None:
+        async with browser.opened(server.url, width=800, height=600, dark=False) as page:
+            await page.until("document.querySelector('#model')?.textContent.includes('demo')")
+            assert await page.value("document.querySelector('#has_images').hidden")
+
+    asyncio.run(main())

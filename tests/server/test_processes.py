@@ -1,5 +1,6 @@
 """``ptqpipe serve`` as a process: ranks, signals, deaths."""
 
+import json
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from tests.engine.models import DEMO, PROMPTS, greedy, has_one_order, tokenizer
 from tests.server.test_api import text
 
 BODY = {"prompt": PROMPTS[2], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-START_S = 90
+START_S = 240
 pytestmark = pytest.mark.usefixtures("forks")
 
 
@@ -220,6 +221,23 @@ def test_half_requests_neither_use_up_the_files_nor_keep_the_service_from_ending
         assert "socket.accept()" not in log
         for one in slow:
             one.close()
+
+
+@pytest.mark.slow
+def test_bodies_that_are_refused_do_not_stay_in_memory(tmp_path: Path) -> None:
+    with started(tmp_path) as service:
+        headers = {"Content-Type": "application/json"}
+        body = json.dumps({"prompt": "a", "logit_bias": {f"x{at}": 1 for at in range(250_000)}}).encode()
+
+        def resident_mb(times: int) -> int:
+            for _ in range(times):
+                found = httpx.post(f"{service.url}/v1/completions", content=body, headers=headers, timeout=60)
+                assert found.status_code == 422
+            status = Path(f"/proc/{service.process.pid}/status").read_text()
+            return int(status.partition("VmRSS:")[2].split()[0]) // 1000
+
+        before = resident_mb(6)
+        assert resident_mb(12) - before < 60  # of 12 bodies of 4 MB, which are more as objects
 
 
 @pytest.mark.slow

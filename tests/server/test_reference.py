@@ -18,6 +18,8 @@ def test_every_route_and_field_is_described(server: Server) -> None:
     for path, methods in found["paths"].items():
         for method in methods.values():
             assert len(method["description"]) > 10, path
+            assert " " in method["summary"], path
+            assert method["summary"].lower() != method["operationId"].split("__")[0].replace("_", " ")
     for name in ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody", "Message", "StreamOptions"):
         for field, what in found["components"]["schemas"][name]["properties"].items():
             assert len(what.get("description", "")) > 5, f"{name}.{field}"

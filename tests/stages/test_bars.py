@@ -1,6 +1,7 @@
 """Claims about progress bars: one look in every command, where they start, and what they count."""
 
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,11 +52,49 @@ def test_a_narrow_terminal_shows_the_peak_of_memory_behind_a_long_title(
     assert re.search(r"250k/250k tokens .*ETA .*, peak [\d.]+ [MG]iB", last[:80])
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(
+    ("stage", "title", "total", "unit", "note"),
+    [
+        ("", "source, sample text", 42_032, "tokens", ""),
+        ("", "codes and errors", 280, "weights", ""),
+        ("", "errors", 160, "units", NAME),
+        ("", "", 4, "layers", "layer 3 of 4, moments of model.layers.3"),
+        ("[1/5] tune", "backwards", 80, "layers", "model.layers.79"),
+        ("[14/14] report", "choices of scales", 28_000, "weights", ""),
+        ("", "", 140_000_000_000, "B", NAME),
+    ],
+)
+def test_every_bar_is_there_and_no_line_is_cut_inside_a_word(
+    stage: str, title: str, total: int, unit: str, note: str, columns: int,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", "24")
+    with bars_of(stage), counting_bar(total, unit, shown=True, title=title) as advance:
+        time.sleep(0.11)  # tqdm draws ten times a second
+        advance(total // 2, note)
+        time.sleep(0.11)
+        advance(total - total // 2, note)
+    for frame in frames(capsys.readouterr().err)[1:]:
+        assert len(frame) < columns
+        assert re.search(r"\d+% [█▏▎▍▌▋▊▉ ]{3,10} \d", frame), frame
+        assert re.search(r"ETA 00:\d\d.* peak [\d.]+ [MG]iB( \||$)", frame), frame
+        shown = [part for part in frame.partition("ETA ")[2].partition(", ")[2].split(" | ") if "peak" not in part]
+        said = "".join(shown)
+        if said:
+            whole = (
+                note.endswith(said[2:]) if said.startswith("..") else f"{note},".startswith((f"{said},", f"{said} "))
+            )
+            assert whole, frame
+        assert said or " " not in note, frame
+
+
 def test_a_tensor_whose_name_does_not_fit_is_shown_by_its_end_or_not_at_all(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LINES", "24")
-    for columns, shown in ((80, ""), (114, "..lp.down_proj.weight"), (200, NAME)):
+    for columns, shown in ((80, ""), (114, "..yers.31.mlp.down_proj.weight"), (200, NAME)):
         monkeypatch.setenv("COLUMNS", str(columns))
         with counting_bar(1_000_000, "B", shown=True) as advance:
             advance(1_000_000, NAME)
@@ -100,7 +139,7 @@ def test_plan_verify_and_report_say_what_they_do_before_they_do_it(
         "plan model --budget 5bits --formats nvfp4,keep -o r.yaml": r"model, 7 weights in \d groups, ",
         "verify out --source model": r"checking out, \d+ tensors in [\d.]+ kB, against model$",
         "report out --source model": r"report on out, against model$",
-        "report out out": r"report on out, without its source\nreport on out,",
+        "report out out": r"reading out\nreading out$",
     }
     for line, header in calls.items():
         done = CliRunner().invoke(main, line.split())

@@ -16,8 +16,8 @@ from ptqpipe.checkpoint.header import parse_file
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import CheckpointWriter, Mode
 from ptqpipe.errors import CheckpointError, OutputError
+from ptqpipe.machine import Machine
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.relayout.run import relayout
 from ptqpipe.stages.transform.plan import TransformOptions

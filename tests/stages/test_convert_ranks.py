@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ptqpipe.calibration.rounding import Settings
+from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages import demo
-from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.tune import run as tune
 from ptqpipe.stages.tune.options import TuneOptions
 from tests import tiny

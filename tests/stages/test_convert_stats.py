@@ -19,9 +19,9 @@ from safetensors import safe_open
 import ptqpipe
 from ptqpipe.algorithms import gptq
 from ptqpipe.errors import PtqError, RecipeError, UsageError
+from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.stages.common.outputs import QuantizeUnit
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import Conversion, convert

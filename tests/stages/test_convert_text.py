@@ -10,9 +10,9 @@ from click import Option
 from ptqpipe.cli import main
 from ptqpipe.containers import container_names, get_container
 from ptqpipe.kernels import cpu_library
+from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.schemes import SCHEMES
-from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.stages.common.outputs import QuantizeUnit
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import Conversion

@@ -25,8 +25,8 @@ from safetensors import deserialize
 import ptqpipe
 from ptqpipe.checkpoint.partial import Paths
 from ptqpipe.errors import PtqError
+from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
-from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert import text as tables
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert

@@ -10,11 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 import ptqpipe
-from ptqpipe.checkpoint import source
+from ptqpipe.checkpoint import name_of, source
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.stages import demo
-from ptqpipe.stages.common.text import name_of
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.plan.run import Budget, plan_mixed
 from ptqpipe.stages.transform.plan import TransformOptions
@@ -109,7 +108,7 @@ def _convert(model: Path, stats: Path, out: Path) -> None:
 
 
 def _plan(model: Path, stats: Path, out: Path) -> None:
-    plan_mixed(model, Budget(bits=6), stats=stats, formats=("mxfp4", "fp8"))
+    plan_mixed(model, Budget(bits=6), sensitivity=stats, formats=("mxfp4", "fp8"))
 
 
 def _transform(model: Path, stats: Path, out: Path) -> None:

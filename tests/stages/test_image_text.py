@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import ptqpipe
 from ptqpipe.engine.images import Images
@@ -22,6 +24,8 @@ from ptqpipe.stages.evaluate.run import Options, evaluate
 from ptqpipe.stages.generate import generate
 from ptqpipe.stages.serve.checks import check_checkpoint
 from ptqpipe.stages.serve.tower import Tower
+from ptqpipe.stages.transform.plan import TransformOptions
+from ptqpipe.stages.transform.run import transform
 from ptqpipe.stages.verify.run import verify
 from tests import families, image_text, tiny
 from tests.engine import images as pictures
@@ -72,15 +76,19 @@ def test_the_language_model_computes_what_the_whole_model_computes_of_text(
     assert bool(image_text.RUN[kind]) == bool(refusal)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "llava"])
-def test_calibrated_converted_evaluated_and_served(make: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "weights"), [("qwen3_vl", 2 * 7), ("gemma4", 2 * 7 + 2 * 5)]
+)  # two share keys, values
+def test_calibrated_converted_evaluated_and_served(
+    make: Callable[[str], Path], tmp_path: Path, kind: str, weights: int
+) -> None:
     model, data, said = make(kind), families.write_windows(tmp_path / "data.jsonl"), list[str]()
     stats, options = tmp_path / "stats", CalibrateOptions(samples=8, seqlen=16, holdout=2)
     done = calibrate(model, [str(data)], stats, options=options, log=said.append)
     assert done is not None
     assert not [name for name in done.content["modules"] if TOWERS.search(name)]
     out = ptqpipe.convert(model, out=tmp_path / "out", stats=stats, workers=1)
-    assert len(out.record["weights"]) == 14  # of two layers; the checkpoint's own names
+    assert len(out.record["weights"]) == weights  # the checkpoint's own names
     assert verify(out.out, source=model, statistics=stats, workers=1).ok
     result = evaluate(str(out.out), source=str(model), options=Options(data=(str(data),), seqlen=16), log=said.append)
     assert 0 < result["kl"][0]["mean"] < 0.3
@@ -123,3 +131,24 @@ def test_a_model_that_needs_an_image_is_refused_with_what_works(kind: str, tmp_p
     tiny.save(tmp_path, {"a.weight": torch.zeros(16, 16)}, config={**config, "model_type": kind})
     with pytest.raises(CheckpointError, match=r"with images alone.*without statistics.*vLLM"):
         check_load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llava", "mistral3", "paligemma", "ovis2"])
+def test_factors_move_in_the_language_model_alone(make: Callable[[str], Path], kind: str, tmp_path: Path) -> None:
+    model, data = make(kind), families.write_windows(tmp_path / "data.jsonl")
+    given = CalibrateOptions(samples=8, seqlen=16, moments=("diagonal",), holdout=0)
+    calibrate(model, [str(data)], tmp_path / "stats", options=given)
+    scaling = "rotate_values" if "gemma" in kind else "smoothquant,rotate_values"  # whose norms a scale would offset
+    options = TransformOptions(apply=scaling, block=16, dtype="fp32")
+    transform(model, tmp_path / "out", stats=tmp_path / "stats", options=options)
+    before, after = (load_file(next(path.glob("*.safetensors"))) for path in (model, tmp_path / "out"))
+    changed = [name for name in before if not torch.equal(before[name].float(), after[name].float())]
+    assert len(changed) >= 4  # v_proj and o_proj of two layers
+    assert not [name for name in changed if TOWERS.search(name)]
+    whole, folded = (
+        transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (model, tmp_path / "out")
+    )
+    torch.testing.assert_close(logits_of(folded), logits_of(whole), rtol=0, atol=1e-4)
+    with pytest.raises(UsageError, match=r"rotate_residual is refused"):  # images enter the stream unrotated
+        transform(model, tmp_path / "no", options=replace(options, apply="rotate_residual"))

@@ -9,7 +9,7 @@ import pytest
 
 from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.errors import OutputError
-from ptqpipe.stages.common.machine import Job, MemoryPool, run_jobs
+from ptqpipe.machine import Job, MemoryPool, run_jobs
 from ptqpipe.stages.common.rewriting import records_of
 
 SECONDS = 30  # far above what any thread takes

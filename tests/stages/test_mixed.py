@@ -103,7 +103,7 @@ def test_the_forecast_is_the_bytes_that_convert_writes(model: Path, tmp_path: Pa
 def test_with_statistics_the_recipe_converts_with_them(bits: float, moments: tuple[str, ...], tmp_path: Path) -> None:
     model = save(tmp_path / "model", llama())
     stats = inputs.write_statistics(tmp_path / "stats", model, inputs.inputs_of_llama(llama()), moments=moments)
-    plan = plan_mixed(model, Budget(bits=bits), stats=stats)
+    plan = plan_mixed(model, Budget(bits=bits), sensitivity=stats)
     recipe = tmp_path / "recipe.yaml"
     write_recipe(plan, recipe)
     assert recipe.read_text().splitlines()[0].endswith(f"convert model --recipe recipe.yaml --stats {stats.name}")
@@ -255,7 +255,7 @@ def write_statistics(folder: Path, model: Path) -> Path:
 def test_costs_with_statistics_are_relative_output_errors(model: Path, tmp_path: Path) -> None:
     """By converting everything to the format and weighting the errors of the decode."""
     stats = write_statistics(tmp_path / "stats", model)
-    plan = plan_mixed(model, Budget(bits=6), stats=stats)
+    plan = plan_mixed(model, Budget(bits=6), sensitivity=stats)
     assert "second moment" in plan.how
     prepared = prepare(model, out=tmp_path / "out")
     try:
@@ -271,7 +271,7 @@ def test_costs_with_statistics_are_relative_output_errors(model: Path, tmp_path:
     assert plan.costs[(name, "nvfp4")] == pytest.approx(expected, rel=1e-9)
     other = save(tmp_path / "other", llama(seed=5))
     with pytest.raises(UsageError, match=r"belong to another model .*calibrate this one"):
-        plan_mixed(other, Budget(bits=6), stats=stats)
+        plan_mixed(other, Budget(bits=6), sensitivity=stats)
 
 
 def run(arguments: Sequence[str]) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from ptqpipe.runtime.loading import load_model
 from ptqpipe.source import Source
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import convert
-from ptqpipe.stages.plan.cost import Measurement
+from ptqpipe.stages.plan.measure import Measurement
 from ptqpipe.stages.plan.run import Budget, MixedPlan, plan_mixed, write_recipe
 from tests.tiny import llama, save
 
@@ -39,7 +39,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(model: Path, text: Path, record: Path, bits: float = 6.0) -> tuple[MixedPlan, list[int]]:
     """The plan, and how many measurements each run made."""
     before = record.read_bytes()[: record.read_bytes().rfind(b"\n") + 1].count(b"\n") if record.exists() else 1
-    plan = plan_mixed(model, Budget(bits=bits), formats=FORMATS, measurement=Measurement(text, record, seqlen=32))
+    plan = plan_mixed(model, Budget(bits=bits), formats=FORMATS, sensitivity=Measurement(text, record, seqlen=32))
     return plan, list(range(record.read_bytes().count(b"\n") - before))
 
 

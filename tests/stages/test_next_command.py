@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 
 import ptqpipe
 from ptqpipe.cli import main
+from ptqpipe.cli.next_steps import _in_lines
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from ptqpipe.rounding import Rounding
 from tests.calibration.models import make_model, make_windows, write_windows
@@ -376,9 +378,10 @@ def test_the_commands_that_a_checkpoint_leads_to_are_real_calls(model: Path, tmp
     assert Path(page).is_file()
     plain = ran("dequantize", out, "-o", tmp_path / "plain", "--dtype", "fp32")
     assert offered(plain)[0] == ["ptqpipe", "diff", str(out), str(tmp_path / "plain")]
-    differs = call("diff", out, model)
-    assert differs.exit_code == 1
-    assert offered(differs.stdout)[0] == ["ptqpipe", "eval", str(model), "--source", str(out)]
+    for one, other in ((out, model), (model, out)):  # in either order what was made is measured against its source
+        differs = call("diff", one, other)
+        assert differs.exit_code == 1
+        assert offered(differs.stdout)[0] == ["ptqpipe", "eval", str(out), "--source", str(model)]
 
 
 def test_an_output_that_begins_with_a_dash_is_named_so_that_no_option_is_meant(
@@ -407,3 +410,15 @@ def test_an_output_that_is_in_the_way_is_found_before_anything_is_announced(
     done = call("convert", model, "-o", out)
     assert (done.exit_code, done.stdout) == (2, "")
     assert words in done.stderr
+
+
+def test_a_call_that_a_terminal_would_break_is_broken_where_a_shell_takes_it() -> None:
+    words = ["ptqpipe", "calibrate", "a model", "--data", "own - text.jsonl", "--samples", "128", "-o", "x" * 40]
+    whole = _in_lines(words, None)
+    assert shlex.split(whole) == words
+    assert "\n" not in whole
+    narrow = _in_lines(words, 80)
+    assert max(map(len, narrow.splitlines())) <= 80 - len("Next: ")
+    assert all(line.endswith(" \\") for line in narrow.splitlines()[:-1])
+    told = subprocess.run(["bash", "-c", f"printf '%s\\n' {narrow}"], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines() == words

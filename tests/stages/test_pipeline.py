@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,6 +99,33 @@ def test_good_has_the_codes_of_statistics_with_full_moments(
     ran("calibrate", model, *few(text), "-o", tmp_path / "stats")
     ran("convert", model, "--format", scheme, "--stats", tmp_path / "stats", "-o", tmp_path / "two", "--workers", 1)
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "two")
+
+
+def test_the_field_of_the_rows_can_be_named(model: Path, text: Path, tmp_path: Path) -> None:
+    """In text and in what is measured on; a run with one field is not continued with another."""
+    rows = [json.loads(line)["input_ids"] for line in text.read_text().splitlines()]
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"input_ids": row[::-1], "body": row}) + "\n" for row in rows))
+    plain = made(model, tmp_path / "plain", work_of(text, quality="fast", eval=(str(text),)))
+    named = made(model, tmp_path / "named", work_of(other, quality="fast", field="body", eval=(str(other),)))
+    assert weights_of(named.out) == weights_of(plain.out)
+    assert named.evaluation is not None
+    assert plain.evaluation is not None
+    assert named.evaluation["kl"][0]["mean"] == plain.evaluation["kl"][0]["mean"]
+    with pytest.raises(WrongOutput):
+        made(model, tmp_path / "named", work_of(other, quality="fast", field="input_ids"), mode="resume")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n", b'{"input_ids": [3]}\n'])
+def test_a_text_to_measure_on_that_cannot_be_read_is_refused_before_any_work(
+    content: bytes, model: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(content)
+    done = CliRunner().invoke(main, [*map(str, ("convert", model, "-o", tmp_path / "out", "--eval", bad))])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "bad.jsonl" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"bad.jsonl"}
 
 
 def test_fast_weights_scales_by_small_statistics(model: Path, text: Path, tmp_path: Path) -> None:
@@ -317,6 +345,45 @@ def test_codes_that_are_written_are_gone_and_a_killed_run_goes_on_without_them(
         made(model, tmp_path / "out", work_of(text), mode="resume")
 
 
+KILLED_BACKWARDS = """
+import os, signal, sys
+from ptqpipe.cli import main
+from ptqpipe.stages.tune import backwards
+
+at, real = int(sys.argv[1]), backwards.reverse_model
+backwards.BASE_BYTES = 8 << 30  # all of the memory: the hidden states lie on disk
+
+
+def dies(*args, **kwargs):
+    number = 0
+    for number, found in enumerate(real(*args, **kwargs), 1):
+        yield found
+        if number == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+backwards.reverse_model = dies
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_kill_9_inside_or_right_behind_the_reverse_pass_and_resume_give_the_bytes_of_an_undisturbed_run(
+    layers: int, model: Path, text: Path, tmp_path: Path
+) -> None:
+    """The pass goes over two decoder layers: it is stopped behind the first, or when its last file is written."""
+    words = [*map(str, ["convert", model, *few(text), "--quality", "best", "-o", tmp_path / "out"])]
+    killed = [sys.executable, "-c", KILLED_BACKWARDS, str(layers), *words]
+    done = subprocess.run(killed, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "[1/3] tune" in done.stdout or "1 tune" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {".out.stages"}
+    ran(*words, "--resume")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    ran("convert", model, *few(text), "--quality", "best", "-o", tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
 def test_the_call_that_continues_is_told_and_another_one_is_refused(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,6 +456,7 @@ def test_a_budget_is_kept_and_its_layers_are_tuned(model: Path, text: Path, tmp_
     assert len({rule["scheme"] for rule in record["recipe"]["rules"]}) > 1  # of which one may keep
     assert {entry["algorithm"] for entry in record["weights"].values()} == {"learned"}
     assert {path.name for path in kept.iterdir()} == {"pipeline.json", "statistics", "recipe.yaml", "codes"}
+    assert "KL divergence to second order" in (kept / "recipe.yaml").read_text()
     assert not {"mxfp4a16", "mxfp8a16"} & {entry["scheme"] for entry in record["weights"].values()}
 
 
@@ -416,6 +484,22 @@ def test_a_folder_stands_for_the_texts_in_it_and_python_takes_the_same_options(
     assert weights_of(done.out) == weights_of(two.out)
 
 
+def test_a_folder_and_a_data_set_are_texts_to_measure_on_as_they_are_texts_to_learn_from(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [json.loads(line) for line in text.read_text().splitlines()]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **more: rows)
+    (tmp_path / "texts").mkdir()
+    shutil.copy(text, tmp_path / "texts" / "a.jsonl")
+    kl = {}
+    for name in (str(text), str(tmp_path / "texts"), "owner/name:config:test"):
+        ran("convert", model, "--eval", name, "-o", tmp_path / "out", "--workers", 1, "--overwrite")
+        found = json.loads((tmp_path / "out.eval.json").read_text())["kl"]
+        kl[name] = found[0]["mean"]
+    assert len(set(kl.values())) == 1, kl
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -431,7 +515,8 @@ def test_a_folder_stands_for_the_texts_in_it_and_python_takes_the_same_options(
         ("--data self --data TEXT", "--data self is the model's own text; give it alone"),
         ("--data TEXT --damping 0.1", "--damping is decided by --quality"),
         ("--data TEXT --stats s", "--stats is for a conversion alone"),
-        ("--eval none.txt", "--eval none.txt is no file that exists"),
+        ("--eval none.txt", "none.txt does not exist; give --eval a .txt"),
+        ("--eval EMPTY", "is a folder without .txt, .jsonl, .parquet files"),
         ("--for vllm --format mxfp4a16", "vllm does not run mxfp4a16; it runs nvfp4, nvfp4_w4a4, mxfp4,"),
         ("--for sglang --format mxfp8 --data TEXT", "sglang does not run mxfp8"),
         ("--for trtllm --format nvfp4_w4a4 --container compressed_tensors", "contradicts --for trtllm"),

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
 from ptqpipe.inputs import InputStatistics
+from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
+from ptqpipe.rotation import rotated
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.stages.plan import cost
 from ptqpipe.stages.plan.units import Group, find_groups, schemes_of
 from ptqpipe.statistics import Statistics
@@ -125,3 +128,39 @@ def test_a_format_that_quantizes_inputs_costs_what_these_add_to_the_output(model
             assert followed[with_inputs] - followed[without] == pytest.approx(added / cost.GPTQ_SHARE)
             assert followed[without] == known[without]
     assert groups
+
+
+def test_rotated_weights_are_compared_rotated(tmp_path: Path) -> None:
+    """By converting with the rotation: a weight with one loud column loses less where its columns are rotated."""
+    tensors = tiny.llama()
+    for name in tensors:
+        if name.endswith("down_proj.weight"):
+            tensors[name][:, 5] *= 20
+    model = tiny.save(tmp_path / "model", tensors)
+    found = {}
+    with Source.open(model) as source:
+        groups = [group for group in groups_of(source) if "down_proj" in group.id]
+        for block in (0, 32):
+            rotations = {"down_proj": block} if block else None
+            found[block] = cost.estimate(source, groups, stats=None, machine=ROOMY, rotations=rotations)
+        energies = [float(source.reader.read(group.members[0].weight).double().square().sum()) for group in groups]
+    done = ptqpipe.convert(model, format="mxfp4a16", rotate="down_proj:32", out=tmp_path / "out", workers=1)
+    assert done.record["weights"]
+    with Source.open(model) as source:
+        groups = [group for group in find_groups(source, schemes_of(("mxfp4a16", "fp8"))) if "down_proj" in group.id]
+        costs = cost.estimate(source, groups, stats=None, machine=ROOMY, rotations={"down_proj": 32})
+    for group in groups:
+        error = done.record["weights"][group.members[0].weight]["squared_error"]
+        assert costs[(group.id, "mxfp4a16")] == pytest.approx(error / (sum(energies) / len(energies)), rel=1e-6)
+    assert all(found[32][key] != found[0][key] for key in found[0])
+
+
+def test_moments_of_rotated_inputs(model: Path) -> None:
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 2, 64)
+    full, turned = x.t() @ x / len(x), rotated(x, 32)
+    expected = turned.t() @ turned / len(x)
+    torch.testing.assert_close(cost._rotated(full, 32), expected, rtol=1e-4, atol=1e-4)
+    diagonal = cost._rotated(full.diagonal().clone(), 32)
+    assert diagonal.shape == (64,)
+    torch.testing.assert_close(diagonal, expected.diagonal(), rtol=0.15, atol=0)  # columns are independent by sample
+    assert cost._rotated(full, 0) is full

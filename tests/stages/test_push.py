@@ -1,12 +1,6 @@
 """convert --push against a stand-in of the hub's HTTP API on this machine: what arrives, and how failures end."""
 
-import base64
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -15,92 +9,8 @@ from click.testing import CliRunner, Result
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import AlreadyComplete
+from tests.hub import Hub
 from tests.tiny import bytes_of, llama, save
-
-
-class Hub(ThreadingHTTPServer):
-    """Keeps what is uploaded: small files in the commit, weights by LFS's basic transfer."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Requests)
-        self.address = f"http://127.0.0.1:{self.server_port}"
-        self.refuse = 0  # the status that answers every call
-        self.blobs: dict[str, bytes] = {}
-        self.files: dict[str, bytes] = {}
-        self.calls: list[str] = []
-
-
-class Requests(BaseHTTPRequestHandler):
-    server: Hub
-
-    def _answer(self, content: Any, status: int = 200) -> None:
-        raw = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
-
-    def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = []
-        while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
-
-    def do_PUT(self) -> None:
-        self.server.blobs[self.path.removeprefix("/blobs/")] = self._body()
-        self._answer({})
-
-    def do_POST(self) -> None:
-        body, hub = self._body(), self.server
-        hub.calls.append(f"{self.path} {self.headers.get('Authorization')}")
-        if hub.refuse:
-            self._answer({"error": "refused"}, hub.refuse)
-        elif self.path == "/api/repos/create":
-            given = json.loads(body)
-            self._answer({"url": f"{hub.address}/{given['organization']}/{given['name']}"})
-        elif self.path.endswith("/preupload/main"):
-            names = [file["path"] for file in json.loads(body)["files"]]
-            modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in names}
-            self._answer({"files": [{"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in modes.items()]})
-        elif self.path.endswith("/info/lfs/objects/batch"):
-            objects = json.loads(body)["objects"]
-            ways = [{**o, "actions": {"upload": {"href": f"{hub.address}/blobs/{o['oid']}"}}} for o in objects]
-            self._answer({"transfer": "basic", "objects": ways})
-        elif self.path.endswith("/commit/main"):
-            self._commit([json.loads(line) for line in body.splitlines()])
-            self._answer({"commitUrl": f"{hub.address}/owner/tiny/commit/1", "commitOid": "1", "success": True})
-        else:
-            self._answer({})
-
-    def _commit(self, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
-            value = line["value"]
-            if line["key"] == "file":
-                self.server.files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                self.server.files[value["path"]] = self.server.blobs[value["oid"]]
-
-    def log_message(self, *_: object) -> None:
-        """Nothing on the terminal."""
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    server = Hub()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    constants = huggingface_hub.constants
-    for name, value in (("ENDPOINT", server.address), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +67,7 @@ def test_a_refusal_is_one_line_and_the_checkpoint_stays(
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between tries
     hub.refuse = status
     done = convert(source, tmp_path / "out")
-    assert done.exit_code == 1
+    assert done.exit_code == 1, done.output
     (line,) = [line for line in done.output.splitlines() if line.startswith("Error: ")]
     assert words in line
     assert f"push it again with: hf upload owner/tiny {tmp_path / 'out'}" in line
@@ -170,7 +80,7 @@ def test_a_hub_that_is_not_there_is_one_line(
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     done = convert(source, tmp_path / "out")
-    assert done.exit_code == 1
+    assert done.exit_code == 1, done.output
     assert "the hub was not reached" in done.output
     assert (tmp_path / "out" / "ptqpipe.json").is_file()
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 import ptqpipe
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, PtqError, UsageError
+from ptqpipe.machine import Machine
 from ptqpipe.qtensor import QTensor
-from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.common.rewriting import Done
 from ptqpipe.stages.dequantize import dequantize
 from ptqpipe.stages.relayout.run import relayout

@@ -8,12 +8,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from ptqpipe import machine as machine_facts
 from ptqpipe.cli import main
 from ptqpipe.cli.serve import _place
 from ptqpipe.errors import UsageError
 from ptqpipe.runtime.memory import available_bytes, cgroup_bytes, room
 from ptqpipe.stages import demo
-from ptqpipe.stages.common import machine as machine_facts
 from ptqpipe.stages.serve import lead, ranks, run
 from ptqpipe.stages.serve.ranks import Place, parse_place
 
@@ -74,7 +74,7 @@ def test_a_machine_with_too_few_gpus_is_refused_before_ranks_start(monkeypatch: 
 def test_the_runner_computes_on_its_own_gpu_with_a_part_of_that_gpu_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def load(ckpt: str, **options: Any) -> Any:
+    def load(ckpt: Path, ranks: Any, **options: Any) -> Any:
         asked.update(options)
         return SimpleNamespace()
 
@@ -82,7 +82,7 @@ def test_the_runner_computes_on_its_own_gpu_with_a_part_of_that_gpu_s_memory(mon
         asked["cache"] = cache.max_bytes
         return SimpleNamespace()
 
-    monkeypatch.setattr(lead, "load", load)
+    monkeypatch.setattr(lead, "load_rank", load)
     monkeypatch.setattr(lead, "Runner", runner)
     monkeypatch.setattr(lead, "check_model", lambda model: None)
     monkeypatch.setattr(lead, "use_kernels", lambda model: None)

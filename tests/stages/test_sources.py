@@ -140,11 +140,29 @@ def test_a_certificate_that_is_not_true_is_found(tmp_path: Path) -> None:
 def test_what_only_adds_error_needs_an_option(tmp_path: Path) -> None:
     model = ptqpipe.convert(families.make_v4(tmp_path / "v4"), format="nvfp4", out=tmp_path / "low").out
     assert model is not None
-    with pytest.raises(UsageError, match=r"already quantized \(nvfp4, .*to mxfp8 would only add error.*requantize"):
+    with pytest.raises(UsageError, match=r"already quantized \(nvfp4, .*to mxfp8 can only add error.*requantize"):
         ptqpipe.convert(model, format="mxfp8", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     found = converted(model, tmp_path / "out", "mxfp8", requantize=True)
     assert not found.startswith("0 weights")
+
+
+def test_a_budget_chooses_among_formats_that_hold_what_a_source_below_8_bits_has(tmp_path: Path) -> None:
+    model = families.make_v4(tmp_path / "v4")
+    for bits, expected in (("4.3bits", "mxfp4a16"), ("4.6bits", "nvfp4"), ("9bits", "nvfp4")):
+        out = tmp_path / expected / bits
+        formats = (expected, "fp8_dynamic")
+        ptqpipe.convert(model, budget=bits, formats=formats, out=out, workers=1)
+        record = record_of(out)
+        assert {weight["scheme"] for name, weight in record["weights"].items() if "experts" in name} == {expected}
+        assert record["certificate"] == LOSSLESS
+    low = ptqpipe.convert(model, format="nvfp4", out=tmp_path / "low", workers=1).out
+    assert low is not None
+    again: dict[str, Any] = {"budget": "7bits", "formats": ("mxfp4a16", "fp8_dynamic"), "workers": 1}
+    with pytest.raises(UsageError, match=r"already quantized \(nvfp4, .* again can only add error.*the original"):
+        ptqpipe.convert(low, out=tmp_path / "out", **again)
+    assert not (tmp_path / "out").exists()
+    ptqpipe.convert(low, out=tmp_path / "out", requantize=True, **again)
 
 
 UP = "model.layers.0.mlp.up_proj"

@@ -12,22 +12,23 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from ptqpipe.api.matrices import load_tensors
-from ptqpipe.calibration import runner
+from ptqpipe.calibration import reverse, runner
 from ptqpipe.calibration.activations import OnDisk
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.checkpoint import tensor_file
 from ptqpipe.cli import main
 from ptqpipe.errors import OutputError, UsageError
 from ptqpipe.evaluation.text import SAMPLE
 from ptqpipe.formats import get_format
+from ptqpipe.machine import Machine
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import Rounding
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.stages import demo
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
-from ptqpipe.stages.common.machine import Machine
 from ptqpipe.stages.convert import run as convert_stage
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.tune import backwards, run as tune
@@ -60,7 +61,7 @@ def test_small_weights_are_computed_by_one_thread(
 ) -> None:
     """Two would wait for each other longer than they compute: ten times the seconds on a busy machine."""
     monkeypatch.setattr(tune, "LARGE", large)
-    monkeypatch.setattr("ptqpipe.stages.common.machine.processors", lambda: [0, 1])
+    monkeypatch.setattr("ptqpipe.machine.processors", lambda: [0, 1])
 
     def begins(line: str) -> None:
         assert torch.get_num_threads() == threads
@@ -226,6 +227,30 @@ def test_error_feedback_that_was_stopped_goes_on_to_the_same_codes(
     assert len(calls) == 1 + len(whole.content["blocks"])
 
 
+def test_a_run_that_was_killed_while_it_wrote_a_layer_goes_on_to_the_same_codes(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a file lies there then, which no run may take for a layer."""
+    options = of_method("gptq")
+    whole = tune.tune(DEMO, [str(text)], tmp_path / "whole", options=options, machine=ONE)
+    real, second = tensor_file.bytes_of, sorted(whole.content["blocks"])[1]
+
+    def killed(folder: Path, block: str, codes: Any) -> Any:
+        if block == second:
+            monkeypatch.setattr(tensor_file, "bytes_of", lambda _: 1 / 0)
+        return write(folder, block, codes)
+
+    write = tune.codes_of.write
+    monkeypatch.setattr(tune.codes_of, "write", killed)
+    with pytest.raises(ZeroDivisionError):
+        tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, machine=ONE)
+    monkeypatch.setattr(tensor_file, "bytes_of", real)
+    monkeypatch.setattr(tune.codes_of, "write", write)
+    again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
+    assert again.content["digest"] == whole.content["digest"]
+    assert {path.name for path in (tmp_path / "cut").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
+
+
 def test_a_reverse_pass_runs_again_unless_it_had_reached_the_first_layer(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,11 +259,11 @@ def test_a_reverse_pass_runs_again_unless_it_had_reached_the_first_layer(
     assert whole.content["metric"] == "kl"
     names = {file.name for file in (tmp_path / "whole").iterdir()}
     assert names == {"rounding.json", *(f"{block}.safetensors" for block in whole.content["blocks"])}
-    reverse, follow = backwards.reverse, tune.follow
+    real, follow = backwards.reverse_model, tune.follow
 
     def run(*args: Any, **kwargs: Any) -> Any:
         passes.append(1)
-        return reverse(*args, **kwargs)
+        return real(*args, **kwargs)
 
     def stops(*args: Any, **kwargs: Any) -> Any:
         follows.append(1)
@@ -246,7 +271,7 @@ def test_a_reverse_pass_runs_again_unless_it_had_reached_the_first_layer(
             raise KeyboardInterrupt
         return follow(*args, **kwargs)
 
-    monkeypatch.setattr(backwards, "reverse", run)
+    monkeypatch.setattr(backwards, "reverse_model", run)
     monkeypatch.setattr(tune, "follow", stops)
     for runs in (1, 1):
         with pytest.raises(KeyboardInterrupt):
@@ -362,7 +387,7 @@ def test_hidden_states_that_do_not_fit_in_memory_wait_on_disk(
             made.append(folder)
             super().__init__(folder)
 
-    for module in (tune, backwards, runner):
+    for module in (tune, reverse, runner):
         monkeypatch.setattr(module, "OnDisk", Noted)
     roomy = tune.tune(DEMO, [str(text)], tmp_path / "roomy", options=of_method("gptq"), machine=ONE)
     assert not made
@@ -370,8 +395,8 @@ def test_hidden_states_that_do_not_fit_in_memory_wait_on_disk(
     for module in (tune, backwards):
         monkeypatch.setattr(module, "BASE_BYTES", least.memory_bytes)
     small = tune.tune(DEMO, [str(text)], tmp_path / "small", options=of_method("gptq"), machine=least)
-    backward, forward = 2 + len(small.content["blocks"]), 3
-    # what the float model gives, what enters each block, gradients; then the float model again, its blocks' outputs,
-    # what enters the tuned ones
+    backward, forward = 1 + len(small.content["blocks"]), 3
+    # what the float model gives, whose place gradients take, what enters each block (the middle one of three when the
+    # pass comes back to it); then the float model again, its blocks' outputs, what enters the tuned ones
     assert len(made) == backward + forward
     assert small.content["digest"] == roomy.content["digest"]

@@ -281,6 +281,17 @@ def test_the_report_says_what_was_checked_in_text_and_in_json(good: Path, model:
     assert described["weights"][f"{Q}.weight"]["optimality"]["worse"] == 0
 
 
+def test_a_proof_has_a_column_where_it_was_asked_for_and_what_it_leaves_out_is_said(good: Path, model: Path) -> None:
+    assert " optimal" not in render(check(good, model))
+    report = check(good, model, optimal=True)
+    assert " optimal\n" in render(report)
+    assert "optimal:" not in render(report)
+    missing = replace(report.weights[0], optimality=None)
+    partly = render(replace(report, weights=(missing, *report.weights[1:])))
+    assert f"optimal: 1 of {len(report.weights)} weights are left out: their scales are not chosen by" in partly
+    assert "optimal: not proven; the proof needs" in render(verify(good, optimal=True, workers=1))
+
+
 def test_json_has_null_for_what_is_infinite(good: Path, model: Path) -> None:
     report = check(good, model)
     infinite = replace(report.weights[0], relative_mse=math.inf, versus_absmax=math.inf, versus_rtn=math.inf)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ptqpipe.transforms import BLOCKS
 from ptqpipe.transforms.folding import (
-    BLOCKS,
     RUN,
     Op,
     Reset,

@@ -80,7 +80,7 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], type[PtqError], str]] = [
     ("no architecture", {"model_type": None}, {}, UsageError, "'None'"),
     ("another reader of the norm", {}, {"model.layers.0.self_attn.g_proj.weight": (128, 128)}, CheckpointError, "g_"),
     ("no value", {}, {"model.layers.0.self_attn.v_proj.weight": None}, CheckpointError, "v_proj"),
-    ("no mlp", {}, {"model.layers.0.mlp.gate_proj.weight": None}, CheckpointError, "gate_proj"),
+    ("no mlp", {}, {"model.layers.0.mlp.up_proj.weight": None}, CheckpointError, "up_proj"),
     ("no norm", {}, {"model.layers.0.input_layernorm.weight": None}, CheckpointError, "input_layernorm"),
     ("norm of another size", {}, {"model.layers.0.input_layernorm.weight": (64,)}, CheckpointError, "qkv"),
     ("heads that do not group", {"num_attention_heads": 3}, {}, CheckpointError, "3 attention heads"),

@@ -60,7 +60,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One scheme on one machine: what the formulas share. ``w`` is bytes an element of what is sent."""
+    """One scheme on one machine: what the formulas share. ``w`` is the bytes per element of what is sent."""
 
     topology: Topology
     ranks: int

@@ -1,6 +1,6 @@
 """Machines for the time model, one row each, with the source of every number.
 
-Bandwidths are what programs reach, in 10^9 bytes a second and direction, not what data sheets promise; where only a
+Bandwidths are what programs reach, in 10^9 bytes per second and direction, not what data sheets promise; where only a
 data sheet is known the row says so. Must not know schemes.
 """
 

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define PTQ_ABI 16
+#define PTQ_ABI 17
 
 enum { PTQ_F32 = 0, PTQ_F16 = 1, PTQ_BF16 = 2 };                       // dtype
 enum { PTQ_E2M1 = 0, PTQ_E4M3 = 1, PTQ_E2M3 = 2, PTQ_E3M2 = 3,           // element
@@ -97,6 +97,29 @@ struct ptq_columns {
     float *cost;                  // CHOOSE_BLOCK: [rows] out
 };
 
+enum { PTQ_FEED = 0, PTQ_ENTER = 1, PTQ_SWEEP = 2 };
+
+// Error feedback at fixed scales (FEED), with the scale of each block (ENTER), or sweeps of refinement (SWEEP) of rows over
+// all columns. Matrices lie as [columns, rows]; what a kind does not need is null.
+struct ptq_pass {
+    int64_t columns, rows, block;  // block: columns of a scale that is chosen, 16 or 32; 0 where scales are fixed
+    int32_t kind, element;
+    const float *exact;
+    const float *s;               // where scales are fixed: of every weight
+    const float *matrix;          // [columns, columns] the metric's factor, transposed; SWEEP: the moment
+    const float *weight;          // ENTER: [columns]; SWEEP: [columns/block, block]
+    const float *feedback, *inverse;  // SWEEP: [columns/block, block, block]
+    const uint8_t *usable;        // SWEEP: [columns/block] whether the block may change; null where scales are fixed
+    const float *ladder;          // [ladder_size] scales, ascending
+    int64_t ladder_size, below, count;  // count of them are tried, from `below` under the one at hand on
+    int64_t sweeps;
+    const float *error;           // SWEEP: of the codes that are given
+    uint8_t *codes;               // out; SWEEP: in and out
+    int64_t *scales;              // [columns/block, rows] indices: ENTER: out; SWEEP: in and out
+    float slack;                  // SWEEP: share of its cost that a block's new cost has to be below
+    int32_t threads;
+};
+
 enum { PTQ_WIRE_INT8 = 0, PTQ_WIRE_INT6 = 1, PTQ_WIRE_INT4 = 2, PTQ_WIRE_E4M3 = 3, PTQ_WIRE_E2M1 = 4 };  // element
 enum { PTQ_WIRE_BF16_SCALE = 0, PTQ_WIRE_E8M0_SCALE = 1, PTQ_WIRE_E4M3_SCALE = 2 };                     // scale
 enum { PTQ_WIRE_ENCODE = 0, PTQ_WIRE_DECODE = 1, PTQ_WIRE_REDUCE = 2, PTQ_WIRE_SUM = 3 };                                 // step
@@ -163,6 +186,8 @@ struct ptq_ops {
     int32_t (*encode)(const struct ptq_encode *job);
     int32_t (*quantize_long)(const struct ptq_long *job);
     int32_t (*columns)(const struct ptq_columns *job);
+    // Rows [first, last), in work [4, columns, 16] on a cache line; UNSUPPORTED before anything is written.
+    int32_t (*pass)(const struct ptq_pass *job, int64_t first, int64_t last, float *work);
     const struct ptq_linear_ops *linear;
     int32_t (*collective)(const struct ptq_collective *job);
     void (*rms_norm)(const struct ptq_norm *job, int64_t first, int64_t last);

@@ -17,6 +17,7 @@ namespace {
 #include "integers.h"
 #include "long.h"
 #include "columns.h"
+#include "passes.h"
 #include "linear.h"
 #include "collective.h"
 #include "norm.h"
@@ -27,5 +28,5 @@ extern "C" int32_t PTQ_COLLECTIVE(const struct ptq_collective *job) { return col
 #else
 extern "C" int32_t PTQ_COLLECTIVE(const struct ptq_collective *job);
 extern "C" const struct ptq_ops PTQ_OPS = {PTQ_NAME, quantize_blocks, amax, decode, encode, quantize_long, columns,
-                                        &linear_ops,     PTQ_COLLECTIVE, rms_norm};
+                                        pass,   &linear_ops, PTQ_COLLECTIVE, rms_norm};
 #endif

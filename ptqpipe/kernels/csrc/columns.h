@@ -44,13 +44,14 @@ template <class E> static void feed_forward(const struct ptq_columns *job, int64
     }
 }
 
-template <class E> static void descend(const struct ptq_columns *job, int64_t row) {
+// stride  of the moment's rows
+template <class E> static void descend(const struct ptq_columns *job, int64_t row, int64_t stride) {
     const int b = (int)job->columns;
     const int64_t n = job->rows, left = n - row;
     vf slope[MAX_COLUMNS];
     for (int i = 0; i < b; ++i) slope[i] = load_some(job->slope + i * n + row, left, 0.0f);
     for (int i = 0; i < b; ++i) {
-        const float *m = job->matrix + (int64_t)i * b;
+        const float *m = job->matrix + i * stride;
         const vf exact = load_some(job->exact + i * n + row, left, 0.0f);
         const vf before = load_some(job->error + i * n + row, left, 0.0f);
         const vf target = m[i] > 0.0f ? (exact - before) + slope[i] * (1.0f / m[i]) : exact;
@@ -58,14 +59,14 @@ template <class E> static void descend(const struct ptq_columns *job, int64_t ro
         const vf e = exact - found.decoded, moved = e - before;
         store_codes(job->codes + i * n + row, left, found.code);
         store_some(job->error + i * n + row, left, e);
-        for (int j = 0; j < b; ++j) slope[j] = slope[j] + job->matrix[(int64_t)j * b + i] * moved;
+        for (int j = 0; j < b; ++j) slope[j] = slope[j] + job->matrix[j * stride + i] * moved;
     }
     for (int i = 0; i < b; ++i) store_some(job->slope + i * n + row, left, slope[i]);
 }
 
-// The cost of a block at scale s; its codes too where `codes` is not null.
+// The cost of a block at scale s; its codes too where `codes` is not null, and what they decode to where `decoded` is not.
 template <class E, int B>
-INLINE vf block_cost(const struct ptq_columns *job, const vf *target, vf s, uint8_t *codes, int64_t left) {
+INLINE vf block_cost(const struct ptq_columns *job, const vf *target, vf s, uint8_t *codes, vf *decoded, int64_t left) {
     const int b = B ? B : (int)job->columns;
     vf t[B ? B : MAX_COLUMNS], cost = splat(0.0f);
     for (int i = 0; i < b; ++i) t[i] = target[i];
@@ -74,13 +75,15 @@ INLINE vf block_cost(const struct ptq_columns *job, const vf *target, vf s, uint
         const vf rest = t[i] - found.decoded, e = target[i] - found.decoded;
         cost = cost + rest * rest * job->weight[i];
         if (codes) store_codes(codes + i * job->rows, left, found.code);
+        if (decoded) decoded[i] = found.decoded;
         const float *f = job->matrix + (int64_t)i * b;
         for (int j = i + 1; j < b; ++j) t[j] = t[j] + f[j] * e;
     }
     return cost;
 }
 
-template <class E, int B> static void choose_block(const struct ptq_columns *job, int64_t row) {
+// Of W rows from `row` on; what the chosen codes decode to, too, where `decoded` [columns] is not null.
+template <class E, int B> static void choose_block(const struct ptq_columns *job, int64_t row, vf *decoded) {
     const int b = (int)job->columns;
     const int64_t n = job->rows, left = n - row, top = job->ladder_size - 1;
     const int lanes = (int)(left < W ? left : W);
@@ -95,11 +98,11 @@ template <class E, int B> static void choose_block(const struct ptq_columns *job
             index[lane] = at < 0 ? 0 : at > top ? top : at;
             s[lane] = job->ladder[index[lane]];
         }
-        const vf cost = block_cost<E, B>(job, target, s, nullptr, left);
+        const vf cost = block_cost<E, B>(job, target, s, nullptr, nullptr, left);
         for (int lane = 0; lane < lanes; ++lane)
             if (c == 0 || cost[lane] < best[lane]) best[lane] = cost[lane], best_s[lane] = s[lane], chosen[lane] = index[lane];
     }
-    block_cost<E, B>(job, target, best_s, job->codes + row, left);
+    block_cost<E, B>(job, target, best_s, job->codes + row, decoded, left);
     store_some(job->cost + row, left, best);
     memcpy(job->scales + row, chosen, (size_t)lanes * sizeof(int64_t));
 }
@@ -107,10 +110,10 @@ template <class E, int B> static void choose_block(const struct ptq_columns *job
 template <class E> static int32_t run_columns(const struct ptq_columns *job) {
     for (int64_t row = 0; row < job->rows; row += W) {
         if (job->kind == PTQ_FEED_FORWARD) feed_forward<E>(job, row);
-        else if (job->kind == PTQ_DESCEND) descend<E>(job, row);
-        else if (job->columns == 16) choose_block<E, 16>(job, row);
-        else if (job->columns == 32) choose_block<E, 32>(job, row);
-        else choose_block<E, 0>(job, row);
+        else if (job->kind == PTQ_DESCEND) descend<E>(job, row, job->columns);
+        else if (job->columns == 16) choose_block<E, 16>(job, row, nullptr);
+        else if (job->columns == 32) choose_block<E, 32>(job, row, nullptr);
+        else choose_block<E, 0>(job, row, nullptr);
     }
     return PTQ_OK;
 }

@@ -157,7 +157,7 @@ void gate_row(void *argument, int64_t row) {
 }  // namespace
 
 // What a kernel says that cannot do its part, then `out` has no meaning.
-extern "C" __attribute__((visibility("default"))) int32_t ptq_layer_rows(const char *name, struct ptq_layer *layer) {
+static int32_t ptq_layer_rows(const char *name, struct ptq_layer *layer) {
     static thread_local kept_room room;
     Between b = {};
     b.layer = layer;
@@ -180,4 +180,14 @@ extern "C" __attribute__((visibility("default"))) int32_t ptq_layer_rows(const c
     status = b.multiply(name, 6, 6, b.gate, &layer->out);
     if (!status) add(layer->out, b.middle, layer->out, numbers);
     return status;
+}
+
+// Layers one after another, each with its own x and out.
+extern "C" __attribute__((visibility("default"))) int32_t ptq_layers_rows(const char *name, struct ptq_layer *const *layers,
+                                                                         int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        const int32_t status = ptq_layer_rows(name, layers[i]);
+        if (status) return status;
+    }
+    return PTQ_OK;
 }

@@ -1,10 +1,10 @@
 // x times a packed weight on AVX2 with FMA, from one row of x to many. The weight's bytes lie in panels (see api.h), so
 // that each of 16 float lanes is a row of it.
 //
-// E2M1 is multiplied in integers. 16 columns of x become whole numbers of 15 bits over one power of two, so that a number
-// of x is exact unless it is less than 1/64 of the largest of its 16, and is at most 2^-14 of that largest off. Two digits
-// of 8 bits meet twice the codes plus 12, which are bytes without a sign; 12 times the sum of x is subtracted. The sum of
-// these 16 columns is exact, and is added to the sum of the row times the scales of both, by FMA, in the order of columns.
+// E2M1 is multiplied in integers. 16 columns of x become whole numbers of 16 bits over one power of two, so that a number
+// of x is exact unless it is less than 1/128 of the largest of its 16, and is at most 2^-15 of that largest off. They meet
+// 512 times what the codes stand for. The sum of these 16 columns is exact, and is added to the sum of the row times the
+// scales of both, by FMA, in the order of columns.
 //
 // The other codes become floats: products and sums are FMA in the order of columns inside a block (32 columns of E8M0
 // scales, 64 else), whose sum is added to the sum of the row times its scale.
@@ -21,10 +21,11 @@
 
 namespace {
 
+enum { NUMBER_BITS = 15, WEIGHT_BITS = 9 };
 #include "linear_lanes.h"
 
-enum { HALVES = 2 };
-enum { CODE_ROWS = 8, FLOAT_ROWS = 6 };  // of x that meet a panel together: as many as the registers hold
+enum { HALVES = 2, AHEAD = 4096 };  // bytes of a weight that are asked for before they are read
+enum { FLOAT_ROWS = 6 };            // of x that meet a panel together: as many as the registers hold
 
 // ---- scales ----
 
@@ -33,12 +34,6 @@ INLINE __m256 e4m3(__m256i v, int i) {
     const __m256i top = _mm256_slli_epi32(v, 24 - 8 * i);
     const __m256i bits = _mm256_and_si256(_mm256_srai_epi32(top, 4), _mm256_set1_epi32((int)0x87F00000));
     return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
-}
-
-INLINE __m256 e4m3_or_nan(__m256i v, int i) {
-    const __m256i code = _mm256_and_si256(_mm256_srli_epi32(v, 8 * i), _mm256_set1_epi32(127));
-    const __m256i nan = _mm256_cmpeq_epi32(code, _mm256_set1_epi32(127));
-    return _mm256_or_ps(e4m3(v, i), _mm256_castsi256_ps(nan));
 }
 
 INLINE __m256 e8m0(__m256i v, int down) {
@@ -64,59 +59,33 @@ INLINE void spoil(__m256 *sums, const __m256i *bad) {
     }
 }
 
+// 8 numbers as bfloat16, a dword each, rounded as to_bf16 does.
+INLINE __m256i rounded(__m256 v) {
+    const __m256i u = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+    const __m256 quiet = _mm256_castsi256_ps(_mm256_or_si256(u, _mm256_set1_epi32(0x400000)));
+    const __m256 either = _mm256_blendv_ps(_mm256_castsi256_ps(up), quiet, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_castps_si256(either), 16);
+}
+
 INLINE void write(const ptq_linear *j, const __m256 *sums, int64_t m, int64_t row, int64_t last) {
-    alignas(32) float y[LANES];
-    for (int h = 0; h < HALVES; ++h) _mm256_store_ps(y + 8 * h, sums[h]);
-    write_lanes(j, y, m, row, last);
+    __m256 v[HALVES] = {sums[0], sums[1]};
+    if (last - row < LANES) {
+        alignas(32) float y[LANES];
+        for (int h = 0; h < HALVES; ++h) _mm256_store_ps(y + 8 * h, v[h]);
+        return write_lanes(j, y, m, row, last);
+    }
+    UNROLL for (int h = 0; h < HALVES; ++h) {
+        if (j->factor) v[h] = _mm256_mul_ps(v[h], j->factor_step ? _mm256_loadu_ps(j->factor + row + 8 * h) : _mm256_set1_ps(*j->factor));
+        if (j->bias) v[h] = _mm256_add_ps(v[h], _mm256_loadu_ps(j->bias + row + 8 * h));
+    }
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded(v[0]), rounded(v[1])), 0xD8);
+    _mm256_storeu_si256((__m256i *)(j->out + m * j->n + row), words);
 }
 
 // ---- E2M1 ----
 
-template <int SCALE, int T> void codes_tile(const ptq_linear *j, const void *prepared, int64_t row, int64_t last, int64_t m0) {
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), high_digit = _mm256_set1_epi16(256);
-    const int64_t units = units_of(j), stride = units * (UNIT / BLOCK);
-    const uint8_t *d = j->data + row * j->data_stride;
-    const Columns *x = (const Columns *)prepared + m0 * stride;
-    __m256 sums[T][HALVES];
-    UNROLL for (int t = 0; t < T; ++t) UNROLL for (int h = 0; h < HALVES; ++h) sums[t][h] = _mm256_setzero_ps();
-    for (int64_t unit = 0; unit < units; ++unit, x += UNIT / BLOCK) {
-        __m256i codes_of_scales[HALVES];
-        UNROLL for (int h = 0; h < HALVES; ++h) codes_of_scales[h] = scale_bytes<SCALE>(j, row, unit, h);
-        for (int b = 0; b < UNIT / BLOCK; ++b, d += 128) {
-            _mm_prefetch((const char *)(d + 2048), _MM_HINT_T0);
-            _mm_prefetch((const char *)(d + 2112), _MM_HINT_T0);
-            __m256i w[HALVES][4];
-            __m256 s[HALVES];
-            UNROLL for (int h = 0; h < HALVES; ++h) {
-                UNROLL for (int i = 0; i < 2; ++i) {
-                    const __m256i v = _mm256_loadu_si256((const __m256i *)(d + 64 * i + 32 * h));
-                    w[h][2 * i] = _mm256_shuffle_epi8(table, _mm256_and_si256(v, nibble));
-                    w[h][2 * i + 1] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(v, 4), nibble));
-                }
-                const int down = SCALE == PTQ_BLOCK_E8M0 ? (int)(unit % 2) * 16 + b / 2 * 8 : 8 * b;
-                const __m256i of_block = _mm256_srl_epi32(codes_of_scales[h], _mm_cvtsi32_si128(down));
-                s[h] = SCALE == PTQ_BLOCK_E8M0 ? e8m0(of_block, 0) : e4m3_or_nan(of_block, 0);
-            }
-            UNROLL for (int t = 0; t < T; ++t) {
-                const Columns *in = x + t * stride + b;
-                UNROLL for (int h = 0; h < HALVES; ++h) {
-                    __m256i digit[2];
-                    UNROLL for (int i = 0; i < 2; ++i) {
-                        digit[i] = _mm256_maddubs_epi16(w[h][0], _mm256_set1_epi32(in->digits[4 * i]));
-                        UNROLL for (int c = 1; c < 4; ++c)
-                            digit[i] = _mm256_add_epi16(digit[i], _mm256_maddubs_epi16(w[h][c], _mm256_set1_epi32(in->digits[4 * i + c])));
-                    }
-                    const __m256i whole = _mm256_add_epi32(_mm256_madd_epi16(digit[0], high_digit), _mm256_madd_epi16(digit[1], ones));
-                    const __m256i sum = _mm256_add_epi32(whole, _mm256_set1_epi32(in->offset));
-                    const __m256 scale = _mm256_mul_ps(s[h], _mm256_set1_ps(in->scale));
-                    sums[t][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, sums[t][h]);
-                }
-            }
-        }
-    }
-    UNROLL for (int t = 0; t < T; ++t) write(j, sums[t], m0 + t, row, last);
-}
+#include "linear_avx2_codes.h"
 
 // ---- the other codes ----
 
@@ -164,7 +133,7 @@ void floats_tile(const ptq_linear *j, const void *prepared, int64_t row, int64_t
             __m256 part[T][HALVES];
             UNROLL for (int t = 0; t < T; ++t) UNROLL for (int h = 0; h < HALVES; ++h) part[t][h] = _mm256_setzero_ps();
             for (int q = 0; q < STEPS; ++q, d += 64 * S::STEP_DWORDS, x += S::STEP) {
-                UNROLL for (int i = 0; i < S::STEP_DWORDS; ++i) _mm_prefetch((const char *)(d + 2048 + 64 * i), _MM_HINT_T0);
+                UNROLL for (int i = 0; i < S::STEP_DWORDS; ++i) _mm_prefetch((const char *)(d + AHEAD + 64 * i), _MM_HINT_T0);
                 UNROLL for (int h = 0; h < HALVES; ++h) note_nan<ELEMENT>(d + 32 * h, bad + h);
                 UNROLL for (int c = 0; c < S::STEP; ++c) {
                     const __m256 w[HALVES] = {column<ELEMENT>(d, c), column<ELEMENT>(d + 32, c)};
@@ -192,13 +161,6 @@ void floats_tile(const ptq_linear *j, const void *prepared, int64_t row, int64_t
 
 // ---- every row of x, in tiles as equal as they can be ----
 
-template <int SCALE> struct Codes {
-    enum { MOST = CODE_ROWS };
-    template <int T> static void tile(const ptq_linear *j, const void *x, int64_t row, int64_t last, int64_t m0) {
-        codes_tile<SCALE, T>(j, x, row, last, m0);
-    }
-};
-
 template <int ELEMENT, int SCALE> struct Numbers {
     enum { MOST = FLOAT_ROWS };
     template <int T> static void tile(const ptq_linear *j, const void *x, int64_t row, int64_t last, int64_t m0) {
@@ -208,8 +170,9 @@ template <int ELEMENT, int SCALE> struct Numbers {
 
 void rows(const ptq_linear *j, const void *x, int64_t first, int64_t last) {
     void (*one)(const ptq_linear *, const void *, int64_t, int64_t) = nullptr;
-    if (j->element == PTQ_E2M1) one = j->scale_kind == PTQ_BLOCK_E4M3 ? panel<Codes<PTQ_BLOCK_E4M3>> : panel<Codes<PTQ_BLOCK_E8M0>>;
-    else if (j->element == PTQ_BF16_ELEMENT) one = panel<Numbers<PTQ_BF16_ELEMENT, PTQ_NO_SCALES>>;
+    if (j->element == PTQ_E2M1)
+        return (j->scale_kind == PTQ_BLOCK_E4M3 ? codes_rows<PTQ_BLOCK_E4M3> : codes_rows<PTQ_BLOCK_E8M0>)(j, x, first, last);
+    if (j->element == PTQ_BF16_ELEMENT) one = panel<Numbers<PTQ_BF16_ELEMENT, PTQ_NO_SCALES>>;
     else if (j->element == PTQ_E2M3) one = panel<Numbers<PTQ_E2M3, PTQ_BLOCK_E8M0>>;
     else if (j->element == PTQ_E3M2) one = panel<Numbers<PTQ_E3M2, PTQ_BLOCK_E8M0>>;
     else if (j->scale_kind == PTQ_NO_SCALES) one = panel<Numbers<PTQ_E4M3, PTQ_NO_SCALES>>;

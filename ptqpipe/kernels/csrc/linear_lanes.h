@@ -1,5 +1,6 @@
 // What the products of linear_avx2.cpp and linear_neon.cpp share: a panel of 16 float lanes, x as they read it, and the
-// rows of results. Included inside their namespaces, under their target.
+// rows of results. Included inside their namespaces, under their target, after what differs: NUMBER_BITS, of the whole
+// numbers that columns of x become, and 2^WEIGHT_BITS, by which codes of E2M1 are multiplied to be whole numbers.
 
 #define METHOD inline __attribute__((always_inline))
 #define INLINE static METHOD
@@ -14,6 +15,11 @@ INLINE float from_bf16(uint16_t v) {
     memcpy(&f, &u, 4);
     return f;
 }
+INLINE int32_t bits_of(float f) {
+    int32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
 INLINE float power_of_two(int e) {
     const uint32_t u = (uint32_t)(e + 127) << 23;
     float f;
@@ -23,35 +29,26 @@ INLINE float power_of_two(int e) {
 
 // ---- x for codes of E2M1 ----
 
-// 16 columns as whole numbers of two digits: digits[0..3] are the high, [4..7] the low ones of columns 0 2 4 6, 1 3 5 7,
-// 8 10 12 14, 9 11 13 15, a byte each; -12 times their sum, for codes that are read plus 12; half of what 1 of them stands for.
+// 16 columns as whole numbers, in the order of a kernel's lay_out, and what 1 of them times 1 of its weights stands for.
 struct Columns {
-    int32_t digits[8], offset;
+    int32_t dwords[8];
     float scale;
 };
 
-void prepare_codes(const uint16_t *x, int64_t count, Columns *to) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < count; ++i) largest = (x[i] & 0x7FFFu) > largest ? x[i] & 0x7FFFu : largest;
-    memset(to, 0, sizeof *to);
-    if (largest >= 0x7F80u) {  // what is not finite makes NaN of the row's sums
-        to->scale = __builtin_nanf("");
-        return;
-    }
-    int e = (int)(largest >> 7) - 127;
+INLINE void lay_out(const int32_t *numbers, Columns *to);
+
+INLINE void prepare_codes(const uint16_t *x, int64_t count, Columns *to) {
+    uint16_t all[BLOCK] = {0};
+    int32_t numbers[BLOCK], largest = 0;
+    memcpy(all, x, count < BLOCK ? (size_t)count * 2 : sizeof all);
+    for (int i = 0; i < BLOCK; ++i) largest = (all[i] & 0x7FFF) > largest ? all[i] & 0x7FFF : largest;
+    int e = (largest >> 7) - 127;
     if (e < -100) e = -100;
-    const float up = power_of_two(13 - e);
-    int8_t *bytes = (int8_t *)to->digits;
-    int32_t sum = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const int32_t q = (int32_t)lrintf(from_bf16(x[i]) * up), low = ((q + 128) & 255) - 128;
-        const int64_t at = i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
-        bytes[at] = (int8_t)((q - low) / 256);
-        bytes[16 + at] = (int8_t)low;
-        sum += q;
-    }
-    to->offset = -12 * sum;
-    to->scale = power_of_two(e - 14);
+    // What is not finite makes NaN of the row's sums. A sum with 1.5 * 2^23 is rounded to a whole number, its lowest bits.
+    const float up = largest >= 0x7F80 ? 0.0f : power_of_two(NUMBER_BITS - 1 - e);
+    for (int i = 0; i < BLOCK; ++i) numbers[i] = bits_of(from_bf16(all[i]) * up + 12582912.0f) - 0x4B400000;
+    lay_out(numbers, to);
+    to->scale = largest >= 0x7F80 ? __builtin_nanf("") : power_of_two(e - (NUMBER_BITS - 1) - WEIGHT_BITS);
 }
 
 // ---- x for the other codes: floats, zeros behind the last ----
@@ -68,8 +65,7 @@ void prepare(const ptq_linear *j, void *out, int64_t first, int64_t last) {
         const uint16_t *from = j->x + m * j->k;
         if (is_code(j)) {
             Columns *to = (Columns *)out + m * (columns / BLOCK);
-            for (int64_t c = 0; c < columns; c += BLOCK)
-                prepare_codes(from + c, c >= j->k ? 0 : j->k - c < BLOCK ? j->k - c : BLOCK, to++);
+            for (int64_t c = 0; c < columns; c += BLOCK) prepare_codes(from + c, c < j->k ? j->k - c : 0, to++);
         } else {
             float *to = (float *)out + m * columns;
             for (int64_t c = 0; c < columns; ++c) to[c] = c < j->k ? from_bf16(from[c]) : 0.0f;

@@ -15,6 +15,7 @@
 
 namespace {
 
+enum { NUMBER_BITS = 14, WEIGHT_BITS = 1 };
 #include "linear_lanes.h"
 
 enum { QUARTERS = 4 };
@@ -51,6 +52,19 @@ INLINE void write(const ptq_linear *j, const float32x4_t *sums, int64_t m, int64
     float y[LANES];
     for (int q = 0; q < QUARTERS; ++q) vst1q_f32(y + 4 * q, sums[q]);
     write_lanes(j, y, m, row, last);
+}
+
+// ---- x for E2M1 ----
+
+// Two digits of a byte: the high ones of columns 0 2 4 6, 1 3 5 7, 8 10 12 14, 9 11 13 15, then the low ones.
+INLINE void lay_out(const int32_t *numbers, Columns *to) {
+    int8_t *digits = (int8_t *)to->dwords;
+    for (int i = 0; i < BLOCK; ++i) {
+        const int32_t low = ((numbers[i] + 128) & 255) - 128;
+        const int at = i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
+        digits[at] = (int8_t)((numbers[i] - low) / 256);
+        digits[BLOCK + at] = (int8_t)low;
+    }
 }
 
 // ---- the codes that are not E2M1 ----

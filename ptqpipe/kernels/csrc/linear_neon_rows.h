@@ -47,10 +47,10 @@ template <int SCALE, int T> void codes_tile(const ptq_linear *j, const void *pre
                 }
                 UNROLL for (int t = 0; t < T; ++t) {
                     const Columns *in = x + t * stride + b;
-                    const int8_t *digits = (const int8_t *)in->digits;
+                    const int8_t *digits = (const int8_t *)in->dwords;
                     const int32x4_t high = sum_of_16(w, vld1q_s8(digits)), low = sum_of_16(w, vld1q_s8(digits + 16));
                     const float32x4_t sum = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high, 8), low));
-                    sums[t][q] = vfmaq_f32(sums[t][q], sum, s * in->scale);
+                    sums[t][q] = vfmaq_f32(sums[t][q], sum * in->scale, s);
                 }
             }
         }

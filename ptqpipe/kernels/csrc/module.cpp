@@ -66,6 +66,30 @@ EXPORT int32_t ptq_columns_step(const char *name, const struct ptq_columns *job)
     return ops ? ops->columns(job) : PTQ_UNSUPPORTED;
 }
 
+struct pass_call {
+    const struct ptq_pass *job;
+    const struct ptq_ops *ops;
+    std::atomic<bool> failed;
+};
+
+static void pass_part(void *argument, int64_t part) {
+    static thread_local kept_room room;
+    struct pass_call *c = (struct pass_call *)argument;
+    const int64_t first = part * 16, last = first + 16;
+    float *work = (float *)room.of((size_t)c->job->columns * 4 * 16 * sizeof(float));
+    if (work) c->ops->pass(c->job, first, last < c->job->rows ? last : c->job->rows, work);
+    else c->failed = true;
+}
+
+EXPORT int32_t ptq_columns_pass(const char *name, const struct ptq_pass *job) {
+    const struct ptq_ops *ops = ops_called(name);
+    const int32_t status = ops ? ops->pass(job, 0, 0, nullptr) : PTQ_UNSUPPORTED;
+    if (status != PTQ_OK) return status;
+    struct pass_call c = {job, ops, {false}};
+    in_parallel(pass_part, &c, (job->rows + 15) / 16, job->threads);
+    return c.failed ? PTQ_NO_MEMORY : PTQ_OK;
+}
+
 EXPORT int32_t ptq_collective_step(const char *name, const struct ptq_collective *job) {
     const struct ptq_ops *ops = ops_called(name);
     return ops ? ops->collective(job) : PTQ_UNSUPPORTED;

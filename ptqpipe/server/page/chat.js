@@ -5,7 +5,7 @@ const SAMPLES = {
          "Compare tea and coffee in a table.", "Write a short poem about memory."],
   false: ["Once upon a time", "The capital of France is", "def fibonacci(n):\n", "To make a good cup of tea, you"],
 };
-let chats = true, context = 0, model = null, turns = [], running = null;
+let chats = true, context = 0, model = null, turns = [], running = null, attached = [];
 
 function fill(box, text, role) {
   const marked = chats && role === "assistant";
@@ -20,13 +20,22 @@ function draw() {
   $("log").replaceChildren(...turns.map((turn, at) => {
     const body = make("div");
     fill(body, turn.content, turn.failed ? "" : turn.role);
+    if (turn.images?.length) body.prepend(make("div", {className: "images"}, ...turn.images.map(picture)));
     const foot = make("div", {className: "foot"}, ...(turn.note ? [make("small", {textContent: turn.note})] : []));
     if (turn.content) foot.append(copier(() => turn.content));
     if (turn.role === "user") foot.append(button("Edit", () => edit(at)));
-    else if (at === turns.length - 1) foot.append(button("Regenerate", () => { turns.pop(); answer(); }));
+    else if (at === turns.length - 1 && !running) foot.append(button("Regenerate", () => { turns.pop(); answer(); }));
     return make("article", {className: "turn " + (turn.failed ? "error " : "") + turn.role}, body, foot);
   }));
   bottom();
+}
+
+const picture = src => make("img", {src, alt: "attached image"});
+
+// The images that go with the next message; a click takes one away again.
+function showAttached() {
+  $("attached").replaceChildren(...attached.map((src, at) => make("button", {
+    type: "button", title: "Remove", onclick: () => { attached.splice(at, 1); showAttached(); }}, picture(src))));
 }
 
 function bottom() { document.querySelector("main").scrollTop = document.querySelector("main").scrollHeight; }
@@ -34,6 +43,8 @@ function bottom() { document.querySelector("main").scrollTop = document.querySel
 function edit(at) {
   if (running) return;
   $("input").value = turns[at].content;
+  attached = turns[at].images ?? [];
+  showAttached();
   turns = turns.slice(0, at);
   keep();
   draw();
@@ -94,6 +105,7 @@ async function look() {
     $("facts").replaceChildren(...facts(found).map(text => make("span", {textContent: text})));
     $("samples").replaceChildren(...SAMPLES[chats].map(text => make("button", {type: "button", textContent: text, onclick: () => ask(text)})));
     $("has_system").hidden = !chats;
+    $("has_images").hidden = !found.details?.images;
     recall();
     draw();
   } catch (error) { $("name").textContent = $("model").textContent = "no answer from the server"; }
@@ -122,9 +134,11 @@ function fits(text) {
   return chats || room < 1 ? undefined : room;
 }
 
+const parts = (text, images) => [...images.map(url => ({type: "image_url", image_url: {url}})), {type: "text", text}];
+
 function body() {
   const number = id => $(id).value === "" ? undefined : Number($(id).value);
-  const said = turns.map(({role, content}) => ({role, content})), text = turns.at(-1).content;
+  const said = turns.map(({role, content, images}) => ({role, content: images?.length ? parts(content, images) : content})), text = turns.at(-1).content;
   const system = $("system").value.trim() ? [{role: "system", content: $("system").value}] : [];
   const shared = {stream: true, stream_options: {include_usage: true}, temperature: number("temperature"),
                   top_p: number("top_p"), max_tokens: number("max_tokens") ?? fits(text), seed: number("seed")};
@@ -142,7 +156,9 @@ function meter(began, first, tokens) {
 function ask(text) {
   if (running) return;
   if (turns.at(-1)?.failed) turns = turns.slice(0, -2);
-  turns.push({role: "user", content: text});
+  turns.push({role: "user", content: text, ...(attached.length ? {images: attached} : {})});
+  attached = [];
+  showAttached();
   answer();
 }
 
@@ -185,12 +201,18 @@ $("form").addEventListener("submit", event => {
   event.preventDefault();
   if (running) { running.abort(); return; }
   const text = $("input").value;
-  if (!text.trim()) return;
+  if (!text.trim() && !attached.length) return;
   $("input").value = "";
   ask(text);
 });
 $("input").addEventListener("keydown", event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("form").requestSubmit(); }
+});
+$("images").addEventListener("change", async () => {
+  const read = file => new Promise(done => Object.assign(new FileReader(), {onload() { done(this.result); }}).readAsDataURL(file));
+  attached.push(...await Promise.all([...$("images").files].map(read)));
+  $("images").value = "";
+  showAttached();
 });
 $("clear").addEventListener("click", () => {
   running?.abort();

@@ -12,8 +12,8 @@ was run with copies on one CPU, never on GPUs.
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.calibration.collect import Collector, find_attention, sums_of_layers
 from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_digest
+from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
@@ -33,6 +34,7 @@ from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.runtime.language_model import takes_images, with_note
 from ptqpipe.runtime.loading import DTYPES, default_length, read_config
 from ptqpipe.source import Source
+from ptqpipe.stages.calibrate.outputs import collect_outputs
 from ptqpipe.stages.common import (
     BASE_BYTES,
     Machine,
@@ -45,8 +47,8 @@ from ptqpipe.stages.common import (
 )
 from ptqpipe.statistics import STATS_FILE, STATS_VERSION
 
-MOMENTS = ("diagonal", "block", "full")
-HEAD = "head"
+MOMENTS = ("diagonal", "block", "full", "kl")
+HEAD, OUTPUTS = "head", "outputs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ class CalibrateOptions:
     seqlen   tokens of a sample; None: 2048, or the positions of the model where they are fewer
     holdout  further windows whose moments are kept apart, for judging; None: one for every eight samples, where the
              data have as many. They double the moments, in memory and on disk
-    moments  of MOMENTS; the diagonal is always there
+    moments  of MOMENTS; the diagonal is always there. "kl": the gradients at outputs, by a run backwards, from which
+             `plan` estimates the KL divergence
     dtype    what the model computes in: float32, float64, bfloat16, float16, or auto for the checkpoint's own
     """
 
@@ -114,20 +117,10 @@ def calibrate(
         path = source.reader.path
         check_disjoint(path, out)
         config = read_config(path)
-        samples = load_samples(
-            data,
-            path,
-            samples=options.samples,
-            seqlen=default_length(config) if options.seqlen is None else options.seqlen,
-            seed=options.seed,
-            field=options.field,
-            holdout=options.holdout,
-            images=takes_images(config, path),
-        )
+        samples = _samples_of(data, path, config, options)
         if warn is not None and options.holdout is None and not len(samples.held_out):
             warn(_no_held_out(samples, options))
-        if ranks.world > options.samples:
-            raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
+        _check_shared(samples, options, ranks)
         collecting = Collecting(block, full, len(samples.held_out) > 0, ranks, tuple(devices) or (machine.device,))
         skeleton = Skeleton.of(source, dtype=_dtype_of(options.dtype, config), images=bool(samples.images))
         parts = _run_parts(source, samples, options)
@@ -138,13 +131,38 @@ def calibrate(
             if log is not None and ranks.rank == 0:
                 described = _described(samples, skeleton, options, collecting)
                 log(with_note(f"{name_of(path)} on {described}", config, images=samples.shown))
+            if "kl" in options.moments and OUTPUTS not in output.done:
+                record = collect_outputs(source, samples, output, machine, ranks=ranks, seed=options.seed)
+                output.commit(OUTPUTS, record.to_json() if record is not None else {})
             with _open_runner(skeleton, samples, output, collecting, machine) as runner:
-                run_blocks(runner, output, collecting, shown=machine.progress)
+                found = run_blocks(runner, output, collecting, samples, shown=machine.progress)
             if ranks.rank != 0:
                 return None
             content = _content(source, samples, options, output, skeleton)
             output.finish(content)
-    return Finished(out, content, time.monotonic() - begun, peak_bytes())
+    return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(found)))
+
+
+def _samples_of(data: Sequence[str], path: Path, config: Mapping[str, Any], options: CalibrateOptions) -> Samples:
+    """UsageError for data that the model or the options cannot do with."""
+    return load_samples(
+        data,
+        path,
+        samples=options.samples,
+        seqlen=default_length(config) if options.seqlen is None else options.seqlen,
+        seed=options.seed,
+        field=options.field,
+        holdout=options.holdout,
+        images=takes_images(config, path),
+    )
+
+
+def _check_shared(samples: Samples, options: CalibrateOptions, ranks: Ranks) -> None:
+    """UsageError for samples that these processes cannot share."""
+    if ranks.world > options.samples:
+        raise UsageError(f"{ranks.world} processes for {options.samples} samples; start fewer, or raise --samples")
+    if "kl" in options.moments and samples.images:
+        raise UsageError("--moments kl does not go with rows with images; leave kl out, or give rows of text")
 
 
 def _no_held_out(samples: Samples, options: CalibrateOptions) -> str:
@@ -226,7 +244,8 @@ def _content(
     source: Source, samples: Samples, options: CalibrateOptions, output: BlockFolder, skeleton: Skeleton
 ) -> dict[str, Any]:
     """stats.json."""
-    units = [name for name in (*(name for name, _ in (*skeleton.blocks, *skeleton.mtp)), HEAD) if output.done.get(name)]
+    every = (*(name for name, _ in (*skeleton.blocks, *skeleton.mtp)), HEAD, OUTPUTS)
+    units = [name for name in every if output.done.get(name)]
     blocks = {name: output.done[name] for name in units}
     return {
         "version": STATS_VERSION,
@@ -235,7 +254,7 @@ def _content(
         "digest": digest_of(blocks),
         "model": {"name": name_of(source.reader.path), "fingerprint": source.reader.fingerprint()},
         "data": {
-            "files": [asdict(file) for file in samples.files],
+            "files": [file.to_json() for file in samples.files],
             "sha256": samples.sha256,
             "samples": samples.windows.shape[0],
             "seqlen": samples.windows.shape[1],
@@ -258,9 +277,12 @@ def _content(
     }
 
 
-def run_blocks(runner: Runner, output: BlockFolder, collecting: Collecting, *, shown: bool) -> None:
+def run_blocks(
+    runner: Runner, output: BlockFolder, collecting: Collecting, samples: Samples, *, shown: bool
+) -> dict[str, Likeness]:
     """Every block, then what enters the head, then the layer of multi-token prediction; blocks that are done already
-    are run without collecting."""
+    are run without collecting. Gives how likely this rank's share of each source is; nothing where the head is done."""
+    found: dict[str, Likeness] = {}
     head = runner.skeleton.head_name
     units = [*runner.names, *([HEAD] if head is not None else []), *(name for name, _ in runner.skeleton.mtp)]
     done = runner.tokens * sum(name in output.done for name in units)
@@ -281,10 +303,14 @@ def run_blocks(runner: Runner, output: BlockFolder, collecting: Collecting, *, s
             runner.on_tokens = partial(_advance, advance, 1, "head")
             record = _head(runner, head, output, collecting)
             output.commit(HEAD, record.to_json() if record is not None else {})
+            if collecting.ranks.rank == 0:
+                with runner.head():
+                    found = likeness_of(runner, samples, share=slice(0, None, collecting.ranks.world))
         for last in runner.mtp_blocks() if any(name not in output.done for name, _ in runner.skeleton.mtp) else ():
             runner.on_tokens = partial(_advance, advance, 1, "multi-token prediction layer")
             record = _block(runner, [last], output, collecting)
             output.commit(last.name, record.to_json() if record is not None else {})
+    return found
 
 
 def _advance(advance: Callable[[float, str], None], times: int, note: str, tokens: int) -> None:

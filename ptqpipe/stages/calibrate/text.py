@@ -74,7 +74,7 @@ def render(done: Finished) -> str:
         for row in by_role(done)
     ]
     head = ["role", "modules", "columns", "tokens", "amax", "99.9 %", "rms"]
-    lines = [table(head, rows)]
+    lines = [table(head, rows), *done.told]
     if content["attention"]:
         entries = content["attention"].values()
         lines.append(
@@ -86,7 +86,7 @@ def render(done: Finished) -> str:
     unused = sorted({name_pattern(name) for name in content["unplaced"]})
     lines += _short("tensors of the checkpoint that no text passes in transformers' model", unused)
     lines.append(
-        f"Done: {done.out}: {len(content['modules'])} modules in {done.seconds:.1f} s, peak memory "
+        f"Done: {done.out}: {len(content['modules'])} modules in {done.seconds:.1f} s, peak "
         f"{memory_size(done.peak_rss_bytes)}; digest {content['digest'][:16]}"
     )
     return "\n".join(lines)

@@ -1,12 +1,14 @@
 """What the commands share: everything that more than one folder of ``stages/`` imports is named here.
 
 outputs.py, rewriting.py    what a recipe writes for a source, and the run of a command that writes a checkpoint
+kv_cache.py                 the scales of an FP8 KV cache
 units.py, moments.py        a unit quantized by its rule, with what statistics know of its inputs
-machine.py, text.py         workers, memory, ranks and progress; words and tables
+text.py                     words and tables
 """
 
-from ptqpipe.stages.common.card import CARD, ORIGINAL, card_sha256, is_ours, write_quality
-from ptqpipe.stages.common.machine import (
+from ptqpipe.card import CARD, ORIGINAL, card_sha256, is_ours, write_quality
+from ptqpipe.checkpoint import name_of
+from ptqpipe.machine import (
     BASE_BYTES,
     WORKER_BYTES,
     Job,
@@ -24,6 +26,7 @@ from ptqpipe.stages.common.machine import (
     run_jobs,
     threads,
 )
+from ptqpipe.stages.common.kv_cache import CACHE_REASON, WriteCacheScales, check_cached, write_scales
 from ptqpipe.stages.common.moments import (
     LARGEST,
     InputScales,
@@ -36,18 +39,14 @@ from ptqpipe.stages.common.moments import (
 )
 from ptqpipe.stages.common.outputs import (
     BIAS_REASON,
-    CACHE_REASON,
     MeanErrors,
     Outputs,
     QuantizeUnit,
-    WriteCacheScales,
-    check_cached,
     check_read_back,
     container_of,
     corrected_biases,
     outputs_of,
     with_reasons,
-    write_scales,
 )
 from ptqpipe.stages.common.rewriting import (
     CopyTensor,
@@ -67,7 +66,6 @@ from ptqpipe.stages.common.text import (
     finite,
     json_differences,
     layer_of,
-    name_of,
     name_pattern,
     number_in,
     role_of,

@@ -17,17 +17,17 @@ import torch
 
 from ptqpipe.algorithms import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_scale, static_amax
 from ptqpipe.algorithms.columns import has_block_scales
-from ptqpipe.checkpoint import OF_WEIGHTS
+from ptqpipe.checkpoint import OF_WEIGHTS, name_of
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.formats import FORMATS
 from ptqpipe.inputs import Moments
 from ptqpipe.plan import Member, Plan, Unit
 from ptqpipe.recipe import Recipe
+from ptqpipe.rotation import rotated
 from ptqpipe.rounding import Rounding
 from ptqpipe.schemes import Activation
 from ptqpipe.source import Source
 from ptqpipe.stages.common.outputs import corrected_biases
-from ptqpipe.stages.common.text import name_of
 from ptqpipe.statistics import KnownInputs, Statistics
 
 _SHOWN = 12  # hex digits of a fingerprint in a message
@@ -187,14 +187,22 @@ def open_statistics(
 def inputs_of(unit: Unit, statistics: KnownInputs) -> list[Moments]:
     """The moments of every member's input, in order; members that share an input share the object."""
     found: dict[str, Moments] = {}
-    full = "full_moment" in unit.rule.moments
+    needed = _needed(unit)
     for member in unit.members:
         module = module_of(member)
         key = statistics.key(module)
         if key not in found:
+            full = "full_moment" in needed
             block = not full and statistics.has(module, "block_moment")
-            found[key] = statistics.of(module, block=block, full=full, held_out=True)
+            known = statistics.of(module, block=block, full=full, held_out=True)
+            found[key] = known.rotated(unit.scheme.rotation)
     return [found[statistics.key(module_of(m))] for m in unit.members]
+
+
+def _needed(unit: Unit) -> tuple[str, ...]:
+    """The moments that choosing the codes of a unit reads: those of rotated inputs follow from the full one."""
+    found = unit.rule.moments
+    return tuple(dict.fromkeys((*found, "full_moment"))) if found and unit.scheme.rotation else found
 
 
 def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
@@ -203,7 +211,7 @@ def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
         return 0
     columns = max(member.shape[1] for member in unit.members)
     squares = 0
-    if "full_moment" in unit.rule.moments:
+    if "full_moment" in _needed(unit):
         held_out = statistics is not None and any(statistics.held_out(module_of(m)) for m in unit.members)
         squares = 4 * columns * columns * (2 if held_out else 1) + memory_bytes(columns)
     bits = unit.scheme.fmt.bits_per_weight(unit.members[0].shape)
@@ -213,10 +221,11 @@ def unit_extra_bytes(unit: Unit, statistics: Statistics | None) -> int:
 
 
 def means_of(unit: Unit, statistics: Statistics | None, weights: set[str]) -> list[torch.Tensor | None]:
-    """E[x] of the members among ``weights``, float32 [K]."""
+    """E[x] of the members among ``weights``, float32 [K], rotated like the weights."""
     if statistics is None:
         return [None] * len(unit.members)
-    return [statistics.of(module_of(m)).mean if m.weight in weights else None for m in unit.members]
+    block = unit.scheme.rotation
+    return [rotated(statistics.of(module_of(m)).mean, block) if m.weight in weights else None for m in unit.members]
 
 
 def describe_statistics(statistics: Statistics) -> Mapping[str, Any]:
@@ -236,7 +245,7 @@ def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
     rule, fmt = unit.rule, unit.scheme.fmt
     if rule.weighting == "block" and not has_block_scales(fmt):
         raise UsageError(f"{fmt.name} has no block scales along its rows to weight by blocks; use --weighting diagonal")
-    needed = dict.fromkeys(["second_moment", *["amax"] * static, *(rule.moments if calibrated else ())])
+    needed = dict.fromkeys(["second_moment", *["amax"] * static, *(_needed(unit) if calibrated else ())])
     for member in unit.members:
         module = module_of(member)
         if module not in statistics.modules:

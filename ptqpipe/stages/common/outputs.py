@@ -5,20 +5,19 @@ tensors whose numbers come from statistics:
 
     bias correction    b += (W - What) E[x], so that the mean of a layer's output is that of the float layer. A bias
                        belongs to the job of its weight
-    FP8 KV cache       one scale for each layer's keys and one for its values, or one for each head. Which attention
-                       modules there are follows from the source's names, the number of heads from its config
+    FP8 KV cache       scales of keys and values (``kv_cache.py``)
 
 Must not know how statistics were made, nor how a unit is quantized.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ptqpipe.algorithms import Sink, Weight, fp8_scale
+from ptqpipe.algorithms import Sink, Weight
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec
 from ptqpipe.containers import (
     HF_QUANT_CONFIG,
@@ -26,24 +25,21 @@ from ptqpipe.containers import (
     Container,
     Part,
     Target,
-    container_names,
     get_container,
-    kv_scale,
     merged_config,
-    quantization_config,
 )
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
 from ptqpipe.families import Fact
+from ptqpipe.machine import Job
 from ptqpipe.plan import FLOAT_DTYPES, Kept, Member, Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
+from ptqpipe.readers import check_rotation
 from ptqpipe.recipe import Recipe, failing_facts
 from ptqpipe.source import Source
-from ptqpipe.stages.common.machine import Job
-from ptqpipe.stages.common.rewriting import CopyTensor
-from ptqpipe.statistics import Statistics
+from ptqpipe.stages.common.kv_cache import WriteCacheScales, cache_specs, config_with_cache
+from ptqpipe.stages.common.rewriting import CopyTensor, write_whole
 
 BIAS_REASON = "bias corrected by the mean error of its weight"
-CACHE_REASON = "scale of the FP8 kv cache"
 
 
 def corrected_biases(plan: Plan, source: Source, recipe: Recipe) -> dict[str, str]:
@@ -96,104 +92,8 @@ class MeanErrors:
             corrected = (stored.double() + shift).to(stored.dtype)
             if not bool(torch.isfinite(corrected).all()):
                 raise NumericsError(f"{name} would not be finite after bias correction; leave bias_correction out")
-            entries[name] = _write(name, corrected, writer, BIAS_REASON)
+            entries[name] = write_whole(name, corrected, writer, BIAS_REASON)
         return entries
-
-
-def _write(name: str, numbers: torch.Tensor, writer: CheckpointWriter, reason: str) -> dict[str, Any]:
-    """Writes a whole tensor; its entry of the record."""
-    written = writer.tensor(name).put(numbers)
-    return {"reason": reason, "sha256": written.sha256, "bytes": written.nbytes}
-
-
-def cache_specs(
-    source: Source, kind: str, container: Container, *, container_name: str
-) -> dict[str, tuple[TensorSpec, TensorSpec]]:
-    """Attention module -> the tensors of its k and v scales, as the container stores them; empty for ``none``.
-
-    UsageError where the container, the config or the source has no room for them.
-    """
-    if kind == "none":
-        return {}
-    style = container.ABILITIES.kv_cache
-    if style is None or not style.written:
-        remedy = " or ".join(_containers(per_head=False))
-        raise UsageError(f"{container_name} cannot store KV-cache scales; use --container {remedy}")
-    heads = _heads(source.reader.config) if kind == "fp8_per_head" else 0
-    if heads and not style.per_head:
-        remedy = " or ".join(_containers(per_head=True))
-        raise UsageError(f"{container_name} has one KV-cache scale per layer; use --kv-cache fp8, or {remedy}")
-    found = {}
-    for name in source.tensors:
-        module, leaf = name.removesuffix(".weight").rpartition(".")[::2]
-        if leaf == "k_proj" and f"{module}.v_proj.weight" in source.tensors:
-            found[module] = (_spec(module, "k", heads, container), _spec(module, "v", heads, container))
-    if not found:
-        raise UsageError("the source has no k_proj and v_proj side by side; leave kv_cache at none")
-    taken = next((spec.name for specs in found.values() for spec in specs if spec.name in source.tensors), None)
-    if taken is not None:
-        raise UsageError(f"the source already has {taken}; leave kv_cache at none to keep its scales")
-    return found
-
-
-def _containers(*, per_head: bool) -> list[str]:
-    """The containers that scales of a KV cache can be written to; ``per_head`` those with one for each head."""
-    styles = {name: get_container(name).ABILITIES.kv_cache for name in container_names()}
-    return [n for n, style in styles.items() if style is not None and style.written and style.per_head >= per_head]
-
-
-def config_with_cache(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """The source's config with the scheme of the cache where containers look for one."""
-    if kind == "none":
-        return config
-    strategy = "attn_head" if kind == "fp8_per_head" else "tensor"
-    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False}
-    return {**config, "quantization_config": {**quantization_config(config), "kv_cache_scheme": scheme}}
-
-
-def check_cached(modules: Collection[str], statistics: Statistics | None) -> None:
-    """UsageError where statistics are missing, or have seen no keys and values of a module."""
-    if not modules:
-        return
-    if statistics is None:
-        raise UsageError("kv_cache needs statistics; make them with `ptqpipe calibrate` and give --stats FOLDER")
-    for module in modules:
-        if module not in statistics.attentions:
-            raise UsageError(f"{statistics.path} has no keys and values of '{module}'; calibrate again")
-
-
-def write_scales(
-    module: str, specs: tuple[TensorSpec, TensorSpec], statistics: Statistics, writer: CheckpointWriter
-) -> dict[str, Any]:
-    """Writes both scales of a module; the record's entries of kept tensors."""
-    pairs = zip(specs, statistics.attention(module), strict=True)
-    return {spec.name: _write(spec.name, _scales(spec, amax), writer, CACHE_REASON) for spec, amax in pairs}
-
-
-def _scales(spec: TensorSpec, amax: torch.Tensor) -> torch.Tensor:
-    if not bool(torch.isfinite(amax).all()):
-        raise NumericsError(f"{spec.name} would not be finite; calibrate again with --dtype float32")
-    if len(spec.shape) == 3:
-        if len(amax) != spec.shape[0]:
-            raise UsageError(f"{spec.name} has {spec.shape[0]} heads, the statistics {len(amax)}; calibrate this model")
-        return torch.stack([fp8_scale(float(a)) for a in amax])
-    return fp8_scale(float(amax.max()))
-
-
-def _spec(module: str, kind: str, heads: int, container: Container) -> TensorSpec:
-    shape: tuple[int, ...] = (heads, 1, 1) if heads else (1,)
-    part = kv_scale(f"{module}.{kind}_scale", "F32", shape, container=container)
-    assert part is not None
-    return TensorSpec(part.name, part.dtype, part.shape)
-
-
-def _heads(config: Mapping[str, Any]) -> int:
-    text = config.get("text_config")
-    inner = text if isinstance(text, Mapping) else config
-    heads = inner.get("num_key_value_heads") or inner.get("num_attention_heads")
-    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
-        raise UsageError(f"config.json has num_key_value_heads {heads!r}, expected a number; use --kv-cache fp8")
-    return heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,14 +107,6 @@ class QuantizeUnit(Job):
     unit: Unit
     parts: tuple[tuple[Part, ...], ...]
     biases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class WriteCacheScales(Job):
-    """Writes the scales of the keys and values that an attention module caches."""
-
-    module: str
-    specs: tuple[TensorSpec, TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +145,10 @@ class Outputs:
                     f"--for {reader}: {modules[0]} ({len(modules)} of this kind) would be quantized, and {fact.fails}; "
                     f"keep it (--ignore '{modules[0]}', or a rule with format: keep), or leave --for out"
                 )
+        turned = [target.module for target in self.targets if target.scheme.rotation]
+        if turned:
+            biased = next((kept.name for kept in self.plan.kept if kept.name.removesuffix(".bias") in turned), None)
+            check_rotation(reader, biased)
 
 
 def container_of(recipe: Recipe, name: str) -> Container:
@@ -268,6 +164,8 @@ def container_of(recipe: Recipe, name: str) -> Container:
             )
         if reason is not None:
             raise UnfitFormat(reason)
+    if recipe.rotations and not container.ABILITIES.rotation:
+        raise UnfitFormat(f"no reader of {name} rotates inputs; use --container compressed_tensors, or no --rotate")
     return container
 
 
@@ -312,7 +210,7 @@ def _groups_and_jobs(
     jobs: list[QuantizeUnit | CopyTensor | WriteCacheScales] = []
     for _, item in todo:
         if isinstance(item, Kept):
-            spec, read = TensorSpec(item.name, *tensors[item.name]), _stored_bytes(source, item.name)
+            spec, read = TensorSpec(item.name, *tensors[item.name]), source.nbytes(item.name)
             groups.append([spec])
             jobs.append(CopyTensor(f"keep:{item.name}", len(groups) - 1, read, item.name, spec, item.reason))
             continue
@@ -338,7 +236,11 @@ def check_read_back(
 ) -> None:
     """CheckpointError where the container finds other quantized weights than ``targets`` in what will be written: a
     tensor that is kept would be taken for a part of one."""
-    names = {spec.name: (spec.dtype, spec.shape) for shard in layout.shards for spec in shard.tensors}
+    kinds = dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]()  # one object each, of few that there are
+    names = {}
+    for spec in (spec for shard in layout.shards for spec in shard.tensors):
+        kind = (spec.dtype, spec.shape)
+        names[spec.name] = kinds.setdefault(kind, kind)
     remedy = f"rename that tensor of the source, or choose another --container than {container_name}"
     try:
         config = merged_config(files["config.json"], files.get(HF_QUANT_CONFIG))
@@ -361,12 +263,6 @@ def _stored_transposed(member: Member) -> bool:
     return member.source.transposed and (member.stack is not None or member.source.expert is None)
 
 
-def _stored_bytes(source: Source, name: str) -> int:
-    stored = source.stored.get(name)
-    names = [name] if stored is None else [part.name for part in stored.parts]
-    return sum(source.reader.entries[part].nbytes for part in names)
-
-
 def _element_bytes(source: Source, member: Member) -> float:
     name = member.source.tensor
-    return _stored_bytes(source, name) / max(1, math.prod(source.tensors[name][1]))
+    return source.nbytes(name) / max(1, math.prod(source.tensors[name][1]))

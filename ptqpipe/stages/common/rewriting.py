@@ -11,11 +11,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypedDict
 
 import torch
 
+from ptqpipe.card import CARD, ORIGINAL, card, original_card
 from ptqpipe.checkpoint import (
     INDEX_NAME,
     RECORD_FILE,
@@ -27,13 +29,13 @@ from ptqpipe.checkpoint import (
     check_unfinished,
     file_sha256,
     json_bytes,
+    name_of,
     natural_key,
     run_id_of,
 )
 from ptqpipe.errors import OutputError
-from ptqpipe.source import Source
-from ptqpipe.stages.common.card import CARD, ORIGINAL, card, original_card
-from ptqpipe.stages.common.machine import (
+from ptqpipe.families import check_config
+from ptqpipe.machine import (
     BASE_BYTES,
     WORKER_BYTES,
     J,
@@ -47,7 +49,8 @@ from ptqpipe.stages.common.machine import (
     progress_bar,
     run_jobs,
 )
-from ptqpipe.stages.common.text import name_of
+from ptqpipe.quantities import disk_size
+from ptqpipe.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +116,23 @@ class Rewrite(ABC, Generic[J]):
 
     def least_memory(self) -> tuple[int, J | None]:
         """(bytes of memory that are needed with one job at a time, the job that needs the most; None for none)."""
-        most = max(self.jobs, key=self.extra_bytes, default=None)
-        extra = 0 if most is None else self.extra_bytes(most)
+        extra, most = self._largest_extra
         return BASE_BYTES + WORKER_BYTES + extra, most if extra else None
 
     def share_of(self, machine: Machine, jobs: Sequence[J]) -> Share:
         """What the workers get of a machine's memory for these jobs."""
-        cache = max(map(self.cache_bytes, self.jobs), default=0)
-        return machine.divide_memory(cache, len(jobs), reserved_bytes=max(map(self.extra_bytes, jobs), default=0))
+        reserved = self._largest_extra[0] if jobs is self.jobs else max(map(self.extra_bytes, jobs), default=0)
+        return machine.divide_memory(self._largest_cache, len(jobs), reserved_bytes=reserved)
+
+    @cached_property
+    def _largest_extra(self) -> tuple[int, J | None]:
+        """The most that a job needs, and that job. Of a hundred thousand jobs, so once."""
+        most = max(self.jobs, key=self.extra_bytes, default=None)
+        return (0 if most is None else self.extra_bytes(most)), most
+
+    @cached_property
+    def _largest_cache(self) -> int:
+        return max(map(self.cache_bytes, self.jobs), default=0)
 
     def at_once(self, job: J, share: Share) -> int:
         """How many jobs that need as much as this one are done at the same time."""
@@ -136,11 +148,13 @@ class Rewrite(ABC, Generic[J]):
 
 
 class Run(TypedDict, total=False):
-    """How a stage runs: on which machine, among which ranks, and what it may do to what lies at the output."""
+    """How a stage runs: on which machine, among which ranks, what it may do to what lies at the output, and what takes
+    the line about the work before it begins."""
 
     mode: Mode
     machine: Machine
     ranks: Ranks
+    log: Callable[[str], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +186,21 @@ class Done:
 
 
 def rewrite(
-    work: Rewrite[J], *, mode: Mode = "new", machine: Machine | None = None, ranks: Ranks | None = None
+    work: Rewrite[J],
+    *,
+    mode: Mode = "new",
+    machine: Machine | None = None,
+    ranks: Ranks | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Done | None:
     """Does the jobs that this rank owns and that are not done yet; rank 0 then finishes. None on the other ranks.
+
+    log  takes a line about the work, once it is clear that the output may be written
 
     Raises what the jobs raise, CheckpointError where the source has changed since it was opened, and OutputError; what
     is done stays resumable. AlreadyComplete where there is nothing left to resume.
     """
+    check_config(work.source.reader.config, work.source.tensors)
     machine, ranks, begun = machine or Machine(), ranks or Ranks(), time.monotonic()
     if mode == "resume":
         check_unfinished(work.out, work.run_id)  # on every rank, before any of them waits for another
@@ -195,6 +217,9 @@ def rewrite(
     )
     with writer:
         ranks.barrier_if_first()
+        if log is not None and ranks.rank == 0:
+            sizes = f"{disk_size(work.source.reader.nbytes)} -> {disk_size(work.layout.file_bytes)}"
+            log(f"{name_of(work.source.reader.path)} -> {work.out}: {len(work.source.tensors)} tensors, {sizes}")
         _do_jobs(work, writer, machine, ranks)
         writer.flush()
         if ranks.rank != 0:
@@ -257,6 +282,12 @@ def _finish(work: Rewrite[J], writer: CheckpointWriter) -> dict[str, Any]:
     contents[RECORD_FILE] = json_bytes(record)
     writer.finish(expected_units=[job.id for job in work.jobs], extra=contents, copy=carried)
     return record
+
+
+def write_whole(name: str, numbers: torch.Tensor, writer: CheckpointWriter, reason: str) -> dict[str, Any]:
+    """Writes a whole tensor; its entry of the record."""
+    written = writer.tensor(name).put(numbers)
+    return {"reason": reason, "sha256": written.sha256, "bytes": written.nbytes}
 
 
 def _tensor_bytes(layout: ShardLayout) -> int:

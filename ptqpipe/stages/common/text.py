@@ -1,4 +1,4 @@
-"""Words of all commands: names of models, names of weights with their numbers as ``*``, differences of JSON values."""
+"""Words of all commands: names of weights with their numbers as ``*``, differences of JSON values."""
 
 import json
 import math
@@ -18,25 +18,11 @@ from ptqpipe.quantities import table
 from ptqpipe.report import content
 
 __all__ = [
-    "decibels", "finite", "json_differences", "layer_of", "name_of", "name_pattern", "number_in", "role_of",
-    "same_json", "table",
+    "decibels", "finite", "json_differences", "layer_of", "name_pattern", "number_in", "role_of", "same_json", "table",
 ]  # fmt: skip
 
 _VALUE = 48  # characters of a value of a JSON file
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-
-
-def name_of(folder: Path) -> str:
-    """What a folder is called: the last part of its path as it was typed, a link by the link's own name.
-
-    A snapshot in the hub's cache is called as the repository; "." and ".." as the folders that they stand for.
-    """
-    if folder.name in ("", ".."):
-        folder = folder.resolve()
-    snapshots, repository = folder.parent, folder.parent.parent.name
-    if snapshots.name == "snapshots" and repository.startswith("models--"):
-        return repository.rpartition("--")[2]
-    return folder.name or "model"
 
 
 def run_facts(command: str = "") -> dict[str, str]:

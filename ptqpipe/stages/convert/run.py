@@ -98,8 +98,10 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
         return (*found, *facts)
 
     def cache_bytes(self, job: QuantizeUnit | CopyTensor | WriteCacheScales) -> int:
-        """As `Rewrite`: a unit's weights, which most searches read more than once."""
-        return job.source_bytes if isinstance(job, QuantizeUnit) else 0
+        """As `Rewrite`: a unit's weights as they are in memory, which most searches read more than once."""
+        if not isinstance(job, QuantizeUnit):
+            return 0
+        return sum(member.elements * _element_bytes(self.source, member) for member in job.unit.members)
 
     def extra_bytes(self, job: QuantizeUnit | CopyTensor | WriteCacheScales) -> int:
         """As `Rewrite`: what choosing the codes of a unit takes, by the algorithms' own estimates."""
@@ -111,7 +113,8 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
             if unit.scheme.fmt.one_scale:
                 size = max(_element_bytes(self.source, member) for member in unit.members)
                 codes += gathered_bytes([m.shape for m in unit.members], unit.scheme.fmt, element_bytes=size)
-        return max(codes, low_rank_bytes(unit, self.statistics))
+        whole = self.source.whole_bytes(dict.fromkeys(member.source.tensor for member in unit.members))
+        return whole + max(codes, low_rank_bytes(unit, self.statistics))
 
     def do(
         self, job: QuantizeUnit | CopyTensor | WriteCacheScales, writer: CheckpointWriter, share: Share
@@ -127,7 +130,7 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
     def _quantize(self, job: QuantizeUnit, writer: CheckpointWriter, share: Share) -> dict[str, Any]:
         """Quantizes a unit, writes its parts, and returns its record."""
         unit = job.unit
-        weights = _weights(job, self.source, cache=job.source_bytes <= share.cache_bytes)
+        weights = _weights(job, self.source, cache=self.cache_bytes(job) <= share.cache_bytes)
         scales = self.input_scales.of(unit)
         parts = PartWriter(job, writer, input_scales=scales)
         biases = {f"{name.removesuffix('bias')}weight": name for name in job.biases}
@@ -248,9 +251,9 @@ def _check_memory(conversion: Conversion, machine: Machine) -> None:
 
 
 def _element_bytes(source: Source, member: Member) -> int:
-    """Of a weight in memory: as it is stored, float32 where it is decoded."""
+    """Of a weight in memory: as it is stored, float32 where it is decoded or rotated."""
     name = member.source.tensor
-    return 4 if name in source.stored else DTYPES[source.tensors[name][0]][1]
+    return 4 if member.source.rotation or name in source.stored else DTYPES[source.tensors[name][0]][1]
 
 
 def _weights(job: QuantizeUnit, source: Source, *, cache: bool) -> list[SourceRows]:
@@ -279,6 +282,7 @@ def _facts(unit: Unit, member: Member, result: UnitResult, error: WeightError) -
         "relative_mse": error.relative_mse,
         "versus_absmax": error.versus_absmax,
         "bits_per_weight": unit.scheme.bits_per_weight(member.shape),
+        **({"rotation": unit.scheme.rotation} if unit.scheme.rotation else {}),
     }
 
 
@@ -339,9 +343,8 @@ def _write_decoded(
 ) -> TensorWriter:
     """Writes a stored quantized weight as bfloat16. ``look`` sees every chunk."""
     stored = source.stored[name]
-    for expert in range(stored.experts or 1):
-        q = source.quantized(name, expert=None if stored.experts is None else expert)
-        w = q.dequantize().bfloat16()
+    for expert in stored.planes:
+        w = stored.plain(source.quantized(name, expert=expert)).bfloat16()
         raw = (w.t() if stored.transposed else w).contiguous().reshape(-1).view(torch.uint8)
         written.put(raw)
         look(raw)

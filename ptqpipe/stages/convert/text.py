@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptqpipe.errors import one_line
-from ptqpipe.families import absent_layers
+from ptqpipe.families import doubts, is_known
 from ptqpipe.kernels import cpu
 from ptqpipe.plan import pattern_hint, unmatched_patterns
 from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above
@@ -97,8 +97,18 @@ def warnings_of(work: Conversion) -> list[str]:
         f"{pattern!r} of the recipe matches no tensor; {pattern_hint(pattern, plan) or 'is it a typo?'}"
         for pattern in unmatched_patterns(plan, work.outputs.recipe)
     ]
-    absent = absent_layers(work.source.reader.config, work.source.tensors)
-    return [*unused, *([absent] if absent else []), *work.warnings]
+    return [*unused, *_unknown_family(work), *doubts(work.source.reader.config, work.source.tensors), *work.warnings]
+
+
+def _unknown_family(work: Conversion) -> list[str]:
+    """What it means that the table of families has no row for this model."""
+    reader = work.source.reader
+    if not reader.has_config or is_known(reader.config):
+        return []
+    return [
+        f"the table of families has no row for model_type {reader.config.get('model_type')!r}: names and shapes alone "
+        "decide what stays unquantized; look at the list of what is kept, and add to it with --ignore"
+    ]
 
 
 def missing_config(work: Conversion) -> str | None:

@@ -5,7 +5,6 @@ a weight is read. The baseline goes first, its log-probabilities to the cache on
 is loaded; where they are not cached (no folder, or more than the limit) both models are in memory.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader, resolve_source
+from ptqpipe.checkpoint import CheckpointReader, completed_run, resolve_source
 from ptqpipe.errors import CheckpointError, UsageError, one_line
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT, open_cache, store_bytes
 from ptqpipe.evaluation.harness import Metric, TaskRequest, check_tasks, run_tasks
@@ -24,7 +23,6 @@ from ptqpipe.evaluation.scores import Scores, Window, score, windows
 from ptqpipe.evaluation.text import SAMPLE, SAMPLE_NAME, Text, read_text
 from ptqpipe.evaluation.tokens import Decode, beginnings, continued, kl_by_position, kl_histogram, worst_tokens
 from ptqpipe.quantities import disk_size, option_size
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import (
     check_device,
@@ -43,6 +41,7 @@ class Options:
     """What to measure and how.
 
     data         texts: files, folders of them, data sets by name; the package's sample for neither data nor tasks
+    field        of each row of them, with its text; None: the usual ones
     seqlen       tokens of a window in which texts are scored; None: what the model has positions for, at most 2048
     stride       from the start of a window to the next; None: ``seqlen``
     max_tokens   of each text
@@ -55,6 +54,7 @@ class Options:
     """
 
     data: tuple[str, ...] = ()
+    field: str | None = None
     seqlen: int | None = None
     stride: int | None = None
     max_tokens: int | None = None
@@ -130,7 +130,7 @@ def evaluate(
             divergences.append(_kl_row(job, text, scores))
     by_key = {(metric.task, metric.name): metric for metric in theirs}
     return result_json(
-        checkpoint={"name": name_of(job.path), "run_id": _run_id(job.path)},
+        checkpoint={"name": name_of(job.path), "run_id": completed_run(job.path)},
         baseline=None if job.baseline is None else {"name": name_of(job.baseline)},
         settings=_settings(job.options),
         perplexity=perplexities,
@@ -234,7 +234,7 @@ def _prepare(ckpt: str, source: str | None, options: Options, progress: bool, lo
     words = path if other is None or (path / "tokenizer_config.json").exists() else other
     tokenizer = cache(lambda: load_tokenizer(words))  # files of tokens need none
     data = options.data if options.data or options.tasks else (str(SAMPLE),)
-    texts = tuple(read_text(name, tokenizer, max_tokens=options.max_tokens) for name in data)
+    texts = tuple(read_text(name, tokenizer, field=options.field, max_tokens=options.max_tokens) for name in data)
     for text in texts:
         _check_tokens(text, int(config.get_text_config().vocab_size))
     return _Job(options, path, other, texts, window, stride, tokenizer, progress, log)
@@ -319,14 +319,6 @@ def _score(job: _Job, text: Text, model: Any, reference: Any) -> Scores:
 
 def _scored(job: _Job, text: Text) -> int:
     return sum(window.scored for window in job.windows(text))
-
-
-def _run_id(path: Path) -> str | None:
-    try:
-        found = json.loads(read_regular(path / RECORD_FILE, limit=MAX_JSON_BYTES)).get("run_id")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return found if isinstance(found, str) else None
 
 
 def _settings(options: Options) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ptqpipe.errors import OutputExists, PtqError
 from ptqpipe.evaluation.result import is_result
 from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.quantities import number
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.regular_file import read_json
 from ptqpipe.stages.common import name_of, table, write_quality
 
 _NAME = 16  # characters of the name of a text or task
@@ -36,10 +36,7 @@ def check_target(out: Path, *, overwrite: bool, compared: bool, tasks: bool) -> 
     check_file(out, own=is_result, what="an eval file of ptqpipe")
     if overwrite or not out.is_file():
         return
-    try:
-        former = json.loads(read_regular(out, limit=MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return  # cut short: nothing is lost
+    former = read_json(out)  # of one that was cut short nothing is lost
     lost = [
         what
         for what, key, again in (("the KL divergence", "kl", compared), ("tasks", "tasks", tasks))

@@ -38,6 +38,8 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
     chosen = next((name for name, value in windows.items() if value != getattr(PipelineOptions(), name)), None)
     if chosen is not None and not work.data:
         raise UsageError(f"--{chosen} {windows[chosen]} says how --data is read; add --data FILE, or leave it out")
+    if work.field is not None and not (work.data or work.eval):
+        raise UsageError(f"--field {work.field} says how --data is read; add --data FILE, or leave it out")
     if work.formats is not None and work.budget is None:
         raise UsageError("--formats names what --budget chooses from; add --budget, or give one --format")
     given = "--recipe" if recipe_path is not None else "--format" if recipe.scheme is not None else ""
@@ -51,9 +53,7 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
             f"--{decided.replace('_', '-')} is decided by --quality where there is --data; leave it out, or use "
             "`ptqpipe calibrate` and `ptqpipe convert --stats`"
         )
-    for text in work.eval:
-        if not Path(text).expanduser().is_file():
-            raise UsageError(f"--eval {text} is no file that exists; give a .txt, .jsonl or .parquet file")
+    files_of(work.eval, option="--eval")
 
 
 def texts_of(data: Sequence[str]) -> list[str]:

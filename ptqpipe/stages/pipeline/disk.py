@@ -8,19 +8,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ptqpipe.calibration.reverse import least_step, streams
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.evaluation.log_probabilities import MOST
 from ptqpipe.inputs import OUT_ROWS
 from ptqpipe.options import PipelineOptions
 from ptqpipe.quantities import disk_size
+from ptqpipe.rows import files_of
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
 from ptqpipe.source import Origins, Source
 from ptqpipe.stages.pipeline.table import Way
 
-# Bytes for each input channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples;
-# the moments of its block of 16 and those of the held-out samples; a factor in base64, in the journal and in the file.
-_STATISTICS, _BLOCKS, _FACTOR = 4 * 4, 4 * 32, 2 * 11
+# Bytes for each channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples, and the
+# mean square of the gradient at an output; the moments of its block of 16 and those of the held-out samples; a factor
+# in base64, in the journal and in the file.
+_STATISTICS, _BLOCKS, _FACTOR = 5 * 4, 4 * 32, 2 * 11
 _MATRIX = 4096  # JSON about one matrix, of all stages
+_HIDDEN = "hidden_size", "n_embd"
 _TOKEN = 12  # a token of the model's own text, as JSON
 
 
@@ -56,9 +60,10 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     weights_bytes  of the output; 0 where a budget decides it, which the size of the source then bounds
     """
     config = source.reader.config
-    letters = sum(Path(text).expanduser().stat().st_size for text in work.eval)  # at least one to a token
-    vocabulary = _number(config, "vocab_size")
-    logits = min(DEFAULT_LIMIT, letters * (MOST * vocabulary + 4)) if vocabulary else DEFAULT_LIMIT * bool(work.eval)
+    texts, vocabulary = [Path(text).expanduser() for text in files_of(work.eval)], _number(config, "vocab_size")
+    known = bool(vocabulary) and all(text.is_file() for text in texts)  # a data set's size is not
+    letters = sum(text.stat().st_size for text in texts) if known else 0  # at least one to a token
+    logits = min(DEFAULT_LIMIT, letters * (MOST * vocabulary + 4)) if known else DEFAULT_LIMIT * bool(texts)
     if way is None:
         return Disk(logits=logits)
     gptq = way.method == "gptq"
@@ -72,20 +77,29 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     return Disk(
         ((weights_bytes or source.reader.nbytes) if way.method else 0) + _gradients(source) * gptq,
         channels * each + _MATRIX * sum(count for _, count in planes) + own_text,
-        4 * tokens * _number(config, "hidden_size", "n_embd") * (streams_of(source) if gptq else 1),
+        4 * tokens * _number(config, *_HIDDEN) * max(sets_of_states(source, way)[-2:]),
         logits,
     )
 
 
-def streams_of(source: Source) -> int:
-    """Sets of hidden states that the reverse pass before GPTQ in order keeps: what enters each layer, and two."""
-    return 2 + _number(source.reader.config, "num_hidden_layers", "n_layer")
+def sets_of_states(source: Source, way: Way) -> tuple[int, ...]:
+    """How many sets of hidden states there are at once: in the reverse pass before GPTQ in order, where memory has room
+    for all and where not, and in GPTQ in order; else one."""
+    count = _layers(source)
+    return (streams(count, 1), streams(count, least_step(count)), 3) if way.method == "gptq" else (1,)
 
 
 def _gradients(source: Source) -> int:
-    """What the moments of gradients take, in float32."""
-    shapes = [member.shape for member in Origins.of(source).weights.values()]
-    return sum(4 * shape[0] * min(shape[0], OUT_ROWS) for shape in shapes)
+    """What the moments of gradients at the outputs of weights and layers take: half of each symmetric matrix, in
+    float32."""
+    widths = [member.shape[0] for member in Origins.of(source).weights.values()]
+    widths += [_number(source.reader.config, *_HIDDEN)] * _layers(source)
+    return sum(2 * width * (min(width, OUT_ROWS) + 1) for width in widths)
+
+
+def _layers(source: Source) -> int:
+    """Decoder layers; 1 where the config does not say."""
+    return _number(source.reader.config, "num_hidden_layers", "n_layer") or 1
 
 
 def _number(config: Mapping[str, Any], *keys: str) -> int:

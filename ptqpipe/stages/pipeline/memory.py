@@ -12,7 +12,7 @@ from ptqpipe.options import PipelineOptions
 from ptqpipe.quantities import memory_size
 from ptqpipe.source import Origins, Source
 from ptqpipe.stages.common import layer_of
-from ptqpipe.stages.pipeline.disk import Disk, streams_of
+from ptqpipe.stages.pipeline.disk import Disk, sets_of_states
 from ptqpipe.stages.pipeline.table import Way
 
 _PROCESS = 660 << 20  # torch, transformers and what they hold for a small model
@@ -35,8 +35,9 @@ def memory_of(
         found["generate"] = whole, "the whole model in float32, without its keys and values"
     if way is not None:
         name = "tune" if way.method else "calibrate"
-        some = disk.hidden * 3 // streams_of(source) if way.method == "gptq" else 0  # after the reverse pass
-        hidden = next((nbytes for nbytes in (disk.hidden, some) if nbytes <= limit), 0)
+        sets = sets_of_states(source, way)
+        one = disk.hidden // max(sets[-2:])
+        hidden = next((n * one for n in sets if n * one <= limit), 0)
         found[name] = _PROCESS + hidden + _of_layer(source, way.method), "one decoder layer at a time"
     if work.eval:
         found["eval"] = whole, "the whole model in float32"

@@ -1,6 +1,7 @@
 """Decides a run of several stages from the call and from headers. Reads no weight and writes nothing."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ from ptqpipe.calibration.data import check_samples
 from ptqpipe.calibration.generate import check_windows
 from ptqpipe.checkpoint import Mode, resolve_source
 from ptqpipe.errors import PtqError
+from ptqpipe.evaluation.text import check_text
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
-from ptqpipe.runtime.loading import default_length, read_config
+from ptqpipe.readers import check_rotation
+from ptqpipe.recipe import build_recipe
+from ptqpipe.runtime.loading import default_length, load_tokenizer, read_config
 from ptqpipe.source import Source
 from ptqpipe.stages.common import Machine, name_of
 from ptqpipe.stages.convert.prepare import prepare as prepare_conversion
@@ -40,9 +44,13 @@ def prepare(
     formats = call.formats_for(work) if work.budget is not None else ()
     path = resolve_source(str(model))
     _check_windows(path, work, texts)
+    for text in work.eval:
+        check_text(text, cache(lambda: load_tokenizer(path)), field=work.field)
     if work.budget is not None:
-        check_budget(path, Budget.parse(work.budget), formats)
+        check_budget(path, Budget.parse(work.budget), formats, requantize=work.requantize)
         if work.reader is not None:
+            if build_recipe(recipe).rotations:
+                check_rotation(work.reader, None)
             recipe = recipe.but(container=call.container_of_all(work.reader, formats))
         way = TABLE[WEIGHTS][work.quality or "best"] if work.data else None
         target = out or Path(f"{name_of(path)}-MIXED")
@@ -67,7 +75,7 @@ def _check_windows(path: Path, work: PipelineOptions, texts: Sequence[str]) -> N
         seqlen = default_length(config) if work.seqlen is None else work.seqlen
         check_windows(config, samples=work.samples, seqlen=seqlen)
         if texts:
-            check_samples(texts, path, samples=work.samples, seqlen=seqlen)
+            check_samples(texts, path, samples=work.samples, seqlen=seqlen, field=work.field)
 
 
 def _foldable(way: Way | None, source: Source) -> tuple[Way | None, list[str]]:

@@ -91,7 +91,7 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> Made:
     """Runs what is decided, as `pipeline` does."""
     begun = time.monotonic()
     _open(run, run.identity)
-    steps = run.steps()
+    steps, said = run.steps(), set[str]()  # several stages look at the same data
     for line in text.header(run, steps):
         say(line)
     try:
@@ -100,6 +100,10 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> Made:
             with bars_of(label), suppress(AlreadyComplete):
                 step.run()
             say(f"{label}  {time.monotonic() - started:.1f} s")
+            for line in dict.fromkeys(one for one in run.told if one not in said):
+                say(f"  {line}")
+            said.update(run.told)
+            run.told.clear()
     except BaseException:
         _close_if_empty(run)
         raise

@@ -17,6 +17,7 @@ from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, read_json
 from ptqpipe.errors import AlreadyComplete, VerifyError
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe import build_recipe
+from ptqpipe.rows import weighted
 from ptqpipe.source import Source
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.common import Machine, compute_threads, named_source
@@ -58,6 +59,7 @@ class Pipeline:
     identity  what decides the bytes, by its name in a message
     replaces  whether the run, or the one that it continues, was begun with --overwrite
     command   the call, which eval file and report show
+    told      lines of the stages on the data, not said yet
     """
 
     path: Path
@@ -81,6 +83,7 @@ class Pipeline:
     report: Path | None = None
     replaces: bool = False
     command: str = ""
+    told: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.floats, self.begun = self.path, Paths.of(self.out).stages
@@ -105,7 +108,7 @@ class Pipeline:
         """What decides the bytes, by its name in a message; no folder's name is in it."""
         work, recipe = self.work, build_recipe(self.recipe, path=self.recipe_path)
         given = {
-            "--data": [_content(name) for name in self.texts] or work.data,
+            "--data": [*([_content(name) for name in self.texts] or work.data), *self._named_field()],
             "--quality": work.quality,
             "--budget": work.budget,
             "--formats": work.formats,
@@ -118,6 +121,10 @@ class Pipeline:
             "the version of ptqpipe": __version__,
         }
         return named | {name: json.dumps(value) for name, value in given.items()}
+
+    def _named_field(self) -> list[str]:
+        """What decides, besides the texts, which part of them is read."""
+        return [] if self.work.field is None else [f"--field {self.work.field}"]
 
     def steps(self) -> list[Step]:
         """The stages in their order."""
@@ -150,6 +157,15 @@ class Pipeline:
         return {name: getattr(self.work, name) for name in ("samples", "seqlen", "seed")}
 
     @property
+    def _field(self) -> str | None:
+        """Of the rows of --data; those that the model has written have one of their own."""
+        return None if self.texts == [str(self._own_text)] else self.work.field
+
+    @property
+    def _own_text(self) -> Path:
+        return self.folder / "text.jsonl"
+
+    @property
     def stats(self) -> Path | None:
         """The statistics of the model that is quantized, if this run makes any."""
         if not self.needs_statistics or self.way is None:
@@ -162,17 +178,19 @@ class Pipeline:
         return self.folder / "recipe.yaml" if self.work.budget is not None else self.recipe_path
 
     def _generate(self) -> None:
-        target = self.folder / "text.jsonl"
-        if not target.exists():
-            generate(self.path, target, **self.windows(), machine=self.computing)
-        self.texts = [str(target)]
+        if not self._own_text.exists():
+            generate(self.path, self._own_text, **self.windows(), machine=self.computing)
+        self.texts = [str(self._own_text)]
 
     def _calibrate(self) -> None:
         assert self.way is not None
         assert self.stats is not None
-        kinds = ("diagonal", "block") if self.way.transform and self.floats == self.path else ("diagonal",)
-        options = CalibrateOptions(**self.windows(), moments=kinds)
-        calibrate(self.floats, self.texts, self.stats, options=options, mode="resume", machine=self.computing)
+        blocks = self.way.transform and self.floats == self.path
+        by_kl = self.work.budget is not None and self.way.method == "gptq"  # as the codes will be chosen
+        kinds = ("diagonal", *(["block"] if blocks else []), *(["kl"] if by_kl else []))
+        options = CalibrateOptions(**self.windows(), field=self._field, moments=kinds)
+        done = calibrate(self.floats, self.texts, self.stats, options=options, mode="resume", machine=self.computing)
+        self.told += [] if done is None else done.told
 
     def _transform(self) -> None:
         assert self.way is not None
@@ -191,16 +209,17 @@ class Pipeline:
             return
         formats = call.formats_for(self.work)
         budget = Budget.parse(str(self.work.budget))
-        stats, container = self.stats, self.recipe.container
         follows = self.way is not None and bool(self.way.method)
         found = plan_mixed(
             self.path,
             budget,
             formats=formats,
-            stats=stats,
+            sensitivity=self.stats,
             machine=self.machine,
-            container=container,
+            container=self.recipe.container,
             follows=follows,
+            rotations=build_recipe(self.recipe).rotations,
+            requantize=self.work.requantize,
         )
         if follows:
             found = replace(found, content=_without_algorithm(found.content))
@@ -208,17 +227,18 @@ class Pipeline:
 
     def _tune(self) -> None:
         assert self.way is not None
-        tune(
+        done = tune(
             self.floats,
             self.texts,
             self.folder / "codes",
             recipe=self.recipe,
             recipe_path=self.recipe_file,
             stats=self.stats if _static(self) else None,
-            options=TuneOptions(**self.windows(), method=self.way.method),
+            options=TuneOptions(**self.windows(), data_field=self._field, method=self.way.method),
             mode="resume",
             machine=self.computing,
         )
+        self.told += done.told
 
     def _convert(self) -> None:
         codes = self.folder / "codes" if self.way is not None and self.way.method else None
@@ -260,6 +280,7 @@ class Pipeline:
     def _eval(self) -> None:
         options = evaluation.Options(
             data=tuple(self.work.eval),
+            field=self.work.field,
             device=str(self.machine.device),
             cache_dir=self.begun / "logits",
             command=self.command,
@@ -283,9 +304,10 @@ class Pipeline:
 
 
 def _content(name: str) -> str:
-    """What identifies a text: the hash of a file, the name of a data set."""
-    path = Path(name).expanduser()
-    return file_sha256(path) if path.is_file() else name
+    """What identifies a text: the hash of a file, the name of a data set; and its weight."""
+    plain, weight = weighted(name)
+    path = Path(plain).expanduser()
+    return (file_sha256(path) if path.is_file() else plain) + ("" if weight is None else f"={weight!r}")
 
 
 def _static(run: Pipeline) -> bool:

@@ -13,38 +13,31 @@ format, times E||W x||^2 of inputs that do not depend on each other. It counts I
 into several weights and all of their rows, and more where codes come by error feedback, which leaves GPTQ_SHARE of the
 weights' part and all of the inputs'.
 
-*Measured*: the KL divergence to the float model with that group alone quantized. The model is loaded once, in float32;
-a group's weights are replaced by their decode, the text is scored, and the weights are put back. Each number goes to a
-JSON-lines file when it is known, so an interrupted run continues. Inputs of linear layers stay as they are: only the
-weights' part of the cost is measured.
+    both sides   cost = sum_r mean_m 1/2 E[g]^2 (W - What) H (W - What)^T, summed over rows
+
+Weights whose inputs will be rotated are compared rotated, with the moments of rotated inputs.
+
+The last is for statistics that know how much the model minds an error at each output (``calibrate --moments kl``): the
+KL divergence that the error causes, to second order, outputs taken as independent (``calibration/reverse.py``). It
+compares layers by what they cost the model. What is measured with the model instead is in ``measure.py``.
 """
 
-import json
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from ptqpipe.algorithms import gathered_bytes, output_error
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.evaluation.kept_logits import KeptLogits
-from ptqpipe.evaluation.scores import score
-from ptqpipe.evaluation.text import read_text
 from ptqpipe.inputs import InputStatistics
-from ptqpipe.plan import Unit
+from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import option_size, option_size_above
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.rotation import rotated
 from ptqpipe.runtime.activations import InputQuantizer
-from ptqpipe.runtime.find_weight import find_place
-from ptqpipe.runtime.loading import default_length, load_model, load_tokenizer, read_config
 from ptqpipe.schemes import Activation, Scheme
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import (
@@ -91,6 +84,11 @@ def choose_moment(stats: Statistics, groups: Iterable[Group]) -> str:
     raise UsageError(f"{stats.path} has no statistics of '{lost}'; calibrate this model")
 
 
+def knows_outputs(stats: Statistics, groups: Iterable[Group]) -> bool:
+    """Whether it is known of every weight how much the model minds an error at each of its outputs."""
+    return all(stats.output_moment(m.module, m.shape[0]) is not None for group in groups for m in group.members)
+
+
 def estimate(
     source: Source,
     groups: Sequence[Group],
@@ -98,14 +96,17 @@ def estimate(
     stats: Statistics | None,
     machine: Machine,
     follows: bool = False,
+    rotations: Mapping[str, int] | None = None,
 ) -> Costs:
-    """The cost of every option but keep.
+    """The cost of every option but keep; in nats of KL divergence where the statistics `knows_outputs`.
 
-    follows  whether codes will come by error feedback: inputs then count more
+    follows    whether codes will come by error feedback: inputs then count more
+    rotations  role -> columns of its inputs that will be rotated together: weights and inputs are compared rotated
 
     NumericsError for damaged weights, UsageError where one unit alone needs more than the machine's memory.
     """
     moment = "" if stats is None else choose_moment(stats, groups)
+    both = stats is not None and knows_outputs(stats, groups)
     jobs = [(group, unit) for group in groups for unit in group.units]
     if not jobs:
         return {}
@@ -122,7 +123,9 @@ def estimate(
 
     def work(job: tuple[Group, Unit]) -> list[_Error]:
         with memory.reserve(needs[job[1].id]):
-            return _unit_errors(source, *job, stats=stats, moment=moment, share=GPTQ_SHARE if follows else 1.0)
+            share = GPTQ_SHARE if follows else 1.0
+            turned = {} if rotations is None else rotations
+            return _unit_errors(source, *job, stats=stats, moment=moment, both=both, share=share, rotations=turned)
 
     errors: list[_Error] = []
     with (
@@ -133,7 +136,7 @@ def estimate(
         for (_, unit), found in zip(jobs, pool.map(work, jobs), strict=True):
             errors += found
             advance(1, unit.id)
-    return _sum(errors, relative=stats is not None)
+    return _sum(errors, relative=stats is not None, both=both)
 
 
 def _bytes(group: Group, unit: Unit, stats: Statistics | None, moment: str) -> int:
@@ -154,27 +157,53 @@ def _cached(unit: Unit) -> bool:
 
 
 def _unit_errors(
-    source: Source, group: Group, unit: Unit, *, stats: Statistics | None, moment: str, share: float
+    source: Source,
+    group: Group,
+    unit: Unit,
+    *,
+    stats: Statistics | None,
+    moment: str,
+    both: bool,
+    share: float,
+    rotations: Mapping[str, int],
 ) -> list[_Error]:
-    weights = [SourceRows(source, m.source, shape=m.shape, cache=_cached(unit)) for m in unit.members]
-    inputs = _inputs(stats, [member.module for member in unit.members], moment)
+    blocks = [rotations.get(member.module.rpartition(".")[2], 0) for member in unit.members]
+    weights = [
+        SourceRows(source, replace(m.source, rotation=block), shape=m.shape, cache=_cached(unit))
+        for m, block in zip(unit.members, blocks, strict=True)
+    ]
+    inputs = _inputs(stats, [member.module for member in unit.members], moment, blocks)
+    roots = [_root(stats, member) if both and stats is not None else None for member in unit.members]
     found = []
     for option in group.options:
         if option.scheme is None:
             continue
         noise = INPUTS * input_noise(option.scheme.activation) / share
-        for member, error, signal in _scheme_errors(weights, inputs, unit, option.scheme, noise):
+        for member, error, signal in _scheme_errors(weights, inputs, roots, unit, option.scheme, noise):
             found.append(_Error(group.id, option.name, role_of(member), member, error, signal))
     return found
 
 
-def _inputs(stats: Statistics | None, modules: Sequence[str], moment: str) -> list[torch.Tensor | None]:
-    """Of every module; what several modules share is read once."""
+def _inputs(
+    stats: Statistics | None, modules: Sequence[str], moment: str, blocks: Sequence[int]
+) -> list[torch.Tensor | None]:
+    """Of every module, whose inputs are rotated by ``blocks`` (0: not); what several modules share is read once."""
     if stats is None:
         return [None] * len(modules)
-    first = {stats.key(module): module for module in reversed(modules)}
-    found = {key: _input(stats, module, moment) for key, module in first.items()}
-    return [found[stats.key(module)] for module in modules]
+    keys = [(stats.key(module), block) for module, block in zip(modules, blocks, strict=True)]
+    first = dict(zip(reversed(keys), reversed(modules), strict=True))
+    found = {key: _rotated(_input(stats, module, moment), key[1]) for key, module in first.items()}
+    return [found[key] for key in keys]
+
+
+def _rotated(moment: torch.Tensor, block: int) -> torch.Tensor:
+    """The moment of rotated inputs: of a full one exactly; else the second moments [K] of inputs whose columns do not
+    depend on each other, which a rotation makes equal in each of its blocks."""
+    if not block:
+        return moment
+    if moment.dim() == 2:
+        return rotated(rotated(moment.double(), block).t(), block).float()
+    return _diagonal(moment).reshape(-1, block).mean(1).repeat_interleave(block)
 
 
 def _input(stats: Statistics, module: str, moment: str) -> torch.Tensor:
@@ -185,9 +214,20 @@ def _input(stats: Statistics, module: str, moment: str) -> torch.Tensor:
     return value
 
 
+def _root(stats: Statistics, member: Member) -> torch.Tensor:
+    """float32 [N, 1]: the root of what an error at each output of a weight costs."""
+    found = stats.output_moment(member.module, member.shape[0])
+    if found is None or not bool(torch.isfinite(found).all()) or bool((found < 0).any()):
+        raise CheckpointError(
+            f"the output moment of '{member.module}' in {stats.path} is not finite or negative; calibrate again"
+        )
+    return found.sqrt().unsqueeze(1)
+
+
 def _scheme_errors(
     weights: Sequence[SourceRows],
     inputs: Sequence[torch.Tensor | None],
+    roots: Sequence[torch.Tensor | None],
     unit: Unit,
     scheme: Scheme,
     noise: float,
@@ -199,8 +239,11 @@ def _scheme_errors(
         h = inputs[member]
         if h is not None:
             w = weights[member].rows(row, row + q.shape[0]).float()
+            error, root = q.dequantize() - w, roots[member]
+            if root is not None:
+                error, w = error * root[row : row + len(w)], w * root[row : row + len(w)]
             by_inputs = noise * output_error(w, _diagonal(h)) if noise else 0.0
-            sums[(member, row)] = (output_error(q.dequantize() - w, h) + by_inputs, output_error(w, h))
+            sums[(member, row)] = (output_error(error, h) + by_inputs, output_error(w, h))
 
     result = quantize_as(weights, unit, scheme, take)
     if inputs[0] is None:
@@ -229,137 +272,15 @@ def input_noise(activation: Activation) -> float:
     return float((quantizer(x) - x).double().square().sum() / x.double().square().sum())
 
 
-def _sum(errors: Sequence[_Error], *, relative: bool) -> dict[tuple[str, str], float]:
-    """Costs of groups from errors of weights; ``relative``: to each weight's own signal, else to its role's mean."""
+def _sum(errors: Sequence[_Error], *, relative: bool, both: bool) -> dict[tuple[str, str], float]:
+    """Costs of groups from errors of weights: half of them where ``both`` sides are known; else ``relative`` to each
+    weight's own signal, or to its role's mean."""
     signals: dict[str, dict[str, float]] = defaultdict(dict)
     for e in errors:
         signals[e.role][e.weight] = e.signal
     mean = {role: sum(of.values()) / len(of) for role, of in signals.items()}
     parts: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for e in errors:
-        scale = e.signal if relative else mean[e.role]
+        scale = 2.0 if both else e.signal if relative else mean[e.role]
         parts[(e.group, e.scheme)][e.role].append(max(0.0, e.error) / scale if scale > 0 else 0.0)
     return {key: sum(sum(v) / len(v) for v in roles.values()) for key, roles in parts.items()}
-
-
-VERSION = 1
-DEFAULT_TOKENS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What to measure on, and where the numbers are kept.
-
-    text     a .txt, .jsonl or .parquet file
-    record   the JSON-lines file: continued where it is of the same run
-    """
-
-    text: Path
-    record: Path
-    tokens: int = DEFAULT_TOKENS
-    seqlen: int | None = None
-
-
-def measure(
-    source: Source,
-    groups: Sequence[Group],
-    measurement: Measurement,
-    *,
-    shown: bool = False,
-    begin: Callable[[], None] = lambda: None,
-) -> tuple[dict[tuple[str, str], float], str]:
-    """(the cost of every option but keep, what the costs are). ``shown``: with a progress bar; ``begin`` is called when
-    all is checked.
-
-    UsageError for a text or a record that does not belong here, CheckpointError for a model that cannot be run.
-    """
-    path = source.reader.path
-    if measurement.tokens < 2:
-        raise UsageError(f"--max-tokens {measurement.tokens}: expected 2 or more")
-    text = read_text(measurement.text, lambda: load_tokenizer(path), max_tokens=measurement.tokens)
-    window = measurement.seqlen or min(default_length(read_config(path)), len(text.tokens))
-    header = {
-        "version": VERSION,
-        "model": source.reader.fingerprint(),
-        "tokens": text.sha256,
-        "window": window,
-        "measure": "mean KL, one group at a time",
-    }
-    known = _read_record(measurement.record, header)
-    todo = [(g, o.scheme) for g in groups for o in g.options if o.scheme and (g.id, o.name) not in known]
-    begin()
-    if todo:
-        model = load_model(path, activations="none")
-        reference = KeptLogits(model, text.tokens, window)
-        bar = counting_bar(len(todo) + len(known), "measurements", shown=shown, done=len(known))
-        with open(measurement.record, "a", encoding="utf-8") as file, bar as advance:
-            if not known and file.tell() == 0:
-                _append(file, header)
-            for group, scheme in todo:
-                with _quantized(model, source, group, scheme):
-                    found = score(model, text.tokens, window=window, reference=reference)
-                assert found.kl is not None
-                kl = float(found.kl.double().mean())
-                known[(group.id, scheme.name)] = max(kl, 0.0)
-                _append(file, {"group": group.id, "scheme": scheme.name, "kl": kl})
-                advance(1, f"{group.id} in {scheme.name}")
-    costs = {(g.id, o.name): known[(g.id, o.name)] for g in groups for o in g.options if o.scheme is not None}
-    name = measurement.text.name
-    return costs, f"mean KL to the float model on {len(text.tokens)} tokens of {name}, one group at a time (measured)"
-
-
-def _append(file: Any, entry: Mapping[str, Any]) -> None:
-    file.write(json.dumps(entry) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _read_record(path: Path, header: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """The measurements of an earlier run; a torn last line is cut off. UsageError where the file is of another run."""
-    if not path.exists():
-        return {}
-    try:
-        raw = read_regular(path, limit=MAX_JSON_BYTES)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}; name another file") from None
-    whole = raw[: raw.rfind(b"\n") + 1]
-    try:
-        lines = [json.loads(line) for line in whole.splitlines()]
-        same = not lines or lines[0] == header
-        known = {(str(e["group"]), str(e["scheme"])): max(float(e["kl"]), 0.0) for e in lines[1:]}
-    except (ValueError, KeyError, TypeError):
-        same, known = False, {}
-    if not same:
-        raise UsageError(f"{path} holds measurements of another model, text or window; remove it, or name another file")
-    if whole != raw:
-        os.truncate(path, len(whole))
-    return known
-
-
-@contextmanager
-def _quantized(model: Any, source: Source, group: Group, scheme: Scheme) -> Iterator[None]:
-    """Meanwhile the group's weights in the model are those that the scheme decodes to."""
-    saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with torch.no_grad():
-        try:
-            for unit in group.units:
-                weights = [SourceRows(source, m.source, shape=m.shape, cache=True) for m in unit.members]
-                for member, weight, decoded in zip(unit.members, weights, _decoded(weights, unit, scheme), strict=True):
-                    original = weight.rows(0, member.shape[0]).float()
-                    place = find_place(model, member, original)
-                    saved.append((place, original))
-                    place.copy_(decoded)
-            yield
-        finally:
-            for place, original in saved:
-                place.copy_(original)
-
-
-def _decoded(weights: Sequence[SourceRows], unit: Unit, scheme: Scheme) -> list[torch.Tensor]:
-    found = [torch.empty(member.shape) for member in unit.members]
-
-    def take(member: int, row: int, q: QTensor) -> None:
-        found[member][row : row + q.shape[0]] = q.dequantize()
-
-    quantize_as(weights, unit, scheme, take)
-    return found

@@ -1,6 +1,6 @@
 """plan: which weights get which format under a budget. A recipe that converts directly, and its exact size.
 
-Sensitivities come from ``cost.py``, the choice from ``solve.py``; this file turns
+Sensitivities come from ``cost.py`` or ``measure.py``, the choice from ``solve.py``; this file turns
 a budget into bytes, asks for the choice, and makes sure that the recipe does what the plan says, to the byte.
 """
 
@@ -19,7 +19,8 @@ from ptqpipe.quantities import bytes_of, disk_size, option_size
 from ptqpipe.recipe import recipe_text
 from ptqpipe.source import Source
 from ptqpipe.stages.common import Machine, check_model, name_of
-from ptqpipe.stages.plan.cost import Costs, Measurement, choose_moment, estimate, measure
+from ptqpipe.stages.plan.cost import Costs, choose_moment, estimate, knows_outputs
+from ptqpipe.stages.plan.measure import Measurement, measure
 from ptqpipe.stages.plan.units import (
     DEFAULT_FORMATS,
     Group,
@@ -113,20 +114,23 @@ def plan_mixed(
     budget: Budget,
     *,
     formats: Sequence[str] = DEFAULT_FORMATS,
-    stats: Path | None = None,
-    measurement: Measurement | None = None,
+    sensitivity: Path | Measurement | None = None,
     machine: Machine | None = None,
     container: str | None = None,
     follows: bool = False,
+    rotations: Mapping[str, int] | None = None,
+    requantize: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> MixedPlan:
     """Chooses a scheme for every group of fused weights.
 
     formats      the candidates, keep among them or not
-    stats        statistics of the inputs: costs are weighted output errors
-    measurement  what to measure instead: KL of the model with one group quantized at a time
+    sensitivity  what costs come from. A folder of statistics: weighted output errors, or KL by gradients.
+                 A measurement: KL of the model with one group quantized at a time. None: errors of the weights
     container    what the recipe says of it; None: nothing, the usual one
     follows      whether codes will come by error feedback though the statistics do not say so
+    rotations    role -> columns of its inputs that the checkpoint rotates together; None: none
+    requantize   whether weights that are stored below 8 bits may get a format that cannot hold their numbers
     log          called with what will be decided, before anything is measured
 
     Raises UsageError for a budget that is too small (with the smallest possible), for statistics of another model, and
@@ -134,12 +138,8 @@ def plan_mixed(
     """
     require_scipy()
     machine = machine or Machine()
-    if stats is not None and measurement is not None:
-        raise UsageError("--stats and --measure are two kinds of sensitivity; give one of them")
-    schemes = schemes_of(formats)
     with Source.open(resolve_source(str(model))) as source:
-        source.check_requantizable()
-        groups = find_groups(source, schemes)
+        groups = find_groups(source, schemes_of(formats), requantize=requantize)
         limits = _Limits.of(source, groups, budget)
         costs: Costs
 
@@ -148,22 +148,29 @@ def plan_mixed(
                 log(_header(source, groups, formats, limits))
 
         options: Mapping[str, str] = {}
-        if measurement is not None:
-            costs, how = measure(source, groups, measurement, shown=machine.progress, begin=begin)
-        elif stats is not None:
-            with Statistics.open(stats) as opened:
+        if isinstance(sensitivity, Measurement):
+            costs, how = measure(source, groups, sensitivity, shown=machine.progress, begin=begin)
+        elif sensitivity is not None:
+            with Statistics.open(sensitivity) as opened:
                 check_model(opened, source)
                 moment = choose_moment(opened, groups)
-                how = f"output error of nearest codes relative to the output, {moment.replace('_', ' ')} of x"
+                how = _how(moment, to_second_order=knows_outputs(opened, groups))
                 options = {"algorithm": "gptq"} if moment == "full_moment" else {"weighting": "diagonal"}
                 follows = follows or moment == "full_moment"
                 begin()
-                costs = estimate(source, groups, stats=opened, machine=machine, follows=follows)
+                costs = estimate(source, groups, stats=opened, machine=machine, follows=follows, rotations=rotations)
         else:
             how = "squared error relative to the mean energy of the role (data-free)"
             begin()
-            costs = estimate(source, groups, stats=None, machine=machine)
+            costs = estimate(source, groups, stats=None, machine=machine, rotations=rotations)
+        stats = sensitivity if isinstance(sensitivity, Path) else None
         return replace(_decide(source, groups, costs, how, limits, options, container), stats=stats)
+
+
+def _how(moment: str, *, to_second_order: bool) -> str:
+    """What costs by statistics mean: of their ``moment`` of inputs and, to second order, of gradients at outputs."""
+    what, of = ("KL divergence to second order", "") if to_second_order else ("output error", " relative to the output")
+    return f"{what} of nearest codes{of}, {moment.replace('_', ' ')} of x"
 
 
 def _header(source: Source, groups: Sequence[Group], formats: Sequence[str], limits: "_Limits") -> str:
@@ -174,18 +181,17 @@ def _header(source: Source, groups: Sequence[Group], formats: Sequence[str], lim
     )
 
 
-def check_budget(model: Path, budget: Budget, formats: Sequence[str]) -> None:
+def check_budget(model: Path, budget: Budget, formats: Sequence[str], *, requantize: bool = False) -> None:
     """UsageError for a budget that is too small, or that the model keeps as it is, and where scipy is missing. Reads
     headers only."""
     require_scipy()
     with Source.open(model) as source:
-        source.check_requantizable()
         if budget.nbytes is not None and budget.nbytes >= source.reader.nbytes:
             raise UsageError(
                 f"--budget {option_size(budget.nbytes)} changes nothing: {model} has {disk_size(source.reader.nbytes)} "
                 "as it is; give a smaller budget"
             )
-        _Limits.of(source, find_groups(source, schemes_of(formats)), budget)
+        _Limits.of(source, find_groups(source, schemes_of(formats), requantize=requantize), budget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,11 +75,13 @@ def schemes_of(names: Sequence[str]) -> tuple[Scheme | None, ...]:
     return found
 
 
-def find_groups(source: Source, schemes: Sequence[Scheme | None]) -> list[Group]:
+def find_groups(source: Source, schemes: Sequence[Scheme | None], *, requantize: bool = False) -> list[Group]:
     """Every group of the weights that a recipe without exceptions would quantize, in the order of the source.
 
-    UsageError where no scheme fits a group, or nothing could be quantized; FormatError for schemes without a layout
-    in common.
+    requantize  whether weights that are stored below 8 bits may get a format that cannot hold their numbers
+
+    UsageError where no scheme fits a group, none holds the numbers of one, or nothing could be quantized; FormatError
+    for schemes without a layout in common.
     """
     recipe = Recipe(tuple(Rule("*", scheme) for scheme in schemes if scheme is not None))
     name = recipe.container_name
@@ -93,8 +95,13 @@ def find_groups(source: Source, schemes: Sequence[Scheme | None]) -> list[Group]
     groups = []
     for key, units in by_group.items():
         given = _given(units, schemes, source)
-        if any(scheme is not None for scheme in given):  # else they are kept whatever the plan says
-            groups.append(_group(key, tuple(units), source, given, container))
+        if not any(given):  # they are kept whatever the plan says
+            continue
+        if not requantize:
+            given = [scheme for scheme in given if scheme is None or _holds(scheme, units, source)]
+            if not any(given):
+                source.check_requantizable()
+        groups.append(_group(key, tuple(units), source, given, container))
     return groups
 
 
@@ -106,6 +113,13 @@ def _given(units: Sequence[Unit], schemes: Sequence[Scheme | None], source: Sour
         return all(recipe.rule_for(member.module)[0] is not None for unit in units for member in unit.members)
 
     return [scheme for scheme in schemes if scheme is None or gives(scheme)]
+
+
+def _holds(scheme: Scheme, units: Sequence[Unit], source: Source) -> bool:
+    """Whether a scheme holds the numbers of these weights where the source stores them below 8 bits: others only add
+    error to them."""
+    low = (source.below_8_bits(member.source.tensor) for unit in units for member in unit.members)
+    return all(fmt is None or scheme.fmt.holds(fmt) for fmt in set(low))
 
 
 def _group(

@@ -208,12 +208,12 @@ def weight_jobs(stored: StoredWeight, source: Source, target: Container, name: s
                 rows_of(piece, origin)  # raises where it cuts blocks
     return [
         MoveWeight(
-            stored.weight if stored.experts is None else f"{stored.weight}[{e}]",
+            stored.key(e),
             group,
             source_bytes=total // len(pieces),
             pieces=tuple(of_one),
         )
-        for e, of_one in enumerate(pieces)
+        for e, of_one in zip(stored.planes, pieces, strict=True)
     ]
 
 

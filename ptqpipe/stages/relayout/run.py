@@ -116,7 +116,7 @@ class Relayout(Rewrite[MoveWeight | CopyTensor]):
         """The record of a weight: that of the source where it is the same weight, with the new hashes. A part of a
         stack that was split has no measured errors of its own."""
         stored = piece.source
-        name = stored.weight if piece.expert is None else f"{stored.weight}[{piece.expert}]"
+        name = stored.key(piece.expert)
         old = self.old_record.get("weights", {}).get(name, {})
         facts = {
             "shape": list(piece.shape),
@@ -195,6 +195,12 @@ def prepare(source: Source, out: Path, *, container: str) -> Relayout:
         raise FormatError(
             f"{thin.weight} has a low-rank part ({thin.scheme.low_rank}), for which {name} has no place; "
             "`ptqpipe dequantize` adds it to the weights, or convert the source without low_rank"
+        )
+    turned = next((weight for weight in source.stored.values() if weight.scheme.rotation), None)
+    if turned is not None and not target.ABILITIES.rotation:
+        raise FormatError(
+            f"{turned.weight} has rotated inputs (blocks of {turned.scheme.rotation}), which no reader of {name} "
+            "rotates; convert the source without --rotate"
         )
     check_disjoint(source.reader.path, out)
     source.reader.check_links()

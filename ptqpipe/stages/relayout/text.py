@@ -12,7 +12,7 @@ def render(done: Done) -> str:
     changed, irreversible = record["decode_rounds_differently"], record["reciprocal_is_not_exact"]
     lines = [
         f"Done: {done.out}: {len(record['weights'])} weights from {done.source_container} to {record['container']}, "
-        f"{len(record['kept'])} tensors kept; {disk_size(done.written_bytes)} in {done.seconds:.1f} s, peak memory "
+        f"{len(record['kept'])} tensors kept; {disk_size(done.written_bytes)} in {done.seconds:.1f} s, peak "
         f"{memory_size(done.peak_rss_bytes)}",
         "codes and block scales have the same bytes",
     ]

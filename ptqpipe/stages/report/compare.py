@@ -29,7 +29,11 @@ def compare(
     _check_one_model(ckpts)
     target, kind = target_of(Path(f"{name_of(ckpts[0])}-and-{len(ckpts) - 1}-more"), out=out, kind=kind)
     files = [find_evaluation(ckpt) for ckpt in ckpts]
-    reports = [gather(ckpt, evaluation=file, machine=machine, log=log) for ckpt, file in zip(ckpts, files, strict=True)]
+    reports = []
+    for ckpt, file in zip(ckpts, files, strict=True):
+        if log is not None:
+            log(f"reading {ckpt}")
+        reports.append(gather(ckpt, evaluation=file, machine=machine))
     notes = _notes(reports)
     write_file(target, render_comparison(reports, kind=kind, notes=notes))
     lines = [_line(report) for report in reports]

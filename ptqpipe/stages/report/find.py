@@ -1,6 +1,5 @@
 """Finds what belongs to a checkpoint: the model that it was made from, and what `ptqpipe eval` wrote for it."""
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from ptqpipe.checkpoint import RECORD_FILE, CheckpointReader
 from ptqpipe.errors import PtqError
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.regular_file import read_json
 from ptqpipe.stages.evaluate.text import default_out
 
 
@@ -68,8 +67,5 @@ def _record(ckpt: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_regular(path, limit=MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    found = read_json(path)
     return found if isinstance(found, dict) else {}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.checkpoint import RECORD_FILE, file_sha256
-from ptqpipe.record import Record
+from ptqpipe.record import Record, text_data
 from ptqpipe.source import Source
 from ptqpipe.stages.common import name_of
 
@@ -60,9 +60,7 @@ def provenance(
 def _data(raw: Mapping[str, Any]) -> str | None:
     """The text that a record's statistics or learned codes are of: files with their hashes, samples."""
     for key in ("statistics", "rounding"):
-        found = raw.get(key)
-        data = found.get("data") if isinstance(found, Mapping) else None
-        if not isinstance(data, Mapping):
+        if (data := text_data(raw, key)) is None:
             continue
         files = data.get("files")
         names = [
@@ -88,8 +86,7 @@ def _learned(raw: Mapping[str, Any]) -> str | None:
     found = raw.get("rounding")
     if not isinstance(found, Mapping):
         return None
-    data = found.get("data")
-    data = data if isinstance(data, Mapping) else {}
+    data = text_data(raw, "rounding")
     parts = [str(found.get("digest") or ""), str(found.get("method") or "")]
     parts += [f"{data.get('samples')} samples of {data.get('seqlen')} tokens"] if data else []
     return ", ".join(part for part in parts if part) or None

@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from ptqpipe.containers import Role, StoredWeight
+from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
+from ptqpipe.measured import prove_weight
 from ptqpipe.record import Record
 from ptqpipe.report import Choice, Histogram, Proof, Weight, WorstBlock
 from ptqpipe.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.source import Origins, Source, SourceRows
 from ptqpipe.stages.common import Machine, counting_bar, layer_of, number_in, role_of
 from ptqpipe.stages.verify.groups import fused_groups
-from ptqpipe.stages.verify.repeat import prove_weight
 
 WORST_SHOWN = 12
 PROOF_WEIGHTS = 64  # at most, spread evenly over the checkpoint
@@ -42,7 +42,7 @@ class Item:
 
     @property
     def name(self) -> str:
-        return self.stored.weight if self.expert is None else f"{self.stored.weight}[{self.expert}]"
+        return self.stored.key(self.expert)
 
 
 def find_items(opened: Source, original: Source | None) -> tuple[list[Item], list[str]]:
@@ -54,9 +54,9 @@ def find_items(opened: Source, original: Source | None) -> tuple[list[Item], lis
         where = None if origins is None else origins.find(stored)
         if origins is not None and where is None:
             lost.append(stored.weight)
-        for expert in range(stored.experts or 1):
-            rows = None if origins is None or where is None else origins.rows(where[expert], stored.shape)
-            items.append(Item(stored, None if stored.experts is None else expert, rows))
+        for expert in stored.planes:
+            rows = None if origins is None or where is None else origins.rows(where[expert or 0], stored.shape)
+            items.append(Item(stored, expert, rows))
     if original is not None and len(lost) == len(opened.stored):
         raise UsageError(f"{original.reader.path} has none of this checkpoint's weights; give the model it was made of")
     if not lost:
@@ -126,13 +126,8 @@ def _calibration(record: Record | None, name: str) -> dict[str, Any]:
 
 
 def _global_scale(opened: Source, item: Item) -> float | None:
-    divisor = item.stored.part(Role.GLOBAL_DIVISOR)
-    part = divisor or item.stored.part(Role.GLOBAL)
-    if part is None:
-        return None
-    values = opened.reader.read(part.name).float().flatten()
-    value = values[item.expert if item.expert is not None and len(values) > 1 else 0]
-    number = float(value if divisor is None else 1.0 / value)
+    values = opened.global_scales(item.stored).tolist()
+    number = values[item.expert if item.expert is not None and len(values) > 1 else 0] if values else math.inf
     return number if math.isfinite(number) else None
 
 

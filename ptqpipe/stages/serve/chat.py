@@ -17,7 +17,7 @@ from typing import Any
 
 from ptqpipe.errors import PtqError, UsageError, one_line
 
-HELP = """/system TEXT  sets the system prompt, for all answers from now on; without TEXT it is shown
+HELP = """/system TEXT  sets the system prompt of all further answers; alone, shows it
 /reset        forgets what was said
 /quit         ends, as Ctrl-D does
 \"\"\"           begins and ends a message of several lines
@@ -170,7 +170,7 @@ class Talk:
 
     def _command(self, name: str, rest: str) -> bool:
         """Does what a line that begins with / asks; False ends the talk."""
-        if name == "/quit":
+        if name in ("/quit", "/exit", "/bye"):
             return False
         if name == "/help":
             self._note(HELP)

@@ -60,6 +60,7 @@ def instructions(url: str, *, chats: bool, key: bool) -> list[str]:
         else {"prompt": "Once upon a time", "max_tokens": 64}
     )
     path = "chat/completions" if chats else "completions"
-    words = ["curl", f"{url}/v1/{path}", "-H", "content-type: application/json", "-d", json.dumps(asked)]
-    header = ' -H "authorization: Bearer $PTQPIPE_API_KEY"' if key else ""
-    return [f"  API reference: {url}/docs", f"  try: {shlex.join(words)}{header}", "  stop: Ctrl-C"]
+    words = [f"curl {url}/v1/{path}", "-H 'content-type: application/json'", f"-d {shlex.quote(json.dumps(asked))}"]
+    words += ['-H "authorization: Bearer $PTQPIPE_API_KEY"'] if key else []
+    call = " \\\n         ".join(words)  # a terminal would break it inside of quotation marks
+    return [f"  API reference: {url}/docs", f"  try: {call}", "  stop: Ctrl-C"]

@@ -18,18 +18,18 @@ from ptqpipe.engine.ranks import Leader, agree, follow
 from ptqpipe.engine.runner import CacheOptions, Runner, check_model
 from ptqpipe.engine.speculative import Drafter
 from ptqpipe.errors import PtqError
+from ptqpipe.machine import resident_bytes
 from ptqpipe.quantities import memory_size
 from ptqpipe.runtime.compiled import use_kernels
 from ptqpipe.runtime.fill import watched
 from ptqpipe.runtime.invariant import make_batch_invariant
 from ptqpipe.runtime.language_model import takes_images
-from ptqpipe.runtime.loading import dtype_of, load, read_config
+from ptqpipe.runtime.loading import dtype_of, load_rank, read_config
 from ptqpipe.runtime.memory import keep_freed_memory
-from ptqpipe.runtime.parallel import RunCollective
+from ptqpipe.runtime.parallel import RunCollective, TensorParallel
 from ptqpipe.server.app import ServerOptions, create_app
 from ptqpipe.server.run import run
 from ptqpipe.stages.common import name_of
-from ptqpipe.stages.common.machine import resident_bytes
 from ptqpipe.stages.serve.checks import context_of, host_names
 from ptqpipe.stages.serve.facts import facts_of, heading, instructions
 from ptqpipe.stages.serve.loading import LoadingBar
@@ -226,13 +226,10 @@ def _runner(
     device = place.device(options.device)
     if device != "cpu":
         torch.cuda.set_device(device)  # of this thread, which computes: Triton's kernels start where it says
-    model = load(
-        options.ckpt,
-        tp=place.size,
-        rank=place.rank,
-        group=None if sums is None else sums.group,
-        all_reduce=None if sums is None else lambda x: sums(x, x),
-        run_collective=_run_collective(overlap, watchdog),
+    group, all_reduce = (None, None) if sums is None else (sums.group, lambda x: sums(x, x))
+    model = load_rank(
+        Path(options.ckpt),
+        TensorParallel(place.size, place.rank, group, all_reduce, _run_collective(overlap, watchdog)),
         dtype=options.dtype,
         packed=options.packed,
         activations="none" if options.activations == "none" else "simulated",

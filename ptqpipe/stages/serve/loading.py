@@ -3,14 +3,12 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
 
-from tqdm import tqdm
-
+from ptqpipe.machine import counting_bar
 from ptqpipe.quantities import disk_size
 
 LINE_S = 2.0  # between two lines
-_FORMAT = "loading {percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt}B {rate_fmt} ETA {remaining}"
 
 
 class LoadingBar:
@@ -26,16 +24,17 @@ class LoadingBar:
         self._log, self._clock = log, clock
         self._terminal = sys.stderr.isatty() if terminal is None else terminal
         self._next = clock() + LINE_S
-        self._bar: Any = None
+        self._bar, self._done = ExitStack(), 0
+        self._advance: Callable[[float, str], None] | None = None
 
     def __call__(self, done: int, total: int) -> None:
         """Shows it."""
         if self._terminal:
-            if self._bar is None:
-                self._bar = tqdm(
-                    total=total, unit_scale=True, unit="B", file=sys.stderr, bar_format=_FORMAT, leave=False
-                )
-            self._bar.update(done - self._bar.n)
+            if self._advance is None:
+                bar = counting_bar(total, "B", shown=True, title="loading", leave=False)
+                self._advance = self._bar.enter_context(bar)
+            self._advance(done - self._done, "")
+            self._done = done
         elif self._clock() >= self._next:
             self._next = self._clock() + LINE_S
             self._log(f"loading ... {100 * done / max(total, 1):.0f} % of {disk_size(total)}")
@@ -44,5 +43,4 @@ class LoadingBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()

@@ -70,7 +70,7 @@ class Place:
 
     def threads(self) -> int:
         """The physical cores less one, for the server, divided among the ranks of this machine; at least 1."""
-        from ptqpipe.stages.common.machine import compute_threads
+        from ptqpipe.machine import compute_threads
 
         return max(1, (compute_threads() - 1) // self.local)
 

@@ -101,7 +101,7 @@ class ServeOptions:
         if self.max_batch_tokens < self.max_seqs:
             raise UsageError(
                 f"--max-batch-tokens {self.max_batch_tokens} is less than --max-num-seqs {self.max_seqs}: a sequence "
-                "needs a token a step"
+                "needs one token per step"
             )
 
 
@@ -128,8 +128,17 @@ def serving(options: ServeOptions, *, log: Log) -> Iterator[str]:
     ``log`` hears of the loading alone, not of what comes after. Raises what `serve` does.
     """
     _check(options, Place())
-    loading, failed = threading.Event(), []
-    with _prepared(options, Place(), [], lambda line: None if loading.is_set() else log(line)) as prepared:
+    from ptqpipe.server.run import READY
+
+    loaded, failed = threading.Event(), []
+
+    def of_loading(line: str) -> None:
+        if line.startswith(READY):
+            loaded.set()
+        if not loaded.is_set():
+            log(line)
+
+    with _prepared(options, Place(), [], of_loading) as prepared:
         lead, listening, template = prepared
 
         def main() -> None:
@@ -143,7 +152,6 @@ def serving(options: ServeOptions, *, log: Log) -> Iterator[str]:
         try:
             while thread.is_alive() and not lead.ready.wait(0.05):
                 pass
-            loading.set()
             if lead.ready.is_set():
                 yield lead.url
         finally:

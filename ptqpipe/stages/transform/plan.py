@@ -15,7 +15,7 @@ from ptqpipe.source import Source
 from ptqpipe.stages.common import CopyTensor, Job
 from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling, grouped
 
-EDGE_KINDS = ("norm", "value", "up")
+EDGE_KINDS = ("norm", "latent", "value", "up")
 TORCH_DTYPES = dict(FLOATS.values())
 
 
@@ -85,7 +85,7 @@ def is_exact(names: Sequence[str], options: TransformOptions, structure: Structu
         scaling = get_scaling(name)
         if not options.powers_of_two and not scaling.ALWAYS_POWERS_OF_TWO:
             return False
-        if structure.norms.offset and "norm" in (options.edges or scaling.EDGES):
+        if structure.norms.offset and {"norm", "latent"} & set(options.edges or scaling.EDGES):
             return False
     return True
 

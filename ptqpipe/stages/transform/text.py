@@ -17,7 +17,7 @@ def render(done: Done) -> str:
     return (
         f"Done: {done.out}: {' then '.join(record['transforms'])}, {len(record['foldings'])} foldings into "
         f"{len(record['weights'])} tensors, {len(record['kept'])} kept; {how}; {disk_size(done.written_bytes)} in "
-        f"{done.seconds:.1f} s, peak memory {memory_size(done.peak_rss_bytes)}"
+        f"{done.seconds:.1f} s, peak {memory_size(done.peak_rss_bytes)}"
     )
 
 

@@ -5,16 +5,16 @@ It runs from the last layer to the first, so its files are usable once that of t
 before that does the pass again.
 """
 
-import contextlib
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
-from ptqpipe.calibration.reverse import Gradients, nbytes, reverse
-from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model
+from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import CheckpointReader, output_errors, write_tensors
 from ptqpipe.stages.common import BASE_BYTES, Machine, counting_bar
@@ -25,13 +25,21 @@ _BLOCK = "."  # where a module's name would be: the block's own output
 
 
 def observe(
-    prepared: Conversion, samples: Samples, spill: Path, machine: Machine, *, held_out: float, seed: int
+    prepared: Conversion,
+    samples: Samples,
+    spill: Path,
+    machine: Machine,
+    *,
+    held_out: float,
+    seed: int,
+    at_head: Callable[[Runner, int], None],
 ) -> Callable[[str], Gradients]:
     """What reads the gradients of a block by its name; they are in files of a folder in ``spill``, made now where they
     are not.
 
     held_out  share of the batches that only judge: their gradients count for nothing
     seed      of the labels
+    at_head   as `reverse_model` calls it, where the pass is made now
     """
     folder = spill / "gradients"
     with output_errors(folder):
@@ -40,47 +48,22 @@ def observe(
     names = [name for name, _ in skeleton.blocks]
     if not _file(folder, names[0]).exists():
         wanted = {m.source.tensor for unit in prepared.outputs.plan.units for m in unit.members}
-        sums = max(nbytes(_outputs(module)) for _, module in skeleton.blocks)
-        runner = Runner.open(
+        found = reverse_model(
             skeleton,
-            samples.windows,
-            held_out=samples.held_out,
+            samples,
+            batches=lambda count: len(divided(count, held_out)[0]),
+            seed=seed,
             device=machine.device,
-            memory_bytes=machine.memory_bytes - BASE_BYTES - sums,
+            memory_bytes=machine.memory_bytes - BASE_BYTES,
             spill=spill,
-            streams=len(names) + 2,
+            modules=partial(linear_modules, wanted=wanted),
+            at_head=at_head,
         )
-        with runner, contextlib.ExitStack() as opened:
-            disk = isinstance(runner.activations, OnDisk)
-
-            def store() -> Activations:
-                made: Activations = OnDisk(spill) if disk else InMemory()
-                opened.callback(made.close)
-                return made
-
-            seen, _ = divided(len(runner.batches), held_out)
-            found = reverse(runner, batches=seen, seed=seed, store=store, modules=lambda b: _modules(b, wanted))
-            with counting_bar(len(names), "layers", shown=machine.progress, title="backwards") as advance:
-                for name, gradients in found:
-                    _write(folder, name, gradients)
-                    advance(1, name)
+        with counting_bar(len(names), "layers", shown=machine.progress, title="backwards") as advance:
+            for name, gradients in found:
+                _write(folder, name, gradients)
+                advance(1, name)
     return lambda name: _read(folder, name)
-
-
-def _modules(block: Block, wanted: set[str]) -> list[str]:
-    """Names in the block of the modules whose weight, a matrix, is made of ``wanted`` tensors."""
-    found = []
-    for name, module in block.module.named_modules():
-        weight = module._parameters.get("weight")
-        origins = block.origins.get(f"{block.name}.{name}.weight", ())
-        if weight is not None and weight.dim() == 2 and origins and wanted.issuperset(origins):
-            found.append(name)
-    return found
-
-
-def _outputs(module: torch.nn.Module) -> list[int]:
-    """At most how many outputs each linear layer of a block has."""
-    return [max(p.shape) for name, p in module.named_parameters() if name.endswith(".weight") and p.dim() == 2]
 
 
 def _file(folder: Path, block: str) -> Path:
@@ -88,8 +71,9 @@ def _file(folder: Path, block: str) -> Path:
 
 
 def _write(folder: Path, block: str, gradients: Gradients) -> None:
+    """The lower half of every matrix: all are symmetric."""
     runs = {_BLOCK: gradients.last} | dict(gradients.outputs)
-    tensors = {f"{block}/{name}/{i}": run for name, found in runs.items() for i, run in enumerate(found)}
+    tensors = {f"{block}/{name}/{i}": _half(run) for name, found in runs.items() for i, run in enumerate(found)}
     growing = folder / "growing"
     write_tensors(growing, tensors)
     with output_errors(folder):
@@ -102,7 +86,22 @@ def _read(folder: Path, block: str) -> Gradients:
         for key in reader.entries:
             of, name, place = key.split("/")
             if of == block:
-                runs.setdefault(name, {})[int(place)] = reader.read(key)
+                runs.setdefault(name, {})[int(place)] = _whole(reader.read(key))
     outputs = {name: [found[i] for i in sorted(found)] for name, found in runs.items()}
     last = outputs.pop(_BLOCK)
     return Gradients(outputs, last)
+
+
+def _half(matrix: torch.Tensor) -> torch.Tensor:
+    """What lies on and below the diagonal of [b, b], in one row."""
+    rows, columns = torch.tril_indices(*matrix.shape)
+    return matrix[rows, columns]
+
+
+def _whole(half: torch.Tensor) -> torch.Tensor:
+    """The symmetric [b, b] of `_half`."""
+    size = (math.isqrt(8 * len(half) + 1) - 1) // 2
+    rows, columns = torch.tril_indices(size, size)
+    found = half.new_empty(size, size)
+    found[rows, columns] = found[columns, rows] = half
+    return found

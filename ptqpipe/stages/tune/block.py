@@ -25,7 +25,7 @@ from ptqpipe.calibration.store import BlockInputs
 from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS, Moments
 from ptqpipe.options import ALGORITHMS
-from ptqpipe.plan import Unit
+from ptqpipe.plan import Member, Slice, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import Rule
 from ptqpipe.runtime.activations import InputQuantizer
@@ -41,7 +41,7 @@ class BlockWork:
     """A decoder layer before its codes are chosen.
 
     units       of the plan whose weights are the block's
-    weights     key -> the matrix [N, K] as the source has it
+    weights     key -> the matrix [N, K] whose codes are chosen: the source's, rotated where its inputs are
     assemblies  of those parameters that are made of nothing but quantized matrices
     quantizers  module of the block (expert of a stack) -> what happens to its input, at the static scale that convert
                 writes
@@ -59,15 +59,14 @@ class BlockWork:
         """Reads the weights of the block's units."""
         tensors = {tensor for found in block.origins.values() for tensor in found}
         units = tuple(u for u in prepared.outputs.plan.units if all(m.source.tensor in tensors for m in u.members))
-        weights = {
-            m.key: SourceRows(prepared.source, m.source, shape=m.shape).rows(0, m.shape[0])
-            for unit in units
-            for m in unit.members
-        }
         members = {m.key: m for unit in units for m in unit.members}
+        weights = {key: _read(prepared, m, m.source) for key, m in members.items()}
+        # The parameters of the float model are not rotated.
+        turned = {key: replace(m.source, rotation=0) for key, m in members.items() if m.source.rotation}
+        plain = weights | {key: _read(prepared, members[key], where) for key, where in turned.items()}
         parameters = {name.removeprefix(f"{block.name}."): t for name, t in _parameters(block, runner).items()}
         origins = {name.removeprefix(f"{block.name}."): found for name, found in block.origins.items()}
-        assemblies = tuple(assemble(parameters, origins, members, weights))
+        assemblies = tuple(assemble(parameters, origins, members, plain))
         return cls(block, prepared, units, weights, assemblies, _quantizers(assemblies, units, prepared))
 
     @property
@@ -110,6 +109,10 @@ class BlockWork:
         return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
 
 
+def _read(prepared: Conversion, member: Member, where: Slice) -> torch.Tensor:
+    return SourceRows(prepared.source, where, shape=member.shape).rows(0, member.shape[0])
+
+
 def by_data(unit: Unit) -> Rule:
     """The unit's rule where it reads moments, else GPTQ with the weighting that `convert --stats` takes."""
     rule = unit.rule
@@ -123,11 +126,13 @@ def nearest(unit: Unit) -> Rule:
 
 def observe(block: Block, runner: Runner, run: Callable[[Callable[[int], None]], None]) -> BlockInputs:
     """Statistics of the block's linear inputs, full moments and those of held-out windows apart, as `calibrate` has
-    them.
+    them, but for quantiles.
 
     run  runs the float block over all batches, and calls what it is given with the number of each before it runs
     """
-    collector = Collector(block.name, block.module, block.origins, block=False, full=True, device=runner.device)
+    collector = Collector(
+        block.name, block.module, block.origins, block=False, full=True, device=runner.device, quantiles=False
+    )
 
     def before(batch: int) -> None:
         collector.holding_out = batch >= runner.held_from
@@ -158,14 +163,14 @@ def _quantizers(
         stacks = a.stacks if a.stacked else ()
         modules |= {key: f"{module}[{expert}].{side}" for stack in stacks for expert, key in enumerate(stack)}
     for unit in units:
-        activation = unit.scheme.activation
-        if activation is Activation.NONE:
+        activation, rotation = unit.scheme.activation, unit.scheme.rotation
+        if activation is Activation.NONE and not rotation:
             continue
         scales = prepared.input_scales.of(unit)
         for member, scale in zip(unit.members, scales, strict=True):
             if member.key in modules:
                 fixed = None if scale is None else float(scale)
-                found.setdefault(modules[member.key], InputQuantizer(activation, fixed))
+                found.setdefault(modules[member.key], InputQuantizer(activation, fixed, rotation=rotation))
     return found
 
 

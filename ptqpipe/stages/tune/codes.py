@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,24 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.runner import Block
-from ptqpipe.checkpoint import BlockFolder, write_tensors
+from ptqpipe.checkpoint import BlockFolder, output_errors, write_tensors
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.rounding import ROUNDING_VERSION, Rounding
 from ptqpipe.stages.common import name_of
 from ptqpipe.stages.convert.run import Conversion
+
+ENDED = "end to end"  # what gradient descent on the whole model has ended with: its entry in the journal
+
+
+def place(folder: BlockFolder, method: str) -> Path:
+    """Where a method's codes of a layer go: where the output grows, or beside it where others are learned from them."""
+    if method != "kl":
+        return folder.paths.growing
+    start = folder.paths.partial / "start"
+    with output_errors(start):
+        start.mkdir(exist_ok=True)
+    return start
 
 
 def write(folder: Path, block: str, codes: Mapping[str, QTensor]) -> dict[str, Any]:
@@ -35,10 +46,10 @@ def write(folder: Path, block: str, codes: Mapping[str, QTensor]) -> dict[str, A
     }
 
 
-def read(folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dict[str, QTensor]:
-    """What a former run has learned of a block."""
+def read(files: Path, folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dict[str, QTensor]:
+    """What a former run has written of a block into the folder ``files``."""
     content = {"weights": folder.done[block.name]["weights"]}
-    with Rounding.of_files(folder.paths.growing, content) as stored:
+    with Rounding.of_files(files, content) as stored:
         return {m.key: stored.of(m.key, unit.scheme.fmt, shape=m.shape) for unit in units for m in unit.members}
 
 
@@ -50,7 +61,8 @@ def content(
     how       the method, its metric where it has one, its share and its settings
     collects  whether tune collected the moments; then GPTQ's codes were started from, which are not the recipe's
     """
-    blocks = folder.done
+    blocks = {name: entry for name, entry in folder.done.items() if name != ENDED}
+    ended = folder.done.get(ENDED)
     source = prepared.source
     return {
         "version": ROUNDING_VERSION,
@@ -61,7 +73,7 @@ def content(
         "recipe": prepared.outputs.recipe.to_json(),
         "statistics": prepared.run_parts.get("statistics"),
         "data": {
-            "files": [asdict(file) for file in samples.files],
+            "files": [file.to_json() for file in samples.files],
             "sha256": samples.sha256,
             "samples": samples.windows.shape[0],
             "seqlen": samples.windows.shape[1],
@@ -73,6 +85,7 @@ def content(
         "share": how["share"],
         **({"start": "gptq"} if collects else {}),
         "settings": how["settings"],
+        **({} if ended is None else {"end_to_end": ended}),
         "blocks": {name: {k: v for k, v in entry.items() if k != "weights"} for name, entry in blocks.items()},
         "weights": {key: entry for block in blocks.values() for key, entry in block["weights"].items()},
     }

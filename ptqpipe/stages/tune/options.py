@@ -1,13 +1,14 @@
 """What tune can be told besides model, recipe and data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ptqpipe.calibration.rounding import Settings
 from ptqpipe.errors import UsageError
 
 METRICS = ("kl", "output")
-METHODS = ("gptq", "layerwise", "gptq+learned", "learned")
+METHODS = ("gptq", "kl", "layerwise", "gptq+learned", "learned")
 SHARE = 0.5
+END_TO_END = Settings(steps=100, rate=0.0015)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +18,12 @@ class TuneOptions:
     seqlen    None: 2048, or the model's positions
     method    of METHODS: what finds the codes. "gptq" goes through the linear layers in the order of the model,
               "layerwise" is GPTQ of each by itself, on the inputs of the float model; "learned" is gradient descent
-    metric    of METRICS, under "gptq": what an error costs. "kl": what it adds to the KL divergence of the model, to
-              second order, by the gradients of a reverse pass; "output": its square at the layer's output. None: "kl"
-              where the method is "gptq" alone
-    share     fraction of the error of earlier layers that each layer compensates for under "gptq": 0 to 1
-    settings  of learned rounding; its share of held-out samples counts for every method
+              on the output of each decoder layer, "kl" that on the KL divergence of the model, after "gptq"
+    metric    of METRICS, under "gptq" and "kl": what an error costs. "kl": what it adds to the KL divergence of the
+              model, to second order, by the gradients of a reverse pass; "output": its square at the layer's output.
+              None: "kl" where the method is "gptq" alone or "kl"
+    share     fraction of the error of earlier layers that each layer compensates for under "gptq" and "kl": 0 to 1
+    settings  of gradient descent; its share of held-out samples counts for every method
     """
 
     samples: int = 128
@@ -36,16 +38,20 @@ class TuneOptions:
     @property
     def by_kl(self) -> bool:
         """Whether errors cost what they add to the model's KL divergence."""
-        return self.method == "gptq" and self.metric != "output"
+        return self.method in ("gptq", "kl") and self.metric != "output"
+
+    @property
+    def follows(self) -> bool:
+        """Whether GPTQ goes through the layers in the order of the model."""
+        return "gptq" in self.method or self.method == "kl"
 
 
-def settings_of(steps: int | None, *, seed: int) -> Settings:
-    """Settings with the usual number of steps for None. UsageError for fewer than one."""
-    if steps is None:
-        return Settings(seed=seed)
-    if steps < 1:
+def settings_of(steps: int | None, *, method: str, seed: int) -> Settings:
+    """The settings of a method, with its usual number of steps for None. UsageError for fewer than one."""
+    usual = END_TO_END if method == "kl" else Settings()
+    if steps is not None and steps < 1:
         raise UsageError(f"--steps {steps} is too few; use 1 or more")
-    return Settings(steps=steps, seed=seed)
+    return replace(usual, steps=usual.steps if steps is None else steps, seed=seed)
 
 
 def check(options: TuneOptions) -> None:
@@ -55,6 +61,6 @@ def check(options: TuneOptions) -> None:
     if options.metric not in (None, *METRICS):
         raise UsageError(f"--metric {options.metric!r} is unknown; use {', '.join(METRICS)}")
     if options.metric == "kl" and not options.by_kl:
-        raise UsageError("--metric kl belongs to --method gptq; leave it out, or use that method alone")
+        raise UsageError("--metric kl belongs to --method gptq and kl; leave it out, or use one of them")
     if not 0.0 <= options.share <= 1.0:
         raise UsageError(f"--share {options.share} is out of range; use 0 (no compensation) to 1 (full compensation)")

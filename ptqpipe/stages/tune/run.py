@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,10 @@ from ptqpipe._version import __version__
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
+from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
 from ptqpipe.calibration.reverse import Gradients
-from ptqpipe.calibration.rounding import Learned, Settings, learn
-from ptqpipe.calibration.runner import MtpBlock, Runner
+from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
+from ptqpipe.calibration.runner import Block, MtpBlock, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint
 from ptqpipe.errors import UsageError
@@ -40,7 +41,7 @@ from ptqpipe.runtime.loading import default_length, read_config
 from ptqpipe.stages.common import BASE_BYTES, Machine, compute_threads, counting_bar, name_of, peak_bytes, threads
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.run import Conversion
-from ptqpipe.stages.tune import backwards, codes as codes_of
+from ptqpipe.stages.tune import backwards, codes as codes_of, end_to_end
 from ptqpipe.stages.tune.block import BlockWork, follow, observe
 from ptqpipe.stages.tune.options import TuneOptions, check
 from ptqpipe.statistics import Statistics
@@ -82,29 +83,44 @@ def tune(
             raise UsageError("tune learns no codes together with a low-rank part; leave low_rank out of the recipe")
         check_disjoint(prepared.source.reader.path, out)
         config = read_config(prepared.source.reader.path)
-        samples = load_samples(
-            data,
-            prepared.source.reader.path,
-            samples=options.samples,
-            seqlen=default_length(config) if options.seqlen is None else options.seqlen,
-            seed=options.seed,
-            field=options.data_field,
-            holdout=None if collects else 0,
-            images=takes_images(config, prepared.source.reader.path),
-        )
+        samples = _samples(prepared, data, options, config, collects=collects)
         if samples.images and options.by_kl:  # the reverse pass takes rows of one length
-            if options.metric == "kl":
-                raise UsageError("--metric kl takes no rows with images; use --metric output, or data without images")
             options = replace(options, metric="output")
+        if options.method == "kl":
+            end_to_end.check(prepared, samples, machine)
         parts = _identity(prepared, samples, options, collects=collects)
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
+        found: dict[str, Likeness] = {}
         with folder, threads(machine.workers if _is_large(prepared) else 1):
             if log is not None:
                 log(with_note(_described(prepared, samples, options), config, images=samples.shown))
-            _run(prepared, samples, folder, options, machine, collects=collects)
+            if codes_of.ENDED not in folder.done:
+                found = _run(prepared, samples, folder, options, machine, collects=collects)
+            if options.method == "kl":
+                end_to_end.improve(prepared, samples, folder, options.settings, machine)
             content = codes_of.content(prepared, samples, _how(options), folder, seed=options.seed, collects=collects)
             folder.finish(content)
-    return Finished(out, content, time.monotonic() - begun, peak_bytes())
+    return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(found)))
+
+
+def _samples(
+    prepared: Conversion, data: Sequence[str], options: TuneOptions, config: Any, *, collects: bool
+) -> Samples:
+    """The rows of the data. UsageError for data that do not fit the model or the method."""
+    path = prepared.source.reader.path
+    samples = load_samples(
+        data,
+        path,
+        samples=options.samples,
+        seqlen=default_length(config) if options.seqlen is None else options.seqlen,
+        seed=options.seed,
+        field=options.data_field,
+        holdout=None if collects else 0,
+        images=takes_images(config, path),
+    )
+    if samples.images and options.metric == "kl":
+        raise UsageError("--metric kl takes no rows with images; use --metric output, or data without images")
+    return samples
 
 
 def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, collects: bool) -> dict[str, str]:
@@ -122,7 +138,7 @@ def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, c
 
 
 def _how(options: TuneOptions) -> dict[str, Any]:
-    metric = {"metric": "kl" if options.by_kl else "output"} if "gptq" in options.method else {}
+    metric = {"metric": "kl" if options.by_kl else "output"} if options.follows else {}
     return {"method": options.method, **metric, "share": options.share, "settings": asdict(options.settings)}
 
 
@@ -145,28 +161,21 @@ def _run(
     machine: Machine,
     *,
     collects: bool,
-) -> None:
+) -> dict[str, Likeness]:
+    """Every layer. Gives how likely the model finds each source of the data."""
+    likely: dict[str, Likeness] = {}
+
+    def look(runner: Runner, batches: int | None = None) -> None:
+        likely.update(likeness_of(runner, samples, batches=batches))
+
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32, images=bool(samples.images))
-    spill, device = folder.paths.partial, machine.device
-    layerwise = options.method == "layerwise"
-    held = options.settings.held_out
+    spill, held = folder.paths.partial, options.settings.held_out
     gradients = (
-        backwards.observe(prepared, samples, spill, machine, held_out=held, seed=options.seed)
+        backwards.observe(prepared, samples, spill, machine, held_out=held, seed=options.seed, at_head=look)
         if options.by_kl
         else lambda name: None
     )
-    held_out = len(samples.held_out) > 0
-    sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out)) if collects else 0
-    runner = Runner.open(
-        skeleton,
-        samples.windows,
-        held_out=samples.held_out,
-        device=device,
-        memory_bytes=machine.memory_bytes - BASE_BYTES - sums,
-        spill=spill,
-        streams=1 if layerwise else 3,
-        images=samples.images,
-    )
+    runner = _open_runner(skeleton, samples, options, machine, spill=spill, collects=collects)
     names = [*runner.names, *(name for name, _ in skeleton.mtp if _quantizes(prepared, skeleton, name))]
     count, done = len(names), sum(name in folder.done for name in names)
     with (
@@ -174,9 +183,10 @@ def _run(
         contextlib.ExitStack() as opened,
         counting_bar(count, "layers", shown=machine.progress, done=done) as advance,
     ):
-        streams = None if layerwise else _Streams.like(runner, spill, opened)
+        streams = None if options.method == "layerwise" else _Streams.like(runner, spill, opened)
         last = runner.mtp_blocks() if count > len(runner.names) else ()
-        for block in itertools.chain(runner.blocks(), last):
+        behind_blocks = () if options.by_kl else _at_head(runner, look)
+        for block in itertools.chain(runner.blocks(), behind_blocks, last):
             on_part = partial(_advance, advance, f"layer {block.index + 1} of {count}")
             found = block.name in folder.done
             if found:
@@ -193,6 +203,33 @@ def _run(
                 known = None if found or behind else gradients(block.name)
                 _tune_block(work, runner, folder, options, streams, known, collects=collects, on_part=on_part)
             block.advance()
+    return likely
+
+
+def _open_runner(
+    skeleton: Skeleton, samples: Samples, options: TuneOptions, machine: Machine, *, spill: Path, collects: bool
+) -> Runner:
+    """Of the float model, with hidden states on disk in ``spill`` where memory is short of them."""
+    held_out = len(samples.held_out) > 0
+    sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out)) if collects else 0
+    return Runner.open(
+        skeleton,
+        samples.windows,
+        held_out=samples.held_out,
+        device=machine.device,
+        memory_bytes=machine.memory_bytes - BASE_BYTES - sums,
+        spill=spill,
+        streams=1 if options.method == "layerwise" else 3,
+        images=samples.images,
+    )
+
+
+def _at_head(runner: Runner, look: Callable[[Runner], None]) -> Iterator[Block]:
+    """No block: runs ``look`` behind the last one, with the head's weights loaded, where there is a head."""
+    if runner.skeleton.head_name is not None:
+        with runner.head():
+            look(runner)
+    yield from ()
 
 
 def _quantizes(prepared: Conversion, skeleton: Skeleton, part: str) -> bool:
@@ -277,13 +314,13 @@ def _tune_block(
 
     if block.name in folder.done:
         run(lambda batch: None)
-        codes = codes_of.read(folder, block, work.units)
+        codes = codes_of.read(codes_of.place(folder, options.method), folder, block, work.units)
     else:
         if not collects:
             run(lambda batch: None)
         start = work.start(observe(block, runner, run) if collects else None)  # whose moments then go
         codes, record = _find(work, options, start, streams, gradients, on_part=on_part)
-        record |= codes_of.write(folder.paths.growing, block.name, codes)
+        record |= codes_of.write(codes_of.place(folder, options.method), block.name, codes)
         folder.commit(block.name, record)
     decoded = {key: q.dequantize() for key, q in codes.items()}
     with torch.no_grad():
@@ -312,7 +349,7 @@ def _find(
     record: dict[str, Any] = {"start_loss": None, "learned_loss": None, "kept": False, "moved": 0.0}
     record["held_out"] = work.block.batches > 1  # else the one batch both learns and judges
     codes: Mapping[str, QTensor] = start
-    if "gptq" in options.method and work.usable:
+    if options.follows and work.usable:
         codes, before, after = follow(
             work,
             start,
@@ -357,10 +394,5 @@ def _learn(
         settings=settings,
         on_step=on_step,
     )
-    codes = {
-        key: QTensor.from_codes(learned.codes[key], q.scales, fmt=q.fmt, global_scale=q.global_scale)
-        if key in learned.codes
-        else q
-        for key, q in start.items()
-    }
+    codes = {k: with_codes(q, learned.codes[k]) if k in learned.codes else q for k, q in start.items()}
     return codes, learned

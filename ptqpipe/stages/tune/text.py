@@ -14,6 +14,7 @@ def to_json(done: Finished) -> dict[str, Any]:
     return {
         "out": str(done.out),
         "digest": done.content["digest"],
+        **({"end_to_end": done.content["end_to_end"]} if "end_to_end" in done.content else {}),
         "blocks": {name: dict(entry) for name, entry in done.content["blocks"].items()},
         "seconds": done.seconds,
         "peak_rss_bytes": done.peak_rss_bytes,
@@ -34,11 +35,30 @@ def render(done: Finished) -> str:
     left = [weight for entry in blocks.values() for weight in entry["not_learned"]]
     if left:
         lines.append(f"skipped: unsupported parameter layout in this model: {', '.join(left)}")
+    lines += [*_end_to_end(done.content.get("end_to_end")), *done.told]
     lines.append(
-        f"Done: {done.out}: {len(done.content['weights'])} weights in {done.seconds:.1f} s, peak memory "
+        f"Done: {done.out}: {len(done.content['weights'])} weights in {done.seconds:.1f} s, peak "
         f"{memory_size(done.peak_rss_bytes)}"
     )
     return "\n".join(lines)
+
+
+def _end_to_end(found: Mapping[str, Any] | None) -> list[str]:
+    """What gradient descent on the whole model gave, on each text that judged it."""
+    if found is None:
+        return []
+    if not found["best"]:
+        return [
+            f"end to end, {found['steps']} steps: no codes lowered the KL divergence on "
+            f"{' and '.join(found['start'])} both; the start is kept"
+        ]
+    texts = [
+        f"{name} {1e3 * before:.4g} -> {1e3 * found['result'][name]:.4g}" for name, before in found["start"].items()
+    ]
+    return [
+        f"end to end, step {found['best']} of {found['steps']}: KL divergence x 1000 on {', '.join(texts)}; "
+        f"{found['moved']:.2%} of the codes moved"
+    ]
 
 
 def _row(name: str, entry: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ from ptqpipe.stages.common import (
     with_reasons,
 )
 from ptqpipe.stages.verify.findings import Findings
-from ptqpipe.stages.verify.structure import chunks, compare_decoded
+from ptqpipe.stages.verify.structure import compare_decoded
 
 SUM_TOLERANCE = 1e-9  # float64 sums of up to 2^33 positive terms in another order differ by less
 
@@ -49,11 +49,7 @@ _DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp
 
 def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
     """The record lists exactly what is stored: quantized weights, kept tensors, the container."""
-    stored = {
-        name if weight.experts is None else f"{name}[{expert}]"
-        for name, weight in ckpt.stored.items()
-        for expert in range(weight.experts or 1)
-    }
+    stored = {weight.key(expert) for weight in ckpt.stored.values() for expert in weight.planes}
     plain = set(ckpt.plain)
     claims = set(record.weights)
     if record.plain:  # decoded weights, and those that a transform changed, are tensors like others
@@ -102,8 +98,8 @@ def _file_hash(path: Path) -> str:
 
 def check_hashes(ckpt: Source, weight: str, expert: int | None, claim: Claim, findings: Findings) -> None:
     """The sha256 of every part of a stored weight."""
-    name = weight if expert is None else f"{weight}[{expert}]"
     stored = ckpt.stored[weight]
+    name = stored.key(expert)
     roles = {part.role.value for part in stored.parts}
     for role in sorted(roles ^ claim.sha256.keys()):
         findings.fault(
@@ -121,22 +117,14 @@ def part_sha256(reader: CheckpointReader, part: Part, expert: int | None, expert
     start, stop = 0, total
     if part.stacked and expert is not None and experts:
         start, stop = total // experts * expert, total // experts * (expert + 1)
-    return range_sha256(reader, part.name, start, stop)
-
-
-def range_sha256(reader: CheckpointReader, name: str, start: int, stop: int) -> str:
-    """sha256 of bytes [start, stop) of a tensor."""
-    digest = hashlib.sha256()
-    for _, raw in chunks(reader, name, start, stop):
-        digest.update(raw)
-    return digest.hexdigest()
+    return reader.sha256(part.name, start=start, stop=stop)
 
 
 def check_kept_hash(ckpt: Source, name: str, record: Record, findings: Findings) -> None:
     """The sha256 of a kept tensor."""
     claimed = record.kept.get(name)
     nbytes = ckpt.reader.entries[name].nbytes
-    if claimed is not None and (range_sha256(ckpt.reader, name, 0, nbytes), nbytes) != claimed:
+    if claimed is not None and (ckpt.reader.sha256(name), nbytes) != claimed:
         findings.fault("record", name, f"is not what {RECORD_FILE} describes: its sha256 differs")
 
 
@@ -347,7 +335,7 @@ def check_float_tensor(ckpt: Source, source: Source | None, name: str, record: R
     if (claim.get("shape"), dtype) != (list(entry.shape), entry.dtype):
         message = f"is {dtype} {claim.get('shape')} in {RECORD_FILE}, stored is {entry.dtype} {list(entry.shape)}"
         findings.fault("record", name, message)
-    if claim.get("sha256") != range_sha256(ckpt.reader, name, 0, entry.nbytes):
+    if claim.get("sha256") != ckpt.reader.sha256(name):
         findings.fault("record", name, f"is not what {RECORD_FILE} describes: its sha256 differs")
     if source is None or name not in source.stored:
         return

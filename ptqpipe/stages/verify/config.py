@@ -18,6 +18,7 @@ from ptqpipe.containers import (
     short_json,
 )
 from ptqpipe.errors import CheckpointError, PtqError
+from ptqpipe.families import check_config as check_names, doubts
 from ptqpipe.patterns import expression
 from ptqpipe.plan import conv1d_leaves, is_matrix
 from ptqpipe.recipe import failing_facts
@@ -56,6 +57,15 @@ def check_config(ckpt: Source, findings: Findings) -> None:
     _check_sparsity(described, findings)
     _check_kept_modules(ckpt, described, findings)
     _check_hf_quant_config(ckpt, files[HF_QUANT_CONFIG], (expected or {}).get(HF_QUANT_CONFIG), findings)
+
+
+def check_model(ckpt: Source, findings: Findings) -> None:
+    """The config of the model against the names and shapes of its tensors. CheckpointError where they contradict each
+    other."""
+    config = ckpt.reader.config
+    for line in doubts(config, ckpt.tensors):
+        findings.note("config", "config.json", line)
+    check_names(config, ckpt.tensors)
 
 
 def _check_hf_quant_config(

@@ -1,4 +1,4 @@
-"""Our own output made once more from its record and its source, and block scales proven optimal by brute force.
+"""Our own output made once more from its record and its source.
 
 The record names the recipe, so the whole plan follows from it and the source's headers: every name, dtype, shape, place
 and config key of the checkpoint is compared with it. Then the searches and kernels that wrote the checkpoint run again,
@@ -8,8 +8,7 @@ brute force (``search/proof.py``) find that.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +16,17 @@ import torch
 from ptqpipe.checkpoint import RECORD_FILE, run_id_of
 from ptqpipe.containers import Role
 from ptqpipe.errors import CheckpointError
+from ptqpipe.measured import prove_joint
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.record import Claim, Record, object_of, text_of
-from ptqpipe.search.enlarged import enlarge
-from ptqpipe.search.proof import Optimality, cost, prove
-from ptqpipe.source import Source, SourceRows, row_runs
+from ptqpipe.search.proof import Optimality
+from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import LARGEST, Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.statistics import Statistics
 
-SCORE_BUDGET = 1 << 25  # scored elements per weight, when sampling
 # Relative: a low-rank part from another processor's eigenvectors, rounded otherwise here and there.
 LOW_RANK_TOLERANCE = 1e-4
 
@@ -150,7 +148,7 @@ def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings:
     """Every static input scale is the one that the record claims; without statistics that is the recipe's constant."""
     roles: Sequence[Role] = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
     measured = isinstance(record.raw.get("statistics"), Mapping)
-    for name, stored in ckpt.stored.items():
+    for stored in ckpt.stored.values():
         largest = LARGEST.get(stored.scheme.activation)
         if largest is None:
             continue
@@ -159,85 +157,13 @@ def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings:
             if part.role not in roles:
                 continue
             for expert, value in enumerate(ckpt.reader.read(part.name).float().reshape(-1)):
-                claim = record.weights.get(name if stored.experts is None else f"{name}[{expert}]")
+                claim = record.weights.get(stored.key(None if stored.experts is None else expert))
                 own = claim.input_scale if claim is not None else None
                 claimed = constant if not measured else torch.tensor(own or 0.0)
                 wanted = 1.0 / claimed if part.role is Role.INPUT_GLOBAL_DIVISOR else claimed
                 if not torch.equal(value, wanted):
                     given = f"is {value.item():.9g}, {'the record' if measured else 'the recipe'} gives"
                     findings.fault("scales", part.name, f"{given} {wanted.item():.9g}")
-
-
-# --- Brute force
-
-
-def prove_weight(
-    ckpt: Source, weight: str, rows: SourceRows, *, expert: int | None, sample_blocks: int | None, factor: float = 1.0
-) -> Optimality:
-    """Proves the scales of ``sample_blocks`` blocks of a stored weight (``search/proof.py``); of all of them for None.
-
-    Whole rows of blocks, spread evenly from top to bottom. ``factor``: what the weights were multiplied by before.
-    """
-    stored = ckpt.stored[weight]
-    fmt = stored.scheme.fmt
-    grid = fmt.scale_shape(stored.shape)
-    height, width = fmt.block_extent(stored.shape)
-    lines = _sampled_lines(grid, cost(fmt, height * width), sample_blocks)
-    total = grid[0] * grid[1]
-    proofs = (
-        prove(q.multiplying(), enlarge(w, factor), at, total=total)
-        for at, q, w in _lines(ckpt, weight, expert, lines, rows)
-    )
-    return sum(proofs, Optimality(0, total))
-
-
-def prove_joint(ckpt: Source, members: Sequence[tuple[str, SourceRows]]) -> Optimality:
-    """One scale for several weights (FP8 per tensor over a fused group): scored as the one block that they are."""
-    runs = [(q, rows.rows(0, q.shape[0])) for weight, rows in members for q in [ckpt.quantized(weight)]]
-    first = runs[0][0]
-    if any(not torch.equal(q.scales, first.scales) for q, _ in runs):
-        return Optimality(1, 1, worse=1, first=(0, 0))
-    shape = (sum(q.shape[0] for q, _ in runs), first.shape[1])
-    joint = replace(first, shape=shape, data=torch.cat([q.data for q, _ in runs]), low_rank=None)
-    return prove(joint.multiplying(), torch.cat([w for _, w in runs]), [0], total=1)
-
-
-def _sampled_lines(grid: tuple[int, int], cost: int, sample_blocks: int | None) -> list[int]:
-    """Rows of the scale grid to check, spread evenly."""
-    if sample_blocks is None:
-        return list(range(grid[0]))
-    blocks = min(sample_blocks, max(1, SCORE_BUDGET // cost))
-    count = min(grid[0], max(1, blocks // grid[1]))
-    return sorted({(2 * i + 1) * grid[0] // (2 * count) for i in range(count)})
-
-
-def _lines(
-    ckpt: Source, weight: str, expert: int | None, lines: list[int], rows: SourceRows
-) -> Iterator[tuple[list[int], QTensor, torch.Tensor]]:
-    """(rows of the scale grid, their QTensor, their weights) of these rows of blocks.
-
-    Single rows are gathered into one matrix: scoring has a cost per call.
-    """
-    stored = ckpt.stored[weight]
-    fmt, shape = stored.scheme.fmt, stored.shape
-    height, grid = fmt.block_extent(shape)[0], fmt.scale_shape(shape)
-    if fmt.shares_rows:  # its columns are blocks of all rows
-        runs = [(0, shape[0])]
-    elif len(lines) == grid[0]:
-        runs = row_runs(shape, fmt)
-    else:
-        runs = [(line * height, min((line + 1) * height, shape[0])) for line in lines]
-    found = (
-        (start, q, rows.rows(start, start + q.shape[0])) for start, q in ckpt.runs(weight, expert=expert, runs=runs)
-    )
-    if height > 1 or len(lines) == grid[0]:
-        for start, q, w in found:
-            yield list(range(start // height, -(-(start + q.shape[0]) // height))), q, w
-    else:
-        pieces = list(found)
-        data, scales = (torch.cat([getattr(q, name) for _, q, _ in pieces]) for name in ("data", "scales"))
-        q = replace(pieces[0][1], shape=(len(pieces), shape[1]), data=data, scales=scales, low_rank=None)
-        yield lines, q, torch.cat([w for _, _, w in pieces])
 
 
 def prove_unit(ckpt: Source, source: Source, unit: Unit, claims: Mapping[str, Claim], findings: Findings) -> None:

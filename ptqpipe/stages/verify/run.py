@@ -198,6 +198,7 @@ def _check_headers(run: _Run) -> None:
     checks: list[tuple[str, str, Callable[[], None]]] = [
         ("index", "the index", lambda: structure.check_sizes(ckpt, findings)),
         ("config", "config.json", lambda: config.check_config(ckpt, findings)),
+        ("config", "config.json", lambda: config.check_model(ckpt, findings)),
         ("scales", "global scales", lambda: groups.check_scalars(ckpt, findings)),
         ("groups", "fused groups", lambda: _check_groups(run)),
         ("scales", "kv cache", lambda: groups.check_kv_scales(ckpt, findings)),
@@ -275,12 +276,11 @@ def _jobs(run: _Run) -> list[_Job]:
     jobs: list[_Job] = []
     for stored in run.ckpt.stored.values():
         origins = None if run.origins is None else run.origins.find(stored)
-        for expert in range(stored.experts or 1):
-            number = expert if stored.experts is not None else None
+        for expert in stored.planes:
             rows = None
             if run.origins is not None and origins is not None:
-                rows = run.origins.rows(origins[expert], stored.shape)
-            jobs.append(partial(_weight_job, run, stored, number, rows))
+                rows = run.origins.rows(origins[expert or 0], stored.shape)
+            jobs.append(partial(_weight_job, run, stored, expert, rows))
     jobs += [partial(_kept_job, run, name) for name in run.ckpt.plain]
     if run.planned is not None:
         jobs += [partial(_unit_job, run, run.planned, unit) for unit in run.planned.plan.units]
@@ -291,7 +291,7 @@ def _weight_job(
     run: _Run, stored: StoredWeight, expert: int | None, rows: SourceRows | None
 ) -> tuple[Findings, WeightReport | None]:
     found = Findings(run.findings.own, run.findings.chosen)
-    name = stored.weight if expert is None else f"{stored.weight}[{expert}]"
+    name = stored.key(expert)
     reports = [WeightReport(name, stored.scheme.fmt.name, stored.shape)]
 
     def check() -> None:
@@ -308,6 +308,8 @@ def _weight_job(
         reports.append(report)
 
     found.guard("numbers", name, check)
+    if rows is not None:
+        rows.drop()  # the list of jobs keeps it to the end
     return found, reports[-1]
 
 

@@ -5,7 +5,6 @@ except kept tensors of a source that is itself quantized.
 """
 
 import filecmp
-import json
 import math
 import re
 from collections import Counter
@@ -15,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint import OWN_FILES, CheckpointReader, NotFinite
+from ptqpipe.checkpoint import OWN_FILES, NotFinite
 from ptqpipe.containers import StoredWeight, is_kv_scale
-from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
+from ptqpipe.regular_file import read_json
 from ptqpipe.source import Origins, Source
 from ptqpipe.stages.common import CARD, ORIGINAL, is_ours, same_json
 from ptqpipe.stages.verify.findings import Findings
@@ -27,15 +26,6 @@ _ROPE_BUFFER = re.compile(r".*rotary_emb\.inv_freq")
 _TOKENS = re.compile(r"(tokenizer\.json|vocab\.(json|txt)|merges\.txt|added_tokens\.json|.*\.(model|tiktoken))")
 _REWRITTEN = frozenset({"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"})
 _QUANTIZATION = frozenset({"quantization_config", "compression_config"})
-
-
-def chunks(
-    reader: CheckpointReader, name: str, start: int = 0, stop: int | None = None
-) -> Iterator[tuple[int, bytearray]]:
-    """(first byte, bytes) of bytes [start, stop) of a tensor, some megabytes at a time; all of it by default."""
-    end = reader.entries[name].nbytes if stop is None else stop
-    for first in range(start, end, READ_BYTES):
-        yield first, reader.read_bytes(name, start=first, stop=min(first + READ_BYTES, end))
 
 
 def check_fates(ckpt: Source, origins: Origins, findings: Findings) -> None:
@@ -125,7 +115,7 @@ def check_kept_finite(ckpt: Source, name: str, findings: Findings) -> str | None
     Returns how many there are, in words; None for none.
     """
     bad = NotFinite(ckpt.reader.entries[name].dtype)
-    for _, raw in chunks(ckpt.reader, name):
+    for _, raw in ckpt.reader.chunks(name):
         bad.look(torch.frombuffer(raw, dtype=torch.uint8))
     if bad.count:
         findings.note("values", name, f"is copied from the source with {bad.text}")
@@ -134,7 +124,7 @@ def check_kept_finite(ckpt: Source, name: str, findings: Findings) -> str | None
 
 def _compare_bytes(ckpt: Source, source: Source, name: str, origin: str, findings: Findings) -> None:
     total, differing, first = ckpt.reader.entries[name].nbytes, 0, None
-    for (start, ours), (_, theirs) in zip(chunks(ckpt.reader, name), chunks(source.reader, origin), strict=True):
+    for (start, ours), (_, theirs) in zip(ckpt.reader.chunks(name), source.reader.chunks(origin), strict=True):
         if ours != theirs:
             a, b = (torch.frombuffer(raw, dtype=torch.uint8) for raw in (ours, theirs))
             differing += int((a != b).sum())
@@ -146,8 +136,8 @@ def _compare_bytes(ckpt: Source, source: Source, name: str, origin: str, finding
 def compare_decoded(ckpt: Source, source: Source, name: str, findings: Findings) -> None:
     """A weight that the source stores quantized is its decode here, rounded to the dtype that it has."""
     stored = source.stored[name]
-    for expert in [None] if stored.experts is None else range(stored.experts):
-        decoded = source.quantized(name, expert=expert).dequantize()
+    for expert in stored.planes:
+        decoded = stored.plain(source.quantized(name, expert=expert))
         wanted = decoded.t() if stored.transposed else decoded
         found = ckpt.reader.read(name) if expert is None else ckpt.reader.read(name, start=expert, stop=expert + 1)[0]
         bits = (x.contiguous().view(torch.uint8) for x in (found, wanted.to(found.dtype)))
@@ -229,7 +219,7 @@ def _relative(root: Path, files: Iterable[Path]) -> dict[str, Path]:
 
 def _report_file(name: str, path: Path, original: Path, findings: Findings) -> None:
     """Tools that save a tokenizer again reorder its files; what the tokens are must not change."""
-    a, b = _json(path), _json(original)
+    a, b = (read_json(file) if file.suffix == ".json" else None for file in (path, original))
     if findings.chosen:
         findings.fault("files", name, "differs from the source's")
     elif a is None or b is None:
@@ -240,15 +230,6 @@ def _report_file(name: str, path: Path, original: Path, findings: Findings) -> N
         keys = _changed(a, b)
         report = findings.fault if _TOKENS.fullmatch(name) else findings.note
         report("files", name, f"differs from the source's in {', '.join(keys) if keys else 'its content'}")
-
-
-def _json(path: Path) -> Any:
-    if path.suffix != ".json":
-        return None
-    try:
-        return json.loads(read_regular(path, limit=MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def _changed(a: Any, b: Any) -> list[str]:

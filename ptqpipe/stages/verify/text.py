@@ -89,7 +89,7 @@ def render(report: VerifyReport, *, all_faults: bool = False) -> str:
     if report.foreign and report.faults:
         lines = [_not_the_source(report), ""]
     else:
-        lines = [_headline(report), "", *([_weights_table(report.weights), ""] if report.weights else [])]
+        lines = [_headline(report), "", *([_weights_table(report), ""] if report.weights else [])]
     if report.faults:
         lines += ["faults:", *_faults(report.faults, all_faults=all_faults), ""]
     if report.notes:
@@ -124,10 +124,10 @@ def _headline(report: VerifyReport) -> str:
     )
 
 
-def _weights_table(weights: Iterable[WeightReport]) -> str:
+def _weights_table(report: VerifyReport) -> str:
     """Errors by role. Calibrated weights are judged by their output error, which stands first then."""
     groups: dict[tuple[str, str], list[WeightReport]] = defaultdict(list)
-    for weight in weights:
+    for weight in report.weights:
         groups[(role_of(weight.name), weight.format)].append(weight)
     calibrated = any(w.versus_rtn is not None for members in groups.values() for w in members)
     rows = []
@@ -146,11 +146,11 @@ def _weights_table(weights: Iterable[WeightReport]) -> str:
                 "-" if mean is None else number(mean),
                 number(max(errors)) if errors else "-",
                 "-" if versus is None else f"{versus:.3f}",
-                _proof_text(proofs),
+                *([_proof_text(proofs)] if report.optimal else []),
             ]
         )
     header = ["role", "format", "weights", *(["output error"] if calibrated else [])]
-    header += ["SQNR dB", "rel. MSE", "largest", "vs abs-max", "optimal"]
+    header += ["SQNR dB", "rel. MSE", "largest", "vs abs-max", *(["optimal"] if report.optimal else [])]
     lines = [table(header, rows, left=2)]
     if calibrated:
         lines.append("output error: relative to plain rounding to nearest, as recorded in ptqpipe.json")
@@ -158,7 +158,18 @@ def _weights_table(weights: Iterable[WeightReport]) -> str:
         lines.append(
             "SQNR to vs abs-max: errors of the weights, which calibrated codes let grow where inputs are small"
         )
-    return "\n".join(lines)
+    return "\n".join(lines + _unproven(report))
+
+
+def _unproven(report: VerifyReport) -> list[str]:
+    """Why a proof that was asked for is missing of some weights."""
+    missing = [weight for weight in report.weights if weight.optimality is None] if report.optimal else []
+    if not missing:
+        return []
+    if report.source is None:
+        return ["optimal: not proven; the proof needs the weights that CKPT was made from, add --source"]
+    reason = "their scales are not chosen by their own squared error alone (calibration, or one scale for several)"
+    return [f"optimal: {len(missing)} of {len(report.weights)} weights are left out: {reason}"]
 
 
 def _together(members: Iterable[WeightReport]) -> tuple[float, float | None]:

@@ -10,7 +10,7 @@ import torch
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import Role, StoredWeight
 from ptqpipe.formats import get_format
-from ptqpipe.measured import CHANGES, Measured, measure_weight
+from ptqpipe.measured import CHANGES, Measured, measure_weight, prove_weight
 from ptqpipe.qtensor import Illegal, illegal_numbers
 from ptqpipe.quantities import number
 from ptqpipe.record import UNKNOWN, Claim, Record
@@ -18,7 +18,7 @@ from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_hashes, check_numbers
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.stages.verify.groups import scalar_fault
-from ptqpipe.stages.verify.repeat import judge_proof, prove_weight
+from ptqpipe.stages.verify.repeat import judge_proof
 from ptqpipe.stages.verify.text import WeightReport
 
 TOTAL_RATIO = 4.0  # error of a weight over that of abs-max scales: error feedback stays below it
@@ -43,7 +43,7 @@ def check_weight(
 
     optimal        also prove its block scales by brute force, ``sample_blocks`` of them; all for None
     """
-    name = stored.weight if expert is None else f"{stored.weight}[{expert}]"
+    name = stored.key(expert)
     fmt = stored.scheme.fmt
     claim = record.weights.get(name) if record is not None else None
     output = None if claim is None else claim.numbers.get("versus_rtn")
@@ -97,6 +97,9 @@ def _check_claim(stored: StoredWeight, name: str, claim: Claim, found: Findings,
         found.fault("record", name, f"has no {missing[0]} in {RECORD_FILE}")
     elif error is not None and energy is not None:
         check_numbers(name, claim, {"relative_mse": error / energy if energy else 0.0}, found)
+    if claim.entry.get("rotation", 0) != stored.scheme.rotation:
+        claimed = f"has rotation {claim.entry.get('rotation', 0)} in {RECORD_FILE}"
+        found.fault("record", name, f"{claimed}, config.json rotates its inputs by blocks of {stored.scheme.rotation}")
     low, described = stored.scheme.low_rank, claim.entry.get("low_rank")
     ours = None if described is None else (described.get("rank"), described.get("dtype"))
     if ours != (None if low is None else (low.of(stored.shape), low.dtype)):

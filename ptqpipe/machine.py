@@ -233,11 +233,11 @@ def run_jobs(jobs: Sequence[J], do: Callable[[J], None], *, threads: int) -> Non
 
 
 _STAGE: ContextVar[str] = ContextVar("stage", default="")
-_FORMAT = "{desc}{percentage:3.0f}% {bar:10} {amount} {speed}/s ETA {remaining}{postfix}"
-_NARROW = "{desc}{percentage:3.0f}% {amount} {speed}/s ETA {remaining}{postfix}"
-# Columns of a line beside its title, up to the peak of memory: with all that it has, without the memory in use, without
-# the bar. A terminal that is too narrow for one gets the next.
-_ALL, _WITHOUT_MEMORY, _WITHOUT_BAR = 90, 73, 62
+_BAR, _LEAST_BAR = 10, 3  # columns of the bar itself: as a rule, and the fewest for which a long title is not shortened
+_ETA, _MEMORY = len("00:00"), len("mem 1.04 GiB, ")
+_BESIDE = len("100%  /s ETA 00:00, peak 1001 MiB")  # what every line has beside title, bar, amount and speed
+_LEAST_TITLE = 12  # a stage with its number: "[12/14] eval"
+_NOTE = len(" | layer 10 of 80")  # what is under way goes before the memory in use
 
 
 @contextmanager
@@ -251,19 +251,38 @@ def bars_of(title: str) -> Iterator[None]:
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm has no type arguments at run time
-    """tqdm's bar with amounts as all output has them: bytes as 4.50 GB, counts as 24.6k, parts of a layer as 2.4."""
+    """tqdm's bar with amounts as all output has them: bytes as 4.50 GB, counts as 24.6k, parts of a layer as 2.4.
+
+    width  columns of the bar itself, where the time left is below an hour and the speed no longer than usual
+    """
+
+    def __init__(self, width: int, **options: Any) -> None:
+        """``options``: tqdm's, which draws at once."""
+        self.width = width
+        super().__init__(**options)
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What ``_FORMAT`` may name."""
+        """tqdm's, with amount, speed, and a format whose bar gives way to what is longer than usual."""
         found = dict(super().format_dict)
         passed, rate = self.n - self.initial, found["rate"]
         if rate is None and passed and found["elapsed"]:
             rate = passed / found["elapsed"]
-        size = disk_size if self.unit == "B" else _count
-        amount = f"{size(self.n)}/{size(self.total or 0)}" + ("" if self.unit == "B" else f" {self.unit}")
-        speed = disk_size if self.unit == "B" else _rate
-        return found | {"amount": amount, "speed": "?" if rate is None else speed(rate)}
+        speed = "?" if rate is None else (disk_size if self.unit == "B" else _rate)(rate)
+        left = "?" if not rate else tqdm.format_interval(((self.total or 0) - self.n) / rate)
+        width = self.width - max(0, len(left) - _ETA) - max(0, len(speed) - _speed_columns(self.unit))
+        bar = f"{{bar:{width}}} " if width > 1 else ""
+        line = f"{{desc}}{{percentage:3.0f}}% {bar}{{amount}} {{speed}}/s ETA {{remaining}}{{postfix}}"
+        return found | {"amount": _amount(self.n, self.total or 0, self.unit), "speed": speed, "bar_format": line}
+
+
+def _amount(done: float, total: float, unit: str) -> str:
+    size = disk_size if unit == "B" else _count
+    return f"{size(done)}/{size(total)}" + ("" if unit == "B" else f" {unit}")
+
+
+def _speed_columns(unit: str) -> int:
+    return len("99.9 MB" if unit == "B" else "99,999")
 
 
 def _count(value: float) -> str:
@@ -286,7 +305,7 @@ def _columns() -> int:
 
 @contextmanager
 def counting_bar(
-    total: int, unit: str, *, shown: bool, title: str = "", done: int = 0
+    total: int, unit: str, *, shown: bool, title: str = "", done: int = 0, leave: bool = True
 ) -> Iterator[Callable[[float, str], None]]:
     """A bar with the amount, the rate, the time left and memory: the same in every command.
 
@@ -295,17 +314,21 @@ def counting_bar(
     unit   what is counted, in the plural; "B" for bytes
     title  what stands before the bar, after the title of `bars_of`
     done   where it starts: what an earlier run has done. The time left follows from this run alone
+    leave  whether it stays when it is done
 
     Draws nothing when not ``shown``.
     """
     lock = threading.Lock()
-    label, columns = " ".join(word for word in (_STAGE.get(), title[:30]) if word), _columns()
-    narrow = columns < len(label) + _ALL
-    bar_format = _NARROW if columns < len(label) + _WITHOUT_MEMORY else _FORMAT
-    most = max(10, columns - _WITHOUT_BAR)
-    room = max(0, columns - len(label) - (_WITHOUT_MEMORY if narrow else _ALL) - len(" | "))  # for bytes' notes
+    label = " ".join(word for word in (_STAGE.get(), title[:30]) if word)
+    room = _columns() - _BESIDE - len(_amount(total, total, unit)) - _speed_columns(unit) - 1
+    most = max(_LEAST_TITLE, room - _LEAST_BAR - 1 - len(": "))
     label = shorten(label, most, placeholder="", break_on_hyphens=False).rstrip(",") or label[:most]
+    room -= len(label) + len(": ") if label else 0
+    narrow = room < _BAR + 1 + _MEMORY + _NOTE  # no place for the memory in use
+    width = max(0, min(_BAR, room - 1))
+    room -= width + 1 + (0 if narrow else _MEMORY) + len(" | ")  # for notes
     bar: Any = _Bar(
+        width,
         total=total,
         initial=done,
         unit=unit,
@@ -313,7 +336,7 @@ def counting_bar(
         file=sys.stderr,
         smoothing=0.05,
         desc=f"{label}: " if label else None,
-        bar_format=bar_format,
+        leave=leave,
     )
 
     def advance(amount: float, note: str) -> None:
@@ -321,16 +344,23 @@ def counting_bar(
             if shown:
                 current, peak = resident_bytes()
                 memory = f"{'' if narrow else f'mem {memory_size(current)}, '}peak {memory_size(peak)}"
-                if unit == "B" and len(note) > room:  # of a tensor's name the end says which one it is
-                    note = f"..{note[2 - room :]}" if room > 12 else ""
-                words = (memory, note) if unit == "B" or narrow else (note, memory)  # a terminal cuts what is last
-                bar.set_postfix_str(" | ".join(part for part in words if part)[:90], refresh=False)
+                words = (memory, _fitting(note, room)) if unit == "B" or narrow else (_fitting(note, room), memory)
+                bar.set_postfix_str(" | ".join(part for part in words if part), refresh=False)
             bar.update(amount)
 
     try:
         yield advance
     finally:
         bar.close()
+
+
+def _fitting(note: str, room: int) -> str:
+    """A note in so many columns, "" where they are too few. Of a tensor's name the end says which one it is."""
+    if len(note) <= room:
+        return note
+    if " " not in note:
+        return f"..{note[2 - room :]}" if room > 12 else ""
+    return shorten(note, room, placeholder="", break_long_words=False).rstrip(",") if room > 0 else ""
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from ptqpipe.checkpoint import write_file
+from ptqpipe.checkpoint import hub_name, name_of, write_file
 from ptqpipe.errors import one_line
 from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.quantities import disk_size
+from ptqpipe.record import text_data
 from ptqpipe.regular_file import read_regular
 from ptqpipe.source import Source
-from ptqpipe.stages.common.text import name_of
 
 CARD = "README.md"
 ORIGINAL = "README.original.md"  # the source's card, where it is another's and not large
@@ -150,15 +150,6 @@ def _is_causal(source: Source) -> bool:
     return isinstance(found, list) and any("CausalLM" in str(name) for name in found)
 
 
-def hub_name(path: Path) -> str | None:
-    """owner/model of a snapshot in the hub's cache; None for another folder."""
-    snapshots, repository = path.absolute().parent, path.absolute().parent.parent.name
-    if snapshots.name != "snapshots" or not repository.startswith("models--"):
-        return None
-    name = repository.removeprefix("models--").replace("--", "/")
-    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) else None
-
-
 def _code(text: object) -> str:
     """Untrusted text in code style: nothing in it is markup, nor the end of a section."""
     return "`" + one_line(str(text), limit=200).replace("`", "'").replace("<!--", "<!- -") + "`"
@@ -217,7 +208,7 @@ def _elements(entry: Mapping[str, Any]) -> int:
 def _data(record: Mapping[str, Any]) -> str:
     """The text that statistics or learned codes are of."""
     for key in ("statistics", "rounding"):
-        if (data := _texts(record, key)) is not None:
+        if (data := text_data(record, key)) is not None:
             files = [file for file in _list(data.get("files")) if isinstance(file, Mapping)]
             names = ", ".join(_code(file.get("name")) for file in files)
             return _words(f"{data.get('samples')} samples of {data.get('seqlen')} tokens") + f" of {names}"
@@ -258,18 +249,11 @@ _BY_TUNE = ("algorithm", "weighting", "damping", "order", "scales", "refine")  #
 
 def _given(record: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     """The options of a run of several stages that name its text."""
-    data = next((found for key in _FOLDERS if (found := _texts(record, key))), None)
+    data = next((found for key in _FOLDERS if (found := text_data(record, key))), None)
     if data is None:
         return ""
     size = "".join(f" --{key} {data[key]}" for key in ("samples", "seqlen") if isinstance(data.get(key), int))
     return f" --data TEXT{size} --quality {one_line(str(run.get('quality')), limit=20)}"
-
-
-def _texts(record: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    """What an entry of the record says of its text."""
-    found = record.get(key)
-    data = found.get("data") if isinstance(found, Mapping) else None
-    return data if isinstance(data, Mapping) else None
 
 
 def _rule(rule: Mapping[str, Any], method: str = "") -> str:

@@ -1,0 +1,84 @@
+"""How likely a model finds the text that it is calibrated on: the perplexity of each source, in a line.
+
+A model that knows a kind of text loses about as much on it as it expects to lose: the entropy of its own distributions.
+On text of another kind it loses more than it expects, so the difference says without any reference text whether a
+source is like what the model was trained on.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ptqpipe.calibration.data import Samples
+from ptqpipe.calibration.reverse import HEAD_TOKENS
+from ptqpipe.calibration.runner import Runner
+
+WINDOWS = 8  # of each source: a head over a large vocabulary costs about as much as some layers
+UNLIKE = 0.7  # nats a token above the entropy; docs/calibration.md has what was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """Of one source: mean loss and mean entropy in nats a token."""
+
+    loss: float
+    entropy: float
+
+    @property
+    def unlike(self) -> bool:
+        """Whether the model loses much more on it than it expects."""
+        return self.loss - self.entropy > UNLIKE
+
+
+def likeness_of(
+    runner: Runner, samples: Samples, *, share: slice = slice(None), batches: int | None = None
+) -> dict[str, Likeness]:
+    """By the name of each source, on the first `WINDOWS` of its windows. After the last block, inside of `Runner.head`.
+    Empty for samples with images.
+
+    share    which of the samples' windows the runner has
+    batches  how many of the first batches have gone through the blocks; None: all
+    """
+    sums: dict[str, torch.Tensor] = {}  # of loss, of entropy, tokens; float64 [3]
+    left = {file.name: WINDOWS for file in samples.files}
+    origins = iter([] if samples.images else samples.origin[: len(samples.windows)][share].tolist())
+    for batch, ids in enumerate(runner.batches[:batches]):
+        for row, origin in zip(range(len(ids)), origins):  # noqa: B905  # what is held out has no origin here
+            name = samples.files[origin].name
+            if left[name] and ids.shape[1] > 1:
+                left[name] -= 1
+                found = _sums(runner, ids[row : row + 1], runner.activations.get(batch)[row : row + 1])
+                sums[name] = sums.get(name, torch.zeros(3, dtype=torch.float64)) + found
+    return {name: Likeness(*(found[:2] / found[2]).tolist()) for name, found in sums.items()}
+
+
+def _sums(runner: Runner, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Sum of losses, sum of entropies and number of tokens of one window [1, tokens]; float64 [3]."""
+    found = torch.zeros(3, dtype=torch.float64)
+    for start in range(0, ids.shape[1] - 1, HEAD_TOKENS):
+        run = slice(start, min(start + HEAD_TOKENS, ids.shape[1] - 1))
+        with torch.no_grad():
+            logs = runner.logits(ids[:, run], x[:, run].to(runner.device))[0].float().log_softmax(-1)
+        labels = ids[0, run.start + 1 : run.stop + 1].to(logs.device)
+        loss = -logs.gather(1, labels.unsqueeze(1)).double().sum()
+        entropy = -(logs.exp() * logs).double().sum()
+        found += torch.stack([loss, entropy, torch.tensor(float(len(labels)))]).cpu()
+    return found
+
+
+def lines_of(found: Mapping[str, Likeness]) -> list[str]:
+    """All sources in a line, then a warning of each that is unlike what the model knows."""
+    each = ", ".join(f"{name} {_perplexity(one.loss)}" for name, one in found.items())
+    lines = [f"perplexity of the data under the model: {each}"] if found else []
+    return lines + [
+        f"warning: {name} is unlike what the model knows: perplexity {_perplexity(one.loss)}, where it expects "
+        f"{_perplexity(one.entropy)}; calibrate on text like what it will serve, or on its own (--data self, generate)"
+        for name, one in found.items()
+        if one.unlike
+    ]
+
+
+def _perplexity(nats: float) -> str:
+    return f"{math.exp(min(nats, 700)):.3g}"

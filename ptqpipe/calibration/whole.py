@@ -1,0 +1,100 @@
+"""The whole model at once: how far the quantized model's next-token probabilities are from the float model's, and the
+gradient of that.
+
+Every decoder layer is in memory. What the float model's last layer returns is kept of every batch, so that its logits
+cost one product. Going backwards, each layer is run again from what entered it (``torch.utils.checkpoint``), and the
+head goes through a batch in pieces: the activations of one layer and the logits of one piece are in memory at a time.
+It must not know formats, nor what a gradient is for.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ptqpipe.calibration.activations import Activations
+from ptqpipe.calibration.reverse import pieces
+from ptqpipe.calibration.runner import Block, Runner
+from ptqpipe.errors import NumericsError
+
+Layer = Callable[[torch.Tensor, int], torch.Tensor]
+"""(hidden states that enter a quantized layer, number of the batch) -> those that leave it."""
+
+
+class Whole:
+    """Both models on the batches of a runner, all layers in memory. Made by `open`."""
+
+    def __init__(self, runner: Runner, blocks: Sequence[Block], entering: Activations) -> None:
+        """Use `open`."""
+        self.blocks = blocks
+        self.layers: Sequence[Layer] = [block.forward for block in blocks]  # the caller puts the quantized ones here
+        self._runner = runner
+        self._entering = entering
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, runner: Runner, entering: Activations, on_block: Callable[[str], None]) -> Iterator["Whole"]:
+        """Runs the float model over every batch, then loads all layers and the head; uses the runner up.
+
+        entering  an empty place for what enters the first layer; the caller closes it
+        on_block  called with the name of each layer that the float model has run
+        """
+        for block in runner.blocks():
+            if block.index == 0:
+                for batch in range(block.batches):
+                    entering.put(batch, block.inputs(batch))
+            block.advance()
+            on_block(block.name)
+        with runner.whole() as blocks:
+            yield cls(runner, blocks, entering)
+
+    def divergence(self, batches: Sequence[int]) -> float:
+        """Mean KL(float || quantized) of the next-token probabilities over all tokens of some batches, in nats."""
+        with torch.no_grad():
+            found = [self._of(batch, self._last(batch), gradient=False)[0] for batch in batches]
+        return sum(found) / sum(self._runner.batches[batch].numel() for batch in batches)
+
+    def backward(self, batch: int, share: float) -> float:
+        """Adds the gradient of ``share`` times the mean divergence of a batch to whatever the layers depend on, and
+        returns that mean, in nats. NumericsError where they are not finite."""
+        tokens = self._runner.batches[batch].numel()
+        with torch.enable_grad():
+            x = self._last(batch)
+        total, gradient = self._of(batch, x.detach(), gradient=True)
+        if not (total < float("inf") and bool(torch.isfinite(gradient).all())):
+            raise NumericsError(
+                "the gradients of the KL divergence are not finite; check the model's weights and the data, or use "
+                "--method gptq"
+            )
+        x.backward(gradient * (share / tokens))  # type: ignore[no-untyped-call]
+        return total / tokens
+
+    def _last(self, batch: int) -> torch.Tensor:
+        """What the quantized model's last layer returns."""
+        x = self._entering.get(batch).to(self._runner.device)
+        for layer in self.layers:
+            if torch.is_grad_enabled():
+                x = checkpoint(layer, x, batch, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, batch)
+        return x
+
+    def _of(self, batch: int, x: torch.Tensor, *, gradient: bool) -> tuple[float, torch.Tensor]:
+        """(sum of the divergences of a batch whose last hidden states are ``x``, its gradient there)."""
+        runner, total = self._runner, 0.0
+        want, ids = runner.activations.get(batch), runner.batches[batch]
+        found = torch.zeros_like(x)
+        for piece in pieces(x):
+            with torch.no_grad():
+                wanted = runner.logits(ids[piece], want[piece].to(x.device)).float().log_softmax(-1)
+            with torch.set_grad_enabled(gradient):
+                rows = x[piece].detach().requires_grad_(gradient)
+                given = runner.logits(ids[piece], rows).float().log_softmax(-1)
+                loss = (wanted.exp() * (wanted - given)).sum()
+            if gradient:
+                loss.backward()  # type: ignore[no-untyped-call]
+                assert rows.grad is not None
+                found[piece] = rows.grad
+            total += float(loss.detach())
+        return total, found

@@ -1,0 +1,14 @@
+"""Decodes a quantized matrix by the compiled kernel where there is one: the numbers of ``QTensor.dequantize``."""
+
+import torch
+
+from ptqpipe.kernels import cpu
+from ptqpipe.qtensor import QTensor
+
+
+def decoded(q: QTensor) -> torch.Tensor:
+    """float32 [N, K]: ``q.dequantize()``, bit for bit."""
+    if q.data.device.type != "cpu" or q.low_rank is not None or q.zeros is not None or not cpu.available():
+        return q.dequantize()
+    found = cpu.dequantize(q.data, q.scales, q.fmt, q.global_scale, global_divides=q.global_divides)
+    return q.dequantize() if found is None else found

@@ -1,0 +1,47 @@
+"""calibrate --moments kl: how much the model minds an error at each output of its linear layers."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ptqpipe.calibration.data import Samples
+from ptqpipe.calibration.reverse import Gradients, linear_modules, reverse_model
+from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.calibration.store import BlockRecord, write_outputs
+from ptqpipe.checkpoint import BlockFolder
+from ptqpipe.machine import Ranks
+from ptqpipe.source import Source
+from ptqpipe.stages.common import BASE_BYTES, Machine, counting_bar
+
+
+def collect_outputs(
+    source: Source, samples: Samples, output: BlockFolder, machine: Machine, *, ranks: Ranks, seed: int
+) -> BlockRecord | None:
+    """Runs the model backwards, without the held-out samples, and writes what the gradients at the outputs say. Every
+    rank runs its share of the samples; the first one writes, the others return None."""
+    skeleton = Skeleton.of(source, dtype=torch.float32)
+    found = reverse_model(
+        skeleton,
+        replace(samples, held_out=samples.held_out[:0]),
+        batches=lambda count: count,
+        seed=seed,
+        device=machine.device,
+        memory_bytes=machine.memory_bytes - BASE_BYTES,
+        spill=output.paths.partial,
+        modules=linear_modules,
+        of_ranks=(ranks.rank, ranks.world),
+    )
+    shown = machine.progress and ranks.rank == 0
+    with counting_bar(len(skeleton.blocks), "layers", shown=shown, title="backwards") as advance:
+
+        def counted() -> Iterator[tuple[str, Gradients]]:
+            for name, gradients in found:
+                yield name, gradients
+                advance(1, name)
+
+        if ranks.rank != 0:
+            deque(counted(), maxlen=0)
+            return None
+        return write_outputs(output.paths.growing, counted(), skeleton.origins)

@@ -1,0 +1,120 @@
+"""The scales of an FP8 KV cache: one for each layer's keys and one for its values, or one for each head.
+
+Which attention modules there are follows from the source's names, the number of heads from its config, the numbers from
+statistics. Must not know how statistics were made.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptqpipe.algorithms import fp8_scale
+from ptqpipe.checkpoint import CheckpointWriter, TensorSpec
+from ptqpipe.containers import Container, container_names, get_container, kv_scale, quantization_config
+from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.machine import Job
+from ptqpipe.source import Source
+from ptqpipe.stages.common.rewriting import write_whole
+from ptqpipe.statistics import Statistics
+
+CACHE_REASON = "scale of the FP8 kv cache"
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCacheScales(Job):
+    """Writes the scales of the keys and values that an attention module caches."""
+
+    module: str
+    specs: tuple[TensorSpec, TensorSpec]
+
+
+def cache_specs(
+    source: Source, kind: str, container: Container, *, container_name: str
+) -> dict[str, tuple[TensorSpec, TensorSpec]]:
+    """Attention module -> the tensors of its k and v scales, as the container stores them; empty for ``none``.
+
+    UsageError where the container, the config or the source has no room for them.
+    """
+    if kind == "none":
+        return {}
+    style = container.ABILITIES.kv_cache
+    if style is None or not style.written:
+        remedy = " or ".join(_containers(per_head=False))
+        raise UsageError(f"{container_name} cannot store KV-cache scales; use --container {remedy}")
+    heads = _heads(source.reader.config) if kind == "fp8_per_head" else 0
+    if heads and not style.per_head:
+        remedy = " or ".join(_containers(per_head=True))
+        raise UsageError(f"{container_name} has one KV-cache scale per layer; use --kv-cache fp8, or {remedy}")
+    found = {}
+    for name in source.tensors:
+        module, leaf = name.removesuffix(".weight").rpartition(".")[::2]
+        if leaf == "k_proj" and f"{module}.v_proj.weight" in source.tensors:
+            found[module] = (_spec(module, "k", heads, container), _spec(module, "v", heads, container))
+    if not found:
+        raise UsageError("the source has no k_proj and v_proj side by side; leave kv_cache at none")
+    taken = next((spec.name for specs in found.values() for spec in specs if spec.name in source.tensors), None)
+    if taken is not None:
+        raise UsageError(f"the source already has {taken}; leave kv_cache at none to keep its scales")
+    return found
+
+
+def _containers(*, per_head: bool) -> list[str]:
+    """The containers that scales of a KV cache can be written to; ``per_head`` those with one for each head."""
+    styles = {name: get_container(name).ABILITIES.kv_cache for name in container_names()}
+    return [n for n, style in styles.items() if style is not None and style.written and style.per_head >= per_head]
+
+
+def config_with_cache(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The source's config with the scheme of the cache where containers look for one."""
+    if kind == "none":
+        return config
+    strategy = "attn_head" if kind == "fp8_per_head" else "tensor"
+    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False}
+    return {**config, "quantization_config": {**quantization_config(config), "kv_cache_scheme": scheme}}
+
+
+def check_cached(modules: Collection[str], statistics: Statistics | None) -> None:
+    """UsageError where statistics are missing, or have seen no keys and values of a module."""
+    if not modules:
+        return
+    if statistics is None:
+        raise UsageError("kv_cache needs statistics; make them with `ptqpipe calibrate` and give --stats FOLDER")
+    for module in modules:
+        if module not in statistics.attentions:
+            raise UsageError(f"{statistics.path} has no keys and values of '{module}'; calibrate again")
+
+
+def write_scales(
+    module: str, specs: tuple[TensorSpec, TensorSpec], statistics: Statistics, writer: CheckpointWriter
+) -> dict[str, Any]:
+    """Writes both scales of a module; the record's entries of kept tensors."""
+    pairs = zip(specs, statistics.attention(module), strict=True)
+    return {spec.name: write_whole(spec.name, _scales(spec, amax), writer, CACHE_REASON) for spec, amax in pairs}
+
+
+def _scales(spec: TensorSpec, amax: torch.Tensor) -> torch.Tensor:
+    if not bool(torch.isfinite(amax).all()):
+        raise NumericsError(f"{spec.name} would not be finite; calibrate again with --dtype float32")
+    if len(spec.shape) == 3:
+        if len(amax) != spec.shape[0]:
+            raise UsageError(f"{spec.name} has {spec.shape[0]} heads, the statistics {len(amax)}; calibrate this model")
+        return torch.stack([fp8_scale(float(a)) for a in amax])
+    return fp8_scale(float(amax.max()))
+
+
+def _spec(module: str, kind: str, heads: int, container: Container) -> TensorSpec:
+    shape: tuple[int, ...] = (heads, 1, 1) if heads else (1,)
+    part = kv_scale(f"{module}.{kind}_scale", "F32", shape, container=container)
+    assert part is not None
+    return TensorSpec(part.name, part.dtype, part.shape)
+
+
+def _heads(config: Mapping[str, Any]) -> int:
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else config
+    heads = inner.get("num_key_value_heads") or inner.get("num_attention_heads")
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+        raise UsageError(f"config.json has num_key_value_heads {heads!r}, expected a number; use --kv-cache fp8")
+    return heads

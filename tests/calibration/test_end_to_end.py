@@ -1,0 +1,166 @@
+"""Codes by the divergence of a whole model: what is kept, what is refused, and that a stopped run goes on."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from ptqpipe.calibration.activations import InMemory
+from ptqpipe.calibration.end_to_end import PATIENCE, Found, descend
+from ptqpipe.calibration.rounding import Choice, Settings, with_codes
+from ptqpipe.calibration.runner import Runner
+from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.calibration.whole import Whole
+from ptqpipe.errors import NumericsError
+from ptqpipe.source import Source
+from tests.calibration.models import make_model, make_windows
+from tests.calibration.test_rounding import correlated, quantized
+
+SETTINGS = Settings(steps=64, rate=0.02)
+
+
+class Linear:
+    """A model of one matrix: the divergence is the squared error of its output, on inputs of two kinds."""
+
+    def __init__(self) -> None:
+        self.w = torch.randn(24, 64, generator=torch.Generator().manual_seed(2))
+        self.q = quantized(self.w)
+        self.choice = Choice(self.w, self.q)
+        xs = correlated(20, 64, 64, seed=3)
+        self.learned, self.texts = xs[:16], {"same": xs[16:18], "other": xs[18:]}
+        self.saved: list[Mapping[str, torch.Tensor]] = []
+        self.calls = 0
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ (self.choice.weight() - self.w).t()).square().mean()
+
+    def backward(self, batch: int, share: float) -> float:
+        self.calls += 1
+        loss = self.loss(self.learned[batch])
+        (loss * share).backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def judge(self) -> dict[str, float]:
+        with torch.no_grad():
+            return {name: float(torch.stack([self.loss(x) for x in xs]).mean()) for name, xs in self.texts.items()}
+
+    def save(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.saved.append({name: tensor.clone() for name, tensor in tensors.items()})
+
+    def descend(self, state: Mapping[str, torch.Tensor] | None = None, **changes: Any) -> Found:
+        given: dict[str, Any] = {"judge": self.judge, "settings": SETTINGS} | changes
+        return descend(
+            {"w": self.choice},
+            backward=self.backward,
+            batches=range(16),
+            per_step=2,
+            state=state,
+            save=self.save,
+            **given,
+        )
+
+
+def error(model: Linear, codes: torch.Tensor) -> float:
+    """On inputs that neither taught nor judged."""
+    x = torch.cat(correlated(64, 64, 64, seed=3)[20:])
+    return float((x @ (model.w - with_codes(model.q, codes).dequantize()).t()).square().mean())
+
+
+def test_descent_lowers_the_loss_on_inputs_that_neither_taught_nor_judged() -> None:
+    model = Linear()
+    found = model.descend()
+    assert error(model, found.codes["w"]) < 0.6 * error(model, model.q.codes)
+    assert found.best > 0
+    assert found.result.keys() == found.start.keys() == {"same", "other"}
+    assert all(found.result[name] < before for name, before in found.start.items())
+    changed = found.codes["w"] != model.q.codes
+    assert found.moved == pytest.approx(float(changed.float().mean()))
+
+
+def test_codes_that_are_worse_on_one_kind_of_text_are_not_taken() -> None:
+    """Ever better on one kind, ever worse on another: the start stays, and descent ends early."""
+    model = Linear()
+    calls: list[int] = []
+
+    def judge() -> dict[str, float]:
+        calls.append(1)
+        return {"same": 1.0 / len(calls), "other": 1.0 + 1e-3 * len(calls)}
+
+    found = model.descend(judge=judge)
+    assert found.best == 0
+    assert found.result == found.start
+    assert torch.equal(found.codes["w"], model.q.codes)
+    assert found.moved == 0.0
+    assert found.steps == PATIENCE * SETTINGS.steps // 8
+
+
+def test_the_best_codes_are_returned_not_the_last() -> None:
+    model = Linear()
+    judged = iter([1.0, 0.9, 0.5, 0.7, 0.8, 0.9])
+    found = model.descend(judge=lambda: {"same": next(judged)})
+    assert found.best == 2 * SETTINGS.steps // 8
+    assert found.result == {"same": 0.5}
+    again = Linear().descend(settings=SETTINGS)
+    assert not torch.equal(found.codes["w"], again.codes["w"])
+
+
+@pytest.mark.parametrize("saves", [1, 5])
+def test_a_stopped_descent_goes_on_to_the_same_codes(saves: int) -> None:
+    whole, cut = Linear(), Linear()
+    found = whole.descend()
+    go_on = Linear()
+    cut.descend()
+    again = go_on.descend(state=cut.saved[saves - 1])
+    assert torch.equal(again.codes["w"], found.codes["w"])
+    assert (again.start, again.result, again.best) == (found.start, found.result, found.best)
+    assert go_on.calls == whole.calls - saves * 2 * SETTINGS.steps // 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+def moved(whole: Whole, number: int, by: float) -> torch.Tensor:
+    """Makes the quantized layer ``number`` one that adds ``by`` to what the float one returns; what it adds."""
+    added = torch.full((whole.blocks[0].module.self_attn.q_proj.weight.shape[1],), by, requires_grad=True)
+    plain = whole.layers[number]
+    layers = list(whole.layers)
+    layers[number] = lambda x, batch: plain(x, batch) + added * torch.arange(len(added)).sub(8.0)
+    whole.layers = layers
+    return added
+
+
+def test_the_gradient_of_the_whole_model_is_that_of_its_divergence(model: Any) -> None:
+    """Against the difference of divergences, through a layer that others follow, and logits in pieces."""
+    windows = make_windows(samples=3)
+    with (
+        Source.open(model) as source,
+        Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner,
+        Whole.open(runner, InMemory(), lambda name: None) as whole,
+    ):
+        assert whole.divergence([0]) == pytest.approx(0.0, abs=1e-7)
+        plain = whole.layers
+        found = {}
+        for by in (0.01, 0.0101, 0.0099):
+            whole.layers = plain
+            added = moved(whole, 0, by)
+            found[by] = whole.divergence([0])
+            if by == 0.01:
+                assert whole.backward(0, 1.0) == pytest.approx(found[by], rel=1e-5)
+                assert added.grad is not None
+                slope = float(added.grad.sum())
+        assert found[0.01] > 0
+        assert slope == pytest.approx((found[0.0101] - found[0.0099]) / 2e-4, rel=0.02)
+
+
+def test_gradients_that_are_not_finite_are_one_line(model: Any) -> None:
+    with (
+        Source.open(model) as source,
+        Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows(samples=2)) as runner,
+        Whole.open(runner, InMemory(), lambda name: None) as whole,
+    ):
+        moved(whole, 0, float("inf"))
+        with pytest.raises(NumericsError, match=r"not finite; check .* or use --method gptq"):
+            whole.backward(0, 1.0)

@@ -1,0 +1,66 @@
+"""Claims about how likely data are under a model: the loss is transformers' own, and text of another kind is told."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ptqpipe
+from ptqpipe.calibration.likeness import UNLIKE, Likeness, lines_of
+from ptqpipe.options import PipelineOptions, RecipeOptions
+from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
+from ptqpipe.stages.demo import MODEL
+from ptqpipe.stages.pipeline.run import pipeline
+from ptqpipe.stages.tune.options import TuneOptions
+from ptqpipe.stages.tune.run import tune
+
+
+def test_calibrate_tells_the_perplexity_of_each_source(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    known, noise = tmp_path / "known.txt", tmp_path / "noise.txt"
+    known.write_text((Path(MODEL) / "heldout.txt").read_text()[:4000])
+    noise.write_text("".join(chr(33 + (7 * n * n) % 90) for n in range(4000)))
+    options = CalibrateOptions(samples=8, seqlen=16, holdout=0, moments=("diagonal",))
+    done = calibrate(MODEL, [f"{known}=1", f"{noise}=1"], tmp_path / "stats", options=options)
+    assert done is not None
+    line, *warnings = done.told
+    assert line.startswith("perplexity of the data under the model: known.txt ")
+    found = float(line.split("noise.txt ")[1])
+    model = ptqpipe.load_model(MODEL, dtype="fp32")
+    ids = AutoTokenizer.from_pretrained(MODEL)(noise.read_text(), return_tensors="pt")["input_ids"][0]
+    with torch.no_grad():
+        windows = ids[: len(ids) // 16 * 16].view(-1, 16)
+        losses = [float(model(input_ids=one[None], labels=one[None]).loss) for one in windows]
+    assert min(losses) < float(torch.tensor(found).log()) < max(losses)
+    assert [one for one in warnings if one.startswith("warning: noise.txt is unlike what the model knows")]
+
+
+@pytest.mark.parametrize("method", ["gptq", "layerwise"])
+def test_tune_tells_the_same_as_calibrate(method: str, tmp_path: Path) -> None:
+    """By KL divergence it looks before the run backwards, else at the end."""
+    text = tmp_path / "noise.txt"
+    text.write_text("".join(chr(33 + (7 * n * n) % 90) for n in range(4000)))
+    windows = {"samples": 8, "seqlen": 16}
+    of_calibrate = CalibrateOptions(**windows, holdout=0, moments=("diagonal",))
+    known = calibrate(MODEL, [str(text)], tmp_path / "stats", options=of_calibrate)
+    assert known is not None
+    assert len(known.told) == 2
+    done = tune(MODEL, [str(text)], tmp_path / "codes", options=TuneOptions(**windows, method=method))
+    assert done.told == known.told
+
+
+def test_convert_says_once_what_several_stages_see(tmp_path: Path) -> None:
+    text, lines = tmp_path / "known.txt", []
+    text.write_text((Path(MODEL) / "heldout.txt").read_text()[:4000])
+    work = PipelineOptions(data=(str(text),), samples=8, seqlen=16)
+    pipeline(MODEL, recipe=RecipeOptions("nvfp4_w4a4"), out=tmp_path / "out", work=work, say=lines.append)
+    found = [line for line in lines if "perplexity of the data" in line]
+    assert len(found) == 1
+
+
+def test_a_warning_goes_by_what_the_model_expects() -> None:
+    like, unlike = Likeness(3.0, 3.0 - UNLIKE + 0.01), Likeness(3.0, 3.0 - UNLIKE - 0.01)
+    assert lines_of({"a.txt": like}) == ["perplexity of the data under the model: a.txt 20.1"]
+    assert lines_of({"a.txt": unlike})[1].startswith("warning: a.txt is unlike what the model knows: perplexity 20.1")
+    assert lines_of({}) == []

@@ -1,0 +1,191 @@
+"""calibrate --moments kl: what the gradients at outputs say, and `plan` by it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import ptqpipe
+from ptqpipe.calibration.activations import InMemory
+from ptqpipe.calibration.data import load_samples
+from ptqpipe.calibration.reverse import reverse
+from ptqpipe.calibration.runner import Runner
+from ptqpipe.calibration.skeleton import Skeleton
+from ptqpipe.cli import main
+from ptqpipe.errors import CheckpointError
+from ptqpipe.machine import Machine
+from ptqpipe.source import Source
+from ptqpipe.stages.calibrate import run as stage
+from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
+from ptqpipe.stages.plan.run import Budget, plan_mixed
+from ptqpipe.statistics import Statistics
+from tests import tiny
+from tests.calibration.models import make_windows, write_windows
+
+ROWS = 100  # two batches
+OPTIONS = CalibrateOptions(samples=ROWS, seqlen=24, moments=("diagonal", "kl"), holdout=8)
+ONE = Machine(workers=1)
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("source") / "model", tiny.llama())
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_windows(tmp_path_factory.mktemp("text") / "rows.jsonl", make_windows(samples=ROWS + 8))
+
+
+@pytest.fixture(scope="module")
+def stats(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stats") / "stats"
+    calibrate(model, [str(text)], out, options=OPTIONS, machine=ONE)
+    return out
+
+
+def test_they_are_the_diagonals_of_the_reverse_pass(model: Path, text: Path, stats: Path) -> None:
+    """Of the samples that are not held out, for every linear layer but the head."""
+    windows = load_samples([str(text)], model, samples=ROWS, seqlen=24, seed=0, holdout=8).windows
+    with Source.open(model) as source, Runner.open(Skeleton.of(source, dtype=torch.float32), windows) as runner:
+        names = ["self_attn.k_proj", "mlp.down_proj"]
+        found = dict(reverse(runner, batches=2, seed=0, store=InMemory, modules=lambda _block: names))
+    with Statistics.open(stats) as opened:
+        for block, gradients in found.items():
+            for name in names:
+                (whole,) = gradients.outputs[name]
+                known = opened.output_moment(f"{block}.{name}", len(whole))
+                assert known is not None
+                assert torch.equal(known, whole.diagonal())
+        assert opened.output_moment(DOWN, 129) is None
+        assert opened.output_moment("lm_head", 96) is None
+        assert all(opened.output_moment(m, opened_rows(model, m)) is not None for m in opened.modules if "layers" in m)
+        assert opened.content["settings"]["moments"] == ["diagonal", "kl"]
+
+
+def opened_rows(model: Path, module: str) -> int:
+    """Outputs of a module."""
+    return len(load_file(model / "model.safetensors")[f"{module}.weight"])
+
+
+def test_a_run_that_was_stopped_behind_the_reverse_pass_does_not_repeat_it(
+    model: Path, text: Path, stats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, passes = stage.collect_outputs, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        passes.append(1)
+        return real(*args, **kwargs)
+
+    def stops(*_args: Any, **_kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stage, "collect_outputs", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "run_blocks", stops)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(model, [str(text)], tmp_path / "out", options=OPTIONS, machine=ONE)
+    calibrate(model, [str(text)], tmp_path / "out", options=OPTIONS, machine=ONE, mode="resume")
+    assert len(passes) == 1
+    assert tiny.bytes_of(tmp_path / "out") == tiny.bytes_of(stats)
+
+
+KILLED = """
+import os, signal, sys
+from ptqpipe.cli import main
+from ptqpipe.stages.calibrate import outputs
+
+real = outputs.reverse_model
+outputs.BASE_BYTES = 8 << 30  # all of --max-memory: the hidden states lie on disk
+
+
+def dies(*args, **kwargs):
+    for number, found in enumerate(real(*args, **kwargs)):
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield found
+
+
+outputs.reverse_model = dies
+main(sys.argv[1:])
+"""
+
+
+def test_kill_9_inside_the_reverse_pass_and_resume_give_the_bytes_of_an_undisturbed_run(
+    model: Path, text: Path, stats: Path, tmp_path: Path
+) -> None:
+    words = ["calibrate", model, "--data", text, "--samples", ROWS, "--seqlen", 24, "--moments", "diagonal,kl"]
+    words = [*map(str, [*words, "--holdout", 8, "--workers", 1, "-o", tmp_path / "out"])]
+    done = subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "out").exists()
+    refused = CliRunner().invoke(main, words)
+    assert refused.exit_code == 2
+    assert "--resume continues it" in refused.output
+    resumed = CliRunner().invoke(main, [*words, "--resume"])
+    assert resumed.exit_code == 0, resumed.output
+    assert tiny.bytes_of(tmp_path / "out") == tiny.bytes_of(stats)
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_plan_costs_are_kl_to_second_order(model: Path, stats: Path) -> None:
+    """By hand, of nearest codes; without kl they are relative."""
+    plan = plan_mixed(model, Budget(bits=6), sensitivity=stats, machine=ONE)
+    assert plan.how == "KL divergence to second order of nearest codes, second moment of x"
+    w = load_file(model / "model.safetensors")[f"{DOWN}.weight"].float()
+    error = (ptqpipe.quantize(w, "nvfp4").dequantize() - w).double()
+    with Statistics.open(stats) as opened:
+        g, h = opened.output_moment(DOWN, len(w)), opened.of(DOWN).second_moment
+    assert g is not None
+    expected = 0.5 * float(g.double() @ error.square() @ h.double())
+    assert plan.costs[DOWN, "nvfp4"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_damaged_ones_are_one_clear_line(value: float, model: Path, stats: Path, tmp_path: Path) -> None:
+    with Statistics.open(stats) as opened:
+        content = dict(opened.content)
+    folder = tmp_path / "stats"
+    folder.mkdir()
+    for file in stats.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(stats / "outputs.safetensors")
+    tensors[f"{DOWN}.output_moment"][3] = value
+    save_file(tensors, folder / "outputs.safetensors")
+    with pytest.raises(CheckpointError, match=r"outputs\.safetensors"):  # another hash
+        plan_mixed(model, Budget(bits=6), sensitivity=folder, machine=ONE)
+    (folder / "stats.json").write_text(json.dumps({**content, "files": {}}))
+    with pytest.raises(CheckpointError, match=f"the output moment of '{DOWN}' .* is not finite or negative; calibrate"):
+        plan_mixed(model, Budget(bits=6), sensitivity=folder, machine=ONE)
+
+
+@pytest.mark.usefixtures("forks")
+def test_two_processes_give_those_of_one(model: Path, text: Path, stats: Path, tmp_path: Path) -> None:
+    """Labels depend on a window's number alone, so that only the order of sums differs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "ptqpipe", "calibrate", str(model), "--data", str(text), "--samples", str(ROWS), "--holdout", "8"]
+    command += ["--seqlen", "24", "--moments", "diagonal,kl", "-o", str(tmp_path / "two"), "-q"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, timeout=300, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (load_file(folder / "outputs.safetensors") for folder in (stats, tmp_path / "two"))
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.allclose(two[name], value, rtol=1e-4), name
+
+
+def test_statistics_without_them_give_relative_costs(model: Path, text: Path, tmp_path: Path) -> None:
+    options = replace(OPTIONS, moments=("diagonal",))
+    calibrate(model, [str(text)], tmp_path / "stats", options=options, machine=ONE)
+    plan = plan_mixed(model, Budget(bits=6), sensitivity=tmp_path / "stats", machine=ONE)
+    assert plan.how == "output error of nearest codes relative to the output, second moment of x"

@@ -1,0 +1,3 @@
+"""What tests of commands share."""
+
+from tests.hub import hub as hub  # the fixture

@@ -1,0 +1,182 @@
+"""tune --method kl: from folder to checkpoint, stopped at any point, refused."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ptqpipe.api.matrices import load_tensors
+from ptqpipe.calibration.end_to_end import Found
+from ptqpipe.calibration.rounding import Choice, Settings
+from ptqpipe.checkpoint import Finished
+from ptqpipe.cli import main
+from ptqpipe.errors import UsageError
+from ptqpipe.evaluation.text import SAMPLE
+from ptqpipe.formats import get_format
+from ptqpipe.machine import Machine
+from ptqpipe.recipe import RecipeOptions
+from ptqpipe.rounding import Rounding
+from ptqpipe.stages import demo
+from ptqpipe.stages.tune import codes as codes_of, end_to_end, run as tune
+from ptqpipe.stages.tune.options import TuneOptions
+from ptqpipe.stages.tune.text import render
+
+DEMO = Path(demo.__file__).resolve().parent.parent / "demo_model"
+OPTIONS = TuneOptions(samples=40, seqlen=64, method="kl", metric="output", settings=Settings(steps=8, rate=0.02))
+FORMAT = RecipeOptions(scheme="nvfp4_w4a4")
+ONE = Machine(workers=1)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(SAMPLE.read_text(encoding="utf-8")[:30000], encoding="utf-8")
+    return path
+
+
+def run(text: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"recipe": FORMAT, "options": OPTIONS, "machine": ONE} | changes
+    return dict(tune.tune(DEMO, [str(text)], out, **given).content)
+
+
+class Stop(KeyboardInterrupt):
+    """Stands for a kill."""
+
+
+def stopped(home: Any, name: str, number: int, text: Path, out: Path) -> None:
+    """Runs, or goes on, until a function is called for the ``number``-th time."""
+    real, calls = getattr(home, name), []
+
+    def stops(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            raise Stop
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(home, name, stops)
+        with pytest.raises(Stop):
+            run(text, out, mode="resume")
+    assert not out.exists()
+
+
+@pytest.fixture(scope="module")
+def begun(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run into "codes" was stopped before its descent: GPTQ's codes are there."""
+    home = tmp_path_factory.mktemp("begun")
+    stopped(end_to_end, "descend", 1, text, home / "codes")
+    return home
+
+
+@pytest.fixture(scope="module")
+def whole(begun: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = copied(begun, tmp_path_factory.mktemp("whole"))
+    return out, run(text, out, mode="resume")
+
+
+def copied(begun: Path, home: Path) -> Path:
+    shutil.copytree(begun, home, dirs_exist_ok=True)
+    return home / "codes"
+
+
+def test_no_text_gets_worse_and_the_start_stays_where_nothing_is_better(
+    whole: tuple[Path, dict[str, Any]], begun: Path
+) -> None:
+    """Three judgements of codes that a few steps on 2,048 tokens give, at a rate that moves too many of them."""
+    codes, content = whole
+    found = content["end_to_end"]
+    assert content["method"] == "kl"
+    assert found["start"].keys() == {"held-out samples", "sample text"}
+    files = {f"{block}.safetensors" for block in content["blocks"]}
+    assert {file.name for file in codes.iterdir()} == {"rounding.json", *files}
+    assert (found["best"], found["steps"], found["moved"]) == (0, 3, 0.0)
+    assert found["result"] == found["start"]
+    (start,) = begun.glob("**/start")
+    for name in files:
+        assert (codes / name).read_bytes() == (start / name).read_bytes()
+    told = next(line for line in render(Finished(codes, content, 1.0, 1)).splitlines() if "end to end" in line)
+    assert told.startswith("end to end, 3 steps: no codes lowered the KL divergence on held-out samples and sample")
+
+
+def test_the_codes_that_descent_ends_with_are_the_codes_that_are_written(
+    begun: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a descent that moves the codes whose weights are the nearest to half a step away."""
+    wanted: dict[str, torch.Tensor] = {}
+
+    def descend(choices: Mapping[str, Choice], **_: Any) -> Found:
+        for key, choice in choices.items():
+            wanted[key] = choice.moved((choice.place > 0.45) & (choice.step != 0))
+        texts = {"held-out samples": 2e-3, "sample text": 3e-3}
+        return Found(dict(wanted), texts, {name: 0.5 * kl for name, kl in texts.items()}, 8, 7, 0.0123)
+
+    monkeypatch.setattr(end_to_end, "descend", descend)
+    codes, out = copied(begun, tmp_path / "begun"), tmp_path / "out"
+    content = run(text, codes, mode="resume")
+    assert (
+        "end to end, step 7 of 8: KL divergence x 1000 on held-out samples 2 -> 1, sample text 3 -> 1.5; "
+        "1.23% of the codes moved"
+    ) in render(Finished(codes, content, 1.0, 1))
+    done = CliRunner().invoke(main, ["convert", str(DEMO), "--rounding", str(codes), "-o", str(out)])
+    assert done.exit_code == 0, done.output
+    tensors = load_tensors(out)
+    assert wanted.keys() == content["weights"].keys()
+    with Rounding.open(codes) as learned:
+        for name, entry in content["weights"].items():
+            q = learned.of(name, get_format(entry["format"]), shape=tuple(entry["shape"]))
+            assert torch.equal(q.codes, wanted[name])
+            assert torch.equal(tensors[name].dequantize(), q.dequantize())
+    record = json.loads((out / "ptqpipe.json").read_text())
+    assert record["rounding"]["end_to_end"] == content["end_to_end"]
+    assert CliRunner().invoke(main, ["verify", str(out), "--source", str(DEMO)]).exit_code == 0
+
+
+def test_a_run_that_is_stopped_again_and_again_goes_on_to_the_same_codes(
+    begun: Path, whole: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path
+) -> None:
+    """Before the first step, where a state is written, and between two layers that are written."""
+    out = copied(begun, tmp_path / "begun")
+    stopped(end_to_end, "_save", 2, text, out)
+    stopped(codes_of, "write", 2, text, out)
+    again = run(text, out, mode="resume")
+    assert again["digest"] == whole[1]["digest"]
+    assert again["end_to_end"] == whole[1]["end_to_end"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"options": replace(OPTIONS, samples=16)},
+            "judges by samples that it does not learn from.*give more --samples",
+        ),
+        (
+            {"machine": Machine(workers=1, memory_bytes=700 << 20)},
+            "--max-memory 700MiB is too small for --method kl.*or --",
+        ),
+    ],
+    ids=["data", "memory"],
+)
+def test_what_cannot_be_learned_from_is_one_line(
+    changes: dict[str, Any], message: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(end_to_end, "_BYTES", 2000)
+    with pytest.raises(UsageError, match=message):
+        run(text, tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_window_longer_than_the_sample_text_is_one_line(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = tmp_path / "sample.txt"
+    short.write_text("Too short.")
+    monkeypatch.setattr(end_to_end, "SAMPLE", short)
+    with pytest.raises(UsageError, match="less than --seqlen 64; lower it"):
+        run(text, tmp_path / "out")

@@ -1,0 +1,151 @@
+"""Every family whose norms the table knows: factors on all of its edges at once, and rotations, leave transformers' own
+model of it what it was."""
+
+import json
+import shutil
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from ptqpipe.errors import UsageError
+from ptqpipe.families import Norms
+from ptqpipe.families.table import FAMILIES
+from ptqpipe.machine import Machine
+from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
+from ptqpipe.stages.transform.plan import TransformOptions
+from ptqpipe.stages.transform.run import transform
+from ptqpipe.transforms import Structure, find_structure, move_factors, rotate_residual
+from ptqpipe.transforms.folding import Op, apply
+from ptqpipe.transforms.structure import Norm
+from tests import families
+
+# norm, latent, value and up edges, where they are not those of two layers like Llama's; experts have more of the last.
+EDGES: dict[str, tuple[int, int, int, int]] = {
+    "deepseek_v3": (4, 4, 0, 6), "deepseek_v32": (4, 4, 0, 6), "glm_moe_dsa": (4, 4, 0, 6), "minicpm3": (4, 4, 0, 2),
+    "youtu": (4, 4, 0, 2), "arcee": (4, 0, 2, 0), "starcoder2": (4, 0, 2, 0), "jais2": (4, 0, 2, 0),
+    "apertus": (4, 0, 2, 0), "phi": (2, 0, 2, 0), "exaone4": (0, 0, 2, 2), "olmo2": (0, 0, 2, 2),
+    "olmo3": (0, 0, 2, 2), "flex_olmo": (0, 0, 2, 8), "cohere": (2, 0, 2, 2), "cohere2": (2, 0, 2, 2),
+    "cohere2_moe": (2, 0, 2, 8), "gpt2": (24, 0, 12, 0),
+}  # fmt: skip
+# Of two layers one has attention.
+STATES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+
+
+def kinds() -> list[tuple[str, Norms]]:
+    """Model types with their norms; of images and text, the type of the whole."""
+    found: dict[str, Norms] = {}
+    for family in FAMILIES:
+        for name in family.types if family.norms is not None else ():
+            whole = name.removesuffix("_text")
+            alone = transformers.CONFIG_MAPPING[name] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            assert family.norms is not None
+            found[name if alone or whole not in transformers.CONFIG_MAPPING else whole] = family.norms
+    return list(found.items())
+
+
+KINDS = kinds()
+
+
+def make(folder: Path, kind: str) -> Path:
+    """A random model in float64, whose norms and biases are not trivial."""
+    torch.manual_seed(0)
+    config = families.make_config(kind)
+    config.get_text_config().pad_token_id = 0
+    model = auto(config).from_config(config).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(parameter + 0.3 * noise if parameter.dim() == 1 else 0.15 * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def auto(config: Any) -> Any:
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
+
+
+def loaded(folder: Path) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return auto(config).from_pretrained(folder, dtype=torch.float64, **plain).eval()
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(3, 80, (2, 12), generator=torch.Generator().manual_seed(3))
+    found: torch.Tensor = model(input_ids=ids).logits
+    return found
+
+
+def structure_of(folder: Path) -> Structure:
+    shapes = {name: ("F64", tuple(t.shape)) for name, t in load_file(folder / "model.safetensors").items()}
+    return find_structure(shapes, json.loads((folder / "config.json").read_text()))
+
+
+def moved(folder: Path, out: Path, structure: Structure) -> Counter[str]:
+    """Writes the model with random factors on every edge; how many edges of each kind there are."""
+    generator, ops = torch.Generator().manual_seed(9), defaultdict[str, list[Op]](list)
+    edges = [edge for edge in structure.edges if edge.kind != "final"]
+    for edge in edges:
+        for name, op in move_factors(edge, torch.rand(edge.channels, generator=generator, dtype=torch.float64) + 0.5):
+            ops[name].append(op)
+    tensors = load_file(folder / "model.safetensors")
+    for name, found in ops.items():
+        t = tensors[name]
+        planes = [apply(plane, found, expert=e) for e, plane in enumerate(t)] if t.dim() == 3 else []
+        tensors[name] = torch.stack(planes) if planes else apply(t, found)
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file({name: t.contiguous() for name, t in tensors.items()}, out / "model.safetensors", {"format": "pt"})
+    return Counter(edge.kind for edge in edges)
+
+
+@pytest.mark.parametrize(("kind", "norms"), KINDS, ids=[kind for kind, _ in KINDS])
+def test_the_model_stays_what_it_was(tmp_path: Path, kind: str, norms: Norms) -> None:
+    source = make(tmp_path / "source", kind)
+    model, structure = loaded(source), structure_of(source)
+    before = logits(model)
+    assert norms.layer_norm == ignores_a_shift(model, structure)
+    kinds_of_edges = moved(source, tmp_path / "moved", structure)
+    found = tuple(kinds_of_edges[name] for name in ("norm", "latent", "value", "up"))
+    expected = EDGES.get(kind, (4, 0, 1 if kind in STATES else 2, max(2, found[3])))
+    assert found == expected
+    after = logits(loaded(tmp_path / "moved"))
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5 * float(before.abs().max()))  # parts are float32
+    try:
+        rotate_residual.check(structure, 16, untie=True)
+    except UsageError:
+        return
+    options = TransformOptions(apply="rotate_residual", block=16, untie=True, dtype="fp32")
+    tensors = {name: t.float() for name, t in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    transform(source, tmp_path / "rotated", options=options, machine=Machine(workers=1))
+    after = logits(loaded(tmp_path / "rotated"))
+    torch.testing.assert_close(after, before, rtol=0, atol=3e-4 * float(before.abs().max()))
+
+
+def ignores_a_shift(model: Any, structure: Structure) -> bool:
+    """Whether the norms of the residual stream subtract the mean."""
+    norm = next(edge.producer for edge in structure.edges if edge.kind in ("norm", "final"))
+    assert isinstance(norm, Norm)
+    name = norm.weight.removesuffix(".weight").removeprefix("model.").removeprefix("language_model.")
+    module = next(module for each, module in model.named_modules() if f".{each}".endswith(f".{name}"))
+    x = torch.randn(4, structure.hidden, dtype=torch.float64)
+    return torch.allclose(module(x), module(x + 3), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "granitemoe", "phi3", "qwen3_vl_moe"])
+def test_statistics_know_every_weight_that_an_edge_names(tmp_path: Path, kind: str) -> None:
+    source, data = families.make_model(tmp_path / kind, kind), families.write_windows(tmp_path / "data.jsonl")
+    options = CalibrateOptions(samples=4, seqlen=16, holdout=0, moments=("diagonal",))
+    done = calibrate(source, [str(data)], tmp_path / "stats", options=options, machine=Machine(workers=1))
+    assert done is not None
+    wanted = [m for edge in structure_of(source).edges for m in edge.consumers if m.quantized]
+    assert wanted
+    assert not [m.modules for m in wanted if not {*m.modules} & {*done.content["modules"]}]
