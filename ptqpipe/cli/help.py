@@ -122,7 +122,8 @@ class Command(click.Command):
             raise name_here(error, self.get_params(ctx)) from None
         except click.MissingParameter as error:
             if isinstance(error.param, click.Option) and error.param.help:
-                error.message = error.param.help.partition("  [")[0].rstrip(".")
+                what = error.param.help.partition("  [")[0].rstrip(".")
+                raise click.MissingParameter(what, error.ctx, error.param) from None
             raise
 
     def make_parser(self, ctx: click.Context) -> Any:
