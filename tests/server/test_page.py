@@ -33,10 +33,13 @@ async def ask(page: browser.Page, message: str) -> None:
     )
     await page.value("document.querySelector('#input').focus()")
     await page.call("Input.insertText", text=message)
+    await press(page, "Enter", 13)
+
+
+async def press(page: browser.Page, key: str, code: int) -> None:
+    text = {"text": "\r"} if key == "Enter" else {}
     for kind in ("keyDown", "keyUp"):
-        await page.call(
-            "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
-        )
+        await page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
 
 def right(message: str) -> str:
@@ -93,6 +96,36 @@ def test_stop_ends_the_answer_and_errors_are_shown() -> None:
         asyncio.run(main(slow.url))
         assert slow.service.engine is not None
         assert slow.service.engine.counters.finished == {"cancelled": 1}
+
+
+def test_while_an_answer_is_written_its_end_is_marked_and_who_reads_above_stays_there() -> None:
+    async def main(url: str) -> None:
+        async with browser.opened(url, width=800, height=320, dark=False) as page:
+            await ask(page, "Return")
+            await page.until("document.querySelector('.turn.writing') !== null")
+            mark = "getComputedStyle(document.querySelector('.writing > div'), '::after').content"
+            assert await page.value(mark.replace("> div", "> .text")) == '"▍"'  # before the first token
+            assert await page.value("document.querySelector('.writing').ariaBusy") == "true"
+            await page.until("+document.querySelector('#count').textContent > 3")
+            assert "Edit" not in await page.value("document.querySelector('#log').textContent")
+            await page.value("turns.at(-1).content += '\\n\\nmore'.repeat(40)")
+            await page.until("pane().scrollTop > 1000 && at_end()")  # it follows
+            await page.value("pane().scrollTop = 0")
+            count = int(await page.value("document.querySelector('#count').textContent"))
+            await page.until(f"+document.querySelector('#count').textContent > {count + 2}")
+            assert await page.value("pane().scrollTop") == 0
+            await page.value("document.querySelector('#input').value = 'the next one'")
+            await press(page, "Enter", 13)
+            assert await page.value("running !== null")
+            assert await page.value("document.querySelector('#input').value") == "the next one"
+            await press(page, "Escape", 27)
+            await page.until("document.querySelector('.turn.assistant small')?.textContent.startsWith('stopped')")
+            assert await page.value("document.querySelector('.writing, [aria-busy]')") is None
+            assert "Edit" in await page.value("document.querySelector('#log').textContent")
+            assert page.problems == []
+
+    with serving(slow=0.2) as slow:
+        asyncio.run(main(slow.url))
 
 
 def test_a_system_prompt_an_edit_and_another_answer_are_sent(server: Server) -> None:

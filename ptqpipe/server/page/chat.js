@@ -14,7 +14,7 @@ function fill(box, text, role) {
 }
 
 // What is said so far, drawn anew: a turn has its text, what may be done with it, and what it took.
-function draw() {
+function draw(follow = true) {
   $("empty").hidden = turns.length > 0;
   $("clear").hidden = turns.length === 0;
   $("log").replaceChildren(...turns.map((turn, at) => {
@@ -23,11 +23,13 @@ function draw() {
     if (turn.images?.length) body.prepend(make("div", {className: "images"}, ...turn.images.map(picture)));
     const foot = make("div", {className: "foot"}, ...(turn.note ? [make("small", {textContent: turn.note})] : []));
     if (turn.content) foot.append(copier(() => turn.content));
-    if (turn.role === "user") foot.append(button("Edit", () => edit(at)));
-    else if (at === turns.length - 1 && !running) foot.append(button("Regenerate", () => { turns.pop(); answer(); }));
-    return make("article", {className: "turn " + (turn.failed ? "error " : "") + turn.role}, body, foot);
+    if (turn.role === "user") { if (!running) foot.append(button("Edit", () => edit(at))); }
+    else if (at === turns.length - 1) foot.append(button("Regenerate", () => { turns.pop(); answer(); }));
+    const writing = running && at === turns.length - 1;
+    return make("article", {className: "turn " + (turn.failed ? "error " : writing ? "writing " : "") + turn.role, ariaBusy: writing ? "true" : null},
+                body, ...(writing ? [] : [foot]));
   }));
-  bottom();
+  if (follow) bottom();
 }
 
 const picture = src => make("img", {src, alt: "attached image"});
@@ -38,10 +40,12 @@ function showAttached() {
     type: "button", title: "Remove", onclick: () => { attached.splice(at, 1); showAttached(); }}, picture(src))));
 }
 
-function bottom() { document.querySelector("main").scrollTop = document.querySelector("main").scrollHeight; }
+const pane = () => document.querySelector("main");
+function bottom() { pane().scrollTop = pane().scrollHeight; }
+// Who has scrolled up to read is left there: what is written meanwhile moves the page of those at its end alone.
+const at_end = () => pane().scrollHeight - pane().scrollTop - pane().clientHeight < 40;
 
 function edit(at) {
-  if (running) return;
   $("input").value = turns[at].content;
   attached = turns[at].images ?? [];
   showAttached();
@@ -170,7 +174,13 @@ async function answer() {
   const box = $("log").lastElementChild.firstElementChild, began = performance.now();
   $("send").textContent = "Stop";
   let first = 0, tokens = 0, usage = null, drawn = true;
-  const redraw = () => { drawn = true; if (running === control) { fill(box, turn.content, "assistant"); bottom(); } };
+  const redraw = () => {
+    drawn = true;
+    if (running !== control) return;
+    const follow = at_end();
+    fill(box, turn.content, "assistant");
+    if (follow) bottom();
+  };
   try {
     const response = await fetch(chats ? "v1/chat/completions" : "v1/completions",
       {method: "POST", headers: headers(), body: JSON.stringify(asked), signal: control.signal});
@@ -194,7 +204,7 @@ async function answer() {
   running = null;
   $("send").textContent = "Send";
   keep();
-  draw();
+  draw(at_end());
 }
 
 $("form").addEventListener("submit", event => {
@@ -206,8 +216,11 @@ $("form").addEventListener("submit", event => {
   ask(text);
 });
 $("input").addEventListener("keydown", event => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("form").requestSubmit(); }
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  if (!running) $("form").requestSubmit();  // the next message may be typed meanwhile: Enter does not stop an answer
 });
+document.addEventListener("keydown", event => { if (event.key === "Escape") running?.abort(); });
 $("images").addEventListener("change", async () => {
   const read = file => new Promise(done => Object.assign(new FileReader(), {onload() { done(this.result); }}).readAsDataURL(file));
   attached.push(...await Promise.all([...$("images").files].map(read)));
