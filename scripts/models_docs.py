@@ -34,7 +34,8 @@ def page() -> str:
     ]
     for family in FAMILIES:
         kept = _patterns(fact for fact in family.facts if fact.by_default)
-        fused = ", ".join(" + ".join(group) for group in family.fuse)
+        parts = [f"{len(part.rows)} outputs of `{part.pattern.replace('|', chr(92) + '|')}`" for part in family.outputs]
+        fused = ", ".join([*(" + ".join(group) for group in family.fuse), *parts])
         rows = "take turns" if family.interleaved else ""
         folds = "yes" if family.norms is not None else ""
         lines.append(f"| {', '.join(family.types)} | {kept} | {fused} | {rows} | {folds} |")

@@ -1,7 +1,9 @@
 """Claims about the table of families: every row has a model, and what is written of it is what its readers take."""
 
+import json
 import re
 import runpy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from ptqpipe.runtime import load, load_model
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.verify.run import verify
-from tests import families, family_rows
+from tests import families, family_rows, tiny
 
 # Held by models of their own elsewhere: tests/tiny.py, tests/families.py, tests/transforms/models.py.
 ELSEWHERE = {"deepseek_v3", "glm4_moe", "llama", "qwen3_vl", "gemma3_text", "internvl", "phi4_multimodal", "step3p7"}
@@ -213,6 +215,57 @@ def test_for_a_reader_what_it_fails_on_is_refused_before_any_work(
     ptqpipe.convert(model(kind), **call)  # without it: a warning, and verify names the reader
     found = [finding.message for finding in verify(out, workers=1).findings if finding.check == "readers"]
     assert any(says in message for message in found)
+
+
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_5_text"])
+def test_no_block_of_scales_lies_in_two_outputs_that_vllm_builds_of_a_weight(
+    kind: str, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    call: dict[str, Any] = {"format": "fp8_block", "search": "absmax", "container": "compressed_tensors", "workers": 1}
+    done = ptqpipe.convert(model(kind), out=tmp_path / "out", **call)
+    weight = next(name for name in done.record["kept"] if re.search(r"\.in_proj(_qkv)?\.weight$", name))
+    assert re.search(r"^\d+ rows, of \d outputs .* blocks of 128$", done.record["kept"][weight]["reason"])
+    assert verify(done.out, workers=1).ok
+    if "qkv" in weight:
+        assert "fused with" in done.record["kept"][weight.replace("qkv", "z")]["reason"]
+
+    # what does not know the outputs quantizes it, and verify, which knows them, says who refuses that
+    unlike = tmp_path / "unlike"
+    shutil.copytree(model(kind), unlike)
+    config = json.loads((unlike / "config.json").read_text())
+    (unlike / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    done = ptqpipe.convert(unlike, out=tmp_path / "wrong", **call)
+    assert weight in done.record["weights"]
+    file = done.out / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": kind}))
+    said = {item.where: item.message for item in verify(done.out, workers=1).findings if item.check == "groups"}
+    assert "blocks of 128; vLLM and SGLang refuse this" in said[weight]
+
+
+@pytest.mark.parametrize("rule", ["*experts.0.down_proj", "*experts.1.*"])
+@pytest.mark.parametrize("other", ["keep", "fp8_dynamic"])
+def test_experts_of_one_layer_in_different_formats_are_refused_for_readers_that_build_them_alike(
+    rule: str, other: str, tmp_path: Path
+) -> None:
+    tensors = {}
+    for name, w in tiny.llama().items():
+        for each in [name.replace(".mlp.", f".mlp.experts.{number}.") for number in range(2 if ".mlp." in name else 1)]:
+            tensors[each] = w.clone()
+    source = tiny.save(tmp_path / "model", tensors)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f'version: 1\nrules:\n- {{match: "{rule}", format: {other}}}\n- {{match: "*", format: nvfp4}}\n')
+    call: dict[str, Any] = {"recipe": str(recipe), "out": tmp_path / "out", "workers": 1}
+    for reader in ("vllm", "sglang"):
+        with pytest.raises(UsageError, match=r"experts\.\* .*of one layer differ.*ignore='model\.layers\.0\..*experts"):
+            ptqpipe.convert(source, reader=reader, **call)
+    ptqpipe.convert(source, **call)
+    said = [item for item in verify(tmp_path / "out", source=source, workers=1).findings if item.check == "groups"]
+    assert len(said) == 2  # layers
+    assert all("build all experts of a layer alike" in item.message for item in said)
+
+    recipe.write_text('version: 1\nrules:\n- {match: "*", format: nvfp4}\n')
+    ptqpipe.convert(source, reader="vllm", **{**call, "out": tmp_path / "alike"})
+    assert not [i for i in verify(tmp_path / "alike", workers=1).findings if "experts of one layer" in i.message]
 
 
 def test_a_model_with_several_hidden_states_a_token_is_refused_in_one_line(

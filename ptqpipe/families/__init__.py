@@ -6,14 +6,15 @@ recipe, the checks of a finished checkpoint, plans and transforms read the same 
 is verified cannot drift apart. It must not know formats or files.
 """
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ptqpipe.errors import CheckpointError
 from ptqpipe.families.contradictions import another_width, check_experts, check_tower, too_few_layers
-from ptqpipe.families.table import COMMON, DEFAULT_FUSE, FAMILIES
+from ptqpipe.families.table import COMMON, DEFAULT_FUSE, FAMILIES, UNLIKE_EXPERTS
 from ptqpipe.families.types import Fact, Family, Keep, Mtp, Norms
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "DEFAULT_FUSE",
     "DEFAULT_KEEP",
     "FAMILIES",
+    "UNLIKE_EXPERTS",
     "Fact",
     "Family",
     "Keep",
@@ -37,6 +39,7 @@ __all__ = [
     "layer_count",
     "mtp_layer",
     "norms_of",
+    "output_rows",
     "outside_language_model",
 ]
 
@@ -153,6 +156,22 @@ def fuse_of(config: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     own = family_of(config).fuse
     taken = {leaf for group in own for leaf in group}
     return (*own, *(group for group in DEFAULT_FUSE if taken.isdisjoint(group))) if own else DEFAULT_FUSE
+
+
+def output_rows(config: Mapping[str, Any]) -> Callable[[str, int], tuple[int, ...]]:
+    """Says of a module and its rows which rows make up each of the outputs that readers build of it, one below the
+    other: all of them where it has one output, or where the config.json does not say how many each has."""
+    text, known = language_config(config), list[tuple[re.Pattern[str], tuple[int, ...]]]()
+    for outputs in family_of(config).outputs:
+        counts = [[int(text[key]) for key in keys if type(text.get(key)) is int] for keys in outputs.rows]
+        if list(map(len, counts)) == list(map(len, outputs.rows)):
+            known.append((re.compile(outputs.pattern), tuple(math.prod(count) for count in counts)))
+
+    def of(module: str, rows: int) -> tuple[int, ...]:
+        fitting = (found for pattern, found in known if sum(found) == rows and pattern.match(module))
+        return next(fitting, (rows,))
+
+    return of
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:

@@ -5,7 +5,7 @@ What readers do is their own source: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM of m
 
 from dataclasses import replace
 
-from ptqpipe.families.types import GATE_UP_DOWN, Fact, Family, Keep, Mtp, Norms
+from ptqpipe.families.types import GATE_UP_DOWN, Fact, Family, Keep, Mtp, Norms, Outputs
 
 _UNQUANTIZED = (
     "vLLM, SGLang and TensorRT-LLM build it unquantized and cannot load the model: vLLM stops with a KeyError, the "
@@ -103,6 +103,19 @@ COMMON: tuple[Fact, ...] = (
     Fact(Keep(r"re:.*conv1d$", "short convolution")),
 )
 
+# vLLM's FusedMoE and SGLang's have one quantization method. For compressed-tensors it is that of the first expert's
+# gate, up and down projections, which must agree (get_moe_method of both); a list of modules that are not quantized
+# leaves a layer's experts out together (is_layer_skipped of vLLM's utils/quant_utils.py).
+UNLIKE_EXPERTS = Fact(
+    Keep(r"re:(.*\.)?experts\.", "experts of one layer in different formats"),
+    fails=(
+        "experts of one layer differ in their format, or some are not quantized: vLLM and SGLang build all experts of "
+        "a layer alike, and stop or read the others' codes wrong"
+    ),
+    readers=("vllm", "sglang"),
+    by_default=False,
+)
+
 # Weights that runtimes fuse into one matrix and therefore give one global scale: leaf names below one parent.
 DEFAULT_FUSE: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -158,6 +171,18 @@ _MAMBA1 = (
         fails="vLLM builds the projections of Mamba-1 unquantized and finds no place for their codes",
         readers=("vllm",),
     ),
+)
+
+
+def _mamba2(inner: tuple[str, ...], states: tuple[str, ...], heads: str) -> tuple[Outputs, ...]:
+    """The gate, the input, B, C and the step sizes that vLLM's MambaMixer2 (mamba_mixer2.py) builds of ``in_proj``."""
+    return (Outputs(r"(.*\.)?(mamba|mixer)\.in_proj$", (inner, inner, states, states, (heads,))),)
+
+
+# create_qkvz_proj of vLLM's and SGLang's Qwen3.5: q, k and v, with z below them. Qwen3-Next's is one output.
+_KEYS = ("linear_num_key_heads", "linear_key_head_dim")
+_QWEN3_5_OUTPUTS = (
+    Outputs(r"(.*\.)?linear_attn\.in_proj_qkv$", (_KEYS, _KEYS, ("linear_num_value_heads", "linear_value_head_dim"))),
 )
 _GEMMA_SMALL = (
     # Most have 4 to 256 columns, which blocks do not divide well; vendors and llm-compressor leave all of them.
@@ -237,8 +262,10 @@ FAMILIES: tuple[Family, ...] = (
         facts=_QWEN,
         mtp=_QWEN_MTP,
         norms=Norms(offset=1.0),
+        outputs=_QWEN3_5_OUTPUTS,
     ),
-    Family(("olmo_hybrid",), facts=_LINEAR_ATTENTION),
+    # in_proj_qkvg of vLLM's olmo_hybrid.py.
+    Family(("olmo_hybrid",), facts=_LINEAR_ATTENTION, fuse=(("q_proj", "k_proj", "v_proj", "g_proj"),)),
     Family(
         ("kimi_linear", "kimi_k3", "glm5_next", "glm5_next_text"),
         facts=_DELTA_ATTENTION,
@@ -276,6 +303,7 @@ FAMILIES: tuple[Family, ...] = (
                 by_default=False,
             ),
         ),
+        outputs=_mamba2(("mamba_d_ssm",), ("mamba_n_groups", "mamba_d_state"), "mamba_n_heads"),
     ),
     Family(
         ("step3p5", "step3p7", "step3_text", "step3_vl"),
@@ -291,7 +319,11 @@ FAMILIES: tuple[Family, ...] = (
     ),
     # vLLM 0.33 leaves experts of other names (Mixtral's) out without a word.
     Family(("granitemoe", "granitemoeshared"), experts=GATE_UP_DOWN, norms=Norms()),
-    Family(("granitemoehybrid",), experts=GATE_UP_DOWN),
+    Family(
+        ("granitemoehybrid",),
+        experts=GATE_UP_DOWN,
+        outputs=_mamba2(("mamba_n_heads", "mamba_d_head"), ("mamba_n_groups", "mamba_d_state"), "mamba_n_heads"),
+    ),
     Family(
         ("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),
         facts=(Fact(Keep(r"re:(.*\.)?patch_merge_mlp(\.|$)", "multimodal projector"), fails=_SOME),),
@@ -300,6 +332,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         ("nemotron_h", "nemotron_h_omni"),
         facts=(Fact(Keep(r"re:(.*\.)?fc[12]_latent_proj$", "latent projection around the experts")),),
+        outputs=_mamba2(("mamba_num_heads", "mamba_head_dim"), ("n_groups", "ssm_state_size"), "mamba_num_heads"),
     ),
     Family(("hunyuan_v1_moe",), facts=(Fact(Keep(r"re:(.*\.)?mlp\.gate\.wg$", "router")),)),
     Family(

@@ -77,6 +77,17 @@ class Mtp(NamedTuple):
     last: str
 
 
+class Outputs(NamedTuple):
+    """A module of which readers build several outputs, one below the other: a block of scales must not lie in two.
+
+    pattern  of its name
+    rows     of each output, in order: keys of the language model's config whose product it is
+    """
+
+    pattern: str
+    rows: tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One row of the table.
@@ -90,6 +101,7 @@ class Family:
                  ``experts``; empty: they know its stacks alone
     norms        where factors may move; None: not known
     mtp          its multi-token prediction layer, where this package runs it
+    outputs      its modules of several outputs
     """
 
     types: tuple[str, ...] = ()
@@ -99,6 +111,7 @@ class Family:
     experts: tuple[str, ...] = ()
     norms: Norms | None = None
     mtp: Mtp | None = None
+    outputs: tuple[Outputs, ...] = ()
 
     def single_experts(self, stack: str) -> tuple[str, ...]:
         """What readers call the weights of one expert of a stack, its modules with ``{}`` for the expert's number, in

@@ -9,8 +9,10 @@ mistake here does not pass its own check.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ptqpipe.errors import RecipeError
+from ptqpipe.families import output_rows
 from ptqpipe.plan.types import Member, Shapes
 from ptqpipe.recipe import Rule
 
@@ -49,15 +51,32 @@ def siblings_outside(
 
 
 def keep_short_blocks(
-    groups: Iterable[list[str]], candidates: Mapping[str, Member], *, rules: dict[str, Rule], reasons: dict[str, str]
+    groups: Iterable[list[str]],
+    candidates: Mapping[str, Member],
+    config: Mapping[str, Any],
+    *,
+    rules: dict[str, Rule],
+    reasons: dict[str, str],
 ) -> None:
-    """Runtimes put fused weights below each other: only the last of them may end with a short block of rows."""
+    """Runtimes put fused weights, and the outputs of one weight, below each other: only the last of them may end with a
+    short block of rows.
+
+    vLLM and SGLang refuse others (validate_fp8_block_shape of their fp8_utils.py), or would look up a block's scale in
+    another row than it was stored in.
+    """
+    rows_of = output_rows(config)
     for group in groups:
-        for key in group[:-1]:
-            rule, rows = rules.get(key), candidates[key].shape[0]
-            if rule is not None and rule.scheme is not None and rows % rule.scheme.fmt.step(0):
+        for key in group:
+            rule, member = rules.get(key), candidates[key]
+            block = 1 if rule is None or rule.scheme is None else rule.scheme.fmt.step(0)
+            if block == 1:
+                continue
+            outputs = rows_of(member.module, member.shape[0])
+            short = [rows for rows in (outputs[:-1] if key == group[-1] else outputs) if rows % block]
+            if short:
                 del rules[key]
-                reasons[key] = f"{rows} rows do not divide into blocks of {rule.scheme.fmt.step(0)}"
+                below = f", of {len(outputs)} outputs that readers build one below the other," if outputs[1:] else ""
+                reasons[key] = f"{short[0]} rows{below} do not divide into blocks of {block}"
 
 
 def keep_whole_groups(

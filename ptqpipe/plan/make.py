@@ -175,7 +175,7 @@ def make_plan(
             reasons[key] = decided
     groups = fused_groups(candidates, recipe.fuse)
     outside = {group[0]: siblings_outside(candidates, group, tensors, recipe.fuse) for group in groups}
-    keep_short_blocks(groups, candidates, rules=rules, reasons=reasons)
+    keep_short_blocks(groups, candidates, config, rules=rules, reasons=reasons)
     keep_whole_groups(groups, outside, rules=rules, reasons=reasons)
     reject_split_stacks(candidates, rules=rules, reasons=reasons)
     units = _units(candidates, groups, rules)

@@ -29,7 +29,7 @@ from ptqpipe.containers import (
     merged_config,
 )
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
-from ptqpipe.families import Fact
+from ptqpipe.families import UNLIKE_EXPERTS, Fact
 from ptqpipe.machine import Job
 from ptqpipe.plan import FLOAT_DTYPES, Kept, Member, Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
@@ -135,7 +135,24 @@ class Outputs:
         if self.container.ABILITIES.own_reader:
             return []
         bits = {target.module: target.scheme.fmt.element.bits for target in self.targets}
-        return list(failing_facts(config, bits, container=self.container_name))
+        unlike = self._unlike_experts()
+        found = failing_facts(config, bits, container=self.container_name)
+        return [*found, *([(UNLIKE_EXPERTS, unlike)] if unlike else [])]
+
+    def _unlike_experts(self) -> list[str]:
+        """Patterns of the experts of layers that are not all stored in one format."""
+        schemes: dict[str, set[str]] = {}
+        for target in self.targets:
+            layer = _layer_of(target.module)
+            if not layer and target.experts is not None:  # a stack under a name of its own
+                layer = target.module.rpartition(".")[0]
+            if layer:
+                schemes.setdefault(layer, set()).add(target.scheme.name)
+        for kept in self.plan.kept:
+            layer = _layer_of(kept.name) if kept.matrix and not kept.name.endswith("bias") else ""
+            if layer in schemes:
+                schemes[layer].add("")
+        return [f"{layer}.*" for layer, found in schemes.items() if len(found) > 1]
 
     def check_reader(self, reader: str, config: Mapping[str, Any]) -> None:
         """UsageError, with module and remedy, where this program fails on a weight of the model as it is written."""
@@ -149,6 +166,12 @@ class Outputs:
         if turned:
             biased = next((kept.name for kept in self.plan.kept if kept.name.removesuffix(".bias") in turned), None)
             check_rotation(reader, biased)
+
+
+def _layer_of(name: str) -> str:
+    """The module of all experts of a layer: "...mlp.experts" of "...mlp.experts.3.up_proj"; "" for others."""
+    layer, experts, _ = f".{name}".rpartition(".experts.")
+    return f"{layer}{experts}"[1:-1]
 
 
 def container_of(recipe: Recipe, name: str) -> Container:

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, announces_kv_cache, is_kv_scale, kv_scale_place
-from ptqpipe.families import DEFAULT_FUSE
+from ptqpipe.families import DEFAULT_FUSE, UNLIKE_EXPERTS, output_rows
 from ptqpipe.source import Source
 from ptqpipe.stages.verify.findings import Findings
 
 _EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
+_EXPERTS = re.compile(r"((?:.*\.)?experts)\.")
 _GLOBALS = (Role.GLOBAL, Role.GLOBAL_DIVISOR)
 _INPUTS = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
 
@@ -52,7 +53,9 @@ def fused_groups(ckpt: Source, fuse: Sequence[Sequence[str]] = DEFAULT_FUSE) -> 
 
 
 def check_groups(ckpt: Source, findings: Findings, fuse: Sequence[Sequence[str]] = DEFAULT_FUSE) -> None:
-    """Fused weights share scheme and scales, and none of them is left unquantized."""
+    """Fused weights share scheme and scales, none of them is left unquantized, and no block lies in two outputs."""
+    _check_blocks(ckpt, findings, fuse)
+    _check_experts_alike(ckpt, findings)
     table = {leaf: leaves for leaves in fuse for leaf in leaves}
     plain = set(ckpt.plain)
     entries = ckpt.reader.entries
@@ -68,6 +71,43 @@ def check_groups(ckpt: Source, findings: Findings, fuse: Sequence[Sequence[str]]
         for name in group[1:]:
             _compare(ckpt, first, ckpt.stored[name], findings)
     _check_expert_inputs(ckpt, findings)
+
+
+def _check_blocks(ckpt: Source, findings: Findings, fuse: Sequence[Sequence[str]]) -> None:
+    """Of weights, and outputs of one weight, that readers put below each other only the last ends within a block."""
+    rows_of = output_rows(ckpt.reader.config)
+    last = {name for group in fused_groups(ckpt, fuse) for name in group[-1:]}
+    fused = {name for group in fused_groups(ckpt, fuse) for name in group}
+    for name, stored in ckpt.stored.items():
+        block = stored.scheme.fmt.step(0)
+        if block == 1 or stored.experts is not None:
+            continue
+        outputs = rows_of(name.removesuffix(".weight"), stored.shape[0])
+        uneven = [rows for rows in (outputs if name in fused and name not in last else outputs[:-1]) if rows % block]
+        if uneven:
+            findings.choice(
+                "groups",
+                name,
+                f"is {stored.scheme.name}, and {uneven[0]} rows of it with other rows below them do not divide into "
+                f"blocks of {block}; vLLM and SGLang refuse this",
+            )
+
+
+def _check_experts_alike(ckpt: Source, findings: Findings) -> None:
+    """Readers build all experts of a layer in one format."""
+    layers: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, stored in ckpt.stored.items():
+        match = _EXPERTS.match(name)
+        if match is not None:
+            layers[match[1]].setdefault(stored.scheme.name, name)
+    for name in ckpt.plain:
+        match = None if name.endswith("bias") else _EXPERTS.match(name)
+        if match is not None and match[1] in layers and len(ckpt.reader.entries[name].shape) > 1:
+            layers[match[1]].setdefault("not quantized", name)
+    for layer, names in layers.items():
+        if len(names) > 1:
+            (a, first), (b, other), *_ = names.items()
+            findings.note("groups", layer, f"{other} is {b}, but {first} is {a}; {UNLIKE_EXPERTS.fails}")
 
 
 def _compare(ckpt: Source, a: StoredWeight, b: StoredWeight, findings: Findings) -> None:
