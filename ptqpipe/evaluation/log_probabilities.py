@@ -38,11 +38,19 @@ def decode(raw: torch.Tensor, rows: int, vocabulary: int) -> torch.Tensor | None
     if len(raw) < 4 * rows + count:
         return None
     top, high, low = raw[: 4 * rows], raw[4 * rows : 4 * rows + count], raw[4 * rows + count :]
-    fine = high < _FINE
-    if len(low) != int(fine.sum()):
+    found, read = torch.empty(rows, vocabulary), 0
+    for block, part in zip(
+        torch.split(found, step := max(1, _ROWS // vocabulary)), torch.split(high, step * vocabulary), strict=True
+    ):
+        fine = part < _FINE
+        end = read + int(fine.sum())
+        if end > len(low):
+            return None
+        nats = part.to(torch.float32).mul_(256).add_(128)
+        nats[fine] += low[read:end].to(torch.float32) - 128
+        torch.div(nats.view(block.shape), -STEPS, out=block)
+        read = end
+    if read != len(low):
         return None
-    found = high.to(torch.float32).mul_(256).add_(128)
-    found[fine] += low.to(torch.float32) - 128
-    found = found.div_(-STEPS).view(rows, vocabulary)
     first = top.clone().view(torch.int32).to(torch.int64)[:, None]
     return found.scatter_(1, first, found.amax(-1, keepdim=True) + _FIRST)

@@ -21,7 +21,7 @@ from ptqpipe.report.content import (
     mean_known,
     pooled_mse,
 )
-from ptqpipe.report.output_error import judged_by, samples_text, tuned_blocks, tuned_from
+from ptqpipe.report.output_error import judged_by, judgement, samples_text, tuned_blocks, tuned_from, tuned_judgement
 
 FORMATS = ("html", "md")
 # What tells a report from other files, so that an earlier one may be replaced and nothing else: it says so itself.
@@ -87,6 +87,7 @@ __all__ = [
     "default_path",
     "is_report",
     "judged_by",
+    "judgement",
     "mean_known",
     "pooled_mse",
     "render",
@@ -94,4 +95,5 @@ __all__ = [
     "samples_text",
     "tuned_blocks",
     "tuned_from",
+    "tuned_judgement",
 ]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ptqpipe.report.content import TunedBlock
+from ptqpipe.report.content import TunedBlock, mean_known
 
 HELD_OUT = "held-out samples"
 SEEN = "the calibration samples"
@@ -49,6 +49,33 @@ def tuned_from(record: Mapping[str, Any]) -> str:
     }
     plain = ways <= {("rtn", "none")} and "start" not in _mapping(record.get("rounding"))
     return "plain rounding" if plain else "the calibrated codes that tune started from"
+
+
+def judgement(record: Mapping[str, Any]) -> list[str]:
+    """What calibration data gained, in output errors; nothing without data."""
+    weights = record["weights"]
+    calibrated = [entry for entry in weights.values() if "versus_rtn" in entry]
+    lines = []
+    if calibrated:
+        ratio, back = mean_known(entry["versus_rtn"] for entry in calibrated), sum(e["reverted"] for e in calibrated)
+        lines = [
+            f"output error: {ratio:.3f} of that of plain rounding to nearest on {judged_by(weights)}, mean of "
+            f"{len(calibrated)} weights; {back} of them keep plain rounding, since calibration did not help"
+        ]
+    return [*lines, *tuned_judgement(record)]
+
+
+def tuned_judgement(record: Mapping[str, Any]) -> list[str]:
+    """What tune gained, as its decoder layers' output errors; nothing of other checkpoints, or of a damaged record."""
+    blocks = tuned_blocks(record)
+    if not blocks:
+        return []
+    judged = samples_text([block.held_out for block in blocks])
+    ratio = mean_known(block.ratio for block in blocks)
+    return [
+        f"output error of the tuned decoder layers: {ratio:.3f} of that of {tuned_from(record)} on {judged}, mean "
+        f"of {len(blocks)}"
+    ]
 
 
 def _mapping(raw: Any) -> Mapping[str, Any]:

@@ -1,7 +1,10 @@
 """Claims about scores, perplexity and divergence: the protocol as stated, the numbers of plain float64 torch."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,3 +196,37 @@ def test_one_window_has_no_interval(model: Any, other: Any) -> None:
     assert found.interval is None
     assert found.standard_error is None
     assert perplexity(scores).interval is None
+
+
+GROWTH = """
+import resource, sys, torch
+from pathlib import Path
+from ptqpipe.evaluation import scores, cache
+
+V, count = 2048, 24 * 4096
+base = torch.randn(4096, V)
+
+class Model:
+    vocabulary = V
+    def __call__(self, batch, tokens):  # of its own size in the store, each
+        return base[: sum(window.scored for window in batch)] * (4 + batch[0].start % 7 / 5)
+
+cache.model_logits = lambda model, batch, tokens: model(batch, tokens)
+tokens = torch.randint(0, V, (count,))
+store = cache.CachedLogits(Path(sys.argv[1]), vocabulary=V, most=0, make=Model)
+store.fill(scores.windows(count, 1024), tokens)
+before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+scores.score(Model(), tokens, window=1024, reference=store)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(peak - before, scores.scoring_bytes(V, 1024))
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    """Small scores between large logits had kept the heap from using a place twice: 6 kB for each token."""
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH, str(tmp_path)], capture_output=True, text=True, check=True, timeout=300
+    )
+    grown, expected = map(int, done.stdout.split())
+    assert grown < expected

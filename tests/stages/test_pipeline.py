@@ -23,13 +23,17 @@ from ptqpipe.folded import encoded
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.readers import READERS
 from ptqpipe.schemes import get_scheme
+from ptqpipe.source import Source
 from ptqpipe.stages.common import Machine
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.pipeline import run as stage, stages
+from ptqpipe.stages.pipeline.disk import Disk
+from ptqpipe.stages.pipeline.memory import memory_of
 from ptqpipe.stages.pipeline.prepare import prepare
 from ptqpipe.stages.pipeline.table import markdown
 from ptqpipe.stages.transform.run import Transformation
 from ptqpipe.stages.tune import run as tune_stage
+from tests import tiny
 from tests.calibration.models import make_model, make_windows, write_windows
 
 LENGTH = 24
@@ -87,7 +91,9 @@ def test_best_is_tune_and_convert_in_one_call_and_leaves_nothing_else(model: Pat
     record = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())
     assert record["pipeline"]["quality"] == "best"
     assert record["rounding"]["method"] == "gptq"
-    assert ran("verify", tmp_path / "out", "--source", model)
+    said = "output error of the tuned decoder layers: "
+    assert said in printed.splitlines()[-5], "before what is written, and where"
+    assert f"  {said}" in ran("verify", tmp_path / "out", "--source", model)
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8"])
@@ -498,6 +504,18 @@ def test_a_folder_and_a_data_set_are_texts_to_measure_on_as_they_are_texts_to_le
         found = json.loads((tmp_path / "out.eval.json").read_text())["kl"]
         kl[name] = found[0]["mean"]
     assert len(set(kl.values())) == 1, kl
+
+
+@pytest.mark.parametrize(("vocabulary", "least", "most"), [(2048, 850 << 20, 1 << 30), (151_936, 3 << 30, 4 << 30)])
+def test_the_memory_of_a_comparison_counts_what_the_model_predicts(
+    vocabulary: int, least: int, most: int, tmp_path: Path
+) -> None:
+    """Measured: 879 MiB and 3130 MiB with small models of these heads."""
+    config = {**tiny.LLAMA_CONFIG, "vocab_size": vocabulary, "max_position_embeddings": 1024}
+    tiny.save(tmp_path / "model", tiny.llama(layers=1), config=config)
+    with Source.open(tmp_path / "model") as source:
+        found = memory_of(source, PipelineOptions(eval=("text",)), None, disk=Disk(), limit=1 << 31)
+    assert least < found["eval"][0] < most
 
 
 @pytest.mark.parametrize(

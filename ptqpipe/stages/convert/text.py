@@ -9,7 +9,7 @@ from ptqpipe.families import doubts, is_known
 from ptqpipe.kernels import cpu
 from ptqpipe.plan import pattern_hint, unmatched_patterns
 from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above
-from ptqpipe.report import can_be_proven, judged_by, mean_known, samples_text, tuned_blocks, tuned_from
+from ptqpipe.report import can_be_proven, judged_by, judgement, mean_known, tuned_blocks
 from ptqpipe.stages.common import (
     WORKER_BYTES,
     Done,
@@ -247,7 +247,7 @@ def converted_text(done: Done) -> str:
     """The closing table, and by what it is to be judged."""
     return "\n".join(
         [
-            *(judged := _judgement(done.record)),
+            *(judged := judgement(done.record)),
             _roles_table(by_role(done.record["weights"]), by_data=bool(judged)),
             *([_WEIGHT_ERROR] if judged else []),
             *_looked_at(done.record["weights"]),
@@ -291,27 +291,6 @@ def _roles_table(roles: list[dict[str, Any]], *, by_data: bool) -> str:
 
 def _calibrated(weights: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [entry for entry in weights.values() if "versus_rtn" in entry]
-
-
-def _judgement(record: Mapping[str, Any]) -> list[str]:
-    """What calibration data gained, in output errors; nothing without data."""
-    weights = record["weights"]
-    calibrated, blocks = _calibrated(weights), tuned_blocks(record)
-    lines = []
-    if calibrated:
-        ratio, back = mean_known(entry["versus_rtn"] for entry in calibrated), sum(e["reverted"] for e in calibrated)
-        lines += [
-            f"output error: {ratio:.3f} of that of plain rounding to nearest on {judged_by(weights)}, mean of "
-            f"{len(calibrated)} weights; {back} of them keep plain rounding, since calibration did not help"
-        ]
-    if blocks:
-        judged = samples_text([block.held_out for block in blocks])
-        ratio = mean_known(block.ratio for block in blocks)
-        lines += [
-            f"output error of the tuned decoder layers: {ratio:.3f} of that of {tuned_from(record)} on {judged}, mean "
-            f"of {len(blocks)}"
-        ]
-    return lines
 
 
 def _not_finite(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from ptqpipe.stages.pipeline.table import Way
 _STATISTICS, _BLOCKS, _FACTOR = 5 * 4, 4 * 32, 2 * 11
 _MATRIX = 4096  # JSON about one matrix, of all stages
 _HIDDEN = "hidden_size", "n_embd"
+POSITIONS = "max_position_embeddings", "n_positions"
 _TOKEN = 12  # a token of the model's own text, as JSON
 
 
@@ -60,7 +61,7 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     weights_bytes  of the output; 0 where a budget decides it, which the size of the source then bounds
     """
     config = source.reader.config
-    texts, vocabulary = [Path(text).expanduser() for text in files_of(work.eval)], _number(config, "vocab_size")
+    texts, vocabulary = [Path(text).expanduser() for text in files_of(work.eval)], config_number(config, "vocab_size")
     known = bool(vocabulary) and all(text.is_file() for text in texts)  # a data set's size is not
     letters = sum(text.stat().st_size for text in texts) if known else 0  # at least one to a token
     logits = min(DEFAULT_LIMIT, letters * (MOST * vocabulary + 4)) if known else DEFAULT_LIMIT * bool(texts)
@@ -70,14 +71,14 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     planes = [(shape, shape[0] if len(shape) > 2 else 1) for _, shape in source.tensors.values() if len(shape) > 1]
     each = _STATISTICS * statistics + (_STATISTICS + _BLOCKS + _FACTOR if way.transform else 0)
     channels = sum(max(shape[-2:]) * count for shape, count in planes)
-    longest = _number(config, "max_position_embeddings", "n_positions") or DEFAULT_LENGTH
+    longest = config_number(config, *POSITIONS) or DEFAULT_LENGTH
     seqlen = work.seqlen or min(DEFAULT_LENGTH, longest)
     tokens = -(-work.samples * 9 // 8) * seqlen  # with the held-out ones
     own_text = _TOKEN * tokens if "self" in work.data else 0
     return Disk(
         ((weights_bytes or source.reader.nbytes) if way.method else 0) + _gradients(source) * gptq,
         channels * each + _MATRIX * sum(count for _, count in planes) + own_text,
-        4 * tokens * _number(config, *_HIDDEN) * max(sets_of_states(source, way)[-2:]),
+        4 * tokens * config_number(config, *_HIDDEN) * max(sets_of_states(source, way)[-2:]),
         logits,
     )
 
@@ -93,16 +94,16 @@ def _gradients(source: Source) -> int:
     """What the moments of gradients at the outputs of weights and layers take: half of each symmetric matrix, in
     float32."""
     widths = [member.shape[0] for member in Origins.of(source).weights.values()]
-    widths += [_number(source.reader.config, *_HIDDEN)] * _layers(source)
+    widths += [config_number(source.reader.config, *_HIDDEN)] * _layers(source)
     return sum(2 * width * (min(width, OUT_ROWS) + 1) for width in widths)
 
 
 def _layers(source: Source) -> int:
     """Decoder layers; 1 where the config does not say."""
-    return _number(source.reader.config, "num_hidden_layers", "n_layer") or 1
+    return config_number(source.reader.config, "num_hidden_layers", "n_layer") or 1
 
 
-def _number(config: Mapping[str, Any], *keys: str) -> int:
+def config_number(config: Mapping[str, Any], *keys: str) -> int:
     """A count of the text model's config, whatever its family calls it; 0 where it has none."""
     text = config.get("text_config")
     found = [part.get(key) for part in (text, config) if isinstance(part, Mapping) for key in keys]

@@ -8,11 +8,13 @@ with 2816 columns, 2 % below it. Larger layers were not tried. Must not know how
 from collections import defaultdict
 from math import prod
 
+from ptqpipe.evaluation.scores import scoring_bytes
 from ptqpipe.options import PipelineOptions
 from ptqpipe.quantities import memory_size
+from ptqpipe.runtime.loading import DEFAULT_LENGTH
 from ptqpipe.source import Origins, Source
 from ptqpipe.stages.common import layer_of
-from ptqpipe.stages.pipeline.disk import Disk, sets_of_states
+from ptqpipe.stages.pipeline.disk import POSITIONS, Disk, config_number, sets_of_states
 from ptqpipe.stages.pipeline.table import Way
 
 _PROCESS = 660 << 20  # torch, transformers and what they hold for a small model
@@ -40,7 +42,10 @@ def memory_of(
         hidden = next((n * one for n in sets if n * one <= limit), 0)
         found[name] = _PROCESS + hidden + _of_layer(source, way.method), "one decoder layer at a time"
     if work.eval:
-        found["eval"] = whole, "the whole model in float32"
+        config = source.reader.config
+        window = min(DEFAULT_LENGTH, config_number(config, *POSITIONS) or DEFAULT_LENGTH)
+        scoring = scoring_bytes(config_number(config, "vocab_size") or 1, window)
+        found["eval"] = whole + scoring, "the whole model in float32, and what it predicts for some thousand tokens"
     return found
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ptqpipe.evaluation.verdict import verdict
 from ptqpipe.quantities import disk_size, memory_size
+from ptqpipe.report import judgement
 from ptqpipe.stages.common import peak_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def header(run: "Pipeline", steps: Sequence["Step"]) -> Iterator[str]:
 
 def render(made: "Made") -> str:
     """The closing lines: what was measured, in words, and where everything lies."""
-    lines = []
+    lines = judgement(made.record)
     found = None if made.evaluation is None else verdict(made.evaluation)
     if found is not None:
         lines.append(str(found))

@@ -18,6 +18,7 @@ from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import StoredWeight, is_kv_scale
 from ptqpipe.plan import Unit
 from ptqpipe.record import Record, claims_ownership, read_record
+from ptqpipe.report import tuned_judgement
 from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Origins, Source, SourceRows
 from ptqpipe.stages.common import (
@@ -94,6 +95,7 @@ def verify(
     original = _open(source, "source", findings) if source is not None else None
     known = Statistics.open(statistics) if statistics is not None else None
     container, weights, kept, foreign = "unknown", [], [], False
+    tuned: tuple[str, ...] = ()
     try:
         if opened is not None and (source is None or original is not None):
             if log is not None:
@@ -103,6 +105,7 @@ def verify(
             with one_thread_each():
                 _verify(run, workers if workers is not None else default_workers(), shown=progress)
             container, weights, foreign = opened.container_name, run.weights, _is_foreign(run)
+            tuned = () if run.record is None else tuple(tuned_judgement(run.record.raw))
             kept = [opened.reader.entries[name].nbytes for name in opened.plain]
     finally:
         for reader in (opened, original, known):
@@ -120,6 +123,7 @@ def verify(
         sum(kept),
         time.monotonic() - begun,
         foreign,
+        tuned,
     )
 
 

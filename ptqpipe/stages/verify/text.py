@@ -44,6 +44,7 @@ class VerifyReport:
 
     own         whether the checkpoint says that ptqpipe wrote it
     foreign     whether its record says that it was made from another model than ``source``
+    tuned       what its record says that tune gained, a line
     kept        tensors that are not quantized, ``kept_bytes`` of them
     """
 
@@ -58,6 +59,7 @@ class VerifyReport:
     kept_bytes: int
     seconds: float
     foreign: bool = False
+    tuned: tuple[str, ...] = ()
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -89,7 +91,8 @@ def render(report: VerifyReport, *, all_faults: bool = False) -> str:
     if report.foreign and report.faults:
         lines = [_not_the_source(report), ""]
     else:
-        lines = [_headline(report), "", *([_weights_table(report), ""] if report.weights else [])]
+        lines = [_headline(report), *(f"  {line}" for line in report.tuned), ""]
+        lines += [_weights_table(report), ""] if report.weights else []
     if report.faults:
         lines += ["faults:", *_faults(report.faults, all_faults=all_faults), ""]
     if report.notes:
