@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -22,9 +23,22 @@ def say_next(given: Given, steps: Callable[..., Iterator[Call]], *facts: object)
         return
     head = "Next: "
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for call in steps(given, *facts):
+    for call in _possible(steps(given, *facts)):
         click.echo(head + _in_lines([_word(word) for word in call], columns))
         head = " " * len(head)
+
+
+# Commands that need packages which a first install, by `scripts/demo.sh`, does not bring; and the extra that does.
+_EXTRAS = {"serve": ("fastapi", "ptqpipe[serve]"), "report": ("jinja2", "ptqpipe[report]")}
+
+
+def _possible(calls: Iterator[Call]) -> Iterator[Call]:
+    """The calls; before one whose packages are missing, the call that installs them."""
+    for call in calls:
+        package, extra = _EXTRAS.get(str(call[1]) if call[0] == "ptqpipe" else "", ("", ""))
+        if package and find_spec(package) is None:
+            yield "pip", "install", extra
+        yield call
 
 
 def _word(value: object) -> str:

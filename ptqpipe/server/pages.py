@@ -25,6 +25,9 @@ _ICON = (
     "rx='4' fill='%231d5fbf'/%3E%3Cpath d='M4 11V5m4 6V7m4 4V9' stroke='white' stroke-width='2'/%3E%3C/svg%3E"
 )
 
+# Swagger UI is dark where its page says so; by itself it does not look at what the reader has chosen.
+_DARK = 'document.documentElement.classList.toggle("dark-mode", matchMedia("(prefers-color-scheme: dark)").matches)'
+
 
 def add_pages(app: FastAPI) -> None:
     """Adds both. Without the package of Swagger UI's files /docs says what to install."""
@@ -49,7 +52,7 @@ def add_pages(app: FastAPI) -> None:
             swagger_css_url=f"{_FILES[1:]}/swagger-ui.css",
             swagger_favicon_url=_ICON,
         )
-        return _secured(bytes(made.body).decode())
+        return _secured(bytes(made.body).decode().replace("</head>", f"<script>{_DARK}</script></head>"))
 
 
 def chat_page() -> str:

@@ -86,5 +86,10 @@ def test_swagger_ui_shows_the_routes_within_its_policy(server: Server) -> None:
             shown = json.dumps(await page.value("document.body.innerText"))
             assert "/v1/chat/completions" in shown
             assert page.problems == []
+        async with browser.opened(f"{server.url}/docs", width=1400, height=900, dark=True) as page:
+            await page.until("document.querySelectorAll('.opblock').length > 5")
+            back = await page.value("getComputedStyle(document.querySelector('.swagger-ui')).backgroundColor")
+            assert sum(int(x) for x in re.findall(r"\d+", back)[:3]) < 3 * 64
+            assert page.problems == []
 
     asyncio.run(main())

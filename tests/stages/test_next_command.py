@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import ptqpipe
-from ptqpipe.cli import main
+from ptqpipe.cli import main, next_steps
 from ptqpipe.cli.next_steps import _in_lines
 from ptqpipe.errors import CheckpointError, PtqError, UsageError
 from ptqpipe.rounding import Rounding
@@ -382,6 +382,26 @@ def test_the_commands_that_a_checkpoint_leads_to_are_real_calls(model: Path, tmp
         differs = call("diff", one, other)
         assert differs.exit_code == 1
         assert offered(differs.stdout)[0] == ["ptqpipe", "eval", str(out), "--source", str(model)]
+
+
+def test_packages_that_a_call_needs_and_are_not_there_are_installed_first(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(next_steps, "find_spec", lambda name: None)
+    told = ran("convert", model, "-o", tmp_path / "out")
+    install = told.index("pip install 'ptqpipe[serve]'\n")
+    assert told.index("ptqpipe eval") < install < told.index("ptqpipe serve")
+    monkeypatch.undo()
+    assert "pip install" not in ran("convert", model, "-o", tmp_path / "other")
+
+
+def test_the_tables_of_a_plan_fit_a_terminal(tmp_path: Path) -> None:
+    demo = Path(ptqpipe.__file__).parent / "demo_model"
+    told = ran("plan", demo, "--budget", "5bits", "-o", tmp_path / "recipe.yaml")
+    lines = told.splitlines()
+    head = next(at for at, line in enumerate(lines) if line.lstrip().startswith("bits  "))
+    assert set(lines[head].split()) >= {"size", "cost", "fp8_dynamic", "keep", "mxfp4a16", "mxfp8a16", "nvfp4"}
+    assert max(map(len, lines[head : lines.index("", head)])) <= 80
 
 
 def test_an_output_that_begins_with_a_dash_is_named_so_that_no_option_is_meant(

@@ -24,28 +24,27 @@ def render(plan: MixedPlan) -> str:
         for (role, name), members in sorted(groups.items())
     ]
     names = sorted({name for solution in plan.curve for name in plan.counts(solution)})
-    base = plan.curve[0].cost or 1.0
+    base, gaps = plan.curve[0].cost or 1.0, any(solution.gap >= NO_GAP for solution in plan.curve)
     curve = [
         [
-            "*" if solution is plan.solution else "",
-            f"{plan.bits(solution):.3f}",
+            f"{'*' if solution is plan.solution else ''}{plan.bits(solution):.3f}",
             disk_size(solution.nbytes),
             number(solution.cost),
             f"{solution.cost / base:.3f}",
             *(str(plan.counts(solution).get(name, 0)) for name in names),
-            "0" if solution.gap < NO_GAP else scientific(solution.gap, 2),
+            *(["0" if solution.gap < NO_GAP else scientific(solution.gap, 2)] if gaps else []),
         ]
         for solution in plan.curve
     ]
-    head = ["", "bits", "size", "cost", "of largest", *names, "gap"]
+    head = ["bits", "size", "cost", "of most", *names, *(["gap"] if gaps else [])]
     within = "" if plan.solution.gap < NO_GAP else f" to within {scientific(plan.solution.gap, 2)}"
     return "\n".join(
         [
             f"{plan.source}: {len(plan.groups)} groups, {plan.elements:,} numbers; cost: {plan.how}",
             table(["role", "format", "weights", "params", "layers"], rows, left=2),
             "",
-            "Pareto curve (sizes of the groups; * is the plan):",
-            table(head, curve),
+            "What other budgets would give (sizes of the groups; * is the plan):",
+            table(head, curve, left=0),
             "",
             f"{plan.bits(plan.solution):.4f} bits per weight, cost {number(plan.solution.cost)}, optimal{within}; "
             f"converts to {disk_size(plan.file_bytes)} of weights and index",

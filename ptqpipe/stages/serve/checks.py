@@ -46,7 +46,7 @@ def require_packages(packages: tuple[str, ...] = PACKAGES) -> None:
 
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise missing_package("ptqpipe serve", ", ".join(missing), "ptqpipe[serve]")
+        raise missing_package("serving", ", ".join(missing), "ptqpipe[serve]")
 
 
 def check_place(ckpt: str, device: str, place: "Place") -> None:
