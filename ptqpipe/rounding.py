@@ -2,23 +2,27 @@
 
     ROUNDING/rounding.json             model, recipe, data, settings, and for every weight its format and file
     ROUNDING/<block>.safetensors       <weight>.data, .scales and, where the format has one, .global_scale
+    ROUNDING/trained.safetensors       tensors that stay floats and were trained with the codes, by their names
 
 This file must not know models, searches or containers.
 """
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint import COUNT, CheckpointReader, FileDigests, nearest_path, read_versioned
+from ptqpipe.checkpoint import COUNT, CheckpointReader, FileDigests, TensorSpec, nearest_path, read_versioned
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor
 
 ROUNDING_FILE = "rounding.json"
 ROUNDING_VERSION = 1
+TRAINED_FILE = "trained.safetensors"
+TRAINED_REASON = "trained with the codes"  # why such a tensor is not the source's
 _GAIN = ("start_loss", "learned_loss", "kept", "held_out")  # of a block's entry: output errors, whose they are
 _TOLD = ("digest", "method", "start", "data", "end_to_end")
 
@@ -30,6 +34,7 @@ _FIELDS = {
     "blocks?": {"*": {"file": str, "sha256": str}},
     "data?": dict,
     "method?": str,
+    "end_to_end?": {"trained?": {"*": {"kind": str, "sha256": str, "change": (int, float)}}},
 }
 
 
@@ -85,6 +90,21 @@ class Rounding:
         gains = {name: {key: e[key] for key in _GAIN if key in e} for name, e in blocks}
         return found | ({"blocks": gains} if gains else {})
 
+    @property
+    def trained(self) -> Mapping[str, Mapping[str, Any]]:
+        """Name of a tensor that was trained with the codes -> its kind, its sha256, and its relative change."""
+        found: Mapping[str, Mapping[str, Any]] = (self.content.get("end_to_end") or {}).get("trained") or {}
+        return found
+
+    def value(self, tensor: str, *, like: TensorSpec) -> torch.Tensor:
+        """A tensor that was trained, of the dtype and the shape of ``like``. CheckpointError where it is not what was
+        written."""
+        entry = self._reader.entries.get(tensor)
+        known = entry is not None and (entry.dtype, entry.shape) == (like.dtype, like.shape)
+        if not known or self._reader.sha256(tensor) != self.trained[tensor]["sha256"]:
+            raise CheckpointError(f"{self.path / TRAINED_FILE} lacks '{tensor}', or is damaged; tune again")
+        return self._reader.read(tensor)
+
     def has(self, weight: str) -> bool:
         """Whether codes of a weight (with its expert in brackets, in a stack) were learned."""
         return weight in self.content["weights"]
@@ -121,3 +141,23 @@ class Rounding:
     def close(self) -> None:
         """Closes the files."""
         self._reader.close()
+
+
+def trained_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a checkpoint's record says of tensors that were trained with the codes, by name; empty for none."""
+    found: Any = record
+    for key in ("rounding", "end_to_end", "trained"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def relative_change(before: torch.Tensor, after: torch.Tensor) -> float:
+    """The root mean square of what changed, relative to that of ``before``; of zeros, to 1."""
+    size = float(before.double().square().sum())
+    return float(((after.double() - before.double()).square().sum() / (size or 1.0)).sqrt())
+
+
+def sha256_of(tensor: torch.Tensor) -> str:
+    """Of a tensor's bytes as safetensors stores them."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().data).hexdigest()

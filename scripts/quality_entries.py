@@ -49,6 +49,7 @@ AUTOROUND_SCHEMES = {
 }
 DOWN_64 = "down_proj:64"
 ONE_SIDED, TWO_SIDED = (("--method", "gptq", "--metric", metric) for metric in ("output", "kl"))
+TRAINED = ("--method", "kl", "--train", "head,embeddings")
 OWN_ROWS = 128  # that a model writes
 NV, FP4 = ("nvfp4", "nvfp4_w4a4"), FORMATS[:4]
 
@@ -122,6 +123,13 @@ ENTRIES = (
     _ours("aqas + gptq in order", transform="aqas", tune=ONE_SIDED, formats=("nvfp4_w4a4", "mxfp4")),
     _ours("aqas + two-sided gptq in order", transform="aqas", tune=TWO_SIDED, formats=("nvfp4_w4a4", "mxfp4")),
     _ours("end to end after two-sided gptq in order", tune=("--method", "kl")),
+    _ours("two-sided gptq in order, head and embedding trained", tune=TRAINED, formats=("nvfp4", "mxfp4a16", "fp8")),
+    _ours(
+        "aqas + two-sided gptq in order, head and embedding trained",
+        transform="aqas",
+        tune=TRAINED,
+        formats=("nvfp4_w4a4", "mxfp4"),
+    ),
     _ours("tune after gptq in order", tune=("--method", "gptq+learned")),
     _ours("rotated, exact", "--search", "exact", calibrated=False, formats=("mxfp4",), rotate=DOWN_64),
     _ours("rotated, gptq", "--algorithm", "gptq", formats=("mxfp4",), rotate=DOWN_64),

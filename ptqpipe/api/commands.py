@@ -276,7 +276,7 @@ def tune(
 
     data     as `calibrate` takes them
     options  as ``ptqpipe tune`` has them: ``samples``, ``seqlen``, ``seed``, ``field``, ``method``, ``metric``,
-             ``share``, ``steps``, ``container``, ``algorithm``, and those of the machine
+             ``share``, ``train``, ``steps``, ``container``, ``algorithm``, and those of the machine
 
     ``record`` is the content of rounding.json.
 

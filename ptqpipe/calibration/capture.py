@@ -107,6 +107,22 @@ class Surroundings:
             )
         return first[0], arguments, added
 
+    def entering(self, ids: torch.Tensor) -> torch.Tensor:
+        """The hidden states [samples, tokens, hidden] that enter the first block. Records gradients unless under
+        ``torch.no_grad``; the weights of the embedding must be loaded."""
+        found: list[torch.Tensor] = []
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            found.append(args[0] if args else kwargs["hidden_states"])
+            raise StopForward
+
+        self._blocks[0].forward = stop
+        try:
+            self._call(ids)
+        finally:
+            del self._blocks[0].forward
+        return found[0]
+
     def head_input(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """What the language-model head sees where the last block returned ``x``; both [samples, tokens, hidden]."""
         found: list[torch.Tensor] = []

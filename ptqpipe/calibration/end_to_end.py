@@ -1,11 +1,12 @@
-"""Codes by gradient descent on the KL divergence of the whole model.
+"""Codes, and by choice tensors that stay floats, by gradient descent on the KL divergence of the whole model.
 
 The start is codes that another method chose; the scales stay. Each weight may move to the neighbour of its code on the
 other side of the float weight, where the learned v makes it (`rounding.Choice`): few do. v follows Adam on the
-straight-through gradient of the divergence, with a step that grows over the first steps and then falls to zero. Several
-times on the way the codes are judged on text that is not learned from, of more than one kind. What is returned are the
-codes that lower the divergence most on average, among those for which it is above the start's on no kind of text: the
-start itself where there are none. Descent ends early where judging found nothing better several times in a row.
+straight-through gradient of the divergence, with a step that grows over the first steps and then falls to zero. So do
+the floats (`Float`: norms, a head, ...), each with a step in proportion to its size. Several times on the way all of it
+is judged on text that is not learned from, of more than one kind, with floats as they will be stored. What is returned
+lowers the divergence most on average, among what leaves it above the start's on no kind of text: the start itself where
+there is none. Descent ends early where judging found nothing better several times in a row.
 
 Sources: AdaRound (Nagel et al., arXiv 2004.10568) for the choice between two neighbours, learned there layer by layer;
 the divergence to the float model as the loss is that of quantization-aware distillation (NVIDIA, arXiv 2601.20088). The
@@ -14,9 +15,10 @@ gate on several kinds of text, and descent from codes that are already optimized
 It must not know models or files; a model is a function that gives gradients and divergences.
 """
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,10 +32,30 @@ _PROGRESS = "progress"
 
 
 @dataclass(frozen=True, slots=True)
+class Float:
+    """A tensor that stays a float and is learned, too.
+
+    variable  float32; what the model computes with. Its gradient is that of the divergence
+    rate      its first step
+    store     turns a value into that which will be stored: of another dtype, or near by
+    """
+
+    variable: torch.Tensor
+    rate: float
+    store: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """Its value as it will be stored."""
+        return self.store(self.variable.detach().clone())
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """What descent gave.
 
     codes          key -> uint8 codes [N, K]; the start's where nothing was better
+    floats         name -> value, as it will be stored
     start, result  text -> mean KL divergence to the float model, nats a token, on tokens that were not learned from
     steps          of gradient descent that were made
     best           the step whose codes these are; 0 is the start
@@ -41,6 +63,7 @@ class Found:
     """
 
     codes: Mapping[str, torch.Tensor]
+    floats: Mapping[str, torch.Tensor]
     start: Mapping[str, float]
     result: Mapping[str, float]
     steps: int
@@ -73,8 +96,53 @@ def _mean(found: Mapping[str, float], start: Mapping[str, float]) -> float:
     return sum(found[name] / before if before > 0 else 1.0 for name, before in start.items()) / len(start)
 
 
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """What is learned: codes, and floats, by name. No name is both."""
+
+    choices: Mapping[str, Choice]
+    floats: Mapping[str, Float]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What follows the gradient."""
+        return {name: choice.v for name, choice in self.choices.items()} | {
+            name: each.variable for name, each in self.floats.items()
+        }
+
+    def optimizer(self, rate: float) -> torch.optim.Adam:
+        """Of all of them, with their first steps; ``rate`` is that of the codes."""
+        groups = [{"params": [choice.v], "first": rate} for choice in self.choices.values()]
+        groups += [{"params": [each.variable], "first": each.rate} for each in self.floats.values()]
+        return torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99), eps=1e-12)
+
+    def taken(self) -> dict[str, torch.Tensor]:
+        """Which weights leave their codes, and floats as they will be stored."""
+        moves = {name: choice.moves.to(torch.uint8) for name, choice in self.choices.items()}
+        return moves | {name: each.stored for name, each in self.floats.items()}
+
+    def put(self, taken: Mapping[str, torch.Tensor]) -> None:
+        """Gives all of them the values that `taken` has returned; nothing is learned of them any more."""
+        for name, choice in self.choices.items():
+            choice.v.requires_grad_(False).copy_(0.5 * taken[name])
+        for name, each in self.floats.items():
+            each.variable.requires_grad_(False).copy_(taken[name])
+
+    @contextlib.contextmanager
+    def as_stored(self) -> Iterator[None]:
+        """The model computes with floats as they will be stored while it is open."""
+        learned = {name: each.variable.data for name, each in self.floats.items()}
+        for each in self.floats.values():
+            each.variable.data = each.stored.float()
+        try:
+            yield
+        finally:
+            for name, each in self.floats.items():
+                each.variable.data = learned[name]
+
+
 def descend(
-    choices: Mapping[str, Choice],
+    variables: Variables,
     *,
     backward: Callable[[int, float], float],
     judge: Callable[[], Mapping[str, float]],
@@ -85,37 +153,41 @@ def descend(
     save: Callable[[Mapping[str, torch.Tensor]], None],
     on_step: Callable[[int], None] = lambda step: None,
 ) -> Found:
-    """Learns the codes of all weights at once.
+    """Learns the codes of all weights at once, or floats. Afterwards the variables have the values that were found.
 
-    choices   by key, at the start's codes
-    backward  (batch, share): adds the gradient of ``share`` times the batch's mean divergence to every ``Choice.v``
-    judge     text -> mean divergence of the present codes there, on tokens that are not learned from
-    batches   numbers of those that are learned from, ``per_step`` in each step
-    state     what `save` was given last by a run that was stopped; None for a new one
-    on_step   called with how many steps are done
+    variables  at the start's values
+    backward   (batch, share): adds the gradient of ``share`` times the batch's mean divergence to every variable
+    judge      text -> mean divergence of their present values there, on tokens that are not learned from
+    batches    numbers of those that are learned from, ``per_step`` in each step
+    state      what `save` was given last by a run that was stopped; None for a new one
+    on_step    called with how many steps are done
     """
-    variables = [choice.v for choice in choices.values()]
-    optimizer = torch.optim.Adam(variables, lr=settings.rate, betas=(0.9, 0.99), eps=1e-12)
-    progress, moves = _begin(choices, optimizer, state, judge)
+    optimizer = variables.optimizer(settings.rate)
+    progress, best = _begin(variables, optimizer, state, judge)
     every = max(1, settings.steps // JUDGED)
     while progress.step < settings.steps and progress.since < PATIENCE:
         for group in optimizer.param_groups:
-            group["lr"] = settings.rate * _fraction(progress.step, settings.steps)
+            group["lr"] = group["first"] * _fraction(progress.step, settings.steps)
         optimizer.zero_grad()
         for number in range(progress.step * per_step, (progress.step + 1) * per_step):
             backward(_drawn(batches, number, settings.seed), 1 / per_step)
         optimizer.step()
-        for v in variables:
-            v.data.clamp_(-0.5, 0.5)
+        for choice in variables.choices.values():
+            choice.v.data.clamp_(-0.5, 0.5)
         progress.step += 1
         if progress.step % every == 0 or progress.step == settings.steps:
-            if progress.takes(judge()):
-                moves = {key: choice.moves for key, choice in choices.items()}
-            save(_state(progress, moves, choices, optimizer))
+            with variables.as_stored():
+                judged = judge()
+            if progress.takes(judged):
+                best = variables.taken()
+            save(_state(progress, best, variables, optimizer))
         on_step(progress.step)
-    codes = {key: choice.moved(moves[key]) for key, choice in choices.items()}
-    moved = sum(int(m.sum()) for m in moves.values()) / sum(m.numel() for m in moves.values())
-    return Found(codes, progress.start, progress.result, progress.step, progress.best, moved)
+    moves = {key: best[key].bool() for key in variables.choices}
+    codes = {key: choice.moved(moves[key]) for key, choice in variables.choices.items()}
+    moved = sum(int(m.sum()) for m in moves.values()) / max(1, sum(m.numel() for m in moves.values()))
+    variables.put(best)
+    floats = {name: best[name] for name in variables.floats}
+    return Found(codes, floats, progress.start, progress.result, progress.step, progress.best, moved)
 
 
 def _fraction(step: int, steps: int) -> float:
@@ -131,37 +203,37 @@ def _drawn(batches: Sequence[int], number: int, seed: int) -> int:
 
 
 def _begin(
-    choices: Mapping[str, Choice],
+    variables: Variables,
     optimizer: torch.optim.Adam,
     state: Mapping[str, torch.Tensor] | None,
     judge: Callable[[], Mapping[str, float]],
 ) -> tuple[_Progress, dict[str, torch.Tensor]]:
-    """How far a stopped run was and its best moves, its variables restored; or a new run."""
+    """How far a stopped run was and the best that it had found, its variables restored; or a new run."""
     if state is None:
         start = dict(judge())
-        return _Progress(0, start, dict(start)), {key: torch.zeros_like(c.moves) for key, c in choices.items()}
+        return _Progress(0, start, dict(start)), variables.taken()
     progress = _Progress(**json.loads(bytes(state[_PROGRESS].tolist())))
-    for key, choice in choices.items():
-        choice.v.data.copy_(state[f"{key}/v"])
-        optimizer.state[choice.v] = {
+    for name, variable in variables.tensors.items():
+        variable.data.copy_(state[f"{name}/variable"])
+        optimizer.state[variable] = {
             "step": torch.tensor(float(progress.step)),
-            "exp_avg": state[f"{key}/mean"].clone(),
-            "exp_avg_sq": state[f"{key}/square"].clone(),
+            "exp_avg": state[f"{name}/mean"].clone(),
+            "exp_avg_sq": state[f"{name}/square"].clone(),
         }
-    return progress, {key: state[f"{key}/moves"].bool() for key in choices}
+    return progress, {name: state[f"{name}/best"] for name in variables.tensors}
 
 
 def _state(
     progress: _Progress,
-    moves: Mapping[str, torch.Tensor],
-    choices: Mapping[str, Choice],
+    best: Mapping[str, torch.Tensor],
+    variables: Variables,
     optimizer: torch.optim.Adam,
 ) -> dict[str, torch.Tensor]:
-    """All that a stopped run needs to go on to the same codes."""
+    """All that a stopped run needs to go on to the same result."""
     told = json.dumps({name: getattr(progress, name) for name in _Progress.__slots__})
     found = {_PROGRESS: torch.tensor(list(told.encode()), dtype=torch.uint8)}
-    for key, choice in choices.items():
-        known = optimizer.state[choice.v]
-        found |= {f"{key}/v": choice.v.detach(), f"{key}/moves": moves[key].to(torch.uint8)}
-        found |= {f"{key}/mean": known["exp_avg"], f"{key}/square": known["exp_avg_sq"]}
+    for name, variable in variables.tensors.items():
+        known, zero = optimizer.state[variable], torch.zeros_like(variable)  # of one that nothing depends on
+        found |= {f"{name}/variable": variable.detach(), f"{name}/best": best[name]}
+        found |= {f"{name}/mean": known.get("exp_avg", zero), f"{name}/square": known.get("exp_avg_sq", zero)}
     return found

@@ -60,9 +60,13 @@ class Learned:
 
 
 class Choice:
-    """The code of every weight of one matrix, its neighbour towards the float weight, and what chooses between them."""
+    """The code of every weight of one matrix, its neighbour towards the float weight, and what chooses between them.
 
-    def __init__(self, w: torch.Tensor, q: QTensor) -> None:
+    gain  logarithm of what the matrix is multiplied by, float32 0-d; may require a gradient. None: 0
+    """
+
+    def __init__(self, w: torch.Tensor, q: QTensor, gain: torch.Tensor | None = None) -> None:
+        self.gain = gain
         codec = q.fmt.element
         block = q.fmt.block_extent(q.shape)
         scale = q.block_scales().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
@@ -82,7 +86,8 @@ class Choice:
     def weight(self) -> torch.Tensor:
         """The decoded matrix, float32, with the straight-through gradient to ``v``."""
         hard = (self.place + self.v.detach() >= 0.5).float()
-        return self.base + self.step * (hard + (self.v - self.v.detach()))
+        decoded = self.base + self.step * (hard + (self.v - self.v.detach()))
+        return decoded if self.gain is None else decoded * self.gain.exp()
 
     @property
     def moves(self) -> torch.Tensor:

@@ -286,6 +286,26 @@ class Runner:
         skeleton.free(names)
 
     @contextlib.contextmanager
+    def embeddings(self) -> Iterator[None]:
+        """The embedding's weights are loaded while it is open; those of a head that is the embedding may be already."""
+        model = self.skeleton.model
+        names = [name for name in self._of_embedding() if model.get_parameter(name).is_meta]
+        self.skeleton.load(names, self.device)
+        yield
+        self.skeleton.free(names)
+
+    def embedded(self, batch: int) -> torch.Tensor:
+        """Hidden states [samples, tokens, hidden] that enter the first block; inside of `embeddings`. Records gradients
+        unless under ``torch.no_grad``."""
+        return self._around.entering(self.batches[batch])
+
+    def _of_embedding(self) -> list[str]:
+        """Parameters and persistent buffers of the input embedding."""
+        skeleton = self.skeleton
+        embedding = skeleton.model.get_input_embeddings()
+        return [name for name in skeleton.outside if skeleton.model.get_submodule(name.rpartition(".")[0]) is embedding]
+
+    @contextlib.contextmanager
     def head(self) -> Iterator[None]:
         """The language-model head's weights are loaded while it is open; a head that is the embedding gets its."""
         skeleton = self.skeleton
@@ -296,7 +316,7 @@ class Runner:
         tied = f"{name}.weight" not in names
         embedding = skeleton.model.get_input_embeddings()
         if tied:
-            names += [n for n in skeleton.outside if skeleton.model.get_submodule(n.rpartition(".")[0]) is embedding]
+            names += self._of_embedding()
         skeleton.load(names, self.device)
         if tied:
             skeleton.model.get_output_embeddings().weight = embedding.weight
@@ -364,8 +384,7 @@ class Runner:
                         f"{type(skeleton.model).__name__} gives its decoder layers more of a sample than hidden "
                         "states; it cannot be run layer by layer"
                     )
-        embedding = skeleton.model.get_input_embeddings()
-        skeleton.free([name for name in outside if skeleton.model.get_submodule(name.rpartition(".")[0]) is embedding])
+        skeleton.free(self._of_embedding())
 
 
 def _check_windows(windows: torch.Tensor, seqlen: int, skeleton: Skeleton) -> None:

@@ -9,6 +9,7 @@ It must not know formats, nor what a gradient is for.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -28,9 +29,12 @@ class Whole:
     def __init__(self, runner: Runner, blocks: Sequence[Block], entering: Activations) -> None:
         """Use `open`."""
         self.blocks = blocks
-        self.layers: Sequence[Layer] = [block.forward for block in blocks]  # the caller puts the quantized ones here
+        # The caller puts the quantized layers here, what enters the first of them, and what gives the head of the float
+        # model while it is open, where they are not the float model's.
+        self.layers: Sequence[Layer] = [block.forward for block in blocks]
+        self.entering: Callable[[int], torch.Tensor] = entering.get
+        self.float_head: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._runner = runner
-        self._entering = entering
 
     @classmethod
     @contextlib.contextmanager
@@ -52,7 +56,7 @@ class Whole:
     def divergence(self, batches: Sequence[int]) -> float:
         """Mean KL(float || quantized) of the next-token probabilities over all tokens of some batches, in nats."""
         with torch.no_grad():
-            found = [self._of(batch, self._last(batch), gradient=False)[0] for batch in batches]
+            found = [self._of(batch, self._last(batch), share=None)[0] for batch in batches]
         return sum(found) / sum(self._runner.batches[batch].numel() for batch in batches)
 
     def backward(self, batch: int, share: float) -> float:
@@ -61,18 +65,19 @@ class Whole:
         tokens = self._runner.batches[batch].numel()
         with torch.enable_grad():
             x = self._last(batch)
-        total, gradient = self._of(batch, x.detach(), gradient=True)
+        total, gradient = self._of(batch, x.detach(), share=share / tokens)
         if not (total < float("inf") and bool(torch.isfinite(gradient).all())):
             raise NumericsError(
                 "the gradients of the KL divergence are not finite; check the model's weights and the data, or use "
                 "--method gptq"
             )
-        x.backward(gradient * (share / tokens))  # type: ignore[no-untyped-call]
+        if x.requires_grad:  # else the head alone is learned
+            x.backward(gradient)  # type: ignore[no-untyped-call]
         return total / tokens
 
     def _last(self, batch: int) -> torch.Tensor:
         """What the quantized model's last layer returns."""
-        x = self._entering.get(batch).to(self._runner.device)
+        x = self.entering(batch).to(self._runner.device)
         for layer in self.layers:
             if torch.is_grad_enabled():
                 x = checkpoint(layer, x, batch, use_reentrant=False, preserve_rng_state=False)
@@ -80,20 +85,21 @@ class Whole:
                 x = layer(x, batch)
         return x
 
-    def _of(self, batch: int, x: torch.Tensor, *, gradient: bool) -> tuple[float, torch.Tensor]:
-        """(sum of the divergences of a batch whose last hidden states are ``x``, its gradient there)."""
+    def _of(self, batch: int, x: torch.Tensor, *, share: float | None) -> tuple[float, torch.Tensor]:
+        """(sum of the divergences of a batch whose last hidden states are ``x``, the gradient there of ``share`` times
+        that sum). What the head depends on gets its gradient, too; nothing does where ``share`` is None."""
         runner, total = self._runner, 0.0
         want, ids = runner.activations.get(batch), runner.batches[batch]
         found = torch.zeros_like(x)
         for piece in pieces(x):
-            with torch.no_grad():
+            with torch.no_grad(), self.float_head():
                 wanted = runner.logits(ids[piece], want[piece].to(x.device)).float().log_softmax(-1)
-            with torch.set_grad_enabled(gradient):
-                rows = x[piece].detach().requires_grad_(gradient)
+            with torch.set_grad_enabled(share is not None):
+                rows = x[piece].detach().requires_grad_(share is not None)
                 given = runner.logits(ids[piece], rows).float().log_softmax(-1)
                 loss = (wanted.exp() * (wanted - given)).sum()
-            if gradient:
-                loss.backward()  # type: ignore[no-untyped-call]
+            if share is not None:
+                (loss * share).backward()  # type: ignore[no-untyped-call]
                 assert rows.grad is not None
                 found[piece] = rows.grad
             total += float(loss.detach())

@@ -194,6 +194,15 @@ ptqpipe tune MODEL --data text.jsonl --method gptq+learned -o codes
     help="Steps of gradient descent: in each decoder layer (--method learned), or of the whole model (--method kl).  "
     "[default: 200; of kl 100]",
 )
+@click.option(
+    "--train",
+    type=names,
+    default="",
+    metavar="KINDS",
+    help="After the codes, train what stays float, with commas: head, embeddings, norms, biases, and global for the "
+    "global scales; for --method kl. These values are then no longer the model's own; the record lists them.  "
+    "[default: none]",
+)
 @click.option("-o", "--out", **OUT, help="Folder of codes to write.")
 @DEVICE
 @run_options(computes=True, spills="samples")
@@ -209,6 +218,8 @@ def tune(given: Given) -> None:
         raise UsageError("--share belongs to --method gptq, kl and gptq+learned; add it, or leave --share out")
     if given.metric is not None and "gptq" not in given.method and given.method != "kl":
         raise UsageError("--metric belongs to --method gptq and kl; add it, or leave --metric out")
+    if given.train and given.method != "kl":
+        raise UsageError("--train belongs to --method kl; add it, or leave --train out")
     if given.steps is not None and "learned" not in given.method and given.method != "kl":
         raise UsageError("--steps belongs to --method kl, learned and gptq+learned; add it, or leave --steps out")
     options = given.into(

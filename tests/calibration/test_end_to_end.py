@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ptqpipe.calibration.activations import InMemory
-from ptqpipe.calibration.end_to_end import PATIENCE, Found, descend
+from ptqpipe.calibration.end_to_end import PATIENCE, Float, Found, Variables, descend
 from ptqpipe.calibration.rounding import Choice, Settings, with_codes
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
@@ -29,6 +29,7 @@ class Linear:
         self.choice = Choice(self.w, self.q)
         xs = correlated(20, 64, 64, seed=3)
         self.learned, self.texts = xs[:16], {"same": xs[16:18], "other": xs[18:]}
+        self.floats: dict[str, Float] = {}
         self.saved: list[Mapping[str, torch.Tensor]] = []
         self.calls = 0
 
@@ -51,7 +52,7 @@ class Linear:
     def descend(self, state: Mapping[str, torch.Tensor] | None = None, **changes: Any) -> Found:
         given: dict[str, Any] = {"judge": self.judge, "settings": SETTINGS} | changes
         return descend(
-            {"w": self.choice},
+            Variables({"w": self.choice}, self.floats),
             backward=self.backward,
             batches=range(16),
             per_step=2,
@@ -59,6 +60,23 @@ class Linear:
             save=self.save,
             **given,
         )
+
+
+class Scaled(Linear):
+    """The same with a factor for each output, which is stored as bfloat16, and that must make up for 10 %."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = torch.full((24,), 0.9).bfloat16().float().requires_grad_(True)
+        self.floats = {"f": Float(self.factors, 1e-2, lambda x: x.bfloat16())}
+        self.judged: list[torch.Tensor] = []
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.choice.weight().t()) * self.factors - x @ self.w.t()).square().mean()
+
+    def judge(self) -> dict[str, float]:
+        self.judged.append(self.factors.detach().clone())
+        return super().judge()
 
 
 def error(model: Linear, codes: torch.Tensor) -> float:
@@ -105,14 +123,46 @@ def test_the_best_codes_are_returned_not_the_last() -> None:
     assert not torch.equal(found.codes["w"], again.codes["w"])
 
 
+def test_floats_are_learned_with_the_codes_and_judged_as_they_will_be_stored() -> None:
+    model, codes_alone = Scaled(), Scaled()
+    codes_alone.floats = {}
+    slow = Settings(steps=64, rate=0.005)  # at which codes alone make up for less
+    found, other = model.descend(settings=slow), codes_alone.descend(settings=slow)
+    assert found.floats["f"].dtype == torch.bfloat16
+    assert float((found.floats["f"].float() - 1.0).abs().mean()) < 0.05  # from 0.1
+    assert all(found.result[name] < 0.4 * other.result[name] for name in found.result)
+    assert len(model.judged) > 2
+    for seen in model.judged:
+        assert torch.equal(seen, seen.bfloat16().float())
+    model.factors.data = found.floats["f"].float()
+    model.choice.v.data.copy_(torch.where(found.codes["w"] != model.q.codes, 0.5, -0.5))
+    assert Linear.judge(model) == found.result
+
+
+def test_floats_that_gain_nothing_stay_as_they_were() -> None:
+    model = Scaled()
+    start = model.factors.detach().clone()
+    calls: list[int] = []
+
+    def judge() -> dict[str, float]:
+        calls.append(1)
+        return {"same": float(len(calls))}
+
+    found = model.descend(judge=judge)
+    assert found.best == 0
+    assert torch.equal(found.floats["f"].float(), start)
+
+
+@pytest.mark.parametrize("kind", [Linear, Scaled])
 @pytest.mark.parametrize("saves", [1, 5])
-def test_a_stopped_descent_goes_on_to_the_same_codes(saves: int) -> None:
-    whole, cut = Linear(), Linear()
+def test_a_stopped_descent_goes_on_to_the_same_codes(saves: int, kind: type[Linear]) -> None:
+    whole, cut = kind(), kind()
     found = whole.descend()
-    go_on = Linear()
+    go_on = kind()
     cut.descend()
     again = go_on.descend(state=cut.saved[saves - 1])
     assert torch.equal(again.codes["w"], found.codes["w"])
+    assert all(torch.equal(again.floats[name], value) for name, value in found.floats.items())
     assert (again.start, again.result, again.best) == (found.start, found.result, found.best)
     assert go_on.calls == whole.calls - saves * 2 * SETTINGS.steps // 8
 

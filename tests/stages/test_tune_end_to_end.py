@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from click.testing import CliRunner
 
 from ptqpipe.api.matrices import load_tensors
-from ptqpipe.calibration.end_to_end import Found
-from ptqpipe.calibration.rounding import Choice, Settings
+from ptqpipe.calibration.end_to_end import Found, Variables
+from ptqpipe.calibration.rounding import Settings
 from ptqpipe.checkpoint import Finished
 from ptqpipe.cli import main
 from ptqpipe.errors import UsageError
@@ -110,11 +109,11 @@ def test_the_codes_that_descent_ends_with_are_the_codes_that_are_written(
     """Of a descent that moves the codes whose weights are the nearest to half a step away."""
     wanted: dict[str, torch.Tensor] = {}
 
-    def descend(choices: Mapping[str, Choice], **_: Any) -> Found:
-        for key, choice in choices.items():
+    def descend(variables: Variables, **_: Any) -> Found:
+        for key, choice in variables.choices.items():
             wanted[key] = choice.moved((choice.place > 0.45) & (choice.step != 0))
         texts = {"held-out samples": 2e-3, "sample text": 3e-3}
-        return Found(dict(wanted), texts, {name: 0.5 * kl for name, kl in texts.items()}, 8, 7, 0.0123)
+        return Found(dict(wanted), {}, texts, {name: 0.5 * kl for name, kl in texts.items()}, 8, 7, 0.0123)
 
     monkeypatch.setattr(end_to_end, "descend", descend)
     codes, out = copied(begun, tmp_path / "begun"), tmp_path / "out"

@@ -60,6 +60,7 @@ from ptqpipe.stages.common.rewriting import (
     records_of,
     rewrite,
     run_parts_of,
+    write_whole,
 )
 from ptqpipe.stages.common.text import (
     decibels,
@@ -145,4 +146,5 @@ __all__ = [
     "with_reasons",
     "write_quality",
     "write_scales",
+    "write_whole",
 ]

@@ -11,7 +11,7 @@ Must not know how statistics were made, nor how a unit is quantized.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from ptqpipe.plan import FLOAT_DTYPES, Kept, Member, Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
 from ptqpipe.readers import check_rotation
 from ptqpipe.recipe import Recipe, failing_facts
+from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.source import Source
 from ptqpipe.stages.common.kv_cache import WriteCacheScales, cache_specs, config_with_cache
 from ptqpipe.stages.common.rewriting import CopyTensor, write_whole
@@ -57,10 +58,11 @@ def corrected_biases(plan: Plan, source: Source, recipe: Recipe) -> dict[str, st
     return found
 
 
-def with_reasons(plan: Plan, biases: dict[str, str]) -> Plan:
-    """The plan, with what becomes of these biases."""
-    names = set(biases.values())
-    return replace(plan, kept=tuple(replace(k, reason=BIAS_REASON) if k.name in names else k for k in plan.kept))
+def with_reasons(plan: Plan, biases: Mapping[str, str], *, trained: Collection[str] = ()) -> Plan:
+    """The plan, with what becomes of the corrected biases, and of the tensors that were trained with the codes."""
+    reasons = dict.fromkeys(trained, TRAINED_REASON) | dict.fromkeys(biases.values(), BIAS_REASON)
+    kept = (replace(k, reason=reasons[k.name]) if k.name in reasons else k for k in plan.kept)
+    return replace(plan, kept=tuple(kept))
 
 
 class MeanErrors:
@@ -192,11 +194,14 @@ def container_of(recipe: Recipe, name: str) -> Container:
     return container
 
 
-def outputs_of(source: Source, recipe: Recipe, *, container_name: str | None = None) -> Outputs:
+def outputs_of(
+    source: Source, recipe: Recipe, *, container_name: str | None = None, trained: Collection[str] = ()
+) -> Outputs:
     """What a recipe writes for a source: the fate of every tensor, and the parts, shards and jobs that it comes to.
 
     recipe          with what its keep rules say of this model (`Recipe.for_model`)
     container_name  None: the recipe's own
+    trained         kept tensors that were trained with the codes
 
     Reads headers only. Raises UnfitFormat for a scheme that the container cannot store, and what `make_plan` raises.
     """
@@ -204,7 +209,7 @@ def outputs_of(source: Source, recipe: Recipe, *, container_name: str | None = N
     container = container_of(recipe, name)
     plan = make_plan(source.tensors, source.reader.config, recipe=recipe, abilities=container.ABILITIES)
     biases = corrected_biases(plan, source, recipe)
-    plan = with_reasons(plan, biases)
+    plan = with_reasons(plan, biases, trained=trained)
     groups, jobs = _groups_and_jobs(plan, source, container, biases)
     for module, pair in cache_specs(source, recipe.kv_cache, container, container_name=name).items():
         groups.append(list(pair))

@@ -18,7 +18,7 @@ from ptqpipe.families import facts_of
 from ptqpipe.options import ALGORITHMS, AUTO, CodeOptions
 from ptqpipe.plan import Plan, check_ignored, make_plan
 from ptqpipe.recipe import Recipe, RecipeOptions, build_recipe, matches
-from ptqpipe.rounding import ROUNDING_FILE, Rounding
+from ptqpipe.rounding import ROUNDING_FILE, TRAINED_REASON, Rounding
 from ptqpipe.schemes import get_scheme
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
@@ -130,7 +130,8 @@ def prepare(
         container_of(recipe, recipe.container_name)  # before anything is downloaded
         source = opened.enter_context(Source.open(resolve_source(str(model))))
         source.reader.check_links()
-        outputs = outputs_of(source, recipe.for_model(source.reader.config))
+        trained = () if learned is None else learned.trained.keys()
+        outputs = outputs_of(source, recipe.for_model(source.reader.config), trained=trained)
         if not requantize:
             source.check_requantizable(outputs.plan)
         check_ignored(outputs.plan, options.ignore)
@@ -192,6 +193,13 @@ def _check_rounding(found: Rounding, source: Source, plan: Plan) -> None:
         missing = [key for key in keys if not found.has(key)]
         if missing and len(missing) < len(keys):
             raise UsageError(f"{found.path} has no codes of '{missing[0]}', but of what shares its scale; tune again")
+    kept = {entry.name: entry.reason for entry in plan.kept}
+    for name in found.trained:
+        if kept.get(name) != TRAINED_REASON:
+            raise UsageError(
+                f"{found.path} was tuned with --train, which changed '{name}', and this recipe does not keep it as it "
+                "was kept there; give the recipe of tune, or tune again"
+            )
     if not any(found.has(member.key) for unit in plan.units for member in unit.members):
         raise UsageError(f"{found.path} has codes of no weight that the recipe quantizes; tune with the same recipe")
 

@@ -22,7 +22,7 @@ from ptqpipe.measured import Changes, certificate, changes_of, counting
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import option_size, option_size_above
-from ptqpipe.rounding import Rounding
+from ptqpipe.rounding import TRAINED_REASON, Rounding
 from ptqpipe.source import Scratch, Source, SourceRows
 from ptqpipe.stages.common import (
     CopyTensor,
@@ -46,6 +46,7 @@ from ptqpipe.stages.common import (
     rewrite,
     unit_extra_bytes,
     write_scales,
+    write_whole,
 )
 from ptqpipe.stages.convert.consume import Consumed
 from ptqpipe.statistics import Statistics
@@ -164,8 +165,12 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
     def _keep(self, job: CopyTensor, writer: CheckpointWriter) -> dict[str, Any]:
         """Copies a kept tensor byte for byte; one that the source stores quantized is written decoded, as bfloat16.
 
-        NaN and infinities, which make a model useless wherever they are, are copied, too, and the record counts them.
+        One that was trained with the codes has their folder's values. NaN and infinities, which make a model useless
+        wherever they are, are copied, too, and the record counts them.
         """
+        if job.reason == TRAINED_REASON:
+            assert self.rounding is not None
+            return write_whole(job.tensor, self.rounding.value(job.tensor, like=job.spec), writer, job.reason)
         bad = NotFinite(job.spec.dtype)
         if job.tensor in self.source.stored:
             written = _write_decoded(self.source, job.tensor, writer.tensor(job.tensor), look=bad.look)

@@ -10,6 +10,7 @@ from ptqpipe.kernels import cpu
 from ptqpipe.plan import pattern_hint, unmatched_patterns
 from ptqpipe.quantities import disk_size, memory_size, number, option_size, option_size_above
 from ptqpipe.report import can_be_proven, judged_by, judgement, mean_known, tuned_blocks
+from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.stages.common import (
     WORKER_BYTES,
     Done,
@@ -128,7 +129,7 @@ def _kept(work: Conversion) -> list[str]:
     lines = ["kept as they are:"]
     for (pattern, reason), names in groups.items():
         shown = one_line(names[0], limit=300) if len(names) == 1 else f"{pattern} (x{len(names)})"
-        lines.append(f"  {shown}: {reason}")
+        lines.append(f"  {shown}: {'not quantized, but ' * (reason == TRAINED_REASON)}{reason}")
     lines += [f"  {name}: not carried over, {why}" for name, why in _left_out(work)]
     return lines
 

@@ -14,7 +14,7 @@ from ptqpipe.calibration.runner import Block
 from ptqpipe.checkpoint import BlockFolder, output_errors, write_tensors
 from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
-from ptqpipe.rounding import ROUNDING_VERSION, Rounding
+from ptqpipe.rounding import ROUNDING_VERSION, TRAINED_FILE, Rounding
 from ptqpipe.stages.common import name_of
 from ptqpipe.stages.convert.run import Conversion
 
@@ -46,6 +46,12 @@ def write(folder: Path, block: str, codes: Mapping[str, QTensor]) -> dict[str, A
     }
 
 
+def write_trained(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """The file of tensors that were trained with the codes, on disk when this returns; none where there are none."""
+    if tensors:
+        write_tensors(folder / TRAINED_FILE, tensors)
+
+
 def read(files: Path, folder: BlockFolder, block: Block, units: Sequence[Unit]) -> dict[str, QTensor]:
     """What a former run has written of a block into the folder ``files``."""
     content = {"weights": folder.done[block.name]["weights"]}
@@ -63,12 +69,14 @@ def content(
     """
     blocks = {name: entry for name, entry in folder.done.items() if name != ENDED}
     ended = folder.done.get(ENDED)
+    trained = (ended or {}).get("trained")
+    decides = json.dumps([blocks, trained] if trained else blocks, sort_keys=True)
     source = prepared.source
     return {
         "version": ROUNDING_VERSION,
         "ptqpipe": __version__,
         "run_id": folder.run_id,
-        "digest": hashlib.sha256(json.dumps(blocks, sort_keys=True).encode()).hexdigest(),
+        "digest": hashlib.sha256(decides.encode()).hexdigest(),
         "model": {"name": name_of(prepared.source.reader.path), "fingerprint": source.reader.fingerprint()},
         "recipe": prepared.outputs.recipe.to_json(),
         "statistics": prepared.run_parts.get("statistics"),

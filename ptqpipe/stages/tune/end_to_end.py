@@ -1,5 +1,5 @@
 """--method kl: after GPTQ in the order of the model, codes by the KL divergence of the whole model, all layers at once
-(`calibration/end_to_end.py`).
+(`calibration/end_to_end.py`), and then, with these codes, what --train names (`kept.py`).
 
 The codes that GPTQ found lie beside the output until those that are learned from them are written. Each time that codes
 are judged, on held-out samples of the data and on the sample text of the package, the state of descent goes to disk, so
@@ -7,39 +7,43 @@ that a killed run continues; what descent ends with goes into the journal before
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ptqpipe.calibration.activations import InMemory, OnDisk
 from ptqpipe.calibration.data import HELD_SHARE, Samples
-from ptqpipe.calibration.end_to_end import Found, descend
-from ptqpipe.calibration.rounding import Choice, Settings, with_codes
+from ptqpipe.calibration.end_to_end import Found, Variables, descend
+from ptqpipe.calibration.rounding import Choice, with_codes
 from ptqpipe.calibration.runner import BATCH_TOKENS, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.whole import Layer, Whole
 from ptqpipe.checkpoint import BlockFolder, CheckpointReader, output_errors, write_tensors
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.text import SAMPLE, read_text
+from ptqpipe.plan import Unit
 from ptqpipe.quantities import option_size, option_size_above
-from ptqpipe.rounding import Rounding
+from ptqpipe.rounding import Rounding, relative_change, sha256_of
 from ptqpipe.runtime.loading import load_tokenizer
 from ptqpipe.stages.common import BASE_BYTES, Machine, counting_bar
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.tune import codes as codes_of
 from ptqpipe.stages.tune.block import BlockWork, divided
+from ptqpipe.stages.tune.kept import Kept, Trained, find_kept, unit_name, with_gain
+from ptqpipe.stages.tune.options import GLOBAL, TuneOptions
 
 DATA, OTHER = "held-out samples", "sample text"
 _STATE, _FOUND = "state", "found"  # folders beside the output
 _BYTES = 36  # for each weight: base, step and place of its choice, v, its gradient, two moments, codes, what is saved
 
 
-def check(prepared: Conversion, samples: Samples, machine: Machine) -> None:
+def check(prepared: Conversion, samples: Samples, options: TuneOptions, machine: Machine) -> None:
     """UsageError for images, data too short for a part that is not learned from, windows longer than the sample text,
-    and too little memory."""
+    tensors that cannot be trained, and too little memory."""
     if samples.images:
         raise UsageError("--method kl takes no rows with images; use --method gptq, or data without images")
     rows, seqlen = len(samples.windows) + len(samples.held_out), samples.windows.shape[1]
@@ -49,7 +53,9 @@ def check(prepared: Conversion, samples: Samples, machine: Machine) -> None:
             f"which is one batch; give more --samples, beyond {BATCH_TOKENS} tokens"
         )
     _other(prepared, samples)
-    least = _need(prepared) + BASE_BYTES
+    if options.train:
+        find_kept(prepared, Skeleton.of(prepared.source, dtype=torch.float32), options.train)
+    least = _need(prepared, options.train) + BASE_BYTES
     if least > machine.memory_bytes:
         raise UsageError(
             f"--max-memory {option_size(machine.memory_bytes)} is too small for --method kl, which has all decoder "
@@ -57,38 +63,67 @@ def check(prepared: Conversion, samples: Samples, machine: Machine) -> None:
         )
 
 
-def _need(prepared: Conversion) -> int:
-    """About what the model takes while codes are learned."""
+def _need(prepared: Conversion, train: Sequence[str]) -> int:
+    """About what the model takes while codes, and floats, are learned."""
     weights = sum(m.shape[0] * m.shape[1] for unit in prepared.outputs.plan.units for m in unit.members)
-    return _BYTES * weights + 4 * sum(prod(shape) for _, shape in prepared.source.tensors.values())
+    all_weights = sum(prod(shape) for _, shape in prepared.source.tensors.values())
+    floats = 20 * (all_weights - weights) if train else 0  # its gradient, two moments, the float model's, what is saved
+    return _BYTES * weights + 4 * all_weights + floats
 
 
-def improve(prepared: Conversion, samples: Samples, folder: BlockFolder, settings: Settings, machine: Machine) -> None:
+def improve(
+    prepared: Conversion, samples: Samples, folder: BlockFolder, options: TuneOptions, machine: Machine
+) -> None:
     """Learns codes from those that GPTQ has found, and commits every decoder layer with them."""
     partial, layers = folder.paths.partial, [name for name in folder.done if name != codes_of.ENDED]
     weights = {key: of for name in layers for key, of in folder.done[name]["weights"].items()}
     with Rounding.of_files(codes_of.place(folder, "kl"), {"weights": weights}) as stored:
         if codes_of.ENDED not in folder.done:
-            found = _learn(prepared, samples, stored, partial, settings, machine)
-            _save(partial / _FOUND, found.codes)
-            told = {name: getattr(found, name) for name in ("start", "result", "steps", "best", "moved")}
-            folder.commit(codes_of.ENDED, told)
-        formats = {m.key: (unit.scheme.fmt, m.shape) for unit in prepared.outputs.plan.units for m in unit.members}
+            found, floats, kept = _learn(prepared, samples, stored, partial, options, machine)
+            _save(partial / _FOUND, {**found.codes, **({} if floats is None else floats.floats)})
+            told = _told(found) | {"moved": found.moved}
+            folder.commit(codes_of.ENDED, told | _trained(prepared, floats, kept, options))
+        units = {member.key: unit for unit in prepared.outputs.plan.units for member in unit.members}
+        shapes = {member.key: member.shape for unit in prepared.outputs.plan.units for member in unit.members}
         with CheckpointReader.open(partial / _FOUND) as reader:
             for name in layers:
                 codes = {}
                 for key in folder.done[name]["weights"]:
-                    codes[key] = q = stored.of(key, formats[key][0], shape=formats[key][1])
+                    codes[key] = q = stored.of(key, units[key].scheme.fmt, shape=shapes[key])
                     if key in reader.entries:
-                        codes[key] = with_codes(q, reader.read(key))
+                        codes[key] = q = with_codes(q, reader.read(key))
+                    gain = unit_name(units[key])
+                    if gain in reader.entries:
+                        codes[key] = with_gain(q, reader.read(gain))
                 folder.commit(name, folder.done[name] | codes_of.write(folder.paths.growing, name, codes))
+            trained = folder.done[codes_of.ENDED].get("trained", {})
+            codes_of.write_trained(folder.paths.growing, {name: reader.read(name) for name in trained})
+
+
+def _told(found: Found) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in ("start", "result", "steps", "best")}
+
+
+def _trained(prepared: Conversion, found: Found | None, kept: Sequence[Kept], options: TuneOptions) -> dict[str, Any]:
+    """What rounding.json says of what was trained after the codes. "trained" has nothing where the start is kept."""
+    if found is None:
+        return {}
+    tensors = {}
+    for each in kept if found.best else ():
+        before, after = prepared.source.reader.read(each.tensor), found.floats[each.tensor]
+        change = relative_change(before, after)
+        tensors[each.tensor] = {"kind": each.kind, "sha256": sha256_of(after), "change": change}
+    return {"train": {"kinds": list(options.train), **_told(found)}, "trained": tensors}
 
 
 def _learn(
-    prepared: Conversion, samples: Samples, stored: Rounding, partial: Path, settings: Settings, machine: Machine
-) -> Found:
-    """Loads the model, all of it, and learns; what a stopped run has learned is in ``partial``."""
+    prepared: Conversion, samples: Samples, stored: Rounding, partial: Path, options: TuneOptions, machine: Machine
+) -> tuple[Found, Found | None, tuple[Kept, ...]]:
+    """Loads the model, all of it, and learns codes, and then what ``options.train`` names; what a stopped run has
+    learned is in ``partial``. Gives what was found of both, and the tensors that were trained."""
+    settings = options.settings
     skeleton = Skeleton.of(prepared.source, dtype=torch.float32)
+    kept = find_kept(prepared, skeleton, options.train)
     rows = torch.cat((samples.windows, samples.held_out))
     with contextlib.ExitStack() as opened:
         runner = opened.enter_context(
@@ -97,7 +132,7 @@ def _learn(
                 rows,
                 held_out=_other(prepared, samples),
                 device=machine.device,
-                memory_bytes=machine.memory_bytes - BASE_BYTES - _need(prepared),
+                memory_bytes=machine.memory_bytes - BASE_BYTES - _need(prepared, options.train),
                 spill=partial,
                 streams=2,
             )
@@ -108,23 +143,47 @@ def _learn(
         count = len(runner.names)
         with counting_bar(count, "layers", shown=machine.progress, title="float model") as advance:
             whole = opened.enter_context(Whole.open(runner, entering, lambda name: advance(1, name)))
-        choices = _quantized(whole, prepared, runner, stored)
+        if kept:
+            opened.enter_context(runner.embeddings())
+            whole.entering = runner.embedded
+        trained = Trained(skeleton, kept, _global_scales(prepared, stored) if GLOBAL in options.train else [])
+        whole.float_head = trained.float_head
+        choices = _quantized(whole, prepared, runner, stored, trained)
         sources = {DATA: judged, OTHER: list(range(runner.held_from, len(runner.batches)))}
-        with counting_bar(settings.steps, "steps", shown=machine.progress, title="end to end") as advance:
-            return descend(
-                choices,
-                backward=whole.backward,
-                judge=lambda: {name: whole.divergence(batches) for name, batches in sources.items()},
-                batches=learned,
-                per_step=max(1, settings.windows // len(runner.batches[0])),
-                settings=settings,
-                state=_read(partial / _STATE),
-                save=lambda tensors: _save(partial / _STATE, tensors),
-                on_step=lambda step: advance(1, f"step {step}"),
-            )
+
+        def learn(variables: Variables, title: str) -> Found:
+            state = partial / f"{_STATE} of {title}"
+            with counting_bar(settings.steps, "steps", shown=machine.progress, title=title) as advance:
+                return descend(
+                    variables,
+                    backward=whole.backward,
+                    judge=lambda: {name: whole.divergence(batches) for name, batches in sources.items()},
+                    batches=learned,
+                    per_step=max(1, settings.windows // len(runner.batches[0])),
+                    settings=settings,
+                    state=_read(state),
+                    save=lambda tensors: _save(state, tensors),
+                    on_step=lambda step: advance(1, f"step {step}"),
+                )
+
+        found = learn(Variables(choices, {}), "codes")
+        floats = learn(Variables({}, trained.floats), "floats") if options.train else None
+    return found, floats, kept
 
 
-def _quantized(whole: Whole, prepared: Conversion, runner: Runner, stored: Rounding) -> dict[str, Choice]:
+def _global_scales(prepared: Conversion, stored: Rounding) -> list[tuple[Unit, torch.Tensor]]:
+    """Units whose weights share a global scale, with that scale."""
+    found = []
+    for unit in prepared.outputs.plan.units:
+        first = unit.members[0]
+        scale = stored.of(first.key, unit.scheme.fmt, shape=first.shape).global_scale
+        found += [] if scale is None else [(unit, scale)]
+    return found
+
+
+def _quantized(
+    whole: Whole, prepared: Conversion, runner: Runner, stored: Rounding, trained: Trained
+) -> dict[str, Choice]:
     """Puts the quantized layers in the place of the float ones; the choices that their weights come from, by key."""
     choices: dict[str, Choice] = {}
     layers = []
@@ -134,7 +193,8 @@ def _quantized(whole: Whole, prepared: Conversion, runner: Runner, stored: Round
         for unit in work.units:
             for m in unit.members:
                 if m.key in work.usable:
-                    own[m.key] = Choice(work.weights[m.key], stored.of(m.key, unit.scheme.fmt, shape=m.shape))
+                    q = stored.of(m.key, unit.scheme.fmt, shape=m.shape)
+                    own[m.key] = Choice(work.weights[m.key], q, trained.gains.get(m.key))
         runner.skeleton.free([f"{block.name}.{a.parameter}" for a in work.assemblies])
         layers.append(_layer(replace(work, weights={}), own, runner.device))
         choices |= own

@@ -7,6 +7,8 @@ from ptqpipe.errors import UsageError
 
 METRICS = ("kl", "output")
 METHODS = ("gptq", "kl", "layerwise", "gptq+learned", "learned")
+GLOBAL = "global"
+TRAIN = ("head", "embeddings", "norms", "biases", GLOBAL)
 SHARE = 0.5
 END_TO_END = Settings(steps=100, rate=0.0015)
 
@@ -23,6 +25,7 @@ class TuneOptions:
               model, to second order, by the gradients of a reverse pass; "output": its square at the layer's output.
               None: "kl" where the method is "gptq" alone or "kl"
     share     fraction of the error of earlier layers that each layer compensates for under "gptq" and "kl": 0 to 1
+    train     of TRAIN, under "kl": tensors that stay floats, and global scales, that descent changes after the codes
     settings  of gradient descent; its share of held-out samples counts for every method
     """
 
@@ -33,6 +36,7 @@ class TuneOptions:
     method: str = "gptq"
     metric: str | None = None
     share: float = SHARE
+    train: tuple[str, ...] = ()
     settings: Settings = field(default_factory=Settings)
 
     @property
@@ -62,5 +66,10 @@ def check(options: TuneOptions) -> None:
         raise UsageError(f"--metric {options.metric!r} is unknown; use {', '.join(METRICS)}")
     if options.metric == "kl" and not options.by_kl:
         raise UsageError("--metric kl belongs to --method gptq and kl; leave it out, or use one of them")
+    unknown = [kind for kind in options.train if kind not in TRAIN]
+    if unknown:
+        raise UsageError(f"--train {unknown[0]!r} is unknown; use {', '.join(TRAIN)}, with commas")
+    if options.train and options.method != "kl":
+        raise UsageError("--train belongs to --method kl; add it, or leave --train out")
     if not 0.0 <= options.share <= 1.0:
         raise UsageError(f"--share {options.share} is out of range; use 0 (no compensation) to 1 (full compensation)")

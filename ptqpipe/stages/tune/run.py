@@ -87,7 +87,7 @@ def tune(
         if samples.images and options.by_kl:  # the reverse pass takes rows of one length
             options = replace(options, metric="output")
         if options.method == "kl":
-            end_to_end.check(prepared, samples, machine)
+            end_to_end.check(prepared, samples, options, machine)
         parts = _identity(prepared, samples, options, collects=collects)
         folder = BlockFolder(out, parts, source=source.reader, index_file=ROUNDING_FILE, mode=mode)
         found: dict[str, Likeness] = {}
@@ -97,7 +97,7 @@ def tune(
             if codes_of.ENDED not in folder.done:
                 found = _run(prepared, samples, folder, options, machine, collects=collects)
             if options.method == "kl":
-                end_to_end.improve(prepared, samples, folder, options.settings, machine)
+                end_to_end.improve(prepared, samples, folder, options, machine)
             content = codes_of.content(prepared, samples, _how(options), folder, seed=options.seed, collects=collects)
             folder.finish(content)
     return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(found)))
@@ -132,7 +132,9 @@ def _identity(prepared: Conversion, samples: Samples, options: TuneOptions, *, c
         "the statistics": prepared.run_parts.get("statistics", ""),
         "the data": samples.sha256,
         **({"the held-out data": tokens_digest(samples.held_out)} if collects else {}),
-        "the settings": json.dumps([options.method, options.by_kl, options.share, asdict(options.settings)]),
+        "the settings": json.dumps(
+            [options.method, options.by_kl, options.share, options.train, asdict(options.settings)]
+        ),
         "the version of ptqpipe": __version__,
     }
 

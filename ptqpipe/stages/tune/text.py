@@ -1,5 +1,6 @@
 """The closing text of tune, and the same as JSON."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,21 +45,28 @@ def render(done: Finished) -> str:
 
 
 def _end_to_end(found: Mapping[str, Any] | None) -> list[str]:
-    """What gradient descent on the whole model gave, on each text that judged it."""
+    """What gradient descent on the whole model gave, on each text that judged it: of the codes, then of the floats."""
     if found is None:
         return []
+    lines = [_of_descent("end to end", "codes", found, f"{found['moved']:.2%} of the codes moved")]
+    if "train" in found:
+        kinds = Counter(entry["kind"] for entry in found["trained"].values())
+        told = [f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items()]
+        told += ["global scales"] if "global" in found["train"]["kinds"] else []
+        lines.append(_of_descent("then --train", "values", found["train"], f"trained: {', '.join(told)}"))
+    return lines
+
+
+def _of_descent(name: str, what: str, found: Mapping[str, Any], told: str) -> str:
     if not found["best"]:
-        return [
-            f"end to end, {found['steps']} steps: no codes lowered the KL divergence on "
-            f"{' and '.join(found['start'])} both; the start is kept"
-        ]
+        return (
+            f"{name}, {found['steps']} steps: no {what} lowered the KL divergence on {' and '.join(found['start'])} "
+            "both; the start is kept"
+        )
     texts = [
         f"{name} {1e3 * before:.4g} -> {1e3 * found['result'][name]:.4g}" for name, before in found["start"].items()
     ]
-    return [
-        f"end to end, step {found['best']} of {found['steps']}: KL divergence x 1000 on {', '.join(texts)}; "
-        f"{found['moved']:.2%} of the codes moved"
-    ]
+    return f"{name}, step {found['best']} of {found['steps']}: KL divergence x 1000 on {', '.join(texts)}; {told}"
 
 
 def _row(name: str, entry: Mapping[str, Any]) -> list[str]:

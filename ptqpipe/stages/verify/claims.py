@@ -22,6 +22,7 @@ from ptqpipe.measured import certificate
 from ptqpipe.plan import Plan, Unit, make_plan
 from ptqpipe.recipe import Recipe
 from ptqpipe.record import TAKEN_OVER, UNKNOWN, Claim, Record, object_of
+from ptqpipe.rounding import relative_change, trained_of
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
 from ptqpipe.stages.common import (
@@ -128,6 +129,27 @@ def check_kept_hash(ckpt: Source, name: str, record: Record, findings: Findings)
         findings.fault("record", name, f"is not what {RECORD_FILE} describes: its sha256 differs")
 
 
+def check_trained(ckpt: Source, source: Source | None, name: str, record: Record, findings: Findings) -> None:
+    """A tensor that was trained with the codes has the bytes that were trained, the source's dtype and shape, and is as
+    far from the source's as the record says."""
+    entry = trained_of(record.raw).get(name)
+    if not isinstance(entry, Mapping):
+        return  # that it is kept for another reason than the plan's is reported by `check_reasons`
+    if ckpt.reader.sha256(name) != entry.get("sha256"):
+        findings.fault("record", name, f"is not what was trained according to {RECORD_FILE}: its sha256 differs")
+        return
+    if source is None or name not in source.tensors:
+        return
+    stored = ckpt.reader.entries[name]
+    if (stored.dtype, stored.shape) != source.tensors[name]:
+        dtype, shape = source.tensors[name]
+        findings.fault("kept", name, f"is {stored.dtype} {list(stored.shape)}, the source has {dtype} {list(shape)}")
+        return
+    change, claimed = relative_change(source.reader.read(name), ckpt.reader.read(name)), entry.get("change")
+    if not isinstance(claimed, float | int) or not math.isclose(claimed, change, rel_tol=SUM_TOLERANCE):
+        findings.fault("record", name, f"claims that training changed it by {claimed!r:.40}, recomputed {change:.12g}")
+
+
 def check_numbers(
     name: str, claim: Claim, actual: Mapping[str, float], findings: Findings, *, tolerance: float = SUM_TOLERANCE
 ) -> None:
@@ -224,7 +246,15 @@ def check_rules(ckpt: Source, record: Record, findings: Findings) -> None:
     for unit in plan.units:
         claims = {member.key: record.weights[member.key] for member in unit.members if member.key in record.weights}
         _check_unit(unit, claims, findings, learned=isinstance(record.raw.get("rounding"), Mapping))
-    plan = with_reasons(plan, corrected_biases(plan, ckpt, recipe))
+    trained = trained_of(record.raw)
+    if trained:
+        kinds = ", ".join(sorted({str(object_of(trained, name).get("kind")) for name in trained}))
+        findings.note(
+            "kept",
+            f"{len(trained)} tensors",
+            f"were trained with the codes ({kinds}): their values are not the source's",
+        )
+    plan = with_reasons(plan, corrected_biases(plan, ckpt, recipe), trained=trained)
     # Why a stack of experts is kept may depend on another one of the source, which has become weights of its own here.
     alone = tuple(kept for kept in plan.kept if len(ckpt.tensors[kept.name][1]) < 3)
     check_reasons(record, replace(plan, kept=alone), findings, recipe)

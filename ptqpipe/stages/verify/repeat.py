@@ -20,6 +20,7 @@ from ptqpipe.measured import prove_joint
 from ptqpipe.plan import Member, Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.record import Claim, Record, object_of, text_of
+from ptqpipe.rounding import trained_of
 from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import LARGEST, Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
@@ -189,7 +190,7 @@ def replan(record: Record, source: Source) -> Outputs:
     if conversion is None:
         raise CheckpointError(f"{RECORD_FILE} has no recipe")
     recipe, name = recipe_of(object_of(conversion, "recipe")), text_of(conversion, "container", RECORD_FILE)
-    return outputs_of(source, recipe, container_name=name)
+    return outputs_of(source, recipe, container_name=name, trained=trained_of(record.raw))
 
 
 def check_plan(ckpt: Source, source: Source, record: Record, planned: Outputs, findings: Findings) -> None:

@@ -19,6 +19,7 @@ from ptqpipe.containers import StoredWeight, is_kv_scale
 from ptqpipe.plan import Unit
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.report import tuned_judgement
+from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Origins, Source, SourceRows
 from ptqpipe.stages.common import (
@@ -330,7 +331,10 @@ def _kept_job(run: _Run, name: str) -> tuple[Findings, WeightReport | None]:
     origin = run.origins.kept.get(name) if run.origins is not None else None
     corrected = entry.get("reason") == CORRECTED  # by an error of the weight; its bytes have a hash
     calibrated = is_kv_scale(name) and not run.findings.own  # another tool's own, whatever the source has
-    if source is not None and origin is not None and not calibrated and not corrected:
+    trained = record is not None and entry.get("reason") == TRAINED_REASON
+    if record is not None and trained:
+        found.guard("record", name, lambda: claims.check_trained(ckpt, source, name, record, found))
+    elif source is not None and origin is not None and not calibrated and not corrected:
         found.guard("kept", name, lambda: structure.check_kept(ckpt, source, name, origin, found))
     return found, None
 
