@@ -29,7 +29,7 @@ import torch
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.merge import merge_added
-from ptqpipe.calibration.runner import Block, Runner, has_room
+from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
 from ptqpipe.inputs import OUT_ROWS
@@ -163,7 +163,7 @@ def reverse_model(
     windows, held_out = samples.windows[share], samples.held_out[share]
     count, tokens = len(skeleton.blocks), windows.numel() + held_out.numel()
     memory_bytes -= max(nbytes(_widths(module)) for _, module in skeleton.blocks)
-    step = 1 if has_room(skeleton, tokens, memory_bytes, streams(count, 1)) else least_step(count)
+    step = 1 if skeleton.has_room(tokens, memory_bytes, streams(count, 1)) else least_step(count)
     runner = Runner.open(
         skeleton,
         windows,

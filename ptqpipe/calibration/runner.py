@@ -220,7 +220,9 @@ class Runner:
                 check_known(module, name)
                 observe(module, None)
         size = 1 if images else max(1, BATCH_TOKENS // windows.shape[1])
-        activations = _activations(skeleton, both, memory_bytes, spill, streams)
+        activations: Activations = InMemory()
+        if memory_bytes and spill and not skeleton.has_room(both.numel(), memory_bytes, streams):
+            activations = OnDisk(spill)
         batches = list(torch.split(windows, size))
         held_from = len(batches)
         batches += torch.split(held_out, size) if len(held_out) else ()
@@ -288,8 +290,7 @@ class Runner:
     @contextlib.contextmanager
     def embeddings(self) -> Iterator[None]:
         """The embedding's weights are loaded while it is open; those of a head that is the embedding may be already."""
-        model = self.skeleton.model
-        names = [name for name in self._of_embedding() if model.get_parameter(name).is_meta]
+        names = [name for name in self._of_embedding() if self.skeleton.model.get_parameter(name).is_meta]
         self.skeleton.load(names, self.device)
         yield
         self.skeleton.free(names)
@@ -397,18 +398,3 @@ def _check_windows(windows: torch.Tensor, seqlen: int, skeleton: Skeleton) -> No
             "model"
         )
     check_length(skeleton.model.config, seqlen)
-
-
-def _activations(
-    skeleton: Skeleton, windows: torch.Tensor, memory_bytes: int | None, spill: Path | None, streams: int
-) -> Activations:
-    if memory_bytes is None or spill is None or has_room(skeleton, windows.numel(), memory_bytes, streams):
-        return InMemory()
-    return OnDisk(spill)
-
-
-def has_room(skeleton: Skeleton, tokens: int, memory_bytes: int, streams: int) -> bool:
-    """Whether weights of a block and so many sets of hidden states of all tokens fit into memory together."""
-    hidden = skeleton.model.config.get_text_config().hidden_size
-    need = streams * tokens * hidden * torch.empty(0, dtype=skeleton.dtype).element_size()
-    return bool(need + max(skeleton.nbytes(name) for name, _ in skeleton.blocks) <= memory_bytes)

@@ -116,6 +116,12 @@ class Skeleton:
         """Bytes of a part's parameters."""
         return sum(p.numel() * p.element_size() for p in self.model.get_submodule(part).parameters())
 
+    def has_room(self, tokens: int, memory_bytes: int, streams: int) -> bool:
+        """Whether weights of a layer and so many sets of hidden states of all tokens fit into memory together."""
+        hidden = self.model.config.get_text_config().hidden_size
+        need = streams * tokens * hidden * torch.empty(0, dtype=self.dtype).element_size()
+        return bool(need + max(self.nbytes(name) for name, _ in self.blocks) <= memory_bytes)
+
     def _is_buffer(self, name: str) -> bool:
         parent, _, leaf = name.rpartition(".")
         return leaf in self.model.get_submodule(parent)._buffers
