@@ -176,8 +176,8 @@ def _how(moment: str, *, to_second_order: bool) -> str:
 def _header(source: Source, groups: Sequence[Group], formats: Sequence[str], limits: "_Limits") -> str:
     weights, numbers = sum(len(group.members) for group in groups), sum(group.elements for group in groups)
     return (
-        f"{name_of(source.reader.path)}, {weights} weights in {len(groups)} groups, {numbers:,} numbers: each gets one of "
-        f"{', '.join(formats)}, for {limits.description} in all"
+        f"{name_of(source.reader.path)}, {weights} weights in {len(groups)} groups, {numbers:,} numbers: each gets one "
+        f"of {', '.join(formats)}, for {limits.description} in all"
     )
 
 
