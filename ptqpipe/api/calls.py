@@ -101,9 +101,12 @@ def _check_paths(parameters: Iterable[inspect.Parameter], given: Mapping[str, An
 
 
 def into(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:
-    """An option class from the keywords that are called as its fields are, and ``more``."""
-    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]  # kind is a dataclass
-    return kind(**{name: value for name, value in options.items() if name in names} | more)
+    """An option class from the keywords that are called as its fields are, and ``more``. Several names may be a text
+    with commas, too."""
+    known = {one.name: one.default for one in fields(kind)}  # type: ignore[arg-type]  # kind is a dataclass
+    given = {name: value for name, value in options.items() if name in known}
+    given |= {name: names_in(value) for name, value in given.items() if isinstance(known[name], tuple)}
+    return kind(**given | more)
 
 
 def recipe_of(options: Mapping[str, Any], *, format: str | None, ignore: Iterable[str]) -> RecipeOptions:

@@ -186,7 +186,7 @@ def descend(
     codes = {key: choice.moved(moves[key]) for key, choice in variables.choices.items()}
     moved = sum(int(m.sum()) for m in moves.values()) / max(1, sum(m.numel() for m in moves.values()))
     variables.put(best)
-    floats = {name: best[name] for name in variables.floats}
+    floats = {name: best[name].cpu() for name in variables.floats}
     return Found(codes, floats, progress.start, progress.result, progress.step, progress.best, moved)
 
 
@@ -217,8 +217,8 @@ def _begin(
         variable.data.copy_(state[f"{name}/variable"])
         optimizer.state[variable] = {
             "step": torch.tensor(float(progress.step)),
-            "exp_avg": state[f"{name}/mean"].clone(),
-            "exp_avg_sq": state[f"{name}/square"].clone(),
+            "exp_avg": state[f"{name}/mean"].to(variable.device, copy=True),
+            "exp_avg_sq": state[f"{name}/square"].to(variable.device, copy=True),
         }
     return progress, {name: state[f"{name}/best"] for name in variables.tensors}
 
@@ -236,4 +236,4 @@ def _state(
         known, zero = optimizer.state[variable], torch.zeros_like(variable)  # of one that nothing depends on
         found |= {f"{name}/variable": variable.detach(), f"{name}/best": best[name]}
         found |= {f"{name}/mean": known.get("exp_avg", zero), f"{name}/square": known.get("exp_avg_sq", zero)}
-    return found
+    return {name: tensor.cpu() for name, tensor in found.items()}

@@ -13,14 +13,16 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.api.calls import in_python
+from ptqpipe.api.calls import in_python, into
 from ptqpipe.api.result import Result
 from ptqpipe.api.service import OPTIONS
 from ptqpipe.cli.serve import serve as serve_command
 from ptqpipe.errors import OutputExists, PtqError, UsageError
 from ptqpipe.options import recipe_fields
 from ptqpipe.rounding import Rounding
+from ptqpipe.stages.calibrate.run import CalibrateOptions
 from ptqpipe.stages.demo import MODEL
+from ptqpipe.stages.tune.options import TuneOptions
 from tests import tiny
 
 COMMANDS = (
@@ -259,3 +261,9 @@ def test_a_service_that_cannot_start_says_why_in_pythons_words(model: Path) -> N
     with pytest.raises(UsageError, match=r"max_queue is -1, expected 0 or more") as error:
         ptqpipe.serve(model, max_queue=-1)
     assert "--" not in str(error.value)
+
+
+def test_several_names_are_a_list_or_a_text_with_commas() -> None:
+    for given in ("head,norms", "head, norms", ["head", "norms"], ("head", "norms")):
+        assert into(TuneOptions, {"train": given, "method": "kl"}) == TuneOptions(train=("head", "norms"), method="kl")
+    assert into(CalibrateOptions, {"moments": "diagonal"}).moments == ("diagonal",)
