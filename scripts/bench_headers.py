@@ -4,7 +4,8 @@ Usage: python scripts/bench_headers.py [--layout deepseek-v3] [--formats nvfp4 .
 
 The checkpoint has the names, shapes, dtypes and files of the published one (671 billion weights, 688 GB), its weights
 are holes in the files (make_published_layout.py). Each run is a whole process with its imports; ``bare_s`` is one that
-imports the same and asks for help. One JSON line a format, medians of the seconds and the largest peak:
+imports the same and asks for help. One JSON line a format, medians of the seconds (``cpu_s``: of CPU
+time, which other processes of the machine disturb less) and the largest peak:
 
     goal_s, goal_mib  5 s and 500 MiB
 """
@@ -44,6 +45,7 @@ def main() -> int:
             missed |= seconds > GOAL_SECONDS or peak > GOAL_MIB
             line = json.dumps({
                 "layout": options.layout, "format": fmt, **made, "dry_run_s": round(seconds, 2),
+                "cpu_s": round(statistics.median(run.cpu_seconds for run in runs), 2),
                 "bare_s": round(statistics.median(bare), 2), "peak_rss_mib": round(peak, 1), "goal_s": GOAL_SECONDS,
                 "goal_mib": GOAL_MIB, "all_s": [round(run.seconds, 2) for run in runs],
                 "load_average": round(os.getloadavg()[0], 1), "processors": os.cpu_count(),

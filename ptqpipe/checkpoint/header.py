@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from ptqpipe.dtypes import DTYPES
 from ptqpipe.errors import CheckpointError
@@ -38,8 +38,7 @@ _METADATA: Final = "__metadata__"
 _FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a checkpoint: where its bytes lie, before any of them is read."""
 
     name: str

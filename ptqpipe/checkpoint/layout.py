@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from ptqpipe.checkpoint.files import INDEX_NAME, SINGLE_NAME
 from ptqpipe.checkpoint.header import FileHeader, header_bytes, header_of, shown, tensor_bytes
@@ -29,8 +29,7 @@ _DEFAULT_SHARDS: Final = 32
 METADATA: Final[Mapping[str, str]] = MappingProxyType({"format": "pt"})
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A tensor that will be written: its name, safetensors dtype string and shape."""
 
     name: str
@@ -38,8 +37,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a tensor's bytes go: the shard, the absolute offset in it, the size."""
 
     file: str

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from ptqpipe.containers._codec import FLOAT_SCALES
 from ptqpipe.containers._types import Names, Part, Role, Target
@@ -116,6 +116,8 @@ def refuse(weight: str, *, container: str, scheme_reason: str | None, experts: i
 
 def as_found(expected: Sequence[Part], names: Names) -> tuple[Part, ...]:
     """Parts with the variations that readers accept: one number as [] or [1], static input scales in any float."""
+    if all(names.get(part.name) == part[1:3] for part in expected):  # as nearly all are
+        return tuple(expected)
     changed = []
     for part in expected:
         dtype, shape = names.get(part.name, (part.dtype, part.shape))
@@ -124,8 +126,46 @@ def as_found(expected: Sequence[Part], names: Names) -> tuple[Part, ...]:
         if part.role is not Role.INPUT_GLOBAL or dtype not in FLOAT_SCALES:
             dtype = part.dtype
         same = (dtype, shape) == (part.dtype, part.shape)
-        changed.append(part if same else replace(part, dtype=dtype, shape=shape))
+        changed.append(part if same else part._replace(dtype=dtype, shape=shape))
     return tuple(changed)
+
+
+class PartsOf(Protocol):
+    """`Container.parts` of a layout."""
+
+    def __call__(
+        self,
+        weight: str,
+        shape: tuple[int, int],
+        scheme: Scheme,
+        /,
+        *,
+        experts: int | None = None,
+        transposed: bool = False,
+    ) -> tuple[Part, ...]: ...
+
+
+def remembered(parts: PartsOf) -> PartsOf:
+    """``parts`` of a layout, which asks it once for weights of one shape, scheme and leaf name: of the tens of
+    thousands of a mixture of experts the names alone differ."""
+    known: dict[tuple[object, ...], tuple[int, Scheme, tuple[Part, ...]]] = {}
+
+    def of(
+        weight: str, shape: tuple[int, int], scheme: Scheme, /, *, experts: int | None = None, transposed: bool = False
+    ) -> tuple[Part, ...]:
+        parent, dot, leaf = weight.removesuffix(".weight").rpartition(".")
+        start = len(parent) + len(dot)
+        key = (leaf, len(weight) - start, is_routed_expert(weight), shape, id(scheme), experts, transposed)
+        if key in known:
+            length, _, made = known[key]
+            base = weight[:start]
+            return tuple(Part(base + part.name[length:], *part[1:]) for part in made)
+        made = parts(weight, shape, scheme, experts=experts, transposed=transposed)
+        if all(part.name.startswith(weight[:start]) for part in made):
+            known[key] = start, scheme, made  # with the scheme, so that no other gets its id
+        return made
+
+    return of
 
 
 def same_value(a: Any, b: Any) -> bool:

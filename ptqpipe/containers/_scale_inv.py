@@ -93,7 +93,8 @@ def stored_weights_of(names: Names, fmt: Format, activation: Activation) -> dict
 
     ``fmt`` is what the config says of F8_E4M3 weights; the scale's dtype decides its codec.
     """
-    found, schemes = {}, dict[tuple[str, Activation], Scheme]()  # of a hundred thousand weights in few formats
+    # Of a hundred thousand weights in few formats.
+    found, schemes, formats = {}, dict[tuple[str, Activation], Scheme](), dict[tuple[bool, str], Format]()
     for name, (dtype, _) in names.items():
         if not name.endswith(".weight") or dtype not in ("F8_E4M3", "I8"):
             continue
@@ -104,11 +105,14 @@ def stored_weights_of(names: Names, fmt: Format, activation: Activation) -> dict
         two_codes = dtype == "I8"
         own = FORMATS["mxfp4"] if two_codes else fmt
         shape = matrix_shape(names, name, bits=own.element.bits, owner=module)
-        own = fmt_of_scale(own, names[scale][0])
+        kind = (two_codes, names[scale][0])
+        if kind not in formats:
+            formats[kind] = fmt_of_scale(own, names[scale][0])
+        own = formats[kind]
         found[name] = _stored(
             name, shape, scale, own, Activation.UNKNOWN if two_codes else activation, names, schemes=schemes
         )
-    for name in names:
+    for name in (name for name in names if name.endswith(SUFFIXES[:2])):
         for suffix in SUFFIXES[:2]:  # ".scale" is also what other things than weights have
             if name.endswith(suffix) and name.removesuffix(suffix) + ".weight" not in found:
                 raise CheckpointError(f"{name!r} belongs to no F8_E4M3 weight; the checkpoint is damaged")

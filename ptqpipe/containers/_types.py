@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -45,8 +45,7 @@ DECODED_ROLES = frozenset(role for role in Role if not role.value.startswith(("i
 """Roles of the parts that make up a weight's decode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One stored tensor of a quantized weight.
 
     ``dtype`` is safetensors' name of it ("U8", "F8_E4M3", "F32" ...). ``stacked`` says that the first axis counts the

@@ -12,6 +12,7 @@ from typing import Any
 
 from ptqpipe.containers._codec import scale_dtype, with_scale_dtype
 from ptqpipe.containers._config import (
+    PartsOf,
     as_found,
     check_parts,
     expert_name_warnings,
@@ -22,6 +23,7 @@ from ptqpipe.containers._config import (
     module_list,
     quantization_config,
     refuse,
+    remembered,
     scheme_for,
     strings,
     structure,
@@ -298,7 +300,7 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
     rotation_of = stored_rotations(config, described)
     scheme_of = resolver(_read_groups(described))
     ignored = resolver([(strings(described.get("ignore") or [], "ignore"), True)], classes=False)
-    found = {}
+    found, parts_of = {}, remembered(parts_for_reading)
     for module in dict.fromkeys(
         name.rpartition(".")[0] for name in names if name.endswith((".weight_packed", ".weight_scale"))
     ):
@@ -309,14 +311,14 @@ def stored_weights(config: Mapping[str, Any], names: Names) -> dict[str, StoredW
             raise CheckpointError(f"{module} is quantized, but no config group targets it; readers drop it")
         rotation = rotation_of(module)
         scheme = replace(scheme, rotation=rotation) if rotation != scheme.rotation else scheme
-        found[f"{module}.weight"] = _stored(module, scheme, names)
+        found[f"{module}.weight"] = _stored(module, scheme, names, parts_of)
     for name, (dtype, shape) in names.items():
         if dtype == "F8_E4M3" and name.endswith(".weight") and len(shape) == 2 and name not in found:
             raise CheckpointError(f"{name!r} is F8_E4M3 without a {name + '_scale'!r}; the checkpoint is damaged")
     return found
 
 
-def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
+def _stored(module: str, scheme: Scheme, names: Names, parts_of: PartsOf) -> StoredWeight:
     """The weight of ``module``, whose config gives ``scheme``; scale dtypes and scalar shapes as they are found."""
     weight, fmt = f"{module}.weight", scheme.fmt
     for suffix in (_UNREADABLE, *([] if fmt.element.grid else [_ONLY_INTEGERS])):
@@ -333,7 +335,7 @@ def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
     if fmt is not scheme.fmt:
         scheme = replace(scheme_for(fmt, scheme.activation), rotation=scheme.rotation)
     try:
-        expected = as_found(parts_for_reading(weight, shape, scheme), names)
+        expected = as_found(parts_of(weight, shape, scheme), names)
     except FormatError as error:
         raise CheckpointError(str(error)) from None
     check_parts(expected, names, weight=weight)
@@ -342,12 +344,14 @@ def _stored(module: str, scheme: Scheme, names: Names) -> StoredWeight:
     return StoredWeight(weight, shape, scheme, expected + others)
 
 
-def parts_for_reading(weight: str, shape: tuple[int, int], scheme: Scheme) -> tuple[Part, ...]:
+def parts_for_reading(
+    weight: str, shape: tuple[int, int], scheme: Scheme, *, experts: int | None = None, transposed: bool = False
+) -> tuple[Part, ...]:
     """:func:`parts`, for any activation: what a reader does with the input changes no weight."""
     if supports(scheme) is not None and supports(scheme_for(scheme.fmt, Activation.UNKNOWN)) is not None:
         name = _BY_STRUCTURE[structure(scheme.fmt)]
         scheme = scheme_for(scheme.fmt, _ROWS[name][2][0])
-    return parts(weight, shape, scheme)
+    return parts(weight, shape, scheme, experts=experts, transposed=transposed)
 
 
 def _read_groups(described: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:

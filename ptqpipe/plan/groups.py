@@ -89,7 +89,7 @@ def keep_whole_groups(
             for key in group:
                 if rules.pop(key, None) is not None:
                     reasons[key] = f"fused with {kept[0]}, which is kept ({reasons[kept[0]]})"
-        elif len({rules[key] for key in group}) > 1:
+        elif any(rules[key] is not rules[group[0]] and rules[key] != rules[group[0]] for key in group[1:]):
             first, other = rules[group[0]], next(rules[key] for key in group if rules[key] != rules[group[0]])
             raise RecipeError(
                 f"{group[0]} and its fused siblings get two rules ({first.match!r} and {other.match!r}); "

@@ -27,6 +27,7 @@ from ptqpipe.containers import (
     Target,
     get_container,
     merged_config,
+    remembered,
 )
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
 from ptqpipe.families import UNLIKE_EXPERTS, Fact
@@ -229,7 +230,7 @@ def _groups_and_jobs(
     """Groups of tensors that are written together, and the jobs of units and kept tensors, in the source's order."""
     tensors = source.tensors
     order = {name: index for index, name in enumerate(tensors)}
-    corrected = set(biases.values())
+    corrected, parts_of = set(biases.values()), remembered(container.parts)
     todo: list[tuple[int, Unit | Kept]] = [(min(order[m.source.tensor] for m in u.members), u) for u in plan.units]
     todo += [(order[kept.name], kept) for kept in plan.kept if kept.name not in corrected]
     todo.sort(key=lambda item: item[0])
@@ -242,7 +243,10 @@ def _groups_and_jobs(
             groups.append([spec])
             jobs.append(CopyTensor(f"keep:{item.name}", len(groups) - 1, read, item.name, spec, item.reason))
             continue
-        parts = tuple(_parts(container, member, item) for member in item.members)
+        parts = tuple(
+            parts_of(m.weight, m.shape, item.scheme, experts=m.stack, transposed=_stored_transposed(m))
+            for m in item.members
+        )
         first = parts[0][0].name
         if first not in group_of:
             groups.append([TensorSpec(part.name, part.dtype, part.shape) for of_member in parts for part in of_member])
@@ -278,12 +282,6 @@ def check_read_back(
     unlike = found.keys() ^ {target.weight for target in targets}
     if unlike:
         raise CheckpointError(f"the output could not be read back: {min(unlike)!r} is ambiguous in it; {remedy}")
-
-
-def _parts(container: Container, member: Member, unit: Unit) -> tuple[Part, ...]:
-    return container.parts(
-        member.weight, member.shape, unit.scheme, experts=member.stack, transposed=_stored_transposed(member)
-    )
 
 
 def _stored_transposed(member: Member) -> bool:
