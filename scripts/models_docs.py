@@ -37,7 +37,7 @@ def page() -> str:
         parts = [f"{len(part.rows)} outputs of `{part.pattern.replace('|', chr(92) + '|')}`" for part in family.outputs]
         fused = ", ".join([*(" + ".join(group) for group in family.fuse), *parts])
         rows = "take turns" if family.interleaved else ""
-        folds = "yes" if family.norms is not None else ""
+        folds = "yes" if family.norms is not None else f"no: {family.fixed}" if family.fixed else ""
         lines.append(f"| {', '.join(family.types)} | {kept} | {fused} | {rows} | {folds} |")
     lines += [
         "",

@@ -22,8 +22,10 @@ from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.verify.run import verify
 from tests import families, family_rows, tiny
 
-# Held by models of their own elsewhere: tests/tiny.py, tests/families.py, tests/transforms/models.py.
+# Held by models of their own elsewhere: tests/tiny.py, tests/families.py, tests/transforms/models.py,
+# tests/image_text.py.
 ELSEWHERE = {"deepseek_v3", "glm4_moe", "llama", "qwen3_vl", "gemma3_text", "internvl", "phi4_multimodal", "step3p7"}
+ELSEWHERE |= {"inkling2"}
 KINDS = [*family_rows.MADE_BY_TRANSFORMERS, *family_rows.NAMES_AND_SHAPES]
 
 # model_type -> what of its first layers stays beside routers, heads and embeddings.

@@ -33,6 +33,7 @@ __all__ = [
     "doubts",
     "facts_of",
     "family_of",
+    "fixed_of",
     "fuse_of",
     "is_known",
     "language_config",
@@ -69,6 +70,11 @@ def norms_of(config: Mapping[str, Any]) -> Norms | None:
     """Where factors may move in the model of a config.json, or in its language model; None where that is not known."""
     rows = (_BY_TYPE.get(str(part.get("model_type"))) for part in (config, *_text_parts(config)))
     return next((row.norms for row in rows if row is not None and row.norms is not None), None)
+
+
+def fixed_of(config: Mapping[str, Any]) -> str:
+    """Why no factor may move in the model of a config.json, as far as its row says so."""
+    return family_of(config).fixed
 
 
 def language_config(config: Mapping[str, Any]) -> dict[str, Any]:

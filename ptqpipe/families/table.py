@@ -214,6 +214,15 @@ FAMILIES: tuple[Family, ...] = (
     Family(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"), norms=Norms()),
     Family(("qwen3_vl_moe", "qwen3_vl_moe_text", "glm4v_moe_text", "paddleocr_vl_text"), norms=Norms()),
     Family(("granite", "granite_swa", "granite_docling_text"), norms=Norms()),
+    Family(("aria_text", "cosmos3_edge_text", "unlimited_ocr_text"), norms=Norms()),
+    Family(("persimmon",), norms=Norms(layer_norm=True, values=False)),  # q, k and v of each head lie side by side
+    Family(
+        ("inkling2", "inkling2_text"),
+        fixed=(
+            "its layers also read what earlier blocks of layers wrote, weighted by their size, and convolve and clip "
+            "what lies between projections"
+        ),
+    ),
     Family(("ministral3", "olmoe", "phi3", "seed_oss", "smollm3", "helium", "cwm", "iquestcoder"), norms=Norms()),
     Family(("ernie4_5", "ernie4_5_moe", "exaone_moe", "hy_v3", "mellum", "minimax_m2", "solar_open"), norms=Norms()),
     Family(("internlm3", "minicpm3", "youtu", "arcee"), norms=Norms()),
@@ -227,9 +236,12 @@ FAMILIES: tuple[Family, ...] = (
     Family(("gemma",), norms=Norms(offset=1.0)),
     Family(("gemma2", "gemma3_text"), norms=_GEMMA2),
     Family(("gpt2",), norms=Norms("ln_1", "ln_2", layer_norm=True)),
+    Family(("gemma3n", "gemma3n_text"), facts=_GEMMA_SMALL),
     Family(
-        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+        ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
         facts=_GEMMA_SMALL,
+        # Values pass a norm, and the last layers read those of earlier ones.
+        norms=replace(_GEMMA2, offset=0.0, values=False),
     ),
     Family(
         ("deepseek_v4",),

@@ -52,6 +52,8 @@ class Norms:
                     where they read the residual stream itself
     offset          the norm multiplies by (offset + weight): 1 for Gemma
     layer_norm      the norm subtracts the mean and adds a bias
+    values          factors may move between values and the attention's output: no norm stands between, no other layer
+                    reads the same values, and they are rows of their own
     outputs         norms between a sublayer and the residual stream: their weight stands in the way of rotations
     """
 
@@ -59,6 +61,7 @@ class Norms:
     mlp: str = "post_attention_layernorm"
     offset: float = 0.0
     layer_norm: bool = False
+    values: bool = True
     outputs: tuple[str, ...] = ()
 
 
@@ -100,6 +103,7 @@ class Family:
     experts      what readers call gate, up and down projection of a single expert, where its stacks are not called
                  ``experts``; empty: they know its stacks alone
     norms        where factors may move; None: not known
+    fixed        why none may
     mtp          its multi-token prediction layer, where this package runs it
     outputs      its modules of several outputs
     """
@@ -110,6 +114,7 @@ class Family:
     interleaved: bool = False
     experts: tuple[str, ...] = ()
     norms: Norms | None = None
+    fixed: str = ""
     mtp: Mtp | None = None
     outputs: tuple[Outputs, ...] = ()
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.families import Norms, language_config, mtp_layer, norms_of, outside_language_model
+from ptqpipe.families import Norms, fixed_of, language_config, mtp_layer, norms_of, outside_language_model
 from ptqpipe.transforms.structure import Edge, Matrix, Norm, Shapes, Structure
 
-_LAYER = re.compile(r"(?P<layer>(?:.*\.)?(?:layers|h)\.\d+)\.(?P<leaf>.+)")
+# Layers that transformers saves as blocks are those of Kimi K2.5.
+_LAYER = re.compile(r"(?P<layer>(?:.*\.)?(?:layers|model\.blocks|h)\.\d+)\.(?P<leaf>.+)")
 _EMBEDDINGS = re.compile(r"(?:.*\.)?(embed_tokens|wte|wpe)\.weight")
 _HEAD = "lm_head.weight"
 _FINAL = re.compile(r"(?:.*\.)?(norm|ln_f|final_layernorm|embedding_norm)\.(weight|bias)")
@@ -21,10 +22,13 @@ _FINAL = re.compile(r"(?:.*\.)?(norm|ln_f|final_layernorm|embedding_norm)\.(weig
 _HARMLESS = re.compile(
     r"(self_attn\.((indexer\.)?(q|k|query|key)_?(layer)?norm\.(weight|bias)|sinks)|.*rotary_emb\.inv_freq|attn\.(masked_)?bias"
     r"|.*\.(e_score_correction_bias|expert_bias|moe_statics\..*)|linear_attn\.(conv1d\.(weight|bias)|A_log|dt_bias|norm\.weight)"
-    r"|conv\.conv\.(weight|bias)|mlp\.act_fn\.\w+)"
+    r"|conv\.conv\.(weight|bias)|mlp\.act_fn\.\w+"
+    # Gemma 4 adds its small projections of the residual stream behind a norm of their own.
+    r"|layer_scalar|per_layer_(input_gate|projection)\.weight|post_per_layer_input_norm\.weight)"
 )
 _ATTENTION = "self_attn"
-_OUTPUTS = tuple(f"{_ATTENTION}.{name}.weight" for name in ("o_proj", "dense", "out_proj"))
+_FUSED_QKV = (f"{_ATTENTION}.qkv_proj.weight", f"{_ATTENTION}.query_key_value.weight")
+_OUTPUTS = tuple(f"{_ATTENTION}.{name}.weight" for name in ("o_proj", "dense", "out_proj", "to_out"))
 _INDEX_INPUT = re.compile(rf"{_ATTENTION}\.indexer\.(wk|weights_proj)\.weight")
 _INDEX_QUERIES = f"{_ATTENTION}.indexer.wq_b.weight"
 _STATE_INPUT = re.compile(r"(linear_attn|conv)\.in_proj\w*\.weight")
@@ -32,7 +36,7 @@ _STATE_OUTPUT = re.compile(r"(linear_attn|conv)\.out_proj\.weight")
 _MLPS = ("mlp", "feed_forward", "mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp", "shared_mlp")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _FUSED = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))
-_PLAIN = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"))
+_PLAIN = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
 _ROUTER = re.compile(
     r"(mlp|block_sparse_moe|feed_forward)\.(gate|router|shared_expert_gate|shared_experts_gate|gate\.wg|router\.(gate|layer))\.weight"
 )
@@ -40,6 +44,7 @@ _EXPERT = re.compile(r"(?P<moe>mlp|block_sparse_moe|feed_forward)\.experts\.(?P<
 _EXPERT_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _STACKS = (
     ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    ("mlp.experts.fc1", "mlp.experts.fc2"),
     ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
 )
 
@@ -51,6 +56,9 @@ def find_structure(tensors: Shapes, config: Mapping[str, Any]) -> Structure:
     norms, text = norms_of(config), language_config(config)
     model_type = str(text.get("model_type"))
     if norms is None:
+        fixed = fixed_of(config)
+        if fixed:
+            raise UsageError(f"factors may not move in {model_type}: {fixed}; convert it without a transform")
         raise UsageError(
             f"where factors may move is not known for the architecture {model_type!r}; docs/models.md lists those for "
             "which it is; convert this model without a transform"
@@ -170,13 +178,17 @@ class _Finder:
         output = next((leaf for leaf in _OUTPUTS if leaf in leaves), f"{_ATTENTION}.o_proj.weight")
         if f"{_ATTENTION}.kv_b_proj.weight" in leaves:
             return self.latent_attention(layer, leaves, output)
-        fused = leaves.get(f"{_ATTENTION}.qkv_proj.weight")
-        parts = [f"{_ATTENTION}.{part}_proj.weight" for part in "qkv"]
-        missing = next((leaf for leaf in (*(() if fused else parts), output) if leaf not in leaves), None)
+        fused = next((leaves[leaf] for leaf in _FUSED_QKV if leaf in leaves), None)
+        spelled = "to_{}" if f"{_ATTENTION}.to_q.weight" in leaves else "{}_proj"
+        parts = [f"{_ATTENTION}.{spelled.format(part)}.weight" for part in "qkv"]
+        needed = () if fused else parts if self.norms.values else parts[:1]
+        missing = next((leaf for leaf in (*needed, output) if leaf not in leaves), None)
         if missing is not None:
             raise CheckpointError(f"a {self.model_type} has '{layer}.{missing}', but the checkpoint does not")
         o = self.matrix(leaves[output])
         self.writers.append(o)
+        if not self.norms.values:
+            return [self.matrix(n) for n in ((fused,) if fused else (leaves[p] for p in parts if p in leaves))], []
         if fused is None:
             q, k, v = (self.matrix(leaves[leaf], group="qkv") for leaf in parts)
             return [q, k, v], [self.value_edge(f"{layer}.value", v, o)]
