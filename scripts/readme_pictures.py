@@ -15,7 +15,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
-from quality_table import OWN, Cell, cells_of
+from quality_table import OWN, Cell, cells_of, comparable
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, FORMAT = "bench-4m", "nvfp4"
@@ -60,7 +60,7 @@ def draw_bars(axes: Axes, rows: list[tuple[str, float]], title: str, most: float
 
 def kl_picture(lines: list[dict[str, Any]], theme: tuple[str, ...]) -> plt.Figure:
     """Two panels of bars, on one scale."""
-    cells = cells_of(lines)[MODEL, FORMAT]
+    cells = comparable(cells_of(lines)[MODEL, FORMAT])
     panels = [("with calibration data", lowest(cells, calibrated=True)), ("without", lowest(cells, calibrated=False))]
     most = max(kl for _, rows in panels for _, kl in rows)
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.1), facecolor=theme[0])
