@@ -217,7 +217,8 @@ store = cache.CachedLogits(Path(sys.argv[1]), vocabulary=V, most=0, make=Model)
 store.fill(scores.windows(count, 1024), tokens)
 before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 scores.score(Model(), tokens, window=1024, reference=store)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Not ru_maxrss: a process begins with that of the one that it was forked from.
+peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 print(peak - before, scores.scoring_bytes(V, 1024))
 """
 

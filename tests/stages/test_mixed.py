@@ -284,7 +284,7 @@ def test_the_command_writes_a_recipe_that_converts(model: Path, tmp_path: Path) 
     code, output = run([str(model), "--budget", "5bits", "-o", str(out)])
     assert code == 0, output
     assert ", optimal; converts to " in output
-    assert "Pareto" in output
+    assert "What other budgets would give" in output
     content: Mapping[str, Any] = yaml.safe_load(out.read_text())
     assert content["version"] == 1
     code, output = run([str(model), "--budget", "5bits", "-o", str(out), "--json"])  # its own recipe is replaced
