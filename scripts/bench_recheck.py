@@ -51,20 +51,21 @@ def child(model: Path, fmt: str, out: Path, workers: int, *, look: bool) -> None
         return found
 
     Recheck.take, Recheck.check = timed_take, timed_check  # type: ignore[method-assign, assignment]
-    record = ptqpipe.convert(model, format=fmt, out=out, workers=workers).record
+    record = ptqpipe.convert(model, format=fmt, out=out, workers=workers, overwrite=True).record
     blocks = sum(entry["rechecked"] for entry in record["weights"].values())
     print(json.dumps({"seconds": sum(spent), "blocks": blocks, "weights": len(record["weights"])}))
 
 
 def measure(model: Path, fmt: str, scratch: Path, *, repeat: int, workers: int) -> dict[str, Any]:
     """Everything about one format of one model."""
+    from ptqpipe.kernels import cpu as kernels
+
     runs: dict[str, list[Run]] = {"with": [], "without": []}
     shares, told = [], {}
     load = os.getloadavg()[0]
     for turn in range(repeat):
         for look in ("with", "without") if turn % 2 == 0 else ("without", "with"):
             out = scratch / "converted"
-            shutil.rmtree(out, ignore_errors=True)
             command = [sys.executable, __file__, "--child", str(model), fmt, str(out), str(workers), look]
             run, printed = measured(command)
             shutil.rmtree(out)
@@ -79,6 +80,7 @@ def measure(model: Path, fmt: str, scratch: Path, *, repeat: int, workers: int) 
     return {
         "model": model.parent.name if model.name == "hf" else model.name,
         "format": fmt,
+        "isa": kernels.isa(),
         "source_bytes": folder_bytes(model),
         "weights": told["weights"],
         "blocks": told["blocks"],

@@ -11,17 +11,18 @@ Knows tensors, formats and what an algorithm promises; must not know recipes or 
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ptqpipe.algorithms.unit import Promise, Sink, Weight, kernels_of
 from ptqpipe.errors import NumericsError
-from ptqpipe.formats import Codec, Format, unpack
+from ptqpipe.formats import Format, unpack
 from ptqpipe.kernels.importance import normalize_importance
 from ptqpipe.qtensor import QTensor
-from ptqpipe.search.enlarged import enlarge
 from ptqpipe.search.least import best_scales, nearest_codes
 
 SHORT_BLOCKS = 12  # of a weight whose scales have codes, at most
@@ -32,31 +33,21 @@ EVERY = 16  # only each 16th scale of a long block is tried, and the neighbours 
 LONG_CODES = 1 << 9  # codes of a long block that are checked
 JOINT_ELEMENTS = 1 << 16  # of a unit with one scale for all, up to which that scale is found again
 
+Array = npt.NDArray[Any]
+
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Some blocks of one size, in a row of the list for each.
+class _Sent:
+    """Some blocks of one weight as they were sent to the sink.
 
-    at      row and column of each in the grid of scales
-    w       ``[blocks, elements]`` of the weight's dtype, as in ``to_blocks``
-    codes   uint8 ``[blocks, elements]`` as they were sent, or their packed bytes
-    scales  ``[blocks]`` as they were sent
+    at      row and column of each in the grid of scales, ascending
+    codes   uint8 ``[blocks, elements]``, or their packed bytes
+    scales  ``[blocks]``
     """
 
     at: list[tuple[int, int]]
-    w: torch.Tensor
-    codes: torch.Tensor
+    codes: Array
     scales: torch.Tensor
-
-    @classmethod
-    def join(cls, parts: Sequence["_Blocks"], element: Codec) -> "_Blocks":
-        """All of them, in order, with the weights as float32 and the codes unpacked."""
-        first = parts[0]
-        w, codes, scales = first.w, first.codes, first.scales
-        if len(parts) > 1:
-            w, codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("w", "codes", "scales"))
-        codes = codes if codes.shape == w.shape else unpack(codes, element.bits)
-        return cls([at for part in parts for at in part.at], w.float(), codes, scales)
 
 
 class Recheck:
@@ -68,7 +59,7 @@ class Recheck:
         pairs = zip(names, weights, strict=True)
         plain = fmt.element.symmetric or not fmt.scale.enumerable  # others are searched by brute force already
         self._places = [_places(name, w.shape, fmt) if plain else {} for name, w in pairs]
-        self._kept: dict[tuple[int, int], list[_Blocks]] = {}
+        self._kept: dict[tuple[int, int], list[_Sent]] = {}
         self._global_scale: torch.Tensor | None = None
         self._device = torch.device("cpu")
 
@@ -82,34 +73,45 @@ class Recheck:
         if not places:
             self._kept[(member, row)] = []
         elif height == 1 and self._fmt.scale.enumerable:
-            self._kept[(member, row)] = [self._short(member, row, q, places)]
+            self._kept[(member, row)] = [self._short(row, q, places)]
         else:
             self._kept[(member, row)] = [
                 self._long(member, row, q, r, c) for r, columns in places.items() for c in columns
             ]
 
-    def _short(self, member: int, row: int, q: QTensor, places: dict[int, list[int]]) -> _Blocks:
+    def _short(self, row: int, q: QTensor, places: dict[int, list[int]]) -> _Sent:
         """The blocks at these places; their codes still packed where a block fills whole bytes."""
-        size, grid = self._fmt.block[1], q.scales.shape[1]
+        bits, codes, scales = self._fmt.element.bits, [], []
+        packed = self._fmt.block[1] * bits % 8 == 0
+        for r, columns in places.items():
+            data = q.data[r - row]
+            codes.append(_array(data if packed else unpack(data, bits)).reshape(q.scales.shape[1], -1)[columns])
+            scales.append(_array(q.scales[r - row])[columns])
         at = [(r, c) for r, columns in places.items() for c in columns]
-        read = torch.cat([self._weights[member].rows(r, r + 1) for r in places]).reshape(-1, size)
-        index = torch.tensor([i * grid + c for i, columns in enumerate(places.values()) for c in columns])
-        where = torch.tensor([(r - row) * grid + c for r, c in at]).to(q.data.device)
-        codes = q.codes if size * self._fmt.element.bits % 8 else q.data
-        codes = codes.reshape(q.scales.numel(), -1)[where]
-        return _Blocks(at, read[index.to(read.device)], codes.cpu(), q.scales.reshape(-1)[where].cpu())
+        return _Sent(at, np.concatenate(codes), torch.from_numpy(np.concatenate(scales)))
 
-    def _long(self, member: int, row: int, q: QTensor, r: int, c: int) -> _Blocks:
+    def _long(self, member: int, row: int, q: QTensor, r: int, c: int) -> _Sent:
         """One block, padded as in ``to_blocks``; a row of it where all weights share one scale."""
-        height, width = (1, q.shape[1]) if self._joint else self._fmt.block_extent(self._weights[member].shape)
-        top, left = r * height, c * width
-        w = self._weights[member].rows(top, min(top + height, row + q.shape[0]))[:, left : left + width]
-        codes = unpack(q.data[top - row : top - row + len(w)], self._fmt.element.bits)[:, left : left + width].cpu()
-        if w.shape != (height, width):
-            pad = (0, width - w.shape[1], 0, height - len(w))
-            w, codes = (torch.nn.functional.pad(x, pad) for x in (w, codes))
-        scale = q.scales[0 if self._joint else r - row // height, c].reshape(1).cpu()
-        return _Blocks([(r, c)], w.reshape(1, -1), codes.reshape(1, -1), scale)
+        top, left, height, width = self._extent(member, r, c)
+        data = q.data[top - row : top - row + height]
+        codes = _padded(unpack(data, self._fmt.element.bits)[:, left : left + width], height, width)
+        return _Sent([(r, c)], codes, q.scales[0 if self._joint else r - row // height, c].reshape(1).cpu())
+
+    def _extent(self, member: int, r: int, c: int) -> tuple[int, int, int, int]:
+        """First row, first column, height and width of a block."""
+        shape = self._weights[member].shape
+        height, width = (1, shape[1]) if self._joint else self._fmt.block_extent(shape)
+        return r * height, c * width, height, width
+
+    def _weights_at(self, member: int, at: Sequence[tuple[int, int]]) -> Array:
+        """float32 ``[blocks, elements]``: the weights of these blocks of one weight, as in ``to_blocks``."""
+        weight, blocks, rows = self._weights[member], [], {}
+        for r, c in at:
+            top, left, height, width = self._extent(member, r, c)
+            if top not in rows:
+                rows[top] = weight.rows(top, min(top + height, weight.shape[0]))
+            blocks.append(_padded(rows[top][:, left : left + width].float(), height, width))
+        return np.concatenate(blocks)
 
     def check(self, promises: Sequence[Promise]) -> list[int]:
         """How many blocks of each weight are what was promised; 0 where one scale of too many weights has no check.
@@ -120,47 +122,50 @@ class Recheck:
         counted = [sum(len(part.at) for i, part in kept if i == member) for member in range(len(promises))]
         if self._joint and kept:
             counted = [int(self._check_joint(promises[0], kept[0][1].scales))] * len(promises)
-        kept = [(i, replace(part, w=enlarge(part.w, promises[i].factor))) for i, part in kept]
         together = self._fmt.scale.enumerable  # short blocks, all of one size: one call for all costs as one
         for group in [kept] if together and kept else [[one] for one in kept]:
             self._check(group, promises)
         return [n if promise.scales or promise.codes else 0 for n, promise in zip(counted, promises, strict=True)]
 
-    def _check(self, group: Sequence[tuple[int, _Blocks]], promises: Sequence[Promise]) -> None:
+    def _check(self, group: Sequence[tuple[int, _Sent]], promises: Sequence[Promise]) -> None:
         """Scales and codes of these blocks, each with the number of its weight."""
         scales = [one for one in group if promises[one[0]].scales and not self._joint]
         codes = [one for one in group if promises[one[0]].codes]
-        blocks = _Blocks.join([part for _, part in scales or codes or group], self._fmt.element)
+        if not scales and not codes:
+            return
+        w = self._rounded(scales or codes, promises)
         if scales:
-            self._check_scales(scales, blocks, promises)
+            self._check_scales(scales, w, promises)
         if codes:
-            same = len(codes) == len(scales) or not scales
-            self._check_codes(codes, blocks if same else _Blocks.join([part for _, part in codes], self._fmt.element))
+            same = not scales or [i for i, _ in scales] == [i for i, _ in codes]
+            self._check_codes(codes, w if same else self._rounded(codes, promises))
 
-    def _check_scales(self, group: Sequence[tuple[int, _Blocks]], blocks: _Blocks, promises: Sequence[Promise]) -> None:
+    def _rounded(self, group: Sequence[tuple[int, _Sent]], promises: Sequence[Promise]) -> Array:
+        """float32 ``[blocks, elements]``: what was rounded in these blocks, weights times a factor."""
+        w = np.concatenate([self._weights_at(i, part.at) for i, part in group])
+        factors = [promises[i].factor for i, part in group for _ in part.at]
+        return w * np.array(factors, np.float32)[:, None] if max(factors) > 1 else w
+
+    def _check_scales(self, group: Sequence[tuple[int, _Sent]], w: Array, promises: Sequence[Promise]) -> None:
         h = None
         if any(promises[i].importance is not None for i, _ in group):
-            h = torch.cat([self._importance(i, part, promises[i].importance) for i, part in group]).numpy()
-        best = best_scales(
-            np.abs(blocks.w.numpy()) if self._fmt.element.symmetric else blocks.w.numpy(),
-            blocks.scales,
-            fmt=self._fmt,
-            global_scale=self._global_scale,
-            h=h,
-            every=EVERY,
-            first=zlib.crc32(f"{self._names[group[0][0]]} {blocks.at[0]}".encode()),
-        )
-        if torch.equal(best, blocks.scales):
+            h = np.concatenate([self._importance(i, part.at, promises[i].importance, w.shape[1]) for i, part in group])
+        first = zlib.crc32(f"{self._names[group[0][0]]} {group[0][1].at[0]}".encode())
+        x, scales = np.abs(w) if self._fmt.element.symmetric else w, torch.cat([part.scales for _, part in group])
+        best = best_scales(x, scales, fmt=self._fmt, global_scale=self._global_scale, h=h, every=EVERY, first=first)
+        if torch.equal(best, scales):
             return
-        k = int((best != blocks.scales).nonzero()[0])
-        found, wanted = (f"{float(scales[k]):.9g}" for scales in (blocks.scales, best))
+        k = int((best != scales).nonzero()[0])
         word = "scale code" if self._fmt.scale.enumerable else "scale"
-        self._fail(group, k, f"has the {word} {found}", f"brute force gives {wanted}")
+        self._fail(group, k, f"has the {word} {float(scales[k]):.9g}", f"brute force gives {float(best[k]):.9g}")
 
-    def _check_codes(self, group: Sequence[tuple[int, _Blocks]], blocks: _Blocks) -> None:
-        step = max(1, blocks.w.shape[1] // LONG_CODES) | 1  # odd: no multiple of a vector's width
-        w, codes = blocks.w.numpy()[:, ::step], blocks.codes.numpy()[:, ::step]
-        nearest = nearest_codes(w, blocks.scales, fmt=self._fmt, global_scale=self._global_scale)
+    def _check_codes(self, group: Sequence[tuple[int, _Sent]], w: Array) -> None:
+        codes, scales = np.concatenate([part.codes for _, part in group]), torch.cat([part.scales for _, part in group])
+        if codes.shape != w.shape:
+            codes = unpack(torch.from_numpy(codes), self._fmt.element.bits).numpy()
+        step = max(1, w.shape[1] // LONG_CODES) | 1  # odd: no multiple of a vector's width
+        w, codes = w[:, ::step], codes[:, ::step]
+        nearest = nearest_codes(w, scales, fmt=self._fmt, global_scale=self._global_scale)
         if np.array_equal(nearest, codes):
             return
         k, column = (int(i[0]) for i in (nearest != codes).nonzero())
@@ -172,25 +177,25 @@ class Recheck:
         count = sum(weight.shape[0] * weight.shape[1] for weight in self._weights)
         if not promise.scales or count > JOINT_ELEMENTS:
             return False
-        w = torch.cat([weight.rows(0, weight.shape[0]).float() for weight in self._weights])
-        block = _Blocks([(0, 0)], w.reshape(1, -1), torch.empty(1, 0, dtype=torch.uint8), scale[:1])
-        self._check_scales([(0, block)], block, [promise])
+        w = [_array(weight.rows(0, weight.shape[0]).float()).reshape(1, -1) for weight in self._weights]
+        sent = _Sent([(0, 0)], np.empty((1, 0), np.uint8), scale[:1])
+        self._check_scales([(0, sent)], np.concatenate(w, axis=1), [promise])
         return True
 
-    def _importance(self, member: int, blocks: _Blocks, importance: torch.Tensor | None) -> torch.Tensor:
-        """float32, the shape of ``blocks.w``: the columns' weights as the objective takes them, ones without any."""
+    def _importance(
+        self, member: int, at: Sequence[tuple[int, int]], importance: torch.Tensor | None, elements: int
+    ) -> Array:
+        """float32 ``[blocks, elements]``: the columns' weights as the objective takes them, ones without any."""
         if importance is None:
-            return torch.ones(blocks.w.shape)
-        shape = self._weights[member].shape
-        width = self._fmt.block_extent(shape)[1]
+            return np.ones((len(at), elements), np.float32)
+        width = self._fmt.block_extent(self._weights[member].shape)[1]
         h = normalize_importance(importance)
-        h = torch.nn.functional.pad(h, (0, -len(h) % width)).reshape(-1, width)[[c for _, c in blocks.at]]
-        return h.repeat(1, blocks.w.shape[1] // width)
+        h = torch.nn.functional.pad(h, (0, -len(h) % width)).reshape(-1, width)[[c for _, c in at]]
+        return _array(h.repeat(1, elements // width))
 
-    def _fail(self, group: Sequence[tuple[int, _Blocks]], k: int, found: str, wanted: str) -> None:
+    def _fail(self, group: Sequence[tuple[int, _Sent]], k: int, found: str, wanted: str) -> None:
         """Raises NumericsError for block number ``k`` of the group."""
-        owners = [i for i, part in group for _ in range(len(part.at))]
-        member, (r, c) = owners[k], [at for _, part in group for at in part.at][k]
+        member, (r, c) = [(i, at) for i, part in group for at in part.at][k]
         name = self._names[member]
         height, width = (1, 1) if self._joint else self._fmt.block_extent(self._weights[member].shape)
         remedy = "convert with --search brute_force, which is slow and uses none"
@@ -202,6 +207,20 @@ class Recheck:
             f"and {remedy}",
             weight=name,
         )
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    """A tensor of any device for numpy, which begins an operation in a fraction of torch's time."""
+    array: Array = tensor.cpu().numpy()
+    return array
+
+
+def _padded(block: torch.Tensor, height: int, width: int) -> Array:
+    """``[1, height * width]``: a block, with zeros where the weight ends before it does."""
+    array = _array(block)
+    if array.shape != (height, width):
+        array = np.pad(array, ((0, height - array.shape[0]), (0, width - array.shape[1])))
+    return array.reshape(1, -1)
 
 
 def _places(name: str, shape: tuple[int, int], fmt: Format) -> dict[int, list[int]]:

@@ -186,26 +186,20 @@ def _ends(element: Codec) -> list[tuple[int, float, float]]:
 
 
 class _Sums:
-    """Prefix sums of a block: of p x and p x^2 of the first 0, 1, ... all magnitudes x, ascending, with weights p."""
+    """Prefix sums of a block: of p, p x and p x^2 of the first 0, 1, ... all magnitudes x, ascending, of weights p."""
 
     def __init__(self, blocks: _Blocks) -> None:
         self._steps = _steps(blocks.fmt.element)
         self._ends = _ends(blocks.fmt.element)
         self._top = self._ends[0][1]
-        if blocks.h is None:
-            self._x = _ascending(blocks.x[0])
-            weights, self._count = np.float64(1.0), None
-        else:
-            order = blocks.x[0].argsort()
-            self._x = blocks.x[0][order]
-            weights = blocks.h[0][order].astype(np.float64)
-            self._count = np.concatenate(([0.0], weights.cumsum()))
-        sums = np.zeros((2, len(self._x) + 1))
+        self._x, weights = _ascending(blocks.x[0], None if blocks.h is None else blocks.h[0])
+        sums = np.zeros((3, len(self._x) + 1))
         of = sums[:, 1:]
-        np.multiply(weights, self._x, out=of[0])
+        of[0] = weights
         np.multiply(of[0], self._x, out=of[1])
+        np.multiply(of[1], self._x, out=of[2])
         np.cumsum(of, axis=1, out=of)
-        self._first, self._second = sums
+        self._weight, self._first, self._second = sums
         self._energy = float(self._second[-1])
         self.amax = max(self._x[-1], -self._x[0])
 
@@ -217,7 +211,7 @@ class _Sums:
         """
         below = np.searchsorted(self._x, s.astype(np.float32)[:, None] * self._steps.middle)
         cross = self._top * self._first[-1] - self._first[below] @ self._steps.step
-        square = self._top**2 * self._weight(len(self._x)) - self._weight(below) @ self._steps.step2
+        square = self._top**2 * self._weight[-1] - self._weight[below] @ self._steps.step2
         error = np.maximum(self._energy - 2 * s * cross + s * s * square, 0.0)
         slack = ROUNDED * np.sqrt(error * self._energy) + (ROUNDED**2 + SUMS) * self._energy + 2.0**-22 * error
         return error, slack
@@ -228,25 +222,31 @@ class _Sums:
         for sign, end, _ in self._ends:
             edge = sign * s * end
             at = np.searchsorted(self._x, edge.astype(np.float32))
-            count, first, second = self._weight(at), self._first[at], self._second[at]
+            count, first, second = self._weight[at], self._first[at], self._second[at]
             if sign > 0:  # those behind it
-                count = self._weight(len(self._x)) - count
+                count = self._weight[-1] - count
                 first, second = self._first[-1] - first, self._energy - second
             least += (second - 2 * edge * first + edge * edge * count) * (1 - MARGIN)
         return least - SUMS * self._energy
 
-    def _weight(self, count: Any) -> Any:
-        """The sum of the first ``count`` weights: ``count`` itself without any."""
-        return count if self._count is None else self._count[count]
 
+def _ascending(x: Array, h: Array | None) -> tuple[Array, Array]:
+    """``x``, ascending, and the weight of each: ``h`` or 1.
 
-def _ascending(x: Array) -> Array:
-    """float32 sorted; non-negative ones that are bfloat16 by their 16 bits, for which numpy counts digits."""
+    Non-negative numbers that are bfloat16 are counted by their upper 16 bits instead of sorted: equal ones become one
+    of the sum of their weights.
+    """
     bits = x.view(np.int32)
-    if ((bits & 0xFFFF) | (bits < 0)).any():
-        return np.sort(x)
-    upper = np.sort((bits >> 16).astype(np.int16), kind="stable")
-    return (upper.astype(np.int32) << 16).view(np.float32)
+    if not ((bits & 0xFFFF) | (bits < 0)).any():
+        upper = bits >> 16
+        count = np.bincount(upper)
+        found = np.flatnonzero(count)
+        weights = count if h is None else np.bincount(upper, h)
+        return (found.astype(np.int32) << 16).view(np.float32), weights[found]
+    if h is None:
+        return np.sort(x), np.ones(len(x))
+    order = x.argsort()
+    return x[order], h[order]
 
 
 class _Steps(NamedTuple):

@@ -178,3 +178,22 @@ def test_weighted_searches_and_error_feedback_keep_what_they_promise(
     if promise.importance is not None and promise.scales and form.scale.enumerable:  # another objective, other scales
         with pytest.raises(NumericsError, match=r"^w: "):
             kept.check([Promise(scales=True, codes=False, importance=promise.importance.flip(0) ** 3)])
+
+
+@pytest.mark.parametrize("wrong", ["scales", "codes", "neither"])
+def test_of_two_weights_each_is_held_to_its_own_promise(wrong: str) -> None:
+    form, g = get_format("mxfp4"), torch.Generator().manual_seed(0)
+    weights = [Matrix(torch.randn(8, 128, generator=g)) for _ in range(2)]
+    kept = recheck.Recheck(weights, form, names=["a", "b"], sink=lambda *_: None)
+    for member, weight in enumerate(weights):
+        w = weight.rows(0, 8)
+        q = rtn.encode_rows(w, rtn.search_scales(w, form, search="exact"), form)
+        if wrong == ("scales", "codes")[member]:
+            q = (a_step_up, another_code)[member](w, q)
+        kept.take(member, 0, q)
+    promises = [Promise(scales=True, codes=False), Promise(scales=False, codes=True)]
+    if wrong == "neither":
+        assert kept.check(promises) == [12, 12]
+        return
+    with pytest.raises(NumericsError, match={"scales": "^a: .*scale code", "codes": "^b: .*has the code"}[wrong]):
+        kept.check(promises)

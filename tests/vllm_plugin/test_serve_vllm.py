@@ -213,7 +213,12 @@ def test_another_node_ends_when_node_0_is_gone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(stage, "POLL_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as node_0:
         port = node_0.getsockname()[1]
-        closing = threading.Timer(1.0, node_0.close)
+
+        def meet_and_go() -> None:
+            node_0.accept()[0].close()  # a node that was never met is waited for, not lost
+            node_0.close()
+
+        closing = threading.Thread(target=meet_and_go)
         closing.start()
         service = VllmService(
             "ckpt", tensor_parallel=2, nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=port
