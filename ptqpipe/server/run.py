@@ -96,7 +96,10 @@ def run(
         gc.freeze()
         gc.set_threshold(700, 10, 10)
     running = _Running(_Server(config), service, url_of(host, listening), drain_s, log, ready)
-    asyncio.run(running.serve(listening, signals=signals))
+    try:
+        asyncio.run(running.serve(listening, signals=signals))
+    finally:  # else what is frozen outlives the interpreter, and libraries that count their objects complain
+        gc.unfreeze()
     if service.state is State.DEAD and not running.given_up:
         raise PtqError(service.error)
 
