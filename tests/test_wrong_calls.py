@@ -171,6 +171,37 @@ def test_a_wrong_call_is_one_line_that_says_what_to_do(
     assert {path.name for path in folder.iterdir()} == before
 
 
+WRITE = [
+    CONVERT[:2],
+    (*CONVERT[:2], "--budget", "5bits"),
+    ("calibrate", "model", "--data", "few.jsonl"),
+    ("tune", "model", "--data", "few.jsonl", "--samples", "1"),
+    ("transform", "model", "--apply", "rotate", "--untie"),
+    ("relayout", "model-NVFP4A16", "--container", "modelopt"),
+    ("dequantize", "model-NVFP4A16"),
+    ("demo",),
+    ("generate", "model", "--samples", "1", "--seqlen", "8"),
+    ("plan", "model", "--budget", "5bits"),
+    ("report", "model-NVFP4A16"),
+    ("eval", "model-NVFP4A16", "--data", "text.txt"),
+]
+ENDINGS = {"generate": ".jsonl", "plan": ".yaml", "report": ".html", "eval": ".json"}
+PLACES = {"/proc/x": "'/proc' takes no new files", "text.txt/x": "text.txt' is a file"}
+
+
+@pytest.mark.parametrize("call", WRITE, ids=[" ".join(call) for call in WRITE])
+@pytest.mark.parametrize("out", PLACES)
+def test_a_place_where_nothing_can_be_written_is_named_before_any_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: tuple[str, ...], out: str
+) -> None:
+    monkeypatch.chdir(folder)
+    before = {path.name for path in folder.iterdir()}
+    said = refused(*call, "-o", f"{out}{ENDINGS.get(call[0], '')}", code=2)
+    assert PLACES[out] in said
+    assert "another -o" in said
+    assert {path.name for path in folder.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     ("package", "call", "words"),
     [

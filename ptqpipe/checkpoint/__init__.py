@@ -30,7 +30,14 @@ from ptqpipe.checkpoint.header import TensorEntry, parse_file, pread_exactly
 from ptqpipe.checkpoint.held import holding
 from ptqpipe.checkpoint.journal import run_id_of
 from ptqpipe.checkpoint.layout import ShardLayout, TensorSpec
-from ptqpipe.checkpoint.partial import Paths, check_output, check_unfinished, completed_run, output_errors
+from ptqpipe.checkpoint.partial import (
+    Paths,
+    check_output,
+    check_place,
+    check_unfinished,
+    completed_run,
+    output_errors,
+)
 from ptqpipe.checkpoint.reader import CheckpointReader, Memory
 from ptqpipe.checkpoint.single_file import check_file, write_file
 from ptqpipe.checkpoint.source import cached_file, check_disjoint, hub_name, name_of, nearest_path, resolve_source
@@ -65,6 +72,7 @@ __all__ = [
     "check_disjoint",
     "check_file",
     "check_output",
+    "check_place",
     "check_unfinished",
     "completed_run",
     "file_sha256",

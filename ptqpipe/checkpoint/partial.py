@@ -18,6 +18,7 @@ import fcntl
 import os
 import shutil
 import socket
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -188,10 +189,24 @@ def check_unfinished(out: Path, run_id: str, *, index_file: str | None = None) -
         raise AlreadyComplete(said, paths.out)
 
 
+def check_place(out: Path) -> None:
+    """Raises OutputError where no folder ``out`` can be made, by making a file without a name where it will lie. A
+    command asks before any work; `prepare` asks as well."""
+    place = next(parent for parent in Paths.of(out).out.parents if parent.is_dir())
+    with output_errors(place):
+        try:
+            tempfile.TemporaryFile(dir=place).close()
+        except FileNotFoundError:  # of a file system that is made by the kernel
+            raise WrongOutput(
+                f"{shown(str(place))} takes no new files, {shown(str(out))} cannot lie in it; choose another -o"
+            ) from None
+
+
 def check_output(out: Path, *, mode: str) -> None:
     """Raises the OutputError of `prepare` for what lies at ``out`` or beside it. Changes nothing and takes no lock, so
     that a command can ask before it says what it will do.
     """
+    check_place(out)
     paths = Paths.of(out)
     if mode == "overwrite":
         _refuse_replacing(paths, None)
@@ -222,6 +237,7 @@ def prepare(
         _refuse_existing(paths)
     if mode == "overwrite":
         _refuse_replacing(paths, index_file)
+    check_place(paths.out)
     with output_errors(paths.partial):
         paths.out.parent.mkdir(parents=True, exist_ok=True)
         paths.partial.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ptqpipe.checkpoint.header import shown
-from ptqpipe.errors import OutputError, OutputExists
+from ptqpipe.errors import OutputError, OutputExists, WrongOutput
 
 LOOK_BYTES = 4096  # of an existing file that `own` is shown
 
@@ -26,8 +26,8 @@ def check_file(
     own     says from the first `LOOK_BYTES` of a file that exists whether it may be replaced; None: any may
     what    what ``own`` looks for, with its article: "a report of ptqpipe"
 
-    Raises OutputExists for a folder, a device, or a file that is not to be replaced; OutputError for a place where no
-    file can be written. Missing folders are made by `write_file`.
+    Raises OutputExists for a folder, a device, or a file that is not to be replaced; WrongOutput for a place where no
+    file can lie, OutputError for one where none can be written. Missing folders are made by `write_file`.
     """
     name = shown(str(path), limit=400)
     with _errors(path):
@@ -43,11 +43,15 @@ def check_file(
                 raise OutputExists(f"{name} exists and is not {what}; remove it, or give another -o")
         folder = next(parent for parent in (place.absolute().parent, *place.absolute().parents) if parent.exists())
         if not folder.is_dir():
-            raise OutputError(f"{shown(str(folder))} is a file, {name} cannot lie in it; give another -o")
+            raise WrongOutput(f"{shown(str(folder))} is a file, {name} cannot lie in it; give another -o")
         with contextlib.suppress(FileNotFoundError):
             os.lstat(folder / place.name)  # says whether the file system takes such a name
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            _reserve(probe.fileno(), nbytes)
+        try:
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                _reserve(probe.fileno(), nbytes)
+        except FileNotFoundError:  # of a file system that is made by the kernel
+            where = f"{shown(str(folder))} takes no new files"
+            raise WrongOutput(f"{where}, {name} cannot lie in it; give another -o") from None
 
 
 def write_file(path: Path, content: str) -> None:

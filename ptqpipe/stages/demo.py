@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint import RECORD_FILE
+from ptqpipe.checkpoint import RECORD_FILE, check_place
 from ptqpipe.errors import OutputExists, VerifyError
 from ptqpipe.evaluation import perplexity, score
 from ptqpipe.qtensor import QTensor
@@ -85,7 +85,9 @@ def run_demo(out: Path, *, machine: Machine, show: Callable[[str], None]) -> lis
 
 
 def _check_place(out: Path) -> None:
-    """OutputExists for a folder that contains anything but the output of an earlier demo, which is replaced."""
+    """OutputExists for a folder that contains anything but the output of an earlier demo, which is replaced;
+    OutputError where no folder can be made."""
+    check_place(out / SCHEMES[0])
     if not out.is_dir():
         return
     for path in sorted(out.iterdir()):

@@ -28,7 +28,7 @@ from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.calibration.store import BlockRecord, digest_of, write_block
-from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, resolve_source
+from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint, check_place, resolve_source
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.runtime.language_model import takes_images, with_note
@@ -116,6 +116,7 @@ def calibrate(
     with Source.open(resolve_source(str(model))) as source:
         path = source.reader.path
         check_disjoint(path, out)
+        check_place(out)
         config = read_config(path)
         samples = _samples_of(data, path, config, options)
         if warn is not None and options.holdout is None and not len(samples.held_out):

@@ -23,6 +23,7 @@ from ptqpipe.checkpoint import (
     Mode,
     Paths,
     check_file,
+    check_place,
     completed_run,
     json_bytes,
     output_errors,
@@ -116,6 +117,7 @@ def run(run: Pipeline, *, say: Say = lambda line: None) -> Made:
 def _open(run: Pipeline, identity: Mapping[str, str]) -> None:
     """Refuses or accepts what lies at the output and beside it, and makes the hidden folder of the run."""
     begun, out = run.begun, Paths.of(run.out).out
+    check_place(run.out)
     for name, own, what in (("eval.json", is_result, "an eval file"), ("report.html", is_report, "a report")):
         if getattr(run.work, name.partition(".")[0]):
             check_file(run.beside(name), own=own, what=f"{what} of ptqpipe")

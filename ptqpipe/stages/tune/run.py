@@ -31,7 +31,7 @@ from ptqpipe.calibration.reverse import Gradients
 from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
 from ptqpipe.calibration.runner import Block, MtpBlock, Runner
 from ptqpipe.calibration.skeleton import Skeleton
-from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_disjoint
+from ptqpipe.checkpoint import BlockFolder, Finished, Mode, check_place
 from ptqpipe.errors import UsageError
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
@@ -81,7 +81,7 @@ def tune(
         source = prepared.source
         if any(unit.scheme.low_rank is not None for unit in prepared.outputs.plan.units):
             raise UsageError("tune learns no codes together with a low-rank part; leave low_rank out of the recipe")
-        check_disjoint(prepared.source.reader.path, out)
+        check_place(out)
         config = read_config(prepared.source.reader.path)
         samples = _samples(prepared, data, options, config, collects=collects)
         if samples.images and options.by_kl:  # the reverse pass takes rows of one length
