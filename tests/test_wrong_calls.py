@@ -86,6 +86,8 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     ((*CONVERT, "--calib_data", "text.txt"), 2, "Did you mean '--data'?"),
     (("relayout", "model"), 2, "Missing option '--container'. Layout to write; `ptqpipe formats` lists them"),
     (("plan", "model", "-o", "r.yaml"), 2, "Missing option '--budget'. Bits per weight, or the size"),
+    (("recipes", "nvfp4_gtpq"), 2, "did you mean nvfp4_gptq? known are fp8_gptq"),
+    ((*CONVERT, "--recipe", "nvfp4_gtpq"), 2, "did you mean nvfp4_gptq?"),
     (("convert", "--model", "model"), 2, "No such option '--model'. Name it without one: main convert MODEL"),
     ((*CONVERT, "--budget", "1GB", "--data", "self"), 2, "--budget 1GB changes nothing: model has"),
     ((*CONVERT, "--algorithm", "gptq"), 2, "--data TEXT without --algorithm does it all at once"),

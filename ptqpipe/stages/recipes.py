@@ -3,7 +3,7 @@
 import textwrap
 from typing import Any
 
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, did_you_mean
 from ptqpipe.recipe import load_recipe, named_recipes
 
 
@@ -33,9 +33,9 @@ def render() -> str:
 
 
 def text_of(name: str) -> str:
-    """The file of a recipe. UsageError with the known names."""
+    """The file of a recipe. UsageError with the nearest and the known names."""
     known = named_recipes()
     path = known.get(name.lower().replace("-", "_"))
     if path is None:
-        raise UsageError(f"unknown recipe {name!r}; known are {', '.join(known)}")
+        raise UsageError(f"unknown recipe {name!r}; {did_you_mean(name.lower(), known, listed=True)}")
     return path.read_text(encoding="utf-8")
