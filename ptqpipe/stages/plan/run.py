@@ -215,6 +215,7 @@ class _Limits:
             if least > limit:
                 bits = math.ceil(8e3 * least / elements) / 1e3
                 raise UsageError(f"--budget {budget.bits:g}bits is too small; the smallest possible is {bits:.3f}bits")
+            _check_not_all_kept(groups, sizes, limit, f"{budget.bits:g}bits")
             return cls(sizes, limit, None, f"{budget.bits:g} bits per weight")
         assert budget.nbytes is not None
         offsets = 2 * len(str(budget.nbytes)) + 1  # of a header entry: two numbers of about as many digits
@@ -225,7 +226,22 @@ class _Limits:
             raise UsageError(f"--budget {option_size(budget.nbytes)} is too small; the smallest possible is {size}")
         fixed = least - sum(row[0] for row in sizes)
         slack = _SLACK + 4 * len(groups)  # header entries are estimates: begin above, exact sizes decide
+        _check_not_all_kept(groups, sizes, budget.nbytes - fixed - slack, option_size(budget.nbytes))
         return cls(sizes, budget.nbytes - fixed + slack, budget.nbytes, f"{_in_recipe(budget.nbytes)} on disk")
+
+
+def _check_not_all_kept(groups: Sequence[Group], sizes: Sequence[Sequence[int]], limit: int, budget: str) -> None:
+    """UsageError where the budget has room for every weight as it is, which costs nothing, so that no other choice is
+    better. Before any weight is read."""
+    kept = [
+        next((n for o, n in zip(g.options, row, strict=True) if o.scheme is None), None)
+        for g, row in zip(groups, sizes, strict=True)
+    ]
+    if None not in kept and sum(n for n in kept if n is not None) <= limit:
+        raise UsageError(
+            f"--budget {budget} has room for every weight as it is, so nothing would be converted; give a smaller "
+            "budget, or leave keep out of --formats"
+        )
 
 
 def _in_recipe(nbytes: float) -> str:
