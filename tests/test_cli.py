@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ptqpipe.cli import main
-from ptqpipe.cli.common import wrapped
+from ptqpipe.cli.lines import wrapped
 from tests import tiny
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -607,3 +607,25 @@ def test_long_lines_go_on_at_a_word_and_rows_of_tables_stay() -> None:
     assert all(len(line) <= 60 or line in (row, f"  {path},") for line in [first, *middle])
     assert middle[0].startswith("    word")
     assert " ".join(wrapped(text, 60).split()) == " ".join(text.split())
+
+
+LONG_ERRORS = [
+    ("convert", "model", "--algorithm", "awq", "-o", "out"),  # click's own
+    ("convert", "model", "--budget", "1GB", "--for", "nothing"),
+    ("recipes", "nothing"),
+    ("--owerwrite-what-lies-there-already-and-say-nothing-about-what-was-there-before", "model"),
+]
+
+
+@pytest.mark.parametrize("args", LONG_ERRORS, ids=" ".join)
+def test_a_long_error_is_one_line_that_a_terminal_shows_in_several(
+    here: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
+) -> None:
+    said = refused(*args)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((60, 24)))
+    monkeypatch.setattr("ptqpipe.cli.lines._is_terminal", lambda stream: True)
+    lines = run(*args).stderr.splitlines()
+    error = lines[next(i for i, line in enumerate(lines) if line.startswith("Error")) :]
+    assert len(error) > 1
+    assert all(len(line) <= 60 or " " not in line.strip() for line in error)
+    assert " ".join(line.strip() for line in error) == said

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import click
 
-from ptqpipe.cli.common import Given, command, wrapped
+from ptqpipe.cli.common import Given, command
+from ptqpipe.cli.lines import wrapped
 from ptqpipe.cli.serve import serve
 from ptqpipe.errors import UsageError
 

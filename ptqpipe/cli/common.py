@@ -9,9 +9,7 @@ import io
 import os
 import re
 import shlex
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -24,6 +22,7 @@ from click.core import ParameterSource
 
 from ptqpipe._version import __version__
 from ptqpipe.cli.help import Command, Commands, examples
+from ptqpipe.cli.lines import fitted, say
 from ptqpipe.errors import AlreadyComplete, PtqError, UsageError, first_line, one_line
 from ptqpipe.options import PipelineOptions, RecipeOptions, pipeline_fields, recipe_fields
 
@@ -77,8 +76,7 @@ class Given(SimpleNamespace):
         """Prints text for people on stdout, or on stderr: in a terminal, long lines go on in the next at a word. With
         --json it is data, and printed as it is."""
         stream = sys.stderr if err else sys.stdout
-        fits = getattr(self, "as_json", False) or not stream.isatty()
-        click.echo(text if fits else wrapped(text, shutil.get_terminal_size().columns), err=err)
+        click.echo(text if getattr(self, "as_json", False) else fitted(text, stream), err=err)
 
     def say_unused_gpu(self) -> None:
         """Says on stderr that a GPU is not used, where there is one and nobody chose a device; not under --quiet or
@@ -90,28 +88,13 @@ class Given(SimpleNamespace):
             return
         if torch.cuda.is_available():
             name = torch.cuda.get_device_name()
-            click.echo(f"A GPU was found ({name}) and is not used; to use it, add --device cuda.", err=True)
+            say(f"A GPU was found ({name}) and is not used; to use it, add --device cuda.")
 
     def machine(self, device: str = "cpu", *, waits: bool = True) -> "Machine":
         """The machine options, checked; see `machine_of`."""
         self.say_unused_gpu()
         limit = getattr(self, "max_memory", 8 << 30)
         return machine_of(self.workers, device, limit, progress=not self.silent, waits=waits)
-
-
-def wrapped(text: str, width: int) -> str:
-    """The text with lines of at most ``width`` characters, as far as there are spaces: the rest of a longer one stands
-    below it, further to the right. Rows of tables, which have runs of spaces, stay as they are."""
-    lines = []
-    for line in text.split("\n"):
-        indent = line[: len(line) - len(line.lstrip())]
-        if len(line) <= width or "  " in line.strip():
-            lines.append(line)
-        else:
-            wrapper = textwrap.TextWrapper(width, subsequent_indent=f"{indent}  ")
-            wrapper.break_long_words = wrapper.break_on_hyphens = False
-            lines += wrapper.wrap(line)
-    return "\n".join(lines)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -155,7 +138,7 @@ def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except AlreadyComplete as done:
-        click.echo(str(done))
+        click.echo(fitted(str(done), sys.stdout))
     except PtqError as error:
         _fail(str(error), error.exit_code)
     except BrokenPipeError:  # nobody reads on: click ends in silence
@@ -165,14 +148,14 @@ def _errors_in_one_line(leaves: Callable[[], str]) -> Iterator[None]:
     except MemoryError as error:
         _fail(one_line(f"out of memory{f' ({error})' if str(error) else ''}; lower --workers or --max-memory"), 1)
     except KeyboardInterrupt:
-        click.echo(f"\nInterrupted: {leaves()}.", err=True)
+        say(f"\nInterrupted: {leaves()}.")
         sys.exit(INTERRUPTED)
 
 
 def _fail(message: str, code: int) -> NoReturn:
     rank = os.environ.get("RANK")
     where = f" (rank {rank})" if rank not in (None, "0") else ""
-    click.echo(f"Error{where}: {message}", err=True)
+    say(f"Error{where}: {message}")
     sys.exit(code)
 
 
@@ -185,7 +168,7 @@ def says_how_to_resume(out: Path, mode: str) -> Iterator[None]:
     from ptqpipe.stages.common.rewriting import is_unfinished
 
     if mode == "resume" and not is_unfinished(out) and not out.exists() and ranks_of().rank == 0:
-        click.echo(f"{out} has no unfinished run: starting from the beginning.", err=True)
+        say(f"{out} has no unfinished run: starting from the beginning.")
     try:
         yield
     except KeyboardInterrupt:

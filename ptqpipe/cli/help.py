@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ptqpipe.cli.lines import click_errors_fitted
 from ptqpipe.cli.loading import announce_imports
 from ptqpipe.cli.spelling import ALIASES, add_former, check_command, name_here
 
@@ -73,6 +74,16 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name, or of its alias."""
         return super().get_command(ctx, cmd_name) or self.commands.get(ALIASES.get(cmd_name, ""))
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Click's; what it finds wrong is in lines that a terminal has room for, here and in `invoke`."""
+        with click_errors_fitted():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Click's, which runs the command."""
+        with click_errors_fitted():
+            return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Click's; `help` and `help COMMAND` are --help."""

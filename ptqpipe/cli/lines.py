@@ -1,0 +1,52 @@
+"""Text in lines that a terminal has room for; elsewhere a line stays one, so that programs can read it."""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import click
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text with lines of at most ``width`` characters, as far as there are spaces: the rest of a longer one stands
+    below it, further to the right. Rows of tables, which have runs of spaces, stay as they are."""
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        if len(line) <= width or "  " in line.strip():
+            lines.append(line)
+        else:
+            wrapper = textwrap.TextWrapper(width, subsequent_indent=f"{indent}  ")
+            wrapper.break_long_words = wrapper.break_on_hyphens = False
+            lines += wrapper.wrap(line)
+    return "\n".join(lines)
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """The text for a stream: `wrapped` where it is a terminal."""
+    return wrapped(text, shutil.get_terminal_size().columns) if _is_terminal(stream) else text
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty()
+
+
+def say(text: str) -> None:
+    """Prints text for people on stderr."""
+    click.echo(fitted(text, sys.stderr), err=True)
+
+
+@contextmanager
+def click_errors_fitted() -> Iterator[None]:
+    """Errors that click itself finds and prints, about options and their values, are `fitted` as others are."""
+    try:
+        yield
+    except click.UsageError as error:
+        message, head = error.format_message(), "Error: "
+        text = fitted(head + message, sys.stderr)
+        if "\n" in message or text == head + message:  # a help text, or all fits
+            raise
+        raise click.UsageError(text.removeprefix(head), error.ctx) from None
