@@ -21,7 +21,15 @@ from ptqpipe.report.content import (
     mean_known,
     pooled_mse,
 )
-from ptqpipe.report.output_error import judged_by, judgement, samples_text, tuned_blocks, tuned_from, tuned_judgement
+from ptqpipe.report.output_error import (
+    judged_by,
+    judgement,
+    samples_text,
+    tuned_blocks,
+    tuned_by,
+    tuned_from,
+    tuned_judgement,
+)
 
 FORMATS = ("html", "md")
 # What tells a report from other files, so that an earlier one may be replaced and nothing else: it says so itself.
@@ -94,6 +102,7 @@ __all__ = [
     "render_comparison",
     "samples_text",
     "tuned_blocks",
+    "tuned_by",
     "tuned_from",
     "tuned_judgement",
 ]

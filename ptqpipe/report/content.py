@@ -195,6 +195,7 @@ class Report:
     verdict        (word, the numbers behind it, by which thresholds) of what eval measured; None where it did not
     faults         what `ptqpipe verify` finds wrong with the bytes; None where it was not run
     judged         the samples that output errors are of, in words; "" where nothing was calibrated
+    method         of `ptqpipe tune`, "" where it did not find the codes
     blocks         decoder layers with learned codes; in words: ``blocks_from`` is what tune started from,
                    ``blocks_judged`` the samples that their errors are of
     notes          what a reader should know, one line each
@@ -224,6 +225,7 @@ class Report:
     verdict: tuple[str, str, str] | None = None
     faults: int | None = None
     judged: str = ""
+    method: str = ""
     blocks: tuple[TunedBlock, ...] = ()
     blocks_from: str = ""
     blocks_judged: str = ""

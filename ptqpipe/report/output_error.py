@@ -51,6 +51,11 @@ def tuned_from(record: Mapping[str, Any]) -> str:
     return "plain rounding" if plain else "the calibrated codes that tune started from"
 
 
+def tuned_by(record: Mapping[str, Any]) -> str:
+    """The method of tune by which codes were found; "" for none, and where the record does not say."""
+    return str(_mapping(record.get("rounding")).get("method") or "")
+
+
 def judgement(record: Mapping[str, Any]) -> list[str]:
     """What calibration data gained, in output errors; nothing without data."""
     weights = record["weights"]

@@ -98,3 +98,12 @@ def test_blocks_of_learned_codes_are_judged_by_what_tune_measured(pair: tuple[Pa
     record["rounding"]["blocks"] = ["no", "mapping"]
     (folder / "ptqpipe.json").write_text(json.dumps(record))
     assert "does not show what their layers gained" in render_html(gather(folder))
+    record["rounding"] = {
+        "digest": "d" * 64,
+        "method": "layerwise",
+        "blocks": {"model.layers.2": blocks["model.layers.2"]},
+    }
+    (folder / "ptqpipe.json").write_text(json.dumps(record))
+    told = "".join(Page(render_html(gather(folder))).text)
+    assert "GPTQ chose the codes of each layer by itself" in told
+    assert "ptqpipe eval tuned --source MODEL measures" in " ".join(told.split())

@@ -31,6 +31,7 @@ from ptqpipe.report import (
     render,
     samples_text,
     tuned_blocks,
+    tuned_by,
     tuned_from,
 )
 from ptqpipe.scan import NAMES, SAMPLE, STORED, Scan, scan_weight
@@ -153,6 +154,7 @@ def _gather(
         choice_names=choice_names,
         choice_sample="" if original is None else "all rows" if all_rows else SAMPLE,
         judged=judged if any(weight.versus_rtn is not None for weight in weights) else "",
+        method=tuned_by(raw),
         blocks=blocks,
         blocks_from=tuned_from(raw),
         blocks_judged=samples_text([block.held_out for block in blocks]),
