@@ -4,7 +4,7 @@ commands.py, rewriting.py, checks.py   the commands that write, and those that l
 models.py, loading.py    a model in memory; transformers quantizing while it loads
 service.py               a service for the length of a block
 matrices.py              one matrix, and the weights of a checkpoint
-calls.py, data.py, result.py   keywords and errors, calibration data, what a call returns
+calls.py, kinds.py, data.py, result.py   keywords and errors, kinds of values, calibration data, what a call returns
 
 ``ptqpipe/__init__.py`` lists the names.
 """

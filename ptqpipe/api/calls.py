@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import cache, wraps
-from os import PathLike
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import torch
 
+from ptqpipe.api.kinds import check_kinds
 from ptqpipe.checkpoint import Mode, resolve_source
-from ptqpipe.errors import PtqError, UsageError, one_line
+from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_names, described, recipe_fields, spelled, type_of
 from ptqpipe.quantities import bytes_of
 from ptqpipe.stages.common import Machine, compute_threads, default_workers
@@ -64,6 +64,10 @@ def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
         plain = inspect.signature(function)
         own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
         names = [*(p.name for p in own), *known]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, (kind, default) in known.items()
+        ]
 
         @wraps(function)
         def call(*given: P.args, **options: P.kwargs) -> R:
@@ -72,32 +76,15 @@ def command(*groups: Keywords) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     options[name] = options.pop(former)
             with errors_in_python(names):
                 check_names(options, names, what=function.__name__)
-                _check_paths(own, dict(zip((p.name for p in own), given, strict=False)) | options)
+                check_kinds([*own, *more], dict(zip((p.name for p in own), given, strict=False)) | options)
                 if isinstance(dtype := options.get("dtype"), str):
                     options["dtype"] = spelled(dtype, long=function.__name__ not in _SHORT)
                 return function(*given, **options)
 
-        more = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            for name, (kind, default) in known.items()
-        ]
         call.__signature__ = plain.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         return call
 
     return decorate
-
-
-def _check_paths(parameters: Iterable[inspect.Parameter], given: Mapping[str, Any]) -> None:
-    """UsageError for what can be no path where one is expected, and for an empty name of an output."""
-    for one in parameters:
-        kinds, value = get_args(one.annotation), given.get(one.name, one.default)
-        if Path not in kinds or not all(isinstance(kind, type) for kind in kinds) or value is one.default:
-            continue
-        if one.kind is not one.VAR_POSITIONAL and not isinstance(value, (*kinds, PathLike)):
-            more = ", or a model in memory" if torch.nn.Module in kinds else ""
-            raise UsageError(f"{one.name} is {one_line(repr(value), limit=80)}, expected a path or a name{more}")
-        if value == "" and one.name == "out":
-            raise UsageError("out is empty, expected the name of what to write")
 
 
 def into(kind: type[T], options: Mapping[str, Any], **more: Any) -> T:
@@ -134,6 +121,8 @@ def machine_of(options: Mapping[str, Any], *, memory: str = "2GiB", waits: bool 
         where = torch.device(device)
     except RuntimeError:
         raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from None
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {device} needs a GPU that torch can use; none is visible, use cpu")
     if workers is None:
         workers = default_workers() if waits else compute_threads()
     nbytes = size_of(options.get("max_memory", memory), name="max_memory")

@@ -8,12 +8,14 @@ packed. So the float weights are never in memory together, and the folder goes w
 """
 
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ptqpipe.api.models import DEFAULT_FORMAT, quantize_model
-from ptqpipe.errors import UsageError
+from ptqpipe.errors import UsageError, one_line
+from ptqpipe.options import check_names
 from ptqpipe.runtime.hf import PackedConfig, PackedQuantizer, add_quantizer
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
@@ -37,7 +39,10 @@ class Config(PackedConfig):
     def __init__(self, format: str = DEFAULT_FORMAT, **options: Any) -> None:
         loading = {name: options.pop(name) for name in ("packed", "activations", "all_reduce") if name in options}
         super().__init__(**loading)
+        if not isinstance(format, str):
+            raise UsageError(f"format is {one_line(repr(format), limit=80)}, expected a text")
         get_scheme(format)
+        check_names(options, signature(quantize_model).parameters, what="quantize_model")
         self.quant_method = METHOD
         self.format, self.options = format, options
 

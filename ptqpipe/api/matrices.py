@@ -32,6 +32,10 @@ def quantize(
     <QTensor nvfp4 16x32, 292 bytes>
     """
     fmt = _format_of(format) if isinstance(format, str) else format
+    if not isinstance(fmt, Format):
+        raise FormatError(
+            f"quantize takes a format by its name, got {type(fmt).__name__}; `ptqpipe formats` lists them"
+        )
     _check_matrix(w)
     fmt.scale_shape((w.shape[0], w.shape[1]))
     runs: dict[tuple[int, int], QTensor] = {}

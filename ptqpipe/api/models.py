@@ -72,6 +72,8 @@ def quantize_model(
     """
     if data is not None and forward_loop is not None:
         raise UsageError("data and forward_loop are two ways to calibrate; give one of them")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise UsageError(f"tokenizer is of type {type(tokenizer).__name__}, expected a tokenizer of transformers")
     if isinstance(model, torch.nn.Module):
         if forward_loop is not None:
             data = recorded(model, forward_loop)

@@ -6,6 +6,7 @@ does not round them). transformers supplies the model code, the conversion of ch
 plan; ``fill.py`` puts the numbers in.
 """
 
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -92,6 +93,8 @@ def load_model(
     Raises UsageError without transformers or for an unknown dtype, CheckpointError where the checkpoint and the model
     do not fit together: a weight missing, one without a place, a shape that differs.
     """
+    if not isinstance(ckpt, str | os.PathLike):
+        raise UsageError(f"ckpt is {one_line(repr(ckpt), limit=80)}, expected a path")
     return load_rank(Path(ckpt), TensorParallel(), dtype=dtype, packed=False, activations=activations, device=device)
 
 

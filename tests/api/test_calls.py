@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,6 +126,64 @@ def test_options_in_messages_are_keywords(said: str, expected: str) -> None:
 def test_what_can_be_no_path_is_refused_by_its_name(call: Callable[[], object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         call()
+
+
+# By the keyword that is wrong. mypy would refuse each of them, too.
+WEIGHT: Any = torch.ones(16, 32)
+api: Any = ptqpipe
+WRONG_KINDS: dict[str, tuple[Callable[..., object], str]] = {
+    "text for bool": (lambda: api.quantize(WEIGHT, search_global_scale="no"), "'no', expected True or False$"),
+    "no format": (lambda: api.quantize(WEIGHT, 5), "a format by its name, got int"),
+    "search": (lambda: api.quantize(WEIGHT, search=3), "^search is 3, expected a text$"),
+    "load_model": (lambda: api.load_model(5), "^ckpt is 5, expected a path$"),
+    "format": (lambda: api.convert(MODEL, format=["nvfp4"]), r"^format is \['nvfp4'\], expected a text$"),
+    "ignore": (lambda: api.convert(MODEL, ignore=[5]), r"^ignore is \[5\], expected names"),
+    "workers": (lambda: api.convert(MODEL, workers="two"), "^workers is 'two', expected a whole number$"),
+    "bool for int": (lambda: api.convert(MODEL, workers=True), "^workers is True, expected a whole number$"),
+    "device": (lambda: api.convert(MODEL, device=None), "^device is None, expected a text$"),
+    "damping": (lambda: api.convert(MODEL, damping="x"), "^damping is 'x', expected a number$"),
+    "memory": (lambda: api.convert(MODEL, max_memory=[1]), r"^max_memory is \[1\], expected a size such as 2GiB"),
+    "budget": (lambda: api.convert(MODEL, budget=5), "^budget is 5, expected a text$"),
+    "formats": (lambda: api.plan(MODEL, "5bits", "r", formats=5), "^formats is 5, expected names"),
+    "samples": (lambda: api.calibrate(MODEL, "t", "o", samples=2.5), "^samples is 2.5, expected a whole number$"),
+    "moments": (lambda: api.calibrate(MODEL, "t", "o", moments=5), "^moments is 5, expected names"),
+    "seed": (lambda: api.generate(MODEL, "o.jsonl", seed="x"), "^seed is 'x', expected a whole number$"),
+    "alpha": (lambda: api.transform(MODEL, "rotate", "o", alpha="x"), "^alpha is 'x', expected a number$"),
+    "apply": (lambda: api.transform(MODEL, 5, "o"), "^apply is 5, expected names"),
+    "share": (lambda: api.tune(MODEL, "t", "o", share="x"), "^share is 'x', expected a number$"),
+    "container": (lambda: api.relayout(MODEL, 5), "^container is 5, expected a text$"),
+    "tasks": (lambda: api.evaluate(MODEL, tasks=5), "^tasks is 5, expected names"),
+    "ranks": (lambda: api.simulate(5), "^ranks is 5, expected a text$"),
+    "drain": (lambda: api.serve(MODEL, drain="x"), "^drain is 'x', expected a number$"),
+    "loop": (lambda: api.quantize_model(MODEL, forward_loop=5), "^forward_loop is 5, expected a function$"),
+    "tokenizer": (lambda: api.quantize_model(MODEL, tokenizer=5), "^tokenizer is of type int, expected a tok"),
+    "saved": (lambda: api.save_checkpoint(None, "o"), "^model is None, expected a model in memory$"),
+    "Config": (lambda: api.Config(5), "^format is 5, expected a text$"),
+    "its options": (lambda: api.Config("fp8", sample=1), "has no option 'sample'; did you mean samples"),
+    "few workers": (lambda: api.verify(MODEL, workers=0), "^workers=0 is too few; use 1 or more$"),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG_KINDS.values(), ids=WRONG_KINDS)
+def test_a_value_of_another_kind_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Callable[[], object], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PtqError, match=words):
+        call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_stands_for_another_kind_is_taken(model: Path, tmp_path: Path) -> None:
+    """Numbers of numpy, a device, one name for several, 1 for True."""
+    stand_ins = {"ignore": "*q_proj", "workers": np.int64(1), "device": torch.device("cpu"), "overwrite": 1}
+    assert api.convert(model, out=tmp_path / "q", **stand_ins).path == tmp_path / "q"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^device cuda needs a GPU that torch can use; none"):
+        ptqpipe.convert(model, out=tmp_path / "q", device="cuda")
 
 
 def test_an_option_goes_by_the_keyword_of_the_function_that_was_called(model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ptqpipe.checkpoint import RECORD_FILE
 from ptqpipe.containers import StoredWeight, is_kv_scale
+from ptqpipe.errors import UsageError
 from ptqpipe.plan import Unit
 from ptqpipe.record import Record, claims_ownership, read_record
 from ptqpipe.report import tuned_judgement
@@ -92,6 +93,8 @@ def verify(
     """
     begun = time.monotonic()
     findings = Findings(own=False, chosen=False)
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers} is too few; use 1 or more")
     opened = _open(ckpt, "checkpoint", findings)
     original = _open(source, "source", findings) if source is not None else None
     known = Statistics.open(statistics) if statistics is not None else None
