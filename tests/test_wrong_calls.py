@@ -66,6 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CONVERT = ("convert", "model", "-o", "out")
+PLAN = ("plan", "model", "--budget", "5bits", "-o", "out.yaml")
 LIKE = "such integers are not offered, the nearest is"
 CALLS: list[tuple[tuple[str, ...], int, str]] = [
     ((*CONVERT, "--format", "nvfp5"), 2, "unknown format 'nvfp5'; did you mean nvfp4? known are nvfp4, nvfp4_w4a4"),
@@ -153,6 +154,12 @@ CALLS: list[tuple[tuple[str, ...], int, str]] = [
     ((*CONVERT, "--data", "self", "--samples", "0"), 2, "--samples 0 "),
     ((*CONVERT, "--data", "few.jsonl", "--seqlen", "16"), 2, "give 3 tokens, 0 windows of 16, expected 128"),
     (("tune", "model", "--data", "few.jsonl", "--samples", "0", "-o", "out"), 2, "--samples 0 "),
+    (("generate", "model", "--seed", f"{10**22}", "-o", "out.jsonl"), 2, f"--seed {10**22} is out of range; use 0 to"),
+    (("calibrate", "model", "--data", "few.jsonl", "--seed", f"{10**22}", "-o", "out"), 2, "is out of range; use 0"),
+    (("tune", "model", "--data", "few.jsonl", "--seed", f"{10**22}", "-o", "out"), 2, "is out of range; use 0 to"),
+    ((*CONVERT, "--data", "few.jsonl", "--seed", f"{10**22}"), 2, "is out of range; use 0 to"),
+    ((*PLAN, "--measure", "few.jsonl", "--seqlen", "0"), 2, "--seqlen 0: expected 2 or more"),
+    ((*PLAN, "--measure", "few.jsonl", "--seqlen", f"{10**6}"), 2, "is more than the model's"),
     (("generate", "model", "--samples", "0", "-o", "out.jsonl"), 2, "--samples 0 "),
     (("convert", "model", "-o", ""), 2, "'-o' / '--out': the name is empty"),
     (("convert", "model", "--overwrite", "-o", ""), 2, "is a variable of the shell not set?"),

@@ -99,6 +99,7 @@ def load_samples(
     Raises UsageError for no or bad data and for too few tokens, CheckpointError for a model without tokenizer.
     """
     _check_asked(names, samples, seqlen, holdout)
+    check_seed(seed)
     tokenizer = cache(lambda: load_tokenizer(model))  # rows of token ids need none
     see = cache(lambda: Processor(model, read_config(model))) if images else None
     sources = _sources(names)
@@ -247,6 +248,12 @@ def _check_asked(names: Sequence[str], samples: int, seqlen: int, holdout: int |
         raise UsageError(f"--samples {samples} --seqlen {seqlen}: expected 1 or more of each")
     if holdout is not None and holdout < 0:
         raise UsageError(f"--holdout {holdout}: expected 0 or more windows")
+
+
+def check_seed(seed: int) -> None:
+    """UsageError for a seed of more than 32 bits: of more than 64 a generator takes none, and others are made of it."""
+    if abs(seed) >= 1 << 32:
+        raise UsageError(f"--seed {seed} is out of range; use 0 to {(1 << 32) - 1}")
 
 
 @dataclass(frozen=True, slots=True)

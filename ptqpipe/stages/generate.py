@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ptqpipe.calibration.data import HELD_SHARE
+from ptqpipe.calibration.data import HELD_SHARE, check_seed
 from ptqpipe.calibration.generate import check_windows, generate as windows_of, threads_for
 from ptqpipe.checkpoint import Finished, check_file, resolve_source, write_file
 from ptqpipe.errors import OutputExists, UsageError
@@ -47,6 +47,7 @@ def generate(
     held_out = samples // HELD_SHARE
     count = samples + held_out
     check_windows(config, samples=samples, seqlen=seqlen)
+    check_seed(seed)
     dtype_of(dtype, config)
     check_device(str(machine.device))
     check_file(out, nbytes=count * (seqlen * TOKEN_BYTES + 20))

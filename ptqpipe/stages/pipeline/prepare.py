@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.calibration.data import check_samples
+from ptqpipe.calibration.data import check_samples, check_seed
 from ptqpipe.calibration.generate import check_windows
 from ptqpipe.checkpoint import Mode, resolve_source
 from ptqpipe.errors import PtqError
@@ -74,6 +74,7 @@ def _check_windows(path: Path, work: PipelineOptions, texts: Sequence[str]) -> N
         config = read_config(path)
         seqlen = default_length(config) if work.seqlen is None else work.seqlen
         check_windows(config, samples=work.samples, seqlen=seqlen)
+        check_seed(work.seed)
         if texts:
             check_samples(texts, path, samples=work.samples, seqlen=seqlen, field=work.field)
 

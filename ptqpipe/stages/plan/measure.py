@@ -23,7 +23,7 @@ from ptqpipe.plan import Unit
 from ptqpipe.qtensor import QTensor
 from ptqpipe.regular_file import MAX_JSON_BYTES, read_regular
 from ptqpipe.runtime.find_weight import find_place
-from ptqpipe.runtime.loading import default_length, load_model, load_tokenizer, read_config
+from ptqpipe.runtime.loading import check_length, default_length, load_model, load_tokenizer, read_config
 from ptqpipe.schemes import Scheme
 from ptqpipe.source import Source, SourceRows
 from ptqpipe.stages.common import counting_bar
@@ -80,8 +80,13 @@ def measure(
     path = source.reader.path
     if measurement.tokens < 2:
         raise UsageError(f"--max-tokens {measurement.tokens}: expected 2 or more")
+    config = read_config(path)
+    if measurement.seqlen is not None:
+        if measurement.seqlen < 2:
+            raise UsageError(f"--seqlen {measurement.seqlen}: expected 2 or more")
+        check_length(config, measurement.seqlen)
     text = read_text(measurement.text, lambda: load_tokenizer(path), max_tokens=measurement.tokens)
-    window = measurement.seqlen or min(default_length(read_config(path)), len(text.tokens))
+    window = measurement.seqlen or min(default_length(config), len(text.tokens))
     header = {
         "version": VERSION,
         "model": source.reader.fingerprint(),
