@@ -81,7 +81,7 @@ BAD_CONVERTS: list[tuple[tuple[str, ...], str]] = [
     (("model", "-o", "/"), "root folder"),
     (("model", "-o", "~no-such-user/out"), "home directory"),
     (("model", "-o", "x" * 300), "too long"),
-    (("model", "-o", "/proc/out"), "cannot be written"),
+    (("model", "-o", "/proc/out"), "takes no new files"),
     (("model", "-o", "empty/../pickled"), "is not empty"),
     (("model", "-o", "pickled", "--overwrite"), "no model that --overwrite may replace"),
     (("file",), "is a file"),
