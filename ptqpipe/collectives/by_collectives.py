@@ -85,7 +85,7 @@ class CollectiveExchange:
             span = self.layout.span(rank, chunk)
             if len(span) and (rank != self.rank or not self.own_exact):
                 room = made.parts[rank, : self._nbytes(rank, chunk)]
-                message = self.wire.encode(self.x[span.first : span.last], room)
+                message = self.wire.encode(self.x[span.start : span.stop], room)
                 if message.data_ptr() != room.data_ptr():
                     room.copy_(message)
         made.work = dist.all_to_all_single(made.received.view(-1), made.parts.view(-1), group=self.group, async_op=True)
@@ -100,7 +100,7 @@ class CollectiveExchange:
         if len(span):
             exact = self.rank if self.own_exact else -1
             terms = [None if rank == exact else row[:size] for rank, row in enumerate(made.received)]
-            own, out = self.x[span.first : span.last], self.out[span.first : span.last]
+            own, out = self.x[span.start : span.stop], self.out[span.start : span.stop]
             message = self.wire.reduce(terms, own, mine[:size], out)
             if message.data_ptr() != mine.data_ptr():
                 mine[:size].copy_(message)
@@ -113,7 +113,7 @@ class CollectiveExchange:
         for rank in range(self.layout.ranks):
             span = self.layout.span(rank, chunk)
             if rank != self.rank and len(span):
-                out = self.out[span.first : span.last]
+                out = self.out[span.start : span.stop]
                 message = made.sums[rank, : self._nbytes(rank, chunk)]
                 landing = self.wire.landing(out, message)
                 if landing.data_ptr() != message.data_ptr():

@@ -8,17 +8,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Elements ``[first, last)``."""
-
-    first: int
-    last: int
-
-    def __len__(self) -> int:
-        return self.last - self.first
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
     """How ``elements`` are cut.
 
@@ -38,11 +27,11 @@ class Layout:
         """How many chunks there are."""
         return -(-self.stripe // self.chunk)
 
-    def span(self, rank: int, chunk: int) -> Span:
-        """What chunk ``chunk`` of the stripe of ``rank`` covers; may be empty."""
+    def span(self, rank: int, chunk: int) -> range:
+        """The elements that chunk ``chunk`` of the stripe of ``rank`` covers; may be empty."""
         begin = rank * self.stripe + chunk * self.chunk
         end = rank * self.stripe + min((chunk + 1) * self.chunk, self.stripe)
-        return Span(min(begin * self.unit, self.elements), min(end * self.unit, self.elements))
+        return range(min(begin * self.unit, self.elements), min(end * self.unit, self.elements))
 
 
 def cut(elements: int, ranks: int, *, unit: int, chunk_elements: int, least_chunks: int = 1, least: int = 1) -> Layout:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ptqpipe.collectives.layout import Layout, Span
+from ptqpipe.collectives.layout import Layout
 from ptqpipe.collectives.stats import Stats
 from ptqpipe.collectives.wire import Wire
 
@@ -137,7 +137,7 @@ class Exchange:
         for index, p in enumerate(self.peers):
             span = self.layout.span(p, chunk)
             room = self.workspace.room(chunk, len(self.peers) + index, self.wire.nbytes(len(span), self.x.dtype))
-            room = self.wire.landing(self.out[span.first : span.last], room)
+            room = self.wire.landing(self.out[span.start : span.stop], room)
             sums.append((room, self._ask(room, p, 2 * chunk + 1)))
         self._sums[chunk] = sums
 
@@ -159,9 +159,9 @@ class Exchange:
             if len(span):
                 self._send(self._encode(span, chunk, 2 * len(self.peers) + index), p, chunk, 2 * chunk)
 
-    def _encode(self, span: Span, chunk: int, index: int) -> torch.Tensor:
+    def _encode(self, span: range, chunk: int, index: int) -> torch.Tensor:
         begun = time.perf_counter()
-        part = self.x[span.first : span.last]
+        part = self.x[span.start : span.stop]
         room = self.workspace.room(chunk, index, self.wire.nbytes(len(span), part.dtype))
         message = self.wire.encode(part, room)
         self.stats.encode_s += time.perf_counter() - begun
@@ -177,7 +177,7 @@ class Exchange:
         for p in self.peers:
             self._send(message, p, chunk, 2 * chunk + 1)
 
-    def _sum(self, chunk: int, span: Span, mine: torch.Tensor | None, room: torch.Tensor) -> torch.Tensor:
+    def _sum(self, chunk: int, span: range, mine: torch.Tensor | None, room: torch.Tensor) -> torch.Tensor:
         """Of the parts that have come for ``span`` and this rank's; None is what it has, unrounded."""
         parts = self._parts.pop(chunk)
         self._wait([work for _, work in parts])
@@ -185,7 +185,7 @@ class Exchange:
         terms: dict[int, torch.Tensor | None] = {p: part for p, (part, _) in zip(self.peers, parts, strict=True)}
         terms[self.rank] = mine
         in_order = [terms[rank] for rank in range(self.ranks)]
-        own, out = self.x[span.first : span.last], self.out[span.first : span.last]
+        own, out = self.x[span.start : span.stop], self.out[span.start : span.stop]
         message = self.wire.reduce(in_order, own, room, out)
         self.stats.reduce_s += time.perf_counter() - begun
         return message
@@ -196,7 +196,7 @@ class Exchange:
             if len(span):
                 self._wait([work])
                 begun = time.perf_counter()
-                self.wire.decode(message, self.out[span.first : span.last])
+                self.wire.decode(message, self.out[span.start : span.stop])
                 self.stats.decode_s += time.perf_counter() - begun
 
     def _send(self, message: torch.Tensor, peer: int, chunk: int, tag: int) -> None:

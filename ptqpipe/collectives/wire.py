@@ -7,7 +7,6 @@ the order of the ranks, in both. Must not know processes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -18,24 +17,35 @@ from ptqpipe.kernels import cpu_collective, triton_collective
 PLAIN_UNIT = 64  # elements
 
 
-class Wire(Protocol):
-    """One kind of message. Tensors of values are contiguous, 1-d and of one dtype; messages are uint8."""
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Messages of a codec. Tensors of values are contiguous, 1-d and of one dtype; messages are uint8."""
+
+    codec: WireCodec
 
     @property
     def unit(self) -> int:
         """Stripes and chunks are whole numbers of this many elements."""
+        return self.codec.unit
 
     def nbytes(self, elements: int, dtype: torch.dtype) -> int:
         """Bytes of the message of a part."""
+        return self.codec.nbytes(elements)
 
     def encode(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """The message of ``x``: in ``room``, or a view of ``x``."""
+        if not (cpu_collective.encode(x, room, self.codec) or triton_collective.encode(x, room, self.codec)):
+            room.copy_(reference.encode(x, self.codec))
+        return room
 
     def landing(self, out: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """Where the message of a sum should arrive: ``room``, or ``out`` itself when a message is its values."""
+        return room
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Writes a message's values to ``out``."""
+        if not (cpu_collective.decode(message, out, self.codec) or triton_collective.decode(message, out, self.codec)):
+            out.copy_(reference.decode(message, out.numel(), self.codec))
 
     def reduce(
         self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
@@ -44,42 +54,6 @@ class Wire(Protocol):
 
         ``out`` may be ``own``. With an empty ``room`` the sum goes to ``out`` alone, unrounded but for its dtype.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """Messages of a codec."""
-
-    codec: WireCodec
-
-    @property
-    def unit(self) -> int:
-        """See ``Wire``."""
-        return self.codec.unit
-
-    def nbytes(self, elements: int, dtype: torch.dtype) -> int:
-        """See ``Wire``."""
-        return self.codec.nbytes(elements)
-
-    def encode(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """See ``Wire``."""
-        if not (cpu_collective.encode(x, room, self.codec) or triton_collective.encode(x, room, self.codec)):
-            room.copy_(reference.encode(x, self.codec))
-        return room
-
-    def landing(self, out: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """See ``Wire``."""
-        return room
-
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """See ``Wire``."""
-        if not (cpu_collective.decode(message, out, self.codec) or triton_collective.decode(message, out, self.codec)):
-            out.copy_(reference.decode(message, out.numel(), self.codec))
-
-    def reduce(
-        self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
-        """See ``Wire``."""
         wanted = room if room.numel() else None
         done = cpu_collective.reduce(messages, own, wanted, out, self.codec)
         if not done and not triton_collective.reduce(messages, own, wanted, out, self.codec):
@@ -91,29 +65,29 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Messages are the values' own bytes, sent from and received into the tensors."""
+    """Messages are the values' own bytes, sent from and received into the tensors; methods as in `Quantized`."""
 
     unit: int = PLAIN_UNIT
 
     def nbytes(self, elements: int, dtype: torch.dtype) -> int:
-        """See ``Wire``."""
+        """As in `Quantized`."""
         return elements * dtype.itemsize
 
     def encode(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """See ``Wire``."""
+        """As in `Quantized`."""
         return x.view(torch.uint8)
 
     def landing(self, out: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """See ``Wire``."""
+        """As in `Quantized`."""
         return out.view(torch.uint8)
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """See ``Wire``. The message arrived in ``out``."""
+        """As in `Quantized`: nothing, since the message arrived in ``out``."""
 
     def reduce(
         self, messages: Sequence[torch.Tensor | None], own: torch.Tensor, room: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """See ``Wire``."""
+        """As in `Quantized`."""
         if not cpu_collective.add(messages, own, out):
             total: torch.Tensor | None = None
             for message in messages:
@@ -122,3 +96,6 @@ class Plain:
             assert total is not None, "there is a rank"
             out.copy_(total)
         return out.view(torch.uint8)
+
+
+Wire = Quantized | Plain
