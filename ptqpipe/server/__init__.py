@@ -6,7 +6,6 @@
     endpoints.py    /v1/completions and /v1/chat/completions
     logprobs.py     log probabilities in both shapes
     metrics.py      /metrics, under vLLM's names where they mean the same
-    throughput.py   lines for the log about the work done
     guards.py       what happens before a route: size of the body, API key, request id
     app.py          the routes
     run.py          uvicorn: start, drain on SIGTERM, end

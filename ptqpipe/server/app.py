@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from ptqpipe._version import __version__
 from ptqpipe.engine import Service, State
-from ptqpipe.server.calls import Call, EventStream
+from ptqpipe.server.calls import Call
 from ptqpipe.server.endpoints import Chat, Completion, check_chat, check_completion
 from ptqpipe.server.errors import ApiError, install
 from ptqpipe.server.guards import Guards
@@ -114,7 +114,7 @@ def _add_completions(app: FastAPI, state: _State) -> None:
         call.submit()
         if not stream:
             return JSONResponse(await made.answer(http, call))
-        return _Streaming(made.stream(call))
+        return made.stream(call)
 
     @app.post("/v1/completions", tags=["generation"], summary="Continue a text")
     async def completions(body: CompletionBody, http: Request) -> Any:
@@ -141,17 +141,6 @@ def _add_completions(app: FastAPI, state: _State) -> None:
     async def model(name: str) -> dict[str, Any]:
         """404 for a name that is not served here."""
         return state.model(state.name(name))
-
-
-class _Streaming(Response):
-    """Lets an event stream through FastAPI."""
-
-    def __init__(self, stream: EventStream) -> None:
-        super().__init__()
-        self._stream = stream
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._stream(scope, receive, send)
 
 
 def _add_tokens(app: FastAPI, state: _State) -> None:

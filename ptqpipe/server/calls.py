@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ptqpipe.engine import Finish, Piece, Request, Service
@@ -87,13 +88,14 @@ async def collected(http: HttpRequest, call: Call, take: Callable[[int, Piece], 
         call.cancel()
 
 
-class EventStream:
-    """A response of server-sent events: JSON objects, then ``[DONE]``. An ASGI application.
+class EventStream(Response):
+    """A response of server-sent events: JSON objects, then ``[DONE]``.
 
     events  what to send; an error in it is the last event
     """
 
     def __init__(self, call: Call, events: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__()
         self._call, self._events = call, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

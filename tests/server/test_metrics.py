@@ -13,7 +13,7 @@ from ptqpipe.engine import Service, State
 from ptqpipe.engine.engine import Counters
 from ptqpipe.engine.service import Load
 from ptqpipe.server.metrics import Metrics
-from ptqpipe.server.throughput import Throughput
+from ptqpipe.server.run import Throughput
 from tests.engine.models import PROMPTS, encoded
 from tests.server.conftest import Server, serving
 
