@@ -14,8 +14,7 @@ from ptqpipe.runtime import load
 from ptqpipe.runtime.fill import watched
 from ptqpipe.server.run import bind, run
 from ptqpipe.source import Source
-from ptqpipe.stages.serve.facts import facts_of, heading, instructions
-from ptqpipe.stages.serve.loading import LINE_S, LoadingBar
+from ptqpipe.stages.serve.facts import LINE_S, LoadingBar, facts_of, heading, instructions
 from tests.engine.models import DEMO
 
 

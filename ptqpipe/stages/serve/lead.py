@@ -31,8 +31,7 @@ from ptqpipe.server.app import ServerOptions, create_app
 from ptqpipe.server.run import run
 from ptqpipe.stages.common import name_of
 from ptqpipe.stages.serve.checks import context_of, host_names
-from ptqpipe.stages.serve.facts import facts_of, heading, instructions
-from ptqpipe.stages.serve.loading import LoadingBar
+from ptqpipe.stages.serve.facts import LoadingBar, facts_of, heading, instructions
 from ptqpipe.stages.serve.ranks import OtherRanks, Place
 from ptqpipe.stages.serve.run import Log, ServeOptions
 from ptqpipe.stages.serve.tower import Tower
