@@ -20,7 +20,7 @@ import torch
 
 import ptqpipe
 from ptqpipe.calibration.store import OUTPUTS_FILE
-from ptqpipe.evaluation.kept_logits import KeptLogits
+from ptqpipe.evaluation.cache import KeptLogits
 from ptqpipe.evaluation.scores import score
 from ptqpipe.evaluation.text import read_text
 from ptqpipe.kernels.cpu_library import processor

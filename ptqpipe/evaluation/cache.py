@@ -1,4 +1,4 @@
-"""A model's log-probabilities on disk, so that the source of many checkpoints runs once.
+"""A model's log-probabilities on a text, computed once, so that the source of many checkpoints runs once. On disk:
 
     <cache>/logits/<digest>/key.json          what the digest is of: model, tokens, windows, dtype, versions
     <cache>/logits/<digest>/<start>-<stop>    one batch, as `log_probabilities.py` encodes it, then its CRC-32
@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 
-from ptqpipe.errors import CheckpointError
+from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.evaluation.log_probabilities import MOST, decode, encode
-from ptqpipe.evaluation.scores import Window, batches, model_logits
+from ptqpipe.evaluation.scores import Window, batches, model_logits, vocabulary_of, windows as windows_of
+from ptqpipe.quantities import memory_size
 
 LAYOUT = 2
-DEFAULT_LIMIT = 16 * 2**30  # bytes
+DEFAULT_LIMIT = 16 * 2**30  # bytes on disk
+MOST_IN_MEMORY = 8 << 30  # bytes
 
 
 class CachedLogits:
@@ -90,6 +92,30 @@ class CachedLogits:
             return None
         data = torch.frombuffer(raw, dtype=torch.uint8, count=len(raw) - 4)
         return decode(data, sum(window.scored for window in batch), self.vocabulary)
+
+
+class KeptLogits:
+    """The log-probabilities of a model on ``tokens`` int64 [T], once computed and kept in memory: for short texts."""
+
+    def __init__(self, model: Any, tokens: torch.Tensor, window: int) -> None:
+        """UsageError where they would take more than 8 GiB."""
+        self.vocabulary = vocabulary_of(model) or 0
+        needed = MOST * self.vocabulary * len(tokens)
+        if needed > MOST_IN_MEMORY:
+            most = MOST_IN_MEMORY // (MOST * self.vocabulary)
+            raise UsageError(
+                f"log-probabilities of {len(tokens)} tokens take {memory_size(needed)}; use --max-tokens {most} or less"
+            )
+        found = windows_of(len(tokens), window)
+        self._kept = {
+            batch[0].start: encode(model_logits(model, batch, tokens))
+            for batch in batches(found, vocabulary=self.vocabulary)
+        }
+
+    def __call__(self, batch: Sequence[Window], tokens: torch.Tensor, /) -> torch.Tensor:
+        found = decode(self._kept[batch[0].start], sum(window.scored for window in batch), self.vocabulary)
+        assert found is not None
+        return found
 
 
 def open_cache(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ptqpipe.errors import UsageError
-from ptqpipe.evaluation.kept_logits import KeptLogits
+from ptqpipe.evaluation.cache import KeptLogits
 from ptqpipe.evaluation.scores import score
 from ptqpipe.evaluation.text import read_text
 from ptqpipe.plan import Unit
