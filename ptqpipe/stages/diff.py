@@ -7,7 +7,7 @@ rows of the stack, a packed weight with the float weight that it came from. Memo
 import filecmp
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -52,22 +52,14 @@ class TensorDiff:
 
 
 @dataclass(frozen=True, slots=True)
-class ValueDiff:
-    """A key of a config file, or a file, with its values (a hash or "missing" for files)."""
-
-    where: str
-    a: str
-    b: str
-
-
-@dataclass(frozen=True, slots=True)
 class DiffReport:
     """The differences of two checkpoints.
 
     only_a, only_b  logical tensors of one of them
     reshaped        tensors of both with different shapes: (name, shape in a, shape in b)
     tensors         all others
-    config          keys of the config files; files: what lies beside the weights, the record aside
+    config          keys of the config files: (key, value in a, value in b)
+    files           what lies beside the weights, the record aside: (name, what a has, what b has)
     """
 
     a: Path
@@ -78,8 +70,8 @@ class DiffReport:
     only_b: tuple[str, ...]
     reshaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     tensors: tuple[TensorDiff, ...]
-    config: tuple[ValueDiff, ...]
-    files: tuple[ValueDiff, ...]
+    config: tuple[tuple[str, str, str], ...]
+    files: tuple[tuple[str, str, str], ...]
 
     @property
     def same_tensors(self) -> bool:
@@ -90,7 +82,7 @@ class DiffReport:
     @property
     def equal(self) -> bool:
         """The same model: the same tensors and files, and configs that differ in the quantization alone."""
-        config = all(_about_quantization(value.where) for value in self.config)
+        config = all(_about_quantization(key) for key, _, _ in self.config)
         return self.same_tensors and config and not self.files
 
     @property
@@ -280,35 +272,31 @@ def _same_payload(left: Source, right: Source, name: str) -> bool:
     return True
 
 
-def _config_diffs(left: Source, right: Source) -> list[ValueDiff]:
-    found = []
+def _config_diffs(left: Source, right: Source) -> Iterator[tuple[str, str, str]]:
     for name in ("config.json", HF_QUANT_CONFIG):
         a, b = left.reader.read_json(name), right.reader.read_json(name)
         prefix = "" if name == "config.json" else f"{name}: "
         if a is None or b is None:
             if a is not b:
-                found.append(ValueDiff(name, _presence(a), _presence(b)))
+                yield name, _presence(a), _presence(b)
             continue
-        found += [ValueDiff(prefix + key, x, y) for key, x, y in json_differences(a, b)]
-    return found
+        yield from ((prefix + key, x, y) for key, x, y in json_differences(a, b))
 
 
 def _presence(value: Any) -> str:
     return "missing" if value is None else "present"
 
 
-def _file_diffs(left: Source, right: Source) -> list[ValueDiff]:
+def _file_diffs(left: Source, right: Source) -> Iterator[tuple[str, str, str]]:
     """Differences of the other files: all but weights, configs and the record."""
     a, b = ({path.relative_to(s.reader.path).as_posix(): path for path in s.reader.extra_files} for s in (left, right))
     if all(is_ours(files.get(CARD, Path())) for files in (a, b)):  # they tell of the difference, and are none
         del a[CARD], b[CARD]
-    found = []
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
-            found.append(ValueDiff(name, _presence(a.get(name)), _presence(b.get(name))))
+            yield name, _presence(a.get(name)), _presence(b.get(name))
         elif not filecmp.cmp(a[name], b[name], shallow=False):
-            found.append(ValueDiff(name, f"{a[name].stat().st_size} bytes", f"{b[name].stat().st_size} bytes"))
-    return found
+            yield name, f"{a[name].stat().st_size} bytes", f"{b[name].stat().st_size} bytes"
 
 
 def render(report: DiffReport) -> str:
@@ -323,7 +311,7 @@ def render(report: DiffReport) -> str:
         lines += [_tensors_table(report.tensors), ""]
     for values, title in ((report.config, "config"), (report.files, "files")):
         if values:
-            lines += [f"{title}:", *_some([f"{v.where}: {v.a} | {v.b}" for v in values], limit=40), ""]
+            lines += [f"{title}:", *_some([f"{where}: {x} | {y}" for where, x, y in values], limit=40), ""]
     return "\n".join([*lines, _verdict(report)])
 
 
@@ -365,6 +353,6 @@ def to_json(report: DiffReport) -> dict[str, Any]:
             t.name: {"same": str(t.same), "a": t.kind_a, "b": t.kind_b, "relative_mse": finite(t.relative_mse)}
             for t in report.tensors
         },
-        "config": [{"key": v.where, "a": v.a, "b": v.b} for v in report.config],
-        "files": [{"file": v.where, "a": v.a, "b": v.b} for v in report.files],
+        "config": [{"key": key, "a": x, "b": y} for key, x, y in report.config],
+        "files": [{"file": name, "a": x, "b": y} for name, x, y in report.files],
     }
