@@ -58,7 +58,7 @@ def chat(given: Given) -> None:
     """
     if (given.ckpt is None) == (given.url is None):
         raise UsageError("name a checkpoint to load, or the --url of a running service: one of them")
-    from ptqpipe.stages.serve.chat import Chat, Talk, answer_once
+    from ptqpipe.cli.talk import Chat, Talk, answer_once
 
     sampling = {name: getattr(given, name) for name in ("temperature", "top_p", "max_tokens", "seed")}
     with ExitStack() as stack:

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ptqpipe.cli import main
+from ptqpipe.cli.talk import Chat, Talk, visible
 from ptqpipe.engine.service import Service
 from ptqpipe.errors import PtqError
-from ptqpipe.stages.serve.chat import Chat, Talk, visible
 from tests.engine.models import DEMO, PROMPTS, greedy, tokenizer
 from tests.server.conftest import TEMPLATE, Server, serving
 from tests.server.test_api import text
@@ -54,7 +54,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) ->
 
     with monkeypatch.context() as patched:
         patched.setattr(builtins, "input", read)
-        patched.setattr("ptqpipe.stages.serve.chat.select.select", lambda *_: ([], [], []))
+        patched.setattr("ptqpipe.cli.talk.select.select", lambda *_: ([], [], []))
         yield
     assert left == []
 
@@ -164,7 +164,7 @@ def test_an_answer_cannot_command_the_terminal() -> None:
 
 
 def test_several_lines_that_arrive_at_once_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ptqpipe.stages.serve.chat import _with_pasted
+    from ptqpipe.cli.talk import _with_pasted
 
     leader, follower = os.openpty()
     os.write(leader, b"one\ntwo\nthree\n")
