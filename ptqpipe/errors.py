@@ -66,7 +66,7 @@ class UsageError(PtqError):
 
 
 class CheckpointError(PtqError):
-    """A checkpoint's files are damaged, inconsistent or of a kind that cannot be read."""
+    """A checkpoint's files are damaged, inconsistent, of a kind that cannot be read, or not what they claim to be."""
 
 
 class FormatError(PtqError):
@@ -132,7 +132,3 @@ class AlreadyComplete(OutputError):
     def __init__(self, message: str, out: Path) -> None:
         super().__init__(message)
         self.out = out
-
-
-class VerifyError(PtqError):
-    """A checkpoint is not what it claims to be."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ptqpipe.checkpoint import RECORD_FILE, check_place
-from ptqpipe.errors import OutputExists, VerifyError
+from ptqpipe.errors import CheckpointError, OutputExists
 from ptqpipe.evaluation import perplexity, score
 from ptqpipe.qtensor import QTensor
 from ptqpipe.quantities import disk_size
@@ -52,7 +52,7 @@ def run_demo(out: Path, *, machine: Machine, show: Callable[[str], None]) -> lis
 
     The float model's row first, then each format's; ``show`` gets the lines of the table, each when it is known.
 
-    Raises UsageError without transformers, VerifyError if a conversion does not hold what it claims.
+    Raises UsageError without transformers, CheckpointError if a conversion does not hold what it claims.
     """
     _check_place(out)
     model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
@@ -73,7 +73,7 @@ def run_demo(out: Path, *, machine: Machine, show: Callable[[str], None]) -> lis
         proof = get_scheme(scheme).fmt.scale.enumerable  # brute force over bfloat16 scales would take a minute
         report = verify(done.out, source=MODEL, optimal=proof)
         if report.faults:
-            raise VerifyError(f"{done.out} does not verify: {report.faults[0].message}")
+            raise CheckpointError(f"{done.out} does not verify: {report.faults[0].message}")
         verified = "verified and proven" if proof else "verified"
         roles = by_role(done.record["weights"])
         noise = sum(r["relative_mse"] * r["elements"] for r in roles) / sum(r["elements"] for r in roles)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import FOLDING_FILE, Mode, Paths, file_sha256, read_json_object, run_id_of
-from ptqpipe.errors import AlreadyComplete, VerifyError
+from ptqpipe.errors import AlreadyComplete, CheckpointError
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.recipe import build_recipe
 from ptqpipe.rows import weighted
@@ -272,7 +272,7 @@ class Pipeline:
         found = verify(self.out, workers=self.machine.workers, progress=self.machine.progress)
         if not found.ok:
             first = found.faults[0]
-            raise VerifyError(
+            raise CheckpointError(
                 f"{self.out} has {len(found.faults)} faults, the first: {first.where} {first.message}; "
                 f"ptqpipe verify {self.out} lists them"
             )
