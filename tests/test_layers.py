@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rotation":     set(),
     "inputs":       {"rotation"},
     "regular_file": set(),
+    "tensor_names": {"errors"},
     "images":       {"errors", "regular_file"},
     "families":     {"errors"},
     "formats":      {"errors"},
@@ -41,7 +42,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors", "formats", "schemes", "qtensor", "global_scale", "kernels", "search", "options", "inputs",
     },
     "transforms":   {"errors", "families", "inputs", "rotation", "schemes"},
-    "containers":   {"dtypes", "errors", "formats", "schemes", "qtensor", "kernels", "patterns", "rotation"},
+    "containers":   {
+        "dtypes", "errors", "formats", "schemes", "qtensor", "kernels", "patterns", "rotation", "tensor_names",
+    },
     "checkpoint":   {"dtypes", "errors", "quantities", "regular_file"},
     "readers":      {"errors", "schemes"},
     "machine":      {"errors", "quantities", "kernels"},
@@ -79,7 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "families", "kernels", "search", "algorithms", "transforms", "containers", "checkpoint", "recipe", "plan",
         "source", "record", "folded", "measured", "statistics", "rounding", "calibration", "runtime", "evaluation",
         "report", "engine", "server", "collectives", "options", "inputs", "processes", "quantities", "readers",
-        "rotation", "rows", "scan", "card", "machine",
+        "rotation", "rows", "scan", "card", "machine", "tensor_names",
     },
     "api":          {
         "errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages", "checkpoint",

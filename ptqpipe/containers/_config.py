@@ -3,16 +3,17 @@ and which modules are not quantized."""
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from ptqpipe.containers._codec import FLOAT_SCALES
 from ptqpipe.containers._types import Names, Part, Role, Target
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import Format
 from ptqpipe.schemes import SCHEMES, Activation, Scheme
+from ptqpipe.tensor_names import experts_of
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 """ModelOpt's own config file, which describes the quantization once more, or alone."""
@@ -130,19 +131,8 @@ def as_found(expected: Sequence[Part], names: Names) -> tuple[Part, ...]:
     return tuple(changed)
 
 
-class PartsOf(Protocol):
-    """`Container.parts` of a layout."""
-
-    def __call__(
-        self,
-        weight: str,
-        shape: tuple[int, int],
-        scheme: Scheme,
-        /,
-        *,
-        experts: int | None = None,
-        transposed: bool = False,
-    ) -> tuple[Part, ...]: ...
+PartsOf = Callable[..., tuple[Part, ...]]
+"""`Container.parts` of a layout."""
 
 
 def remembered(parts: PartsOf) -> PartsOf:
@@ -155,7 +145,7 @@ def remembered(parts: PartsOf) -> PartsOf:
     ) -> tuple[Part, ...]:
         parent, dot, leaf = weight.removesuffix(".weight").rpartition(".")
         start = len(parent) + len(dot)
-        key = (leaf, len(weight) - start, is_routed_expert(weight), shape, id(scheme), experts, transposed)
+        key = (leaf, len(weight) - start, bool(experts_of(weight)), shape, id(scheme), experts, transposed)
         if key in known:
             length, _, made = known[key]
             base = weight[:start]
@@ -211,17 +201,12 @@ _NO_PER_EXPERT_NAMES = frozenset(
 _ONLY_COMPRESSED_TENSORS = frozenset({"llama4", "llama4_text"})
 
 
-def is_routed_expert(module: str) -> bool:
-    """Whether a module is a projection of one routed expert, or of a stack of them."""
-    return ".experts." in f".{module}"
-
-
 def expert_name_warnings(targets: Sequence[Target], config: Mapping[str, Any], *, container: str) -> list[str]:
     """A warning where transformers finds no parameter for per-expert names and starts the experts at random.
 
     So it does with what `ptqpipe dequantize` makes of them; with ptqpipe imported it finds those of quantized experts.
     """
-    if not any(is_routed_expert(target.module) and target.experts is None for target in targets):
+    if not any(experts_of(target.module) and target.experts is None for target in targets):
         return []
     kind = str(config.get("model_type"))
     if kind not in _NO_PER_EXPERT_NAMES and (kind not in _ONLY_COMPRESSED_TENSORS or container == "compressed_tensors"):
@@ -256,9 +241,8 @@ def kept_stacks(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
 
 def kept_experts(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
     """Modules whose experts are all kept, in stacks or one by one: "...mlp.experts" for "...mlp.experts.3.up_proj"."""
-    owners = [re.sub(r"((?:^|\.)experts)\..*", r"\1", name) for name in kept if is_routed_expert(name)]
-    quantized = {re.sub(r"((?:^|\.)experts)\..*", r"\1", target.module) for target in targets}
-    return [owner for owner in dict.fromkeys(owners) if owner not in quantized]
+    quantized = {"", *(experts_of(target.module) for target in targets)}
+    return [owner for owner in dict.fromkeys(map(experts_of, kept)) if owner not in quantized]
 
 
 # What vLLM 0.33 builds below a module "self_decoder" that checkpoints do not have: it renames tensors, not these lists

@@ -16,7 +16,6 @@ from ptqpipe.containers._config import (
     as_found,
     check_parts,
     expert_name_warnings,
-    is_routed_expert,
     kept_stacks,
     kv_cache_scheme,
     matrix_shape,
@@ -37,6 +36,7 @@ from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, R
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS, Format
 from ptqpipe.schemes import Abilities, Activation, KvCache, Scheme
+from ptqpipe.tensor_names import experts_of
 
 QUANT_METHOD = "compressed-tensors"
 ABILITIES = Abilities(rotation=True, kv_cache=KvCache(r"\1.\2_scale", written=True))
@@ -128,7 +128,7 @@ def parts(
     """The tensors that store this weight. FormatError for what the layout cannot store."""
     refuse(weight, container=QUANT_METHOD, scheme_reason=supports(scheme), experts=experts, transposed=transposed)
     fmt, module = scheme.fmt, weight.removesuffix(".weight")
-    if scheme.rotation and is_routed_expert(weight):
+    if scheme.rotation and experts_of(weight):
         raise FormatError(f"{weight}: readers of {QUANT_METHOD} rotate no inputs of experts; leave them out of rotate")
     if fmt.partial_blocks and shape[1] % fmt.block[1]:
         raise FormatError(f"{weight}: {QUANT_METHOD} needs K in multiples of {fmt.block[1]}, got {shape[1]}; keep it")
@@ -196,7 +196,7 @@ def _grouped(targets: Sequence[Target]) -> list[tuple[Scheme, list[str]]]:
     for target in targets:
         key = (structure(target.scheme.fmt), target.scheme.activation)
         found.setdefault(key, (target.scheme, []))[1].append(target.module)
-    return sorted(found.values(), key=lambda group: not any(is_routed_expert(name) for name in group[1]))
+    return sorted(found.values(), key=lambda group: not any(experts_of(name) for name in group[1]))
 
 
 def _group(scheme: Scheme, names: Sequence[str]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def config_faults(files: ConfigFiles, stored: Mapping[str, StoredWeight]) -> Ite
 def _kept_stack_patterns(kept: Sequence[str], targets: Sequence[Target]) -> list[str]:
     """Expressions for kept stacks of experts ("...experts.gate_up_proj"): vLLM looks for their per-expert names."""
     stacks = kept_stacks(kept, targets)
-    quantized = {target.module.rpartition(".experts.")[0] + ".experts" for target in targets}
+    quantized = {experts_of(target.module) for target in targets}
     patterns = name_patterns(stacks, quantized) if stacks else []
     return [pattern.removesuffix("$") + r"\..*$" for pattern in patterns]
 
@@ -237,7 +237,7 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
     """What readers get wrong about this output: one line each, with the remedy."""
     found = []
     llama4 = str(config.get("model_type")).startswith("llama4")  # its experts become linear layers here
-    experts = {structure(t.scheme.fmt): t.scheme for t in targets if is_routed_expert(t.module) and not llama4}
+    experts = {structure(t.scheme.fmt): t.scheme for t in targets if experts_of(t.module) and not llama4}
     for scheme in experts.values():
         name = _BY_STRUCTURE.get(structure(scheme.fmt))
         if name == "nvfp4":

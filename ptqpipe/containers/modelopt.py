@@ -13,7 +13,6 @@ from ptqpipe.containers._config import (
     HF_QUANT_CONFIG,
     as_found,
     check_parts,
-    is_routed_expert,
     kept_experts,
     kv_cache_scheme,
     matrix_shape,
@@ -32,6 +31,7 @@ from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, R
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import FORMATS, Format, get_format
 from ptqpipe.schemes import Abilities, Activation, KvCache, Scheme
+from ptqpipe.tensor_names import experts_of
 
 QUANT_METHOD = "modelopt"
 ABILITIES = Abilities(
@@ -209,7 +209,7 @@ def warnings(targets: Sequence[Target], config: Mapping[str, Any]) -> list[str]:
         "use --container compressed-tensors for transformers"
     ]
     algorithms = {t.module: _ALGORITHMS.get((structure(t.scheme.fmt), t.scheme.activation)) for t in targets}
-    experts = {algorithm for module, algorithm in algorithms.items() if is_routed_expert(module)}
+    experts = {algorithm for module, algorithm in algorithms.items() if experts_of(module)}
     used = set(algorithms.values())
     mixed = len(used) > 1
     if "FP8_PER_CHANNEL_PER_TOKEN" in experts or ("FP8_PB_WO" in experts and not mixed):

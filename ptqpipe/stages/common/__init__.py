@@ -3,7 +3,7 @@
 outputs.py, rewriting.py    what a recipe writes for a source, and the run of a command that writes a checkpoint
 kv_cache.py                 the scales of an FP8 KV cache
 units.py, moments.py        a unit quantized by its rule, with what statistics know of its inputs
-text.py                     words and tables
+text.py                     what several commands say
 """
 
 from ptqpipe.card import CARD, ORIGINAL, card_sha256, is_ours, write_quality
@@ -26,6 +26,7 @@ from ptqpipe.machine import (
     run_jobs,
     threads,
 )
+from ptqpipe.quantities import table
 from ptqpipe.stages.common.kv_cache import CACHE_REASON, WriteCacheScales, check_cached, write_scales
 from ptqpipe.stages.common.moments import (
     LARGEST,
@@ -62,19 +63,9 @@ from ptqpipe.stages.common.rewriting import (
     run_parts_of,
     write_whole,
 )
-from ptqpipe.stages.common.text import (
-    decibels,
-    finite,
-    json_differences,
-    layer_of,
-    name_pattern,
-    number_in,
-    role_of,
-    run_facts,
-    same_json,
-    table,
-)
+from ptqpipe.stages.common.text import decibels, finite, json_differences, run_facts, same_json
 from ptqpipe.stages.common.units import QuantizedRows, correct_unit, learned_codes, low_rank_bytes, quantize_unit
+from ptqpipe.tensor_names import expert_of, experts_of, layer_of, name_pattern, role_of
 
 __all__ = [
     "BASE_BYTES",
@@ -113,6 +104,8 @@ __all__ = [
     "decibels",
     "default_workers",
     "describe_statistics",
+    "expert_of",
+    "experts_of",
     "finite",
     "is_ours",
     "json_differences",
@@ -125,7 +118,6 @@ __all__ = [
     "name_of",
     "name_pattern",
     "named_source",
-    "number_in",
     "one_thread_each",
     "open_statistics",
     "outputs_of",

@@ -40,6 +40,7 @@ from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.source import Source
 from ptqpipe.stages.common.kv_cache import WriteCacheScales, cache_specs, config_with_cache
 from ptqpipe.stages.common.rewriting import CopyTensor, write_whole
+from ptqpipe.tensor_names import experts_of
 
 BIAS_REASON = "bias corrected by the mean error of its weight"
 
@@ -146,13 +147,13 @@ class Outputs:
         """Patterns of the experts of layers that are not all stored in one format."""
         schemes: dict[str, set[str]] = {}
         for target in self.targets:
-            layer = _layer_of(target.module)
+            layer = experts_of(target.module)
             if not layer and target.experts is not None:  # a stack under a name of its own
                 layer = target.module.rpartition(".")[0]
             if layer:
                 schemes.setdefault(layer, set()).add(target.scheme.name)
         for kept in self.plan.kept:
-            layer = _layer_of(kept.name) if kept.matrix and not kept.name.endswith("bias") else ""
+            layer = experts_of(kept.name) if kept.matrix and not kept.name.endswith("bias") else ""
             if layer in schemes:
                 schemes[layer].add("")
         return [f"{layer}.*" for layer, found in schemes.items() if len(found) > 1]
@@ -169,12 +170,6 @@ class Outputs:
         if turned:
             biased = next((kept.name for kept in self.plan.kept if kept.name.removesuffix(".bias") in turned), None)
             check_rotation(reader, biased)
-
-
-def _layer_of(name: str) -> str:
-    """The module of all experts of a layer: "...mlp.experts" of "...mlp.experts.3.up_proj"; "" for others."""
-    layer, experts, _ = f".{name}".rpartition(".experts.")
-    return f"{layer}{experts}"[1:-1]
 
 
 def container_of(recipe: Recipe, name: str) -> Container:

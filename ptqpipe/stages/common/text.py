@@ -1,10 +1,9 @@
-"""Words of all commands: names of weights with their numbers as ``*``, differences of JSON values."""
+"""What several commands say: when and where a result was made, differences of JSON values, decibels."""
 
 import json
 import math
 import os
 import platform
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -12,17 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ptqpipe.containers import short_json
-from ptqpipe.errors import one_line
 from ptqpipe.kernels.cpu_library import processor
-from ptqpipe.quantities import table
 from ptqpipe.report import content
 
-__all__ = [
-    "decibels", "finite", "json_differences", "layer_of", "name_pattern", "number_in", "role_of", "same_json", "table",
-]  # fmt: skip
-
 _VALUE = 48  # characters of a value of a JSON file
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 def run_facts(command: str = "") -> dict[str, str]:
@@ -69,25 +61,3 @@ def decibels(relative_mse: float) -> float:
     """Signal to quantization noise ratio; inf for an exact weight, -inf for one without any signal."""
     found = content.decibels(relative_mse)
     return found if found is not None else math.inf if relative_mse <= 0 else -math.inf
-
-
-def role_of(weight: str) -> str:
-    """The role of a weight: its module's last name, with ``experts.`` before it for an expert's."""
-    parts = re.sub(r"\[\d+\]$", "", weight).removesuffix(".weight").split(".")
-    return f"experts.{parts[-1]}" if "experts" in parts else parts[-1]
-
-
-def name_pattern(name: str) -> str:
-    """The name with every layer or expert number as ``*``, in one line."""
-    return re.sub(r"(?<=\.)\d+(?=\.)|\[\d+\]", "*", one_line(name, limit=300))
-
-
-def layer_of(name: str) -> int | None:
-    """The number of the decoder layer in a tensor's name: its first one."""
-    return number_in(_LAYER, name)
-
-
-def number_in(pattern: re.Pattern[str], name: str) -> int | None:
-    """The number that the first group of a pattern finds, None for none or an absurd one."""
-    match = pattern.search(name)
-    return int(match[1]) if match is not None and len(match[1]) <= 6 else None

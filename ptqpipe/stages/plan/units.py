@@ -7,7 +7,6 @@ scheme. Must not know errors or solvers.
 
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,10 @@ from ptqpipe.plan import Member, Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
 from ptqpipe.schemes import Scheme, get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import container_of, outputs_of
+from ptqpipe.stages.common import container_of, expert_of, experts_of, outputs_of
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
-_EXPERTS = re.compile(r"(?:^|\.)experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +88,7 @@ def find_groups(source: Source, schemes: Sequence[Scheme | None], *, requantize:
     plan = make_plan(source.tensors, source.reader.config, recipe=widest, abilities=container.ABILITIES)
     by_group: dict[str, list[Unit]] = defaultdict(list)
     for unit in plan.units:
-        match = _EXPERTS.search(unit.id)
-        by_group[unit.id if match is None else f"{unit.id[: match.start()]}.experts"].append(unit)
+        by_group[unit.id if expert_of(unit.id) is None else experts_of(unit.id)].append(unit)
     groups = []
     for key, units in by_group.items():
         given = _given(units, schemes, source)

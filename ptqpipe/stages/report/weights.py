@@ -4,7 +4,6 @@ What one weight says is ``scan.py``; this file runs it over a checkpoint and joi
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,14 +18,13 @@ from ptqpipe.record import Record
 from ptqpipe.report import Choice, Histogram, Proof, Weight, WorstBlock
 from ptqpipe.scan import STORED, Scan, codes_of, compare_choices, scale_axis
 from ptqpipe.source import Origins, Source, SourceRows
-from ptqpipe.stages.common import Machine, counting_bar, layer_of, number_in, role_of
+from ptqpipe.stages.common import Machine, counting_bar, expert_of, layer_of, role_of
 from ptqpipe.stages.verify.groups import fused_groups
 
 WORST_SHOWN = 12
 PROOF_WEIGHTS = 64  # at most, spread evenly over the checkpoint
 PROOF_BLOCKS = 256  # of each
 PROOF_LONG_BLOCKS = 24  # the same of formats whose scales are numbers: thousands of scales are scored for a block
-_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)(?:\.|$)")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -94,7 +92,7 @@ def describe_weight(opened: Source, item: Item, scan: Scan, record: Record | Non
         name=name,
         role=role_of(name),
         layer=layer_of(name),
-        expert=item.expert if item.expert is not None else number_in(_EXPERT, name),
+        expert=item.expert if item.expert is not None else expert_of(name),
         format=fmt.name,
         scheme=stored.scheme.label,
         search="" if claim is None else claim.search,

@@ -3,7 +3,6 @@ caches.
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -12,10 +11,9 @@ import torch
 from ptqpipe.containers import HF_QUANT_CONFIG, Role, StoredWeight, announces_kv_cache, is_kv_scale, kv_scale_place
 from ptqpipe.families import DEFAULT_FUSE, UNLIKE_EXPERTS, output_rows
 from ptqpipe.source import Source
+from ptqpipe.stages.common import expert_of, experts_of
 from ptqpipe.stages.verify.findings import Findings
 
-_EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
-_EXPERTS = re.compile(r"((?:.*\.)?experts)\.")
 _GLOBALS = (Role.GLOBAL, Role.GLOBAL_DIVISOR)
 _INPUTS = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
 
@@ -97,13 +95,12 @@ def _check_experts_alike(ckpt: Source, findings: Findings) -> None:
     """Readers build all experts of a layer in one format."""
     layers: dict[str, dict[str, str]] = defaultdict(dict)
     for name, stored in ckpt.stored.items():
-        match = _EXPERTS.match(name)
-        if match is not None:
-            layers[match[1]].setdefault(stored.scheme.name, name)
+        if layer := experts_of(name):
+            layers[layer].setdefault(stored.scheme.name, name)
     for name in ckpt.plain:
-        match = None if name.endswith("bias") else _EXPERTS.match(name)
-        if match is not None and match[1] in layers and len(ckpt.reader.entries[name].shape) > 1:
-            layers[match[1]].setdefault("not quantized", name)
+        layer = "" if name.endswith("bias") else experts_of(name)
+        if layer in layers and len(ckpt.reader.entries[name].shape) > 1:
+            layers[layer].setdefault("not quantized", name)
     for layer, names in layers.items():
         if len(names) > 1:
             (a, first), (b, other), *_ = names.items()
@@ -154,13 +151,12 @@ def _check_expert_inputs(ckpt: Source, findings: Findings) -> None:
     """Fused experts have one input scale for the first projections of all of them."""
     layers: dict[str, dict[str, float]] = defaultdict(dict)
     for name, stored in ckpt.stored.items():
-        match = _EXPERT.search(name)
         leaf = name.removesuffix(".weight").rpartition(".")[2]
-        if match is None or leaf in ("down_proj", "w2"):
+        if expert_of(name) is None or leaf in ("down_proj", "w2"):
             continue
         value = _scalar(ckpt, stored, _INPUTS)
         if value is not None:
-            layers[name[: match.start()] + ".experts"][name] = float(value[0])
+            layers[experts_of(name)][name] = float(value[0])
     for layer, values in layers.items():
         if len(set(values.values())) > 1:
             low, high = min(values.values()), max(values.values())
