@@ -138,10 +138,8 @@ def prepare(
         _check_mtp(outputs, source)
         if reader is not None:
             outputs.check_reader(reader, source.reader.config)
-        files = outputs.configs(source, version=__version__)
-        check_read_back(
-            outputs.container, files, outputs.layout, outputs.targets, container_name=outputs.container_name
-        )
+        files, name = outputs.configs(source, version=__version__), outputs.container_name
+        check_read_back(outputs.container, files, outputs.layout, outputs.targets, container_name=name)
         if learned is not None:
             _check_rounding(learned, source, outputs.plan)
         statistics = open_statistics(
@@ -153,9 +151,8 @@ def prepare(
             _check_codes(learned, source, outputs.plan, recipe=outputs.recipe, options=options, statistics=statistics)
         if statistics is not None or not collected:
             check_cached([job.module for job in outputs.jobs if isinstance(job, WriteCacheScales)], statistics)
-        path = source.reader.path
-        target = out if out is not None else default_out(path, outputs.recipe)
-        check_disjoint(path, target)
+        target = out if out is not None else default_out(source.reader.path, outputs.recipe)
+        check_disjoint(source.reader.path, target)
         source.reader.fingerprint()  # now, so that a source that changes before it is converted is found
         scales = InputScales(outputs.recipe, statistics)
         opened.pop_all()  # from here on `Conversion.close` closes them
