@@ -26,6 +26,13 @@ class Activation(StrEnum):
     INT8_TOKEN = "int8_token"  # integers of 8 bits, one scale per token at run time
     UNKNOWN = "unknown"  # a checkpoint's config says something that this table has no word for
 
+    @property
+    def static_max(self) -> float | None:
+        """The largest input that a static scale of 1 represents; None where every scale is found at run time."""
+        if self is Activation.NVFP4_STATIC_GLOBAL:
+            return get_format("nvfp4").max_product
+        return get_format("fp8_tensor").element.max if self is Activation.FP8_TENSOR_STATIC else None
+
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
@@ -88,7 +95,7 @@ class Scheme:
     @property
     def needs_input_global_scale(self) -> bool:
         """Whether each layer stores a static global scale of its input."""
-        return self.activation in (Activation.NVFP4_STATIC_GLOBAL, Activation.FP8_TENSOR_STATIC)
+        return self.activation.static_max is not None
 
     def describe(self) -> str:
         """One line for the terminal: weights and activations."""

@@ -50,9 +50,15 @@ class InputQuantizer:
             raise UsageError(
                 "config.json quantizes activations in a way that ptqpipe cannot simulate; load with activations 'none'"
             )
-        static = self.activation in (Activation.NVFP4_STATIC_GLOBAL, Activation.FP8_TENSOR_STATIC)
+        static = self.activation.static_max is not None
         if static != (self.scale is not None) or (self.scale is not None and not 0 < self.scale < float("inf")):
             raise UsageError(f"activations {self.activation} with the static scale {self.scale}; expected one above 0")
+
+    @classmethod
+    def fitted(cls, activation: Activation, x: torch.Tensor) -> "InputQuantizer":
+        """One whose static scale, where there is one, just holds the largest magnitude of ``x``; 1 for zeros."""
+        largest = activation.static_max
+        return cls(activation, None if largest is None else float(x.abs().amax()) / largest or 1.0)
 
     @property
     def idle(self) -> bool:

@@ -29,7 +29,6 @@ from ptqpipe.machine import (
 from ptqpipe.quantities import table
 from ptqpipe.stages.common.kv_cache import CACHE_REASON, WriteCacheScales, check_cached, write_scales
 from ptqpipe.stages.common.moments import (
-    LARGEST,
     InputScales,
     check_model,
     describe_statistics,
@@ -72,7 +71,6 @@ __all__ = [
     "BIAS_REASON",
     "CACHE_REASON",
     "CARD",
-    "LARGEST",
     "ORIGINAL",
     "WORKER_BYTES",
     "CopyTensor",

@@ -19,7 +19,6 @@ from ptqpipe.algorithms import CHUNK_ELEMENTS, fp8_scale, memory_bytes, nvfp4_sc
 from ptqpipe.algorithms.columns import has_block_scales
 from ptqpipe.checkpoint import OF_WEIGHTS, name_of
 from ptqpipe.errors import CheckpointError, UsageError
-from ptqpipe.formats import FORMATS
 from ptqpipe.inputs import Moments
 from ptqpipe.plan import Member, Plan, Unit
 from ptqpipe.recipe import Recipe
@@ -53,12 +52,6 @@ def check_model(folder: Statistics | Rounding, source: Source) -> None:
     )
 
 
-# The largest input that a static scale of one represents.
-LARGEST = {
-    Activation.NVFP4_STATIC_GLOBAL: FORMATS["nvfp4"].max_product,
-    Activation.FP8_TENSOR_STATIC: FORMATS["fp8_tensor"].element.max,
-}
-
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
 
 
@@ -75,7 +68,7 @@ class InputScales:
 
     def of(self, unit: Unit) -> list[torch.Tensor | None]:
         """The scale of every member's input, float32 0-d, which they share; None where the scheme has none."""
-        largest = LARGEST.get(unit.scheme.activation)
+        largest = unit.scheme.activation.static_max
         if largest is None:
             return [None] * len(unit.members)
         statistics = self._statistics
@@ -239,7 +232,7 @@ def describe_statistics(statistics: Statistics) -> Mapping[str, Any]:
 
 def _check_unit(unit: Unit, statistics: Statistics, *, chosen: bool) -> None:
     """``chosen``: whether the unit's codes will be chosen with these statistics."""
-    static, calibrated = unit.scheme.activation in LARGEST, unit.rule.calibrated and chosen
+    static, calibrated = unit.scheme.needs_input_global_scale, unit.rule.calibrated and chosen
     if not calibrated and not static and unit.scheme.low_rank is None:
         return
     rule, fmt = unit.rule, unit.scheme.fmt

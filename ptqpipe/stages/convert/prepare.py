@@ -23,7 +23,6 @@ from ptqpipe.schemes import get_scheme
 from ptqpipe.search import get_search
 from ptqpipe.source import Source
 from ptqpipe.stages.common import (
-    LARGEST,
     InputScales,
     Outputs,
     WriteCacheScales,
@@ -85,7 +84,7 @@ def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> N
     """UsageError for an option that is given and would change no byte, since nothing of the recipe asks for it."""
     read = {name for rule in recipe.rules if rule.scheme is not None for name in ALGORITHMS[rule.algorithm].options}
     own = {name: key for key, row in ALGORITHMS.items() for name in row.options}
-    static = any(scheme.activation in LARGEST for scheme in recipe.schemes())
+    static = any(scheme.needs_input_global_scale for scheme in recipe.schemes())
     low_rank = any(rule.low_rank for rule in recipe.rules)
     kinds = "a format with static activation scales, such as nvfp4_w4a4"
     for option, given, used, needs in (
@@ -243,7 +242,7 @@ def _check_codes(
     plan, recipe  those of the call
     """
     _check_plan(codes, source, plan, recipe)
-    if any(unit.scheme.activation in LARGEST and codes.has(unit.members[0].key) for unit in plan.units):
+    if any(unit.scheme.needs_input_global_scale and codes.has(unit.members[0].key) for unit in plan.units):
         _check_input_scales(codes, recipe, statistics)
     if all(codes.has(member.key) for unit in plan.units for member in unit.members):
         for name in (option.name for option in fields(CodeOptions)):

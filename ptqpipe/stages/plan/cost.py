@@ -267,9 +267,7 @@ def input_noise(activation: Activation) -> float:
     if activation is Activation.NONE:
         return 0.0
     x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
-    largest = {Activation.NVFP4_STATIC_GLOBAL: 6.0 * 448.0, Activation.FP8_TENSOR_STATIC: 448.0}.get(activation)
-    quantizer = InputQuantizer(activation, None if largest is None else float(x.abs().amax()) / largest)
-    return float((quantizer(x) - x).double().square().sum() / x.double().square().sum())
+    return float((InputQuantizer.fitted(activation, x)(x) - x).double().square().sum() / x.double().square().sum())
 
 
 def _sum(errors: Sequence[_Error], *, relative: bool, both: bool) -> dict[tuple[str, str], float]:

@@ -18,7 +18,6 @@ from ptqpipe.global_scale import absmax_global
 from ptqpipe.inputs import InputStatistics
 from ptqpipe.runtime.activations import InputQuantizer
 from ptqpipe.schemes import Activation
-from ptqpipe.stages.common import LARGEST
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms import RUN, Consumer, Edge, Folding, Matrix, Op, Problem, Quantize, apply
 
@@ -190,12 +189,4 @@ def weight_quantizer(fmt: Format) -> Quantize:
 
 def input_quantizer(activation: Activation) -> Quantize | None:
     """What readers do with activations, the static scale being that of the largest input; None where they stay."""
-    if activation is Activation.NONE:
-        return None
-
-    def quantize(x: torch.Tensor) -> torch.Tensor:
-        largest = LARGEST.get(activation)
-        scale = None if largest is None else float(x.abs().amax()) / largest or 1.0
-        return InputQuantizer(activation, scale)(x)
-
-    return quantize
+    return None if activation is Activation.NONE else lambda x: InputQuantizer.fitted(activation, x)(x)

@@ -23,7 +23,7 @@ from ptqpipe.record import Claim, Record, object_of, text_of
 from ptqpipe.rounding import trained_of
 from ptqpipe.search.proof import Optimality
 from ptqpipe.source import Source, SourceRows
-from ptqpipe.stages.common import LARGEST, Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
+from ptqpipe.stages.common import Outputs, QuantizedRows, correct_unit, outputs_of, quantize_unit
 from ptqpipe.stages.verify.claims import SUM_TOLERANCE, check_numbers, check_reasons, conversion_parts, recipe_of
 from ptqpipe.stages.verify.findings import Findings
 from ptqpipe.statistics import Statistics
@@ -150,7 +150,7 @@ def check_input_scales(ckpt: Source, planned: Outputs, record: Record, findings:
     roles: Sequence[Role] = (Role.INPUT_GLOBAL, Role.INPUT_GLOBAL_DIVISOR)
     measured = isinstance(record.raw.get("statistics"), Mapping)
     for stored in ckpt.stored.values():
-        largest = LARGEST.get(stored.scheme.activation)
+        largest = stored.scheme.activation.static_max
         if largest is None:
             continue
         constant = torch.tensor(planned.recipe.input_amax, dtype=torch.float32) / largest
