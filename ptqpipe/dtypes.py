@@ -35,3 +35,5 @@ FLOATS: Mapping[str, tuple[str, torch.dtype]] = MappingProxyType(
     {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
 )
 """The short names of the floats that models are stored in -> (safetensors dtype string, torch dtype)."""
+FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(dict(FLOATS.values()))
+"""The floats that models are stored in: safetensors dtype string -> torch dtype."""

@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "readers":      {"errors", "schemes"},
     "machine":      {"errors", "quantities", "kernels"},
     "recipe":       {"errors", "families", "schemes", "patterns", "regular_file", "options"},
-    "plan":         {"errors", "families", "formats", "schemes", "recipe"},
+    "plan":         {"dtypes", "errors", "families", "formats", "schemes", "recipe"},
     "folded":       {"dtypes", "errors", "checkpoint", "transforms"},
     "source":       {
         "errors", "formats", "schemes", "qtensor", "checkpoint", "containers", "plan", "recipe", "folded", "rotation",

@@ -9,6 +9,7 @@ the *kept* ones, with the reason. No weight is read. The plan must not know how 
     make.py    which tensors could be quantized (matrices, experts of stacks, Conv1D), with the rules of a recipe
 """
 
+from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.plan.make import (
     check_ignored,
     conv1d_leaves,
@@ -17,7 +18,7 @@ from ptqpipe.plan.make import (
     pattern_hint,
     unmatched_patterns,
 )
-from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Slice, Unit
+from ptqpipe.plan.types import Kept, Member, Plan, Slice, Unit
 
 __all__ = [
     "FLOAT_DTYPES",

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import CheckpointError, RecipeError, UsageError, did_you_mean
 from ptqpipe.families import check_config, family_of
 from ptqpipe.formats import Format
@@ -21,7 +22,7 @@ from ptqpipe.plan.groups import (
     reject_split_stacks,
     siblings_outside,
 )
-from ptqpipe.plan.types import FLOAT_DTYPES, Kept, Member, Plan, Shapes, Slice, Unit
+from ptqpipe.plan.types import Kept, Member, Plan, Shapes, Slice, Unit
 from ptqpipe.recipe import BY_RECIPE, IGNORED, Recipe, Rule, matches
 from ptqpipe.schemes import Abilities, Scheme
 
@@ -296,7 +297,7 @@ def _near(pattern: str, plan: Plan) -> Iterator[str]:
 def is_matrix(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
     """Whether readers could look for a tensor among the linear layers: a float matrix, or a stack of experts."""
     named = name.endswith(".weight") or "experts" in name.split(".")
-    return len(shape) >= 2 and named and dtype in FLOAT_DTYPES | _OTHER_FLOAT_DTYPES
+    return len(shape) >= 2 and named and (dtype in FLOAT_DTYPES or dtype in _OTHER_FLOAT_DTYPES)
 
 
 def _nothing_to_do(kept: Sequence[Kept]) -> str:

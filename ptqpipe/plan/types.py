@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from ptqpipe.recipe import Rule
 from ptqpipe.schemes import Scheme
 
-FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
-
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """name -> (safetensors dtype, shape) of the tensors of a checkpoint, as a reader of plain weights sees them."""
 

@@ -29,10 +29,11 @@ from ptqpipe.containers import (
     merged_config,
     remembered,
 )
+from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import CheckpointError, NumericsError, UnfitFormat, UsageError
 from ptqpipe.families import UNLIKE_EXPERTS, Fact
 from ptqpipe.machine import Job
-from ptqpipe.plan import FLOAT_DTYPES, Kept, Member, Plan, Unit, make_plan
+from ptqpipe.plan import Kept, Member, Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
 from ptqpipe.readers import check_rotation
 from ptqpipe.recipe import Recipe, failing_facts

@@ -13,7 +13,7 @@ import torch
 
 from ptqpipe.checkpoint import COPY_BYTES, CheckpointReader, CheckpointWriter, TensorSpec
 from ptqpipe.containers import Container, Part, Role, StoredWeight, Target, kv_scale, scale_codes
-from ptqpipe.dtypes import FLOATS
+from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.families import family_of
 from ptqpipe.formats import CODECS, Codec
@@ -28,7 +28,6 @@ _OTHER_SPELLING = {
     Role.INPUT_GLOBAL: Role.INPUT_GLOBAL_DIVISOR,
     Role.INPUT_GLOBAL_DIVISOR: Role.INPUT_GLOBAL,
 }
-_FLOATS = dict(FLOATS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,21 +157,21 @@ def _move_rows(piece: Piece, part: Part, origin: Part, reader: CheckpointReader,
     """Writes a DATA or SCALES part; its sha256."""
     fmt = piece.scheme.fmt
     as_numbers = part.role is Role.SCALES and fmt.scale.enumerable and "F32" in (origin.dtype, part.dtype)
-    same = origin.dtype == part.dtype or origin.dtype not in _FLOATS
+    same = origin.dtype == part.dtype or origin.dtype not in FLOAT_DTYPES
     one = writer.layout.placements[part.name].nbytes // (part.shape[0] if part.stacked else 1)
     written = writer.tensor(part.name, byte_offset=one * (piece.into or 0))
     for rows in _read_rows(piece, origin, reader):
         if as_numbers:  # codes on one side, their numbers on the other
-            codes = scale_codes(rows.view(_FLOATS.get(origin.dtype, torch.uint8)), fmt, origin.name)
+            codes = scale_codes(rows.view(FLOAT_DTYPES.get(origin.dtype, torch.uint8)), fmt, origin.name)
             written.put(scale_values(codes, fmt.scale) if part.dtype == "F32" else codes)
         else:
-            written.put(rows if same else _exactly(rows.reshape(-1).view(_FLOATS[origin.dtype]), part))
+            written.put(rows if same else _exactly(rows.reshape(-1).view(FLOAT_DTYPES[origin.dtype]), part))
     return written.sha256
 
 
 def _exactly(numbers: torch.Tensor, part: Part) -> torch.Tensor:
     """Float numbers in a part's dtype; NumericsError where that would change one."""
-    converted = numbers.to(_FLOATS[part.dtype])
+    converted = numbers.to(FLOAT_DTYPES[part.dtype])
     if not torch.equal(converted.float(), numbers.float()):
         raise NumericsError(f"{part.name} as {part.dtype} would round a {numbers.dtype} scale; keep the layout")
     return converted.contiguous()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptqpipe.checkpoint import TensorSpec
-from ptqpipe.dtypes import FLOATS
+from ptqpipe.dtypes import FLOAT_DTYPES, FLOATS
 from ptqpipe.errors import UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
@@ -16,7 +16,6 @@ from ptqpipe.stages.common import CopyTensor, Job
 from ptqpipe.transforms import BLOCKS, ROTATIONS, SCALINGS, Edge, Matrix, Structure, get_scaling, grouped
 
 EDGE_KINDS = ("norm", "latent", "value", "up")
-TORCH_DTYPES = dict(FLOATS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +139,6 @@ def make_jobs(
 
 
 def _spec(name: str, entry: tuple[str, tuple[int, ...]], dtype: str | None) -> TensorSpec:
-    if dtype is not None and entry[0] not in TORCH_DTYPES:
+    if dtype is not None and entry[0] not in FLOAT_DTYPES:
         raise UsageError(f"'{name}' is {entry[0]}, expected BF16, F16 or F32; factors cannot be folded into it")
     return TensorSpec(name, entry[0] if dtype is None else FLOATS[dtype][0], entry[1])

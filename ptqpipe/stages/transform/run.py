@@ -19,6 +19,7 @@ import torch
 
 from ptqpipe._version import __version__
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
+from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import NumericsError, UsageError
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
@@ -36,7 +37,7 @@ from ptqpipe.stages.common import (
 )
 from ptqpipe.stages.dequantize import with_dtype
 from ptqpipe.stages.transform import plan
-from ptqpipe.stages.transform.plan import TORCH_DTYPES, Component, TransformOptions
+from ptqpipe.stages.transform.plan import Component, TransformOptions
 from ptqpipe.stages.transform.weights import Weights, input_quantizer, make_problem, weight_quantizer
 from ptqpipe.statistics import Statistics
 from ptqpipe.transforms import (
@@ -251,7 +252,7 @@ def _solve_options(options: TransformOptions, name: str) -> SolveOptions:
 
 def _write(spec: TensorSpec, weights: Weights, writer: CheckpointWriter, *, exact: bool) -> dict[str, Any]:
     """Writes one tensor of a component; its hash and what rounding cost."""
-    dtype, written = TORCH_DTYPES[spec.dtype], writer.tensor(spec.name)
+    dtype, written = FLOAT_DTYPES[spec.dtype], writer.tensor(spec.name)
     squared = energy = 0.0
     experts: Sequence[int | None] = range(spec.shape[0]) if len(spec.shape) == 3 else (None,)
     for expert in experts:

@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ptqpipe.checkpoint import OWN_FILES, RECORD_FILE, CheckpointReader, file_sha256, run_id_of
 from ptqpipe.containers import Part, get_container, is_kv_scale, quantization_config
+from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import CheckpointError, PtqError, RecipeError
 from ptqpipe.measured import certificate
 from ptqpipe.plan import Plan, Unit, make_plan
@@ -44,8 +43,6 @@ _PAGES = frozenset({"README.md", ".gitattributes", "LICENSE"})  # no program rea
 
 REWRITTEN = frozenset({"dtype", "torch_dtype", "tie_word_embeddings"})
 """Keys of config.json that a float checkpoint of another dtype, or with a head of its own, has otherwise."""
-
-_DTYPES = {"bf16": ("BF16", torch.bfloat16), "fp16": ("F16", torch.float16), "fp32": ("F32", torch.float32)}
 
 
 def check_coverage(ckpt: Source, record: Record, findings: Findings) -> None:
@@ -315,7 +312,7 @@ def check_float(ckpt: Source, record: Record, findings: Findings) -> None:
     raw = record.raw
     dtype = raw.get("dtype")
     if dtype is not None:
-        torch_dtype = str(_DTYPES[dtype][1] if dtype in _DTYPES else dtype).removeprefix("torch.")
+        torch_dtype = str(FLOATS[dtype][1] if dtype in FLOATS else dtype).removeprefix("torch.")
         for key in ("dtype", "torch_dtype"):
             found = ckpt.reader.config.get(key, torch_dtype)
             if found != torch_dtype:
@@ -361,7 +358,7 @@ def check_float_tensor(ckpt: Source, source: Source | None, name: str, record: R
     claim, entry = object_of(record.raw, "weights").get(name), ckpt.reader.entries[name]
     if not isinstance(claim, dict):
         return  # reported by name elsewhere
-    dtype = _DTYPES.get(str(record.raw.get("dtype")), (entry.dtype,))[0]
+    dtype = FLOATS.get(str(record.raw.get("dtype")), (entry.dtype,))[0]
     if (claim.get("shape"), dtype) != (list(entry.shape), entry.dtype):
         message = f"is {dtype} {claim.get('shape')} in {RECORD_FILE}, stored is {entry.dtype} {list(entry.shape)}"
         findings.fault("record", name, message)
