@@ -48,6 +48,7 @@ def load(ckpt: str) -> Any:
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.model_loader import get_model
@@ -59,6 +60,8 @@ def load(ckpt: str) -> Any:
     options = ServerArgs(model_path=ckpt, device="cpu", attention_backend=backend, disable_cuda_graph=True)
     publish(options, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
     config = ModelConfig.from_server_args(options)
+    for part in {id(one): one for one in (config.hf_config, config.hf_text_config)}.values():
+        adjust_tp_num_heads_if_necessary(part, 1, True)  # what its models read on a CPU
     init_distributed_environment(1, 0, f"file://{ckpt}.store", 0, "gloo")
     initialize_model_parallel()
     initialize_dp_attention(options)

@@ -35,6 +35,7 @@ __all__ = [
     "family_of",
     "fixed_of",
     "fuse_of",
+    "in_mtp_layers",
     "is_known",
     "language_config",
     "layer_count",
@@ -89,6 +90,12 @@ def mtp_layer(config: Mapping[str, Any]) -> str:
     """What the names of the multi-token prediction layer begin with; "" where the table knows none."""
     row, layers = family_of(config).mtp, layer_count(config)
     return "" if row is None or layers is None else f"{row.block.format(at=layers)}."
+
+
+def in_mtp_layers(config: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Says of the name of a tensor whether it belongs to a multi-token prediction layer, the first or a further one."""
+    patterns = [re.compile(fact.keep.pattern.removeprefix("re:")) for fact in facts_of(config) if fact.mtp]
+    return lambda name: any(pattern.match(name) for pattern in patterns)
 
 
 def outside_language_model(config: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:

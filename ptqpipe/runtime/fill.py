@@ -17,6 +17,7 @@ import torch
 
 from ptqpipe.containers import StoredWeight
 from ptqpipe.errors import UsageError
+from ptqpipe.families import in_mtp_layers
 from ptqpipe.runtime.activations import GROUP, InputQuantizer
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.names import Home, Homes, with_expert_names
@@ -139,14 +140,15 @@ def decide(
 
     From names and headers alone; raises what `prepare` does.
     """
-    find = Homes(model, conversions)
-    names = [name for name in parameter_names(source) if not find.left_out(name)]
-    homes = {name: find.of(name) for name in names}
-    for name in names:
-        _check_shape(model, source, name, homes[name])
+    find, drafts = Homes(model, conversions), in_mtp_layers(source.reader.config)
+    found = {name: find.of(name) for name in parameter_names(source) if not find.left_out(name)}
+    # A model without its multi-token prediction layers has no place for them, and is whole.
+    homes = {name: places for name, places in found.items() if places or not drafts(name)}
+    for name, places in homes.items():
+        _check_shape(model, source, name, places)
     blocks = _blocks(source, homes)
     plan = make_plan(model, ranks, columns=lambda name: blocks.get(name, 1))
-    regions = {name: _region(model, source, name, homes[name], plan) for name in names}
+    regions = {name: _region(model, source, name, places, plan) for name, places in homes.items()}
     return homes, plan, regions, packed_places(model, source, homes) if packed else []
 
 

@@ -173,8 +173,8 @@ def _check_places(model: Any, filling: Filling) -> None:
     (the layers of a multi-token-prediction head) is no such weight.
     """
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    for name in filling.source.stored:
-        if not filling.homes.get(name) and not any(pattern.search(name) for pattern in ignored):
+    for name, homes in filling.homes.items():
+        if name in filling.source.stored and not homes and not any(pattern.search(name) for pattern in ignored):
             path = filling.source.reader.path
             raise CheckpointError(f"{path} has a quantized {name!r} that {type(model).__name__} has no place for")
 

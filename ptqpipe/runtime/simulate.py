@@ -39,7 +39,7 @@ def simulate_activations(
 ) -> int:
     """Quantizes the inputs of a model's float layers as their schemes in the checkpoint require.
 
-    homes        where the checkpoint's tensors went
+    homes        where the checkpoint's tensors went; those of parts that the model was made without are not named
     packed       weights whose layers quantize their inputs themselves
     activations  False leaves inputs unquantized; those of rotated weights are rotated all the same
 
@@ -51,15 +51,16 @@ def simulate_activations(
         return 0
     experts: dict[str, dict[str, dict[int, InputQuantizer]]] = {}
     done: set[str] = set()
-    for weight, stored in source.stored.items():
-        if weight in packed:
+    for weight, places in homes.items():
+        stored = source.stored.get(weight)
+        if stored is None or weight in packed:
             continue
-        if not homes.get(weight):
+        if not places:
             raise CheckpointError(
                 f"no module of the model has the weight {weight!r}, whose inputs the checkpoint quantizes; check "
                 "config.json against the weights"
             )
-        for home in homes[weight]:
+        for home in places:
             for expert, quantizer in _quantizers(source, stored, home, activations=activations):
                 if expert is not None:
                     experts.setdefault(home.module, {}).setdefault(home.leaf, {}).setdefault(expert, quantizer)

@@ -88,6 +88,21 @@ def test_the_layer_computes_what_transformers_own_does(kind: str, folders: dict[
     assert torch.allclose(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "mtp"), [("deepseek_v3", "fp8"), ("glm4_moe", "nvfp4"), ("qwen3_next", "nvfp4")])
+@pytest.mark.parametrize("loader", [load, transformers.AutoModelForCausalLM.from_pretrained])
+def test_a_model_with_a_quantized_layer_loads_without_it(
+    kind: str, mtp: str, loader: Any, folders: dict[str, Path], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    logits = []
+    for at, asked in enumerate(("keep", mtp)):
+        out = tmp_path / f"out{at}"
+        ptqpipe.convert(folders[kind], out=out, format="nvfp4", mtp=asked, search="absmax", workers=1)
+        with torch.no_grad():
+            logits.append(loader(out, dtype=torch.float32)(torch.tensor([PROMPTS[2]])).logits)
+    assert torch.equal(*logits)
+    assert not [line for line in recwarn if "no place for" in str(line.message)]
+
+
 @pytest.mark.parametrize(("kind", "mtp"), [("deepseek_v3", "nvfp4"), ("glm4_moe", "fp8"), ("qwen3_next", "fp8")])
 def test_a_quantized_layer_computes_what_its_codes_say(kind: str, mtp: str, tmp_path: Path) -> None:
     folder = families.make_model(tmp_path / "model", kind, mtp=True)
