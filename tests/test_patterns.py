@@ -96,20 +96,39 @@ def test_what_takes_too_long_is_refused_for_the_name() -> None:
     assert not expression.match("c")
 
 
+class Timed:
+    """Stands for a compiled expression whose matches take what ``spent`` lists: seconds of this thread, and whether the
+    timeout fires."""
+
+    def __init__(self, spent: list[tuple[float, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.spent = 0.0, spent
+        monkeypatch.setattr("ptqpipe.patterns.time.thread_time", lambda: self.clock)
+
+    def match(self, name: str, *, timeout: float) -> None:
+        seconds, fires = self.spent.pop(0)
+        self.clock += seconds
+        if fires:
+            raise TimeoutError
+
+
 def test_many_names_that_each_take_almost_too_long_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("ptqpipe.patterns.time.monotonic", lambda: clock[0])
-    expression, allowed = Expression("a"), []
-
-    class Slow:
-        def match(self, name: str, *, timeout: float) -> None:
-            allowed.append(timeout)
-            clock[0] += 0.4
-
-    expression._pattern = Slow()
-    for _ in range(4):
+    expression = Expression("a")
+    expression._pattern = Timed([(0.4, False)] * 3, monkeypatch)
+    assert not expression.match("b")
+    assert not expression.match("b")
+    with pytest.raises(ValueError, match="takes too long on a name of 1 letters"):
         expression.match("b")
-    assert allowed == pytest.approx([1.0, 0.6001, 0.2002, 0.0001])
+
+
+def test_time_that_other_threads_and_processes_take_makes_no_expression_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expression = Expression("a")
+    expression._pattern = Timed([(1e-6, True)] * 50 + [(1e-6, False)], monkeypatch)
+    assert not expression.match("b")
+    expression._pattern = Timed([(0.3, True)] * 4, monkeypatch)
+    with pytest.raises(ValueError, match="takes too long"):
+        expression.match("b")
 
 
 @pytest.mark.parametrize("pattern", ["(a{10000}){10000}", "((a{0,1000}){0,1000}){0,1000}b", "a{999}" * 200])

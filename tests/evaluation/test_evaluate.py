@@ -286,7 +286,11 @@ def test_the_place_of_the_file_is_looked_at_before_anything_is_measured(
 
     monkeypatch.setattr(stage, "evaluate", never)
     (tmp_path / "notes").write_text("{}")
-    for out, words in ((tmp_path, "is a folder"), (tmp_path / "notes", "not an eval file"), ("/proc/x", "cannot be")):
+    for out, words in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "notes", "not an eval file"),
+        ("/proc/x", "takes no new files"),
+    ):
         refused = run(MODEL, "--data", TEXT, "-o", out)
         assert refused.exit_code in (1, 2)
         assert words in refused.output
