@@ -28,7 +28,6 @@ from ptqpipe.stages.plan.units import (
     forecast,
     recipe_content,
     schemes_of,
-    warnings_of,
 )
 from ptqpipe.statistics import Statistics
 
@@ -220,7 +219,7 @@ class _Limits:
         assert budget.nbytes is not None
         offsets = 2 * len(str(budget.nbytes)) + 1  # of a header entry: two numbers of about as many digits
         sizes = tuple(tuple(o.nbytes + o.header_bytes + offsets * o.tensors for o in g.options) for g in groups)
-        least = forecast(source, recipe_content(groups, smallest, description=""), groups, smallest)
+        least = forecast(source, recipe_content(groups, smallest, description=""), groups, smallest).layout.file_bytes
         if least > budget.nbytes:
             size = f"{least} bytes ({disk_size(least)})"
             raise UsageError(f"--budget {option_size(budget.nbytes)} is too small; the smallest possible is {size}")
@@ -276,11 +275,12 @@ def _decide(
         description = f"Mixed precision for {limits.description}; {how}"
         content = recipe_content(groups, chosen, description=description, options=options)
         content |= {} if container is None else {"container": container}
-        size = forecast(source, content, groups, chosen)
+        outputs = forecast(source, content, groups, chosen)
+        size = outputs.layout.file_bytes
         if limits.file_budget is None or size <= limits.file_budget:
             curve = _curve(rows, limits.sizes, solution)
             name = name_of(source.reader.path)
-            warnings = warnings_of(source, content)
+            warnings = tuple(outputs.container.warnings(outputs.targets, source.reader.config))
             return MixedPlan(name, tuple(groups), chosen, costs, how, solution, curve, size, content, warnings=warnings)
         limit = solution.nbytes - (1 if attempt < _ATTEMPTS // 2 else max(1, size - limits.file_budget))
     raise UsageError("no choice of formats was found within this budget; give a few kilobytes more")

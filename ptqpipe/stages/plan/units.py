@@ -20,7 +20,7 @@ from ptqpipe.plan import Member, Unit, make_plan
 from ptqpipe.recipe import Recipe, Rule, exact_patterns, parse_recipe
 from ptqpipe.schemes import Scheme, get_scheme
 from ptqpipe.source import Source
-from ptqpipe.stages.common import container_of, expert_of, experts_of, outputs_of
+from ptqpipe.stages.common import Outputs, container_of, expert_of, experts_of, outputs_of
 
 KEEP = "keep"
 DEFAULT_FORMATS = ("nvfp4", "mxfp4a16", "mxfp8a16", "fp8_dynamic", KEEP)
@@ -204,8 +204,8 @@ def recipe_content(
     return {"version": 1, "description": description, "rules": rules}
 
 
-def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group], chosen: Assignment) -> int:
-    """The bytes of weights and index that converting with this recipe writes, exactly.
+def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group], chosen: Assignment) -> Outputs:
+    """What converting with this recipe writes, with the bytes of weights and index in its layout.
 
     RecipeError where the recipe does not give every group its option: names that no pattern tells apart.
     """
@@ -218,10 +218,4 @@ def forecast(source: Source, content: Mapping[str, Any], groups: Sequence[Group]
                     f"the recipe would make {member.weight} {given.get(member.weight, KEEP)}, the plan says "
                     f"{chosen[group.id]}; no pattern tells its name from others"
                 )
-    return outputs.layout.file_bytes
-
-
-def warnings_of(source: Source, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """What readers get wrong about what this recipe converts to, as `convert` says it."""
-    outputs = outputs_of(source, parse_recipe(dict(content)).for_model(source.reader.config))
-    return tuple(outputs.container.warnings(outputs.targets, source.reader.config))
+    return outputs
