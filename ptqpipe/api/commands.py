@@ -44,7 +44,7 @@ from ptqpipe.stages.pipeline.run import Made, pipeline
 from ptqpipe.stages.plan import run as plan_stage, text as plan_text
 from ptqpipe.stages.plan.measure import sensitivity
 from ptqpipe.stages.push import also_complete, check_push, push
-from ptqpipe.stages.transform import run as transform_stage, text as transform_text
+from ptqpipe.stages.transform import run as transform_stage
 from ptqpipe.stages.transform.plan import TransformOptions
 from ptqpipe.stages.tune import options as tune_options, run as tune_stage, text as tune_text
 
@@ -247,7 +247,7 @@ def transform(
         mode=mode_of(options),
         machine=machine_of(options),
     )
-    return checkpoint("transform", done, transform_text.render)
+    return checkpoint("transform", done, transform_stage.render)
 
 
 _TUNING = {"steps": (int | None, None), "field": (str | None, None)}

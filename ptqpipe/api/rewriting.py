@@ -8,7 +8,7 @@ from ptqpipe.api.commands import checkpoint
 from ptqpipe.api.result import Result
 from ptqpipe.stages import dequantize as dequantize_stage
 from ptqpipe.stages.common import name_of
-from ptqpipe.stages.relayout import run as relayout_stage, text as relayout_text
+from ptqpipe.stages.relayout import run as relayout_stage
 
 
 @command(run_keywords(), RESTART)
@@ -25,7 +25,7 @@ def relayout(ckpt: str | Path, container: str, out: str | Path | None = None, **
     target = Path(f"{name_of(folder)}-{container.lower().replace('_', '-')}") if out is None else Path(out)
     machine, mode = machine_of(options), mode_of(options)
     done = relayout_stage.relayout(folder, target, container=container, mode=mode, machine=machine)
-    return checkpoint("relayout", done, relayout_text.render)
+    return checkpoint("relayout", done, relayout_stage.render)
 
 
 @command(run_keywords(), RESTART)

@@ -158,7 +158,7 @@ def relayout(given: Given) -> None:
     The codes and scales of CKPT stay the same: nothing is quantized again.
     """
     from ptqpipe.checkpoint import name_of
-    from ptqpipe.stages.relayout import run as stage, text
+    from ptqpipe.stages.relayout import run as stage
 
     container = given.container.lower().replace("_", "-")
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{container}")
@@ -173,7 +173,7 @@ def relayout(given: Given) -> None:
             log=given.log,
         )
     if done is not None:
-        given.show(json.dumps(text.to_json(done)) if given.as_json else text.render(done))
+        given.show(json.dumps(stage.to_json(done)) if given.as_json else stage.render(done))
         next_steps.say_next(given, next_steps.relayout, done.out, done.record["container"] != "ptqpipe")
 
 
@@ -258,7 +258,7 @@ def transform(given: Given) -> None:
     The result computes the same as MODEL and quantizes better. Statistics of MODEL do not fit it: calibrate the result
     again before `ptqpipe convert --stats`.
     """
-    from ptqpipe.stages.transform import run as stage, text
+    from ptqpipe.stages.transform import run as stage
     from ptqpipe.stages.transform.plan import TransformOptions
 
     with says_how_to_resume(given.out, given.mode):
@@ -275,9 +275,9 @@ def transform(given: Given) -> None:
     if done is None:
         return
     if given.as_json:
-        click.echo(json.dumps(text.to_json(done)))
+        click.echo(json.dumps(stage.to_json(done)))
         return
-    given.show(text.render(done))
+    given.show(stage.render(done))
     next_steps.say_next(given, next_steps.transform)
 
 

@@ -18,7 +18,6 @@ from ptqpipe.checkpoint import RECORD_FILE, CheckpointWriter, ShardLayout, Tenso
 from ptqpipe.containers import DECODED_ROLES, Role, StoredWeight, kv_scale, without_quantization
 from ptqpipe.dtypes import FLOATS
 from ptqpipe.errors import NumericsError, UsageError
-from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.source import Source
 from ptqpipe.stages.common import (
     CopyTensor,
@@ -171,7 +170,7 @@ def render(done: Done) -> str:
     dropped = done.record["dropped"]
     lines = [
         f"Done: {done.out}: {len(done.record['weights'])} weights decoded, {len(done.record['kept'])} tensors kept; "
-        f"{disk_size(done.written_bytes)} in {done.seconds:.1f} s, peak {memory_size(done.peak_rss_bytes)}"
+        f"{done.cost}"
     ]
     if dropped:
         lines.append(f"{len(dropped)} scales of activations or kv cache left out, the first: {dropped[0]}")

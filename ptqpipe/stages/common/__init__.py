@@ -40,6 +40,7 @@ from ptqpipe.stages.common.moments import (
 from ptqpipe.stages.common.outputs import (
     BIAS_REASON,
     MeanErrors,
+    OutputJob,
     Outputs,
     QuantizeUnit,
     check_read_back,
@@ -80,6 +81,7 @@ __all__ = [
     "Machine",
     "MeanErrors",
     "MemoryPool",
+    "OutputJob",
     "Outputs",
     "QuantizeUnit",
     "QuantizedRows",

@@ -114,6 +114,10 @@ class QuantizeUnit(Job):
     biases: tuple[str, ...] = ()
 
 
+OutputJob = QuantizeUnit | CopyTensor | WriteCacheScales
+"""What a conversion does: writes a unit, a tensor as it is, or the scales of a kv cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """Everything that a recipe writes for a source, except the numbers.
@@ -126,7 +130,7 @@ class Outputs:
     container_name: str
     container: Container
     layout: ShardLayout
-    jobs: tuple[QuantizeUnit | CopyTensor | WriteCacheScales, ...]
+    jobs: tuple[OutputJob, ...]
     targets: tuple[Target, ...]
 
     def configs(self, source: Source, *, version: object) -> dict[str, dict[str, Any]]:
@@ -222,7 +226,7 @@ def outputs_of(
 
 def _groups_and_jobs(
     plan: Plan, source: Source, container: Container, biases: Mapping[str, str]
-) -> tuple[list[list[TensorSpec]], list[QuantizeUnit | CopyTensor | WriteCacheScales]]:
+) -> tuple[list[list[TensorSpec]], list[OutputJob]]:
     """Groups of tensors that are written together, and the jobs of units and kept tensors, in the source's order."""
     tensors = source.tensors
     order = {name: index for index, name in enumerate(tensors)}
@@ -232,7 +236,7 @@ def _groups_and_jobs(
     todo.sort(key=lambda item: item[0])
     groups: list[list[TensorSpec]] = []
     group_of: dict[str, int] = {}  # of a stack, which many units write together
-    jobs: list[QuantizeUnit | CopyTensor | WriteCacheScales] = []
+    jobs: list[OutputJob] = []
     for _, item in todo:
         if isinstance(item, Kept):
             spec, read = TensorSpec(item.name, *tensors[item.name]), source.nbytes(item.name)

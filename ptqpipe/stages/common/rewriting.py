@@ -49,7 +49,7 @@ from ptqpipe.machine import (
     progress_bar,
     run_jobs,
 )
-from ptqpipe.quantities import disk_size
+from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.source import Source
 
 
@@ -178,6 +178,11 @@ class Done:
 
     def __repr__(self) -> str:
         return f"<Done {self.out}: {self.written_bytes} bytes in {self.seconds:.1f} s>"
+
+    @property
+    def cost(self) -> str:
+        """What was written and what that took, for a terminal."""
+        return f"{disk_size(self.written_bytes)} in {self.seconds:.1f} s, peak {memory_size(self.peak_rss_bytes)}"
 
     def to_json(self, **facts: Any) -> dict[str, Any]:
         """The outcome as data: where, ``facts``, and the cost."""

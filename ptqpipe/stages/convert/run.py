@@ -30,12 +30,12 @@ from ptqpipe.stages.common import (
     InputScales,
     Machine,
     MeanErrors,
+    OutputJob,
     Outputs,
     QuantizeUnit,
     Rewrite,
     Run,
     Share,
-    WriteCacheScales,
     describe_statistics,
     learned_codes,
     low_rank_bytes,
@@ -58,7 +58,7 @@ _of_worker = threading.local()
 
 
 @dataclass(frozen=True)
-class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
+class Conversion(Rewrite[OutputJob]):
     """A conversion that is decided to the byte and has read no weight. A context manager; or call ``close``.
 
     outputs       what the recipe writes for the source
@@ -98,13 +98,13 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
         )
         return (*found, *facts)
 
-    def cache_bytes(self, job: QuantizeUnit | CopyTensor | WriteCacheScales) -> int:
+    def cache_bytes(self, job: OutputJob) -> int:
         """As `Rewrite`: a unit's weights as they are in memory, which most searches read more than once."""
         if not isinstance(job, QuantizeUnit):
             return 0
         return sum(member.elements * _element_bytes(self.source, member) for member in job.unit.members)
 
-    def extra_bytes(self, job: QuantizeUnit | CopyTensor | WriteCacheScales) -> int:
+    def extra_bytes(self, job: OutputJob) -> int:
         """As `Rewrite`: what choosing the codes of a unit takes, by the algorithms' own estimates."""
         if not isinstance(job, QuantizeUnit):
             return 0
@@ -117,9 +117,7 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
         whole = self.source.whole_bytes(dict.fromkeys(member.source.tensor for member in unit.members))
         return whole + max(codes, low_rank_bytes(unit, self.statistics))
 
-    def do(
-        self, job: QuantizeUnit | CopyTensor | WriteCacheScales, writer: CheckpointWriter, share: Share
-    ) -> Mapping[str, Any]:
+    def do(self, job: OutputJob, writer: CheckpointWriter, share: Share) -> Mapping[str, Any]:
         """As `Rewrite`. NumericsError for damaged weights, and for what a format would lose."""
         if isinstance(job, QuantizeUnit):
             return self._quantize(job, writer, share)
@@ -179,7 +177,7 @@ class Conversion(Rewrite[QuantizeUnit | CopyTensor | WriteCacheScales]):
         entry = {"reason": job.reason, "sha256": written.sha256, "bytes": written.nbytes}
         return entry | ({"not_finite": bad.text} if bad.count else {})
 
-    def committed(self, job: QuantizeUnit | CopyTensor | WriteCacheScales, writer: CheckpointWriter) -> None:
+    def committed(self, job: OutputJob, writer: CheckpointWriter) -> None:
         """As `Rewrite`."""
         if self.consumed is not None and isinstance(job, QuantizeUnit):
             self.consumed.committed(job, writer)

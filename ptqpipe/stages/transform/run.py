@@ -21,6 +21,7 @@ from ptqpipe._version import __version__
 from ptqpipe.checkpoint import CheckpointWriter, ShardLayout, TensorSpec, check_disjoint, resolve_source
 from ptqpipe.dtypes import FLOAT_DTYPES
 from ptqpipe.errors import NumericsError, UsageError
+from ptqpipe.quantities import scientific
 from ptqpipe.schemes import get_scheme
 from ptqpipe.source import Source
 from ptqpipe.stages.common import (
@@ -55,6 +56,8 @@ from ptqpipe.transforms import (
     move_factors,
     transform_names,
 )
+
+FLOAT32_ROUNDING = 1e-12  # relative MSE below which an error is float32's own: not worth a number
 
 Folded = tuple[dict[str, Any], torch.Tensor | None]
 """What the record says of one folding, and the factors of a scaling, float64 [channels]."""
@@ -267,3 +270,25 @@ def _write(spec: TensorSpec, weights: Weights, writer: CheckpointWriter, *, exac
     if squared and exact and is_exact(ops):
         raise NumericsError(f"'{spec.name}' leaves the range of {spec.dtype} by powers of two; use --dtype fp32")
     return {"shape": list(spec.shape), "squared_error": squared, "energy": energy, "sha256": written.sha256}
+
+
+def render(done: Done) -> str:
+    """What was done, for a terminal."""
+    record = done.record
+    how = "exact: every factor is a power of two" if record["exact"] else f"rounded once to {record['dtype']}"
+    if not record["exact"] and record["rounding"] > FLOAT32_ROUNDING:
+        how += f", a relative MSE of {scientific(record['rounding'], 2)}"
+    return (
+        f"Done: {done.out}: {' then '.join(record['transforms'])}, {len(record['foldings'])} foldings into "
+        f"{len(record['weights'])} tensors, {len(record['kept'])} kept; {how}; {done.cost}"
+    )
+
+
+def to_json(done: Done) -> dict[str, Any]:
+    """The outcome as data."""
+    record = done.record
+    return done.to_json(
+        changed=len(record["weights"]),
+        kept=len(record["kept"]),
+        **{key: record[key] for key in ("transforms", "foldings", "exact", "rounding")},
+    )
