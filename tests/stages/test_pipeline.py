@@ -27,9 +27,8 @@ from ptqpipe.source import Source
 from ptqpipe.stages.common import Machine
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.pipeline import run as stage, stages
-from ptqpipe.stages.pipeline.disk import Disk
-from ptqpipe.stages.pipeline.memory import memory_of
 from ptqpipe.stages.pipeline.prepare import prepare
+from ptqpipe.stages.pipeline.room import Disk, memory_of
 from ptqpipe.stages.pipeline.table import markdown
 from ptqpipe.stages.transform.run import Transformation
 from ptqpipe.stages.tune import run as tune_stage

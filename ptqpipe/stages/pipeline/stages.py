@@ -27,8 +27,7 @@ from ptqpipe.stages.evaluate import run as evaluation
 from ptqpipe.stages.evaluate.text import write as write_evaluation
 from ptqpipe.stages.generate import generate
 from ptqpipe.stages.pipeline import call
-from ptqpipe.stages.pipeline.disk import Disk, disk_of
-from ptqpipe.stages.pipeline.memory import memory_of, text_of
+from ptqpipe.stages.pipeline.room import Disk, disk_of, memory_of, memory_text
 from ptqpipe.stages.pipeline.table import Way, words_of
 from ptqpipe.stages.plan.run import Budget, plan_mixed, write_recipe
 from ptqpipe.stages.report.run import make_report
@@ -92,7 +91,7 @@ class Pipeline:
             known, size = self.needs_statistics, self.weights_bytes
             self.disk = disk_of(source, self.work, self.way, statistics=known, weights_bytes=size)
             limit = self.machine.memory_bytes
-            self.memory = text_of(memory_of(source, self.work, self.way, disk=self.disk, limit=limit), limit)
+            self.memory = memory_text(memory_of(source, self.work, self.way, disk=self.disk, limit=limit), limit)
 
     @property
     def folder(self) -> Path:

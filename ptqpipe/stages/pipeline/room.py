@@ -1,22 +1,30 @@
-"""What a run of several stages takes of the disk beside its output, from the shapes of the model: at most, unmeasured.
+"""What a run of several stages takes of the disk and of memory, from the shapes of the model. Must not know how a stage
+works.
 
-What each stage leaves for the next is counted here, and held by a test that watches the folder. Must not know how a
-stage works.
+Disk: what each stage leaves for the next beside the output, at most; held by a test that watches the folder.
+
+Memory: about the peak of each stage. The numbers were fitted to resident memory as it was measured: of the runs on
+bench-4m in docs/calibration.md, which are 1 to 14 % below the estimate for GPTQ in order and up to 22 % for the others,
+and of GPTQ in a layer of 11.8 M weights with 2816 columns, 2 % below it. Larger layers were not tried.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ptqpipe.calibration.reverse import least_step, streams
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
 from ptqpipe.evaluation.log_probabilities import MOST
+from ptqpipe.evaluation.scores import scoring_bytes
 from ptqpipe.inputs import OUT_ROWS
 from ptqpipe.options import PipelineOptions
-from ptqpipe.quantities import disk_size
+from ptqpipe.quantities import disk_size, memory_size
 from ptqpipe.rows import files_of
 from ptqpipe.runtime.loading import DEFAULT_LENGTH
 from ptqpipe.source import Origins, Source
+from ptqpipe.stages.common import layer_of
 from ptqpipe.stages.pipeline.table import Way
 
 # Bytes for each channel of a matrix, in float32: maximum, mean, second moment and that of the held-out samples, and the
@@ -25,8 +33,14 @@ from ptqpipe.stages.pipeline.table import Way
 _STATISTICS, _BLOCKS, _FACTOR = 5 * 4, 4 * 32, 2 * 11
 _MATRIX = 4096  # JSON about one matrix, of all stages
 _HIDDEN = "hidden_size", "n_embd"
-POSITIONS = "max_position_embeddings", "n_positions"
+_POSITIONS = "max_position_embeddings", "n_positions"
 _TOKEN = 12  # a token of the model's own text, as JSON
+
+_PROCESS = 660 << 20  # torch, transformers and what they hold for a small model
+# Bytes for each weight of a layer: float32 as it runs, the source's own, codes, decoded codes; and for each square of
+# columns: moments in float64 and in float32 of every input, what GPTQ makes of the widest.
+_WEIGHT = {"gptq": 14, "layerwise": 9, "": 4}
+_EVERY, _WIDEST = 8, {"gptq": 64, "layerwise": 48, "": 0}
 
 
 class Disk(NamedTuple):
@@ -61,7 +75,7 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     weights_bytes  of the output; 0 where a budget decides it, which the size of the source then bounds
     """
     config = source.reader.config
-    texts, vocabulary = [Path(text).expanduser() for text in files_of(work.eval)], config_number(config, "vocab_size")
+    texts, vocabulary = [Path(text).expanduser() for text in files_of(work.eval)], _config_number(config, "vocab_size")
     known = bool(vocabulary) and all(text.is_file() for text in texts)  # a data set's size is not
     letters = sum(text.stat().st_size for text in texts) if known else 0  # at least one to a token
     logits = min(DEFAULT_LIMIT, letters * (MOST * vocabulary + 4)) if known else DEFAULT_LIMIT * bool(texts)
@@ -71,19 +85,66 @@ def disk_of(source: Source, work: PipelineOptions, way: Way | None, *, statistic
     planes = [(shape, shape[0] if len(shape) > 2 else 1) for _, shape in source.tensors.values() if len(shape) > 1]
     each = _STATISTICS * statistics + (_STATISTICS + _BLOCKS + _FACTOR if way.transform else 0)
     channels = sum(max(shape[-2:]) * count for shape, count in planes)
-    longest = config_number(config, *POSITIONS) or DEFAULT_LENGTH
+    longest = _config_number(config, *_POSITIONS) or DEFAULT_LENGTH
     seqlen = work.seqlen or min(DEFAULT_LENGTH, longest)
     tokens = -(-work.samples * 9 // 8) * seqlen  # with the held-out ones
     own_text = _TOKEN * tokens if "self" in work.data else 0
     return Disk(
         ((weights_bytes or source.reader.nbytes) if way.method else 0) + _gradients(source) * gptq,
         channels * each + _MATRIX * sum(count for _, count in planes) + own_text,
-        4 * tokens * config_number(config, *_HIDDEN) * max(sets_of_states(source, way)[-2:]),
+        4 * tokens * _config_number(config, *_HIDDEN) * max(_sets_of_states(source, way)[-2:]),
         logits,
     )
 
 
-def sets_of_states(source: Source, way: Way) -> tuple[int, ...]:
+def memory_of(
+    source: Source, work: PipelineOptions, way: Way | None, *, disk: Disk, limit: int
+) -> dict[str, tuple[int, str]]:
+    """Stage -> (bytes at its peak, what takes them), for those that --max-memory does not limit.
+
+    limit  of --max-memory, up to which hidden states stay in memory
+    """
+    found: dict[str, tuple[int, str]] = {}
+    whole = _PROCESS + 4 * sum(prod(shape) for _, shape in source.tensors.values())
+    if "self" in work.data:
+        found["generate"] = whole, "the whole model in float32, without its keys and values"
+    if way is not None:
+        name = "tune" if way.method else "calibrate"
+        sets = _sets_of_states(source, way)
+        one = disk.hidden // max(sets[-2:])
+        hidden = next((n * one for n in sets if n * one <= limit), 0)
+        found[name] = _PROCESS + hidden + _largest_layer(source, way.method), "one decoder layer at a time"
+    if work.eval:
+        config = source.reader.config
+        window = min(DEFAULT_LENGTH, _config_number(config, *_POSITIONS) or DEFAULT_LENGTH)
+        scoring = scoring_bytes(_config_number(config, "vocab_size") or 1, window)
+        found["eval"] = whole + scoring, "the whole model in float32, and what it predicts for some thousand tokens"
+    return found
+
+
+def memory_text(found: dict[str, tuple[int, str]], limit: int) -> str:
+    """The estimates in words."""
+    stages = [f"{name} about {memory_size(nbytes)} ({why})" for name, (nbytes, why) in found.items()]
+    return ", ".join([*stages, f"convert at most {memory_size(limit)} (--max-memory)"])
+
+
+def _largest_layer(source: Source, method: str) -> int:
+    """The largest sum over a layer of what its weights and the moments of their inputs take."""
+    weights: dict[int, int] = defaultdict(int)
+    squares: dict[int, int] = defaultdict(int)
+    widest: dict[int, int] = defaultdict(int)
+    for name, member in Origins.of(source).weights.items():
+        layer, square = layer_of(name), member.shape[1] ** 2
+        if layer is not None:
+            weights[layer] += member.shape[0] * member.shape[1]
+            squares[layer] += square
+            widest[layer] = max(widest[layer], square)
+    every = _EVERY if method else 0
+    most = [_WEIGHT[method] * n + every * squares[i] + _WIDEST[method] * widest[i] for i, n in weights.items()]
+    return max(most, default=0)
+
+
+def _sets_of_states(source: Source, way: Way) -> tuple[int, ...]:
     """How many sets of hidden states there are at once: in the reverse pass before GPTQ in order, where memory has room
     for all and where not, and in GPTQ in order; else one."""
     count = _layers(source)
@@ -94,16 +155,16 @@ def _gradients(source: Source) -> int:
     """What the moments of gradients at the outputs of weights and layers take: half of each symmetric matrix, in
     float32."""
     widths = [member.shape[0] for member in Origins.of(source).weights.values()]
-    widths += [config_number(source.reader.config, *_HIDDEN)] * _layers(source)
+    widths += [_config_number(source.reader.config, *_HIDDEN)] * _layers(source)
     return sum(2 * width * (min(width, OUT_ROWS) + 1) for width in widths)
 
 
 def _layers(source: Source) -> int:
     """Decoder layers; 1 where the config does not say."""
-    return config_number(source.reader.config, "num_hidden_layers", "n_layer") or 1
+    return _config_number(source.reader.config, "num_hidden_layers", "n_layer") or 1
 
 
-def config_number(config: Mapping[str, Any], *keys: str) -> int:
+def _config_number(config: Mapping[str, Any], *keys: str) -> int:
     """A count of the text model's config, whatever its family calls it; 0 where it has none."""
     text = config.get("text_config")
     found = [part.get(key) for part in (text, config) if isinstance(part, Mapping) for key in keys]
