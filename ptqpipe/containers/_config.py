@@ -115,6 +115,20 @@ def refuse(weight: str, *, container: str, scheme_reason: str | None, experts: i
         raise FormatError(f"{weight}: {container} has no [in, out] weights (Conv1D); use ptqpipe for it")
 
 
+def scale_grid(fmt: Format, shape: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of a weight's scales: of one for all of it [1]. FormatError where blocks do not fill ``shape``."""
+    grid = fmt.scale_shape(shape)
+    return (1,) if fmt.one_scale else grid
+
+
+def stored_grid(weight: str, fmt: Format, shape: tuple[int, int]) -> tuple[int, ...]:
+    """`scale_grid` of a weight that is stored. CheckpointError where blocks do not fill its shape."""
+    try:
+        return scale_grid(fmt, shape)
+    except FormatError as error:
+        raise CheckpointError(f"{weight}: {error}") from None
+
+
 def as_found(expected: Sequence[Part], names: Names) -> tuple[Part, ...]:
     """Parts with the variations that readers accept: one number as [] or [1], static input scales in any float."""
     if all(names.get(part.name) == part[1:3] for part in expected):  # as nearly all are

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ptqpipe.containers._codec import FLOAT_SCALES, scale_dtype
-from ptqpipe.containers._config import check_parts, matrix_shape, scheme_for
+from ptqpipe.containers._config import check_parts, matrix_shape, scheme_for, stored_grid
 from ptqpipe.containers._types import Load, Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError, FormatError
 from ptqpipe.formats import CODECS, WHOLE, Format, unpack
@@ -88,10 +88,7 @@ def stored_integers(module: str, fmt: Format, activation: Activation, names: Nam
     k = k * 4 if packed else k  # words of four bytes
     scale = names.get(f"{module}.weight_scale", ("BF16", ()))[0]
     fmt = integer_format(bits, fmt.block[1], scale, zeros=fmt.has_zeros, offset=packed)
-    try:
-        grid = fmt.scale_shape((n, k))
-    except FormatError as error:
-        raise CheckpointError(f"{weight}: {error}") from None
+    grid = stored_grid(weight, fmt, (n, k))
     expected = integer_parts(module, (n, k), fmt)
     if f"{module}.weight_shape" not in names:
         expected = [part for part in expected if part.role is not Role.SHAPE]

@@ -17,11 +17,12 @@ from ptqpipe.containers._config import (
     quantization_config,
     refuse,
     scheme_for,
+    stored_grid,
     structure,
     without_quantization,
 )
 from ptqpipe.containers._types import ConfigFiles, ConfigRequest, Names, Part, Role, StoredWeight
-from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.errors import CheckpointError
 from ptqpipe.formats import CODECS, FORMATS, Format
 from ptqpipe.schemes import Activation, Scheme
 
@@ -140,15 +141,9 @@ def _stored(
     *,
     schemes: dict[tuple[str, Activation], Scheme],
 ) -> StoredWeight:
-    try:
-        grid: tuple[int, ...] = fmt.scale_shape(shape)
-    except FormatError as error:
-        raise CheckpointError(f"{weight}: {error}") from None
-    if fmt.one_scale:
-        grid = (1,)
     module = weight.removesuffix(".weight")
     codes = Part(weight, names[weight][0], (shape[0], shape[1] * fmt.element.bits // 8), Role.DATA)
-    expected = [codes, Part(scale, names[scale][0], grid, Role.SCALES)]
+    expected = [codes, Part(scale, names[scale][0], stored_grid(weight, fmt, shape), Role.SCALES)]
     static = next((f"{module}.{s}" for s in ("input_scale", "activation_scale") if f"{module}.{s}" in names), None)
     if static is not None:
         expected.append(Part(static, names[static][0], (1,), Role.INPUT_GLOBAL))

@@ -23,6 +23,7 @@ from ptqpipe.containers._config import (
     quantization_config,
     refuse,
     remembered,
+    scale_grid,
     scheme_for,
     strings,
     structure,
@@ -135,9 +136,6 @@ def parts(
     if fmt.element.grid:
         return tuple(integer_parts(module, shape, fmt))
     n, k = shape
-    grid: tuple[int, ...] = fmt.scale_shape(shape)
-    if fmt.one_scale:
-        grid = (1,)
     packed = fmt.element.bits < 8
     data = Part(
         f"{module}.weight_packed" if packed else weight,
@@ -145,7 +143,7 @@ def parts(
         (n, k * fmt.element.bits // 8),
         Role.DATA,
     )
-    found = [data, Part(f"{module}.weight_scale", scale_dtype(fmt), grid, Role.SCALES)]
+    found = [data, Part(f"{module}.weight_scale", scale_dtype(fmt), scale_grid(fmt, shape), Role.SCALES)]
     if fmt.has_global:
         found.append(Part(f"{module}.weight_global_scale", "F32", (1,), Role.GLOBAL_DIVISOR))
     if scheme.activation is Activation.NVFP4_STATIC_GLOBAL:

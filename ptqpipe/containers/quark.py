@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ptqpipe.containers._codec import with_scale_dtype
-from ptqpipe.containers._config import as_found, check_parts, matrix_shape, quantization_config, scheme_for
+from ptqpipe.containers._config import as_found, check_parts, matrix_shape, quantization_config, scheme_for, stored_grid
 from ptqpipe.containers._read_only import ReadOnly
 from ptqpipe.containers._types import Names, Part, Role, StoredWeight
-from ptqpipe.errors import CheckpointError, FormatError
+from ptqpipe.errors import CheckpointError
 from ptqpipe.formats import FORMATS
 from ptqpipe.schemes import Abilities, Activation
 
@@ -63,12 +63,7 @@ def _stored(module: str, spec: Mapping[str, Any], names: Names) -> StoredWeight:
     scale = names[f"{module}.weight_scale"]
     fmt = with_scale_dtype(FORMATS[_WEIGHTS[key]], scale[0])
     n, k = shape = matrix_shape(names, weight, bits=fmt.element.bits, owner=module)
-    try:
-        grid: tuple[int, ...] = fmt.scale_shape(shape)
-    except FormatError as error:
-        raise CheckpointError(f"{weight}: {error}") from None
-    if fmt.one_scale:
-        grid = (1,)
+    grid = stored_grid(weight, fmt, shape)
     if fmt.block == (1, 0) and len(scale[1]) == 1:
         grid = (n,)
     expected = [
