@@ -94,10 +94,7 @@ def calibrate(given: Given) -> None:
         )
     if done is None:
         return
-    if given.as_json:
-        click.echo(json.dumps(text.to_json(done)))
-        return
-    given.show(text.render(done))
+    given.tell(done, text)
     next_steps.say_next(given, next_steps.calibrate)
 
 
@@ -242,10 +239,7 @@ def tune(given: Given) -> None:
             machine=machine,
             log=given.log,
         )
-    if given.as_json:
-        click.echo(json.dumps(text.to_json(done)))
-        return
-    given.show(text.render(done))
+    given.tell(done, text)
     next_steps.say_next(given, next_steps.tune)
 
 

@@ -6,6 +6,7 @@ code.
 """
 
 import io
+import json
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import click
@@ -77,6 +78,10 @@ class Given(SimpleNamespace):
         --json it is data, and printed as it is."""
         stream = sys.stderr if err else sys.stdout
         click.echo(text if getattr(self, "as_json", False) else fitted(text, stream), err=err)
+
+    def tell(self, result: Any, words: ModuleType) -> None:
+        """Prints the result of a stage as ``words`` has it, a module with ``to_json`` and ``render``."""
+        self.show(json.dumps(words.to_json(result)) if self.as_json else words.render(result))
 
     def say_unused_gpu(self) -> None:
         """Says on stderr that a GPU is not used, where there is one and nobody chose a device; not under --quiet or

@@ -125,7 +125,7 @@ def _pipeline(given: Given, work: PipelineOptions) -> None:
     with says_how_to_resume(prepared.out, mode), _stop_is_interrupt(), also_complete(given.push):
         say = (lambda line: None) if given.as_json else given.show
         made = stage.run(prepared, say=say)
-    given.show(json.dumps(text.to_json(made)) if given.as_json else text.render(made))
+    given.tell(made, text)
     _upload(given, made.out)
     elsewhere = made.record["container"] != "ptqpipe"
     next_steps.say_next(given, next_steps.convert, made.out, elsewhere, made.evaluation is not None, made.report)
@@ -173,7 +173,7 @@ def relayout(given: Given) -> None:
             log=given.log,
         )
     if done is not None:
-        given.show(json.dumps(stage.to_json(done)) if given.as_json else stage.render(done))
+        given.tell(done, stage)
         next_steps.say_next(given, next_steps.relayout, done.out, done.record["container"] != "ptqpipe")
 
 
@@ -208,7 +208,7 @@ def dequantize(given: Given) -> None:
             log=given.log,
         )
     if done is not None:
-        given.show(json.dumps(stage.to_json(done)) if given.as_json else stage.render(done))
+        given.tell(done, stage)
         next_steps.say_next(given, next_steps.dequantize, done.out)
 
 
@@ -274,10 +274,7 @@ def transform(given: Given) -> None:
         )
     if done is None:
         return
-    if given.as_json:
-        click.echo(json.dumps(stage.to_json(done)))
-        return
-    given.show(stage.render(done))
+    given.tell(done, stage)
     next_steps.say_next(given, next_steps.transform)
 
 

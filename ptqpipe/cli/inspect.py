@@ -67,7 +67,7 @@ def inspect(given: Given) -> None:
     from ptqpipe.stages import inspect as stage
 
     report = stage.inspect(given.ckpt)
-    given.show(json.dumps(stage.to_json(report)) if given.as_json else stage.render(report))
+    given.tell(report, stage)
     next_steps.say_next(given, next_steps.inspect, bool(report.weights))
 
 
@@ -83,7 +83,7 @@ def diff(given: Given) -> None:
     from ptqpipe.stages import diff as stage
 
     report = stage.diff(given.a, given.b)
-    given.show(json.dumps(stage.to_json(report)) if given.as_json else stage.render(report))
+    given.tell(report, stage)
     backwards = report.container_b == "plain" != report.container_a
     next_steps.say_next(given, next_steps.diff, report.equal, backwards)
     sys.exit(0 if report.equal else 1)
