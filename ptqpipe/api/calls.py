@@ -20,6 +20,7 @@ from ptqpipe.checkpoint import Mode, resolve_source
 from ptqpipe.errors import PtqError, UsageError
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_names, described, recipe_fields, spelled, type_of
 from ptqpipe.quantities import bytes_of
+from ptqpipe.runtime.loading import check_device
 from ptqpipe.stages.common import Machine, compute_threads, default_workers
 
 P = ParamSpec("P")
@@ -116,17 +117,12 @@ def machine_of(options: Mapping[str, Any], *, memory: str = "2GiB", waits: bool 
     memory  the limit of memory where the call gives none
     waits   whether the workers wait for disks: where they only compute, there is one for each physical core
     """
-    device, workers = options.get("device", "cpu"), options.get("workers")
-    try:
-        where = torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from None
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {device} needs a GPU that torch can use; none is visible, use cpu")
+    device, workers = str(options.get("device", "cpu")), options.get("workers")
+    check_device(device)
     if workers is None:
         workers = default_workers() if waits else compute_threads()
     nbytes = size_of(options.get("max_memory", memory), name="max_memory")
-    return Machine(workers, where, nbytes, progress=bool(options.get("progress", False)))
+    return Machine(workers, torch.device(device), nbytes, progress=bool(options.get("progress", False)))
 
 
 def size_of(value: str | int, *, name: str) -> int:

@@ -141,10 +141,10 @@ def check_device(device: str) -> None:
     """UsageError for a device that is not here."""
     if device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", device):
         raise UsageError(f"device {device!r} is unknown; use cpu, cuda or cuda:N")
-    if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"device {device} needs a GPU that torch can use; it sees {torch.cuda.device_count()}, use cpu"
-        )
+    count = torch.cuda.device_count() if device != "cpu" else 0
+    if device != "cpu" and int(device.partition(":")[2] or 0) >= count:
+        seen = f"it sees {count}" if count else "none is visible"
+        raise UsageError(f"device {device} needs a GPU that torch can use; {seen}, use cpu")
 
 
 def read_config(path: Path) -> Any:
