@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ptqpipe._version import __version__
-from ptqpipe.errors import PtqError
+from ptqpipe.errors import PtqError, nearest
 from ptqpipe.runtime import hook
 
 if TYPE_CHECKING:
@@ -66,7 +66,10 @@ _HOMES = (
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'ptqpipe' has no attribute {name!r}")
+        meant = "" if name.startswith("_") else nearest(name, __all__)
+        raise AttributeError(
+            f"module 'ptqpipe' has no attribute {name!r}" + (f"; did you mean {meant}?" if meant else "")
+        )
     for home in _HOMES:
         module = import_module(f"ptqpipe.{home}")
         found = vars(module).get(name)

@@ -51,6 +51,12 @@ class PtqError(Exception):
     """Root of every error that a user can act on. ``exit_code`` is what the CLI exits with.
 
     The message may hold names from files: it is made one printable line of bounded length here.
+
+    >>> try:
+    ...     ptqpipe.convert("MODEL", format="nvfp5")
+    ... except ptqpipe.PtqError as error:
+    ...     print(error)
+    unknown format 'nvfp5'; did you mean nvfp4? known are nvfp4, ...
     """
 
     exit_code: int = 1

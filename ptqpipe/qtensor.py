@@ -77,6 +77,10 @@ class QTensor:
     global_divides  whether ``global_scale`` divides the block scales instead of multiplying them
     low_rank      what is added to the decode, None for nothing
     zeros         uint8 codes of ``fmt.element`` ``[N/bn, K/bk]``, None when the format has no zero points
+
+    >>> q = ptqpipe.quantize(torch.ones(128, 256), "nvfp4")
+    >>> q.shape, q.data.shape, q.scales.shape, float(q.dequantize()[0, 0])
+    ((128, 256), torch.Size([128, 128]), torch.Size([128, 16]), 1.0)
     """
 
     fmt: Format

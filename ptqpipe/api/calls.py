@@ -6,6 +6,7 @@ defaults come from the table of options and from the stages' own classes, so tha
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -34,13 +35,19 @@ DEVICE: Keywords = {"device": (str, "cpu")}
 RESTART: Keywords = {"resume": (bool, False), "overwrite": (bool, False)}
 # Functions that write floats, and call them bf16; the others compute, and call them as torch does.
 _SHORT = ("dequantize", "transform")
-# Spellings of former versions.
-_FORMER = {"max_memory_bytes": "max_memory", "threads": "workers", "format": "kind"}
+# Spellings of former versions, and that of the command line.
+_FORMER = {"eval": "evaluation", "max_memory_bytes": "max_memory", "threads": "workers", "format": "kind"}
 
 
 def run_keywords(memory: str = "2GiB") -> Keywords:
-    """The keywords of the machine, which decide no byte: threads, the limit of resident memory, a progress bar."""
-    return {"workers": (int | None, None), "max_memory": (str | int, memory), "progress": (bool, False)}
+    """The keywords of the machine, which decide no byte: threads, the limit of resident memory, progress bars (None:
+    `watched`)."""
+    return {"workers": (int | None, None), "max_memory": (str | int, memory), "progress": (bool | None, None)}
+
+
+def watched(progress: bool | None) -> bool:
+    """Whether progress is shown: as the call says, else where somebody may be looking, in a terminal or a notebook."""
+    return (sys.stderr.isatty() or "ipykernel" in sys.modules) if progress is None else progress
 
 
 def keywords_of(kind: type, *but: str) -> Keywords:
@@ -122,7 +129,7 @@ def machine_of(options: Mapping[str, Any], *, memory: str = "2GiB", waits: bool 
     if workers is None:
         workers = default_workers() if waits else compute_threads()
     nbytes = size_of(options.get("max_memory", memory), name="max_memory")
-    return Machine(workers, torch.device(device), nbytes, progress=bool(options.get("progress", False)))
+    return Machine(workers, torch.device(device), nbytes, progress=watched(options.get("progress")))
 
 
 def size_of(value: str | int, *, name: str) -> int:

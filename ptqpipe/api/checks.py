@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.api.calls import command, folder_of, into, keywords_of, names_in, path_or_none, size_of
+from ptqpipe.api.calls import command, folder_of, into, keywords_of, names_in, path_or_none, size_of, watched
 from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
+from ptqpipe.machine import Machine
 from ptqpipe.quantities import disk_size, number
 from ptqpipe.stages import diff as diff_stage, inspect as inspect_stage, simulate as simulate_stage
 from ptqpipe.stages.evaluate import run as evaluate_stage, text as evaluate_text
@@ -26,6 +27,7 @@ def verify(
     stats: str | Path | None = None,
     optimal: bool = False,
     all_blocks: bool = False,
+    progress: bool | None = None,
     **options: Any,
 ) -> Result:
     """Checks a checkpoint's bytes and claims; ``ok`` says whether there is no fault, ``faults`` lists them.
@@ -33,6 +35,7 @@ def verify(
     source      the model that it was made from: its weights are quantized again, and errors are measured
     stats       the statistics that it was made with, if there were any; needs ``source``
     optimal     proves block scales optimal once more by brute force, on a sample of blocks; ``all_blocks``: on all
+    progress    whether there is a bar; None: in a terminal and in a notebook
 
     ``record`` is what ``ptqpipe verify --json`` prints. A fault is no error: this returns.
 
@@ -47,6 +50,7 @@ def verify(
         statistics=path_or_none(stats),
         optimal=optimal or all_blocks,
         all_blocks=all_blocks,
+        progress=watched(progress),
         **options,
     )
     faults = [fault.message for fault in found.faults]
@@ -107,7 +111,7 @@ def evaluate(
     tasks: str | Iterable[str] = (),
     out: str | Path | None = None,
     overwrite: bool = False,
-    progress: bool = False,
+    progress: bool | None = None,
     **options: Any,
 ) -> Result:
     """Measures perplexity, KL divergence and task scores, and writes them to a JSON file.
@@ -116,6 +120,7 @@ def evaluate(
     source   the original model: with it the KL divergence is measured, and ``verdict`` says what it means
     tasks    of lm-eval, or local ones
     out      file to write; None: ``<ckpt>.eval.json`` beside the checkpoint
+    progress whether there are bars; None: in a terminal and in a notebook
     options  as ``ptqpipe eval`` has them: ``field``, ``seqlen``, ``stride``, ``max_tokens``, ``task_data``,
              ``include_path``, ``limit``, ``batch_size``, ``dtype``, ``device``, ``activations``, ``samples`` (of text
              that both models write), ``cache_dir`` and its limit ``cache_size``. Without ``cache_dir`` the original's
@@ -134,7 +139,7 @@ def evaluate(
         measured = {"data": tuple(names), "tasks": named, "cache_limit": limit, **folders}
         chosen = into(evaluate_stage.Options, options, **measured)
         original = None if source is None else str(source)
-        found = evaluate_stage.evaluate(str(ckpt), source=original, options=chosen, progress=progress)
+        found = evaluate_stage.evaluate(str(ckpt), source=original, options=chosen, progress=watched(progress))
     evaluate_text.write(found, target, ckpt=Path(ckpt), warn=lambda line: warnings.warn(line, stacklevel=4))
     facts = {f"perplexity on {row['data']}": number(row["checkpoint"]) for row in found["perplexity"]}
     facts |= {f"{row['task']} {row['metric']}": number(row["checkpoint"]) for row in found["tasks"]}
@@ -158,6 +163,7 @@ def report(
     out: str | Path | None = None,
     kind: str | None = None,
     all_rows: bool = False,
+    progress: bool | None = None,
 ) -> Result:
     """Writes a report on a checkpoint, or compares several of one model: one HTML file that needs no network, or
     markdown.
@@ -168,19 +174,22 @@ def report(
     out         file to write; None: ``<ckpt>.report.html``
     kind        html or md; None: by the ending of ``out``
     all_rows    whether scale searches are compared on all rows instead of a sample
+    progress    whether there are bars; None: in a terminal and in a notebook
 
     >>> ptqpipe.report("OUT", source="MODEL", out="report.html")
     <report report.html: summary OUT: 21 weights at 4.501 bits, 8 tensors kept, weight error 21.82 dB>
     """
-    first, target = folder_of(ckpt), path_or_none(out)
+    first, target, machine = folder_of(ckpt), path_or_none(out), Machine(progress=watched(progress))
     if others:
         if source is not None or evaluation is not None or all_rows:
             raise UsageError("source, evaluation and all_rows are for a report on one checkpoint; leave them out")
-        path, said = compare([first, *map(folder_of, others)], out=target, kind=kind)
+        path, said = compare([first, *map(folder_of, others)], out=target, kind=kind, machine=machine)
         facts = {"compared": ", ".join(str(one) for one in (ckpt, *others))}
     else:
         original, measured = None if source is None else folder_of(source), path_or_none(evaluation)
-        path, said = make_report(first, source=original, evaluation=measured, out=target, kind=kind, all_rows=all_rows)
+        path, said = make_report(
+            first, source=original, evaluation=measured, out=target, kind=kind, all_rows=all_rows, machine=machine
+        )
         facts = {"summary": said.partition("\n")[0]}
     return Result("report", None, path=path, record={**facts, "said": said}, facts=facts, text=lambda: said)
 

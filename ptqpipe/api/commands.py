@@ -26,6 +26,7 @@ from ptqpipe.api.calls import (
     recipe_keywords,
     recipe_of,
     run_keywords,
+    watched,
 )
 from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
@@ -96,7 +97,7 @@ def convert(
         work = pipeline_of(options, names)
         if work.asked:
             check_alone(stats=stats, rounding=rounding)
-            say = print if options.get("progress") else lambda line: None
+            say = print if watched(options.get("progress")) else lambda line: None
             mode, machine = mode_of(options), machine_of(options)
             made = pipeline(
                 model, recipe=given, recipe_path=rules, out=target, work=work, mode=mode, machine=machine, say=say

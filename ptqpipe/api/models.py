@@ -125,7 +125,8 @@ def _saved(model: Any, tokenizer: Any, place: Path | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=".ptqpipe-model-", dir=place) as temporary:
         folder = Path(temporary, Path(origin).name or type(model).__name__)
         with output_errors(folder):
-            weights = save_but_weights(model, folder)
+            with quiet():  # transformers says that it writes weights, which it does not
+                weights = save_but_weights(model, folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             files = [_file_of(origin, name) for name in TOKENIZER_FILES if origin and tokenizer is None]

@@ -7,6 +7,12 @@ from typing import Any
 
 from ptqpipe.evaluation.verdict import Verdict, verdict
 
+_COLOURS = {
+    "near-lossless": ("#17794a", "\u2713"),
+    "good": ("#8a6100", "~"),
+    "damaged": ("#a4231b", "!"),
+}  # the report's
+
 
 class Result:
     """What a command did: ``repr`` is one line, ``print`` shows what the command line prints.
@@ -67,7 +73,12 @@ class Result:
     def _repr_html_(self) -> str:
         rows = {"path": str(self.path), **self.facts} if self.path is not None else self.facts
         cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
-        return f"<table><caption>ptqpipe {escape(self.command)}</caption><tbody>{cells}</tbody></table>"
+        table = f"<table><caption>ptqpipe {escape(self.command)}</caption><tbody>{cells}</tbody></table>"
+        found = self.verdict
+        if found is not None:  # the level stands in the words, too: colour alone tells nobody
+            colour, sign = _COLOURS[found.level]
+            table = f'<p style="color: {colour}"><b>{sign} {found.level}</b></p>{table}'
+        return f"{table}<details><summary>as printed</summary><pre>{escape(str(self))}</pre></details>"
 
 
 def _measured(evaluation: Mapping[str, Any] | None) -> dict[str, str]:

@@ -10,6 +10,7 @@ import click
 
 from ptqpipe.cli import next_steps
 from ptqpipe.cli.common import Given, command, main, this_call
+from ptqpipe.cli.lines import fitted
 from ptqpipe.cli.parameters import DEVICE, FIELD, JSON, PATH, QUIET, Dtype, Existing, Size, names
 from ptqpipe.errors import UsageError
 
@@ -235,6 +236,6 @@ def allreduce(given: Given) -> None:
     else:
         halves = [stage.error_text(errors)] if errors else []
         halves += [stage.time_text(times, evens, request.topologies)] if times else []
-        click.echo("\n\n".join(halves))
+        click.echo(fitted("\n\n".join(halves), sys.stdout))
     for path in [] if given.plot is None else stage.write_plots(given.plot, errors, times):
         click.echo(f"{path} written", err=True)

@@ -92,6 +92,9 @@ def load_model(
 
     Raises UsageError without transformers or for an unknown dtype, CheckpointError where the checkpoint and the model
     do not fit together: a weight missing, one without a place, a shape that differs.
+
+    >>> ptqpipe.load_model("OUT", dtype="bfloat16").dtype
+    torch.bfloat16
     """
     if not isinstance(ckpt, str | os.PathLike):
         raise UsageError(f"ckpt is {one_line(repr(ckpt), limit=80)}, expected a path")

@@ -101,7 +101,8 @@ def as_dict(row: ErrorRow | TimeRow | BreakEven) -> dict[str, Any]:
 
 
 def error_text(rows: Sequence[ErrorRow]) -> str:
-    """One table a source: relative L2 by scheme and codec (down) and world (across), the closed form beneath it.
+    """One table a source: relative L2 in thousandths by scheme and codec (down) and world (across), the closed form
+    beneath it.
 
     Sources with outliers: of all elements / of the median block.
     """
@@ -114,7 +115,8 @@ def error_text(rows: Sequence[ErrorRow]) -> str:
             cells = {row.ranks: _cell(row) for row in here if (row.scheme, row.codec, row.bits) == key}
             lines.append((key[0], key[1], number(key[2]), *(cells.get(k, "") for k in worlds)))
         head = ("scheme", "codec", "bits", *(f"k={k}" for k in worlds))
-        title = f"Relative L2 of the result{_OF_BOTH * _uneven(data)}, {data}, {here[0].elements:,} elements per rank"
+        of = f"{_OF_BOTH * _uneven(data)}, {data}, {here[0].elements:,} elements per rank"
+        title = f"Relative L2 x 1000 of the result{of}"
         parts.append(f"{title}\n\n{table(head, lines, left=2)}")
         modelled = [row for row in here if row.model is not None]
         if modelled:
@@ -126,7 +128,8 @@ def error_text(rows: Sequence[ErrorRow]) -> str:
 
 def _cell(row: ErrorRow) -> str:
     """The error of all elements; of the median block as well, where few blocks may make most of it."""
-    return f"{row.rel_l2:.4f}/{row.rel_l2_block:.4f}" if _uneven(row.data) else f"{row.rel_l2:.4f}"
+    of_all, of_block = (f"{1000 * error:.1f}" for error in (row.rel_l2, row.rel_l2_block))
+    return f"{of_all}/{of_block}" if _uneven(row.data) else of_all
 
 
 def _uneven(data: str) -> bool:
@@ -138,7 +141,7 @@ def _deviation(row: ErrorRow) -> float:
 
 
 def time_text(rows: Sequence[TimeRow], evens: Sequence[BreakEven], topologies: Sequence[Topology]) -> str:
-    """Break-even sizes and speed-ups by machine and world, then where the machines' numbers come from."""
+    """Break-even sizes and speed-ups by world, the machine above those of each; then where its numbers come from."""
     sizes = [size for size in _COLUMNS if any(row.nbytes == size for row in rows)] or sorted({r.nbytes for r in rows})[
         -3:
     ]
@@ -148,22 +151,24 @@ def time_text(rows: Sequence[TimeRow], evens: Sequence[BreakEven], topologies: S
         largest = here[max(here)]
         lines.append(
             (
-                even.topology,
                 str(even.ranks),
-                largest.plain,
+                largest.plain.removesuffix("-bf16"),
                 largest.quantized,
                 "never" if even.nbytes is None else memory_size(even.nbytes),
                 *(f"{here[size].speedup:.2f}x" for size in sizes),
                 f"{here[sizes[-1]].percent_of_ideal:.0f} %",
             )
         )
-    heads = [f"at {memory_size(size)}" for size in sizes]
-    head = ("topology", "ranks", "best plain", "best quantized", "pays from", *heads, "of ideal")
-    notes = [f"  {t.name}: {t.title}. {t.source}." for t in topologies if any(e.topology == t.name for e in evens)]
-    return (
-        f"Speed-up over the best plain AllReduce, {evens[0].bits:g} bits; a model\n\n{table(head, lines)}\n\n"
-        + "\n".join(notes)
-    )
+    head = ("ranks", "best plain", "quantized", "pays from", *map(memory_size, sizes), "of ideal")
+    *shown, body = table(head, lines).split("\n", 2)
+    machines = {t.name: t for t in topologies if any(even.topology == t.name for even in evens)}
+    left = dict(machines)
+    for even, line in zip(evens, body.split("\n"), strict=True):
+        machine = left.pop(even.topology, None)
+        shown += [line] if machine is None else ["", f"{machine.name}: {machine.title}", line]
+    notes = [f"  {machine.name}: {machine.source}." for machine in machines.values()]
+    title = f"Speed-up over the best plain AllReduce in bf16, by size of the message, {evens[0].bits:g} bits; a model"
+    return "\n".join([title, "", *shown, "", "Where the numbers of each machine come from:", *notes])
 
 
 def check_plots(folder: Path) -> None:

@@ -1,10 +1,12 @@
 """Claims about the face of the package: its names, keywords, errors in Python's words, results of one line."""
 
 import inspect
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import ptqpipe
 from ptqpipe.api.calls import in_python, into
@@ -41,7 +44,7 @@ def test_dir_shows_the_api_alone_and_all_of_it_is_there() -> None:
     assert dir(ptqpipe) == sorted(ptqpipe.__all__)
     assert not {name for name in dir(ptqpipe) if isinstance(getattr(ptqpipe, name), ModuleType)}
     assert {name for name in COMMANDS if not callable(getattr(ptqpipe, name))} == set()
-    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+    with pytest.raises(AttributeError, match="no attribute 'quantise'; did you mean quantize\\?"):
         ptqpipe.quantise  # noqa: B018
 
 
@@ -210,6 +213,8 @@ def test_several_checkpoints_are_compared(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="are for a report on one checkpoint; leave them out"):
         ptqpipe.report(*both, source=model)
     assert ptqpipe.report(both[0], out=tmp_path / "one", format="md").path == tmp_path / "one"  # a former spelling
+    with pytest.raises(PtqError, match=r"nowhere\.json"):
+        ptqpipe.report(both[0], eval=tmp_path / "nowhere.json")  # as the command line spells it
     assert (tmp_path / "one").read_text().startswith("<!-- ptqpipe report -->")
 
 
@@ -268,6 +273,7 @@ def test_results_are_a_line_a_table_and_data(model: Path, tmp_path: Path) -> Non
     html = done._repr_html_()
     assert [part in html for part in ("q&lt;b&gt;", "<th>size</th>", "<b>")] == [True, True, False]
     assert str(done).splitlines()[-1].startswith("Done: ")
+    assert f"<summary>as printed</summary><pre>{escape(str(done))}</pre>" in html
     assert done.record == json.loads((tmp_path / "q<b>" / "ptqpipe.json").read_text())
     assert done.written_bytes > 0
     assert {"path", "record", "written_bytes"} <= set(dir(done))
@@ -296,7 +302,7 @@ def test_a_measured_result_says_what_it_means() -> None:
     assert measured.kl == 0.5
     assert str(measured.verdict).endswith(": damaged")
     assert "KL 5.00e-1, same top token 96.0 %: damaged" in repr(measured)
-    assert "damaged" in measured._repr_html_()
+    assert measured._repr_html_().startswith('<p style="color: #a4231b"><b>! damaged</b></p><table>')
 
 
 def test_large_objects_are_one_short_line(model: Path, tmp_path: Path) -> None:
@@ -326,3 +332,31 @@ def test_several_names_are_a_list_or_a_text_with_commas() -> None:
     for given in ("head,norms", "head, norms", ["head", "norms"], ("head", "norms")):
         assert into(TuneOptions, {"train": given, "method": "kl"}) == TuneOptions(train=("head", "norms"), method="kl")
     assert into(CalibrateOptions, {"moments": "diagonal"}).moments == ("diagonal",)
+
+
+@pytest.mark.parametrize("where", ["a file", "a terminal", "a notebook"])
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_bars_are_shown_where_somebody_looks_unless_the_call_says(
+    where: str, asked: bool | None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return where == "a terminal"
+
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    if where == "a notebook":
+        monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    done = ptqpipe.convert(model, out=tmp_path / "q", workers=1, progress=asked)
+    ptqpipe.verify(done.path, progress=asked)
+    shown = where != "a file" if asked is None else asked
+    assert ("100%" in screen.getvalue(), "checks" in screen.getvalue()) == (shown, shown)
+
+
+def test_a_model_in_memory_is_packed_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Transformers says that it writes the model's weights, which nobody does."""
+    loaded = AutoModelForCausalLM.from_pretrained(MODEL)
+    capfd.readouterr()
+    ptqpipe.quantize_model(loaded, "fp8", out=tmp_path / "q", workers=1)
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHOWN = (
     "quantize", "convert", "load_tensors", "verify", "inspect", "relayout", "diff", "dequantize", "generate",
     "calibrate", "transform", "tune", "plan", "evaluate", "report", "simulate", "serve", "quantize_model",
-    "save_checkpoint", "Config",
+    "save_checkpoint", "Config", "load_model", "QTensor", "PtqError",
 )  # fmt: skip
 
 
@@ -30,6 +30,7 @@ def test_every_docstring_has_an_example_and_it_runs(there: Path) -> None:
     names["AutoModelForCausalLM"] = AutoModelForCausalLM
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     said: list[str] = []
+    assert {*SHOWN, "__version__"} == set(dir(ptqpipe))
     for name in SHOWN:
         text = getattr(ptqpipe, name).__doc__
         test = doctest.DocTestParser().get_doctest(text, names, name, None, None)

@@ -161,6 +161,115 @@ def test_a_system_prompt_an_edit_and_another_answer_are_sent(server: Server) -> 
     asyncio.run(main())
 
 
+def test_earlier_chats_are_kept_come_back_and_are_deleted(server: Server) -> None:
+    names = "[...document.querySelectorAll('#chats button:first-child')].map(x => x.textContent).join()"
+
+    async def main() -> None:
+        async with browser.opened(server.url, width=390, height=800, dark=False) as page:
+            await page.until("document.querySelectorAll('#samples button').length === 4")
+            assert await page.value("document.querySelector('#past').hidden")
+            for text in ("One", "Two"):
+                await ask(page, text)
+                await page.until("running === null && turns.length === 2")
+                await page.value("document.querySelector('#clear').click()")
+                assert await page.value("turns.length") == 0
+            await page.call("Page.reload")
+            await page.until("document.querySelectorAll('#chats button').length === 4")
+            assert await page.value("turns.length") == 0  # a new chat stays a new one
+            assert await page.value(names) == "Two,One"
+            await click(page, "One")
+            assert await page.value("turns.map(x => x.role).join()") == "user,assistant"
+            assert await page.value("turns[0].content") == "One"
+            assert await page.value("document.querySelector('header').offsetHeight") < 100
+            assert await page.value("document.documentElement.scrollWidth <= innerWidth")
+            for left, open_turns in (("Two", 0), ("", 0)):  # what is on the page goes with its chat
+                await page.value("document.querySelector('#chats [aria-label=Delete]').click()")
+                assert await page.value(names) == left
+                assert await page.value("turns.length") == open_turns
+            assert await page.value("JSON.parse(localStorage.getItem(STORE)).past.length") == 0
+            assert page.problems == []
+
+    asyncio.run(main())
+
+
+def test_when_storage_is_full_the_oldest_chats_go(server: Server) -> None:
+    async def main() -> None:
+        async with browser.opened(server.url, width=800, height=600, dark=False) as page:
+            await page.until("document.querySelectorAll('#samples button').length === 4")
+            await page.value(
+                "for (const at of [1, 2, 3, 4]) { turns = [{role: 'user', content: at + 'x'.repeat(1.5e6)}]; keep(); "
+                "leave(); keep(); }"
+            )
+            kept = await page.value("JSON.parse(localStorage.getItem(STORE)).past.map(x => x.turns[0].content[0])")
+            assert kept[0] == "4"
+            assert 1 <= len(kept) < 4
+            assert kept == sorted(kept, reverse=True)
+            assert page.problems == []
+
+    asyncio.run(main())
+
+
+def test_what_a_model_thinks_is_folded_and_no_part_of_what_is_copied(server: Server) -> None:
+    async def main() -> None:
+        async with browser.opened(server.url, width=800, height=600, dark=False) as page:
+            await page.until("document.querySelector('#model')?.textContent.includes('demo')")
+            await page.value("var box = make('div'); chats = true; document.body.append(box); 1")
+            shown = (
+                "[box.querySelector('summary')?.textContent, box.querySelector('.thought')?.lastChild.textContent, "
+                "box.lastChild.textContent]"
+            )
+            for text, expected in (
+                ("<think>\nSo it is", ["Thinking …", "So it is", "Thinking …So it is"]),
+                ("<think>\nSo it is\n</think>\n\nYes", ["Thoughts", "So it is", "Yes"]),
+                ("So it is</think>Yes", ["Thoughts", "So it is", "Yes"]),  # opened by the template
+                ("<think>\n\n</think>\n\nYes", [None, None, "Yes"]),
+                ("The tag `</think>` ends it", [None, None, "The tag </think> ends it"]),
+            ):
+                await page.value(f"fill(box, {json.dumps(text)}, 'assistant')")
+                assert await page.value(shown) == expected, text
+            await page.value("fill(box, '<think>a', 'assistant'); box.querySelector('details').open = true; 1")
+            await page.value("fill(box, '<think>a b</think>c', 'assistant')")
+            assert await page.value("box.querySelector('details').open")  # who opened it goes on reading
+            await page.value(
+                "turns = [{role: 'user', content: 'x'}, {role: 'assistant', content: '<think>a</think>\\nYes'}]; draw()"
+            )
+            await page.value("var copied; copy = async text => { copied = text; }; 1")
+            await page.value(
+                "[...document.querySelectorAll('.assistant .foot button')].find(x => x.textContent === 'Copy').click()"
+            )
+            assert await page.value("copied") == "Yes"
+            assert page.problems == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("language", "code", "parts"),
+    [
+        (
+            "python",
+            "def f(x): # it's\n    return 'a#b' // 2",
+            "word:def remark:# it's word:return string:'a#b' number:2",
+        ),
+        ("js", 'const a = "//" // b', 'word:const string:"//" remark:// b'),
+        ("c", "/* if\n*/ int x = 0x1F;", "remark:/* if\n*/ word:int number:0x1F"),
+        ("sql", "select 1 -- one", "word:select number:1 remark:-- one"),
+        ("", "if 1 # 'x'", ""),
+    ],
+)
+def test_code_is_coloured_as_its_language_is_written(server: Server, language: str, code: str, parts: str) -> None:
+    async def main() -> None:
+        async with browser.opened(server.url, width=800, height=600, dark=False) as page:
+            await page.until("document.querySelector('#model')?.textContent.includes('demo')")
+            await page.value(f"var box = code_block({json.dumps(code)}, {json.dumps(language)}); 1")
+            assert await page.value("box.querySelector('pre').textContent") == code
+            found = "[...box.querySelectorAll('pre span')].map(x => x.className + ':' + x.textContent).join(' ')"
+            assert await page.value(found) == parts
+            assert page.problems == []
+
+    asyncio.run(main())
+
+
 async def click(page: browser.Page, label: str) -> None:
     await page.value(f"[...document.querySelectorAll('button')].find(x => x.textContent === {label!r}).click()")
 
@@ -175,7 +284,7 @@ Some **bold**, *slanted* and `code <b>` text, [a link](https://example.org/a) an
 > quoted
 
 | a | b |
-|---|---|
+|---|--:|
 | 1 | `2` |
 
 ```python
@@ -189,6 +298,8 @@ HOSTILE = (
     '[x](https://a.b/"onmouseover="window.broken=1)',
     "`<svg onload=window.broken=1>`\n```html\n<iframe src=//evil>\n",
     "| <b onclick=1> | x |\n|---|---|\n| <a href=javascript:1>y</a> | z |",
+    "<think><img src=x onerror='window.broken = 1'></think><b onclick=1>x</b>",
+    "```js\n" + "'\\\\" * 20000 + "/*" * 20000 + "`" * 2 + "<i>",
     ">" * 5000 + " deep",
     "\n".join(" " * at + "- deep" for at in range(300)),
     "`" * 20000,
@@ -198,7 +309,8 @@ HOSTILE = (
 
 def test_an_answer_is_rendered_and_nothing_in_it_is_run(server: Server) -> None:
     allowed = (
-        "p, code, strong, em, a, ul, ol, li, blockquote, table, thead, tbody, tr, th, td, pre, div, span, button, hr"
+        "p, code, strong, em, a, ul, ol, li, blockquote, table, thead, tbody, tr, th, td, pre, div, span, button, hr, "
+        "details, summary"
     )
     render = "var box = make('div'); chats = true; fill(box, %s, 'assistant'); document.body.append(box); "
 
@@ -208,7 +320,7 @@ def test_an_answer_is_rendered_and_nothing_in_it_is_run(server: Server) -> None:
             await page.value(render % json.dumps(MARKDOWN) + "1")
             for selector, text in (
                 ("h3", "Title"), ("strong", "bold"), ("em", "slanted"), ("code", "code <b>"), ("ol > li", "one"),
-                ("li li", "inner"), ("blockquote", "quoted"), ("th", "a"), ("td code", "2"),
+                ("li li", "inner"), ("blockquote", "quoted"), ("th", "a"), ("td.right code", "2"), ("th.right", "b"),
                 ("pre", 'print("<i>")'), (".code span", "python"), ("a[href='https://example.org/a']", "a link"),
                 ("a[href='https://example.org/b']", "https://example.org/b"),
             ):  # fmt: skip

@@ -5,24 +5,26 @@ const SAMPLES = {
          "Compare tea and coffee in a table.", "Write a short poem about memory."],
   false: ["Once upon a time", "The capital of France is", "def fibonacci(n):\n", "To make a good cup of tea, you"],
 };
-let chats = true, context = 0, model = null, turns = [], running = null, attached = [];
+const MOST = 50;  // chats that are kept
+let chats = true, context = 0, model = null, turns = [], running = null, attached = [], past = [], current = null;
 
-function fill(box, text, role) {
+function fill(box, text, role, open = box.querySelector(".thought")?.open ?? false) {
   const marked = chats && role === "assistant";
   box.className = marked ? "text" : "plain";
-  box.replaceChildren(marked ? blocks(text.split("\n")) : text);
+  box.replaceChildren(marked ? answer_of(text, open) : text);
 }
 
 // What is said so far, drawn anew: a turn has its text, what may be done with it, and what it took.
 function draw(follow = true) {
   $("empty").hidden = turns.length > 0;
   $("clear").hidden = turns.length === 0;
+  const open = [...$("log").children].map(drawn => drawn.querySelector(".thought")?.open ?? false);
   $("log").replaceChildren(...turns.map((turn, at) => {
     const body = make("div");
-    fill(body, turn.content, turn.failed ? "" : turn.role);
+    fill(body, turn.content, turn.failed ? "" : turn.role, open[at]);
     if (turn.images?.length) body.prepend(make("div", {className: "images"}, ...turn.images.map(picture)));
     const foot = make("div", {className: "foot"}, ...(turn.note ? [make("small", {textContent: turn.note})] : []));
-    if (turn.content) foot.append(copier(() => turn.content));
+    if (turn.content) foot.append(copier(() => turn.role === "user" ? turn.content : split_thought(turn.content).said.trim()));
     if (turn.role === "user") { if (!running) foot.append(button("Edit", () => edit(at))); }
     else if (at === turns.length - 1) foot.append(button("Regenerate", () => { turns.pop(); answer(); }));
     const writing = running && at === turns.length - 1;
@@ -55,17 +57,42 @@ function edit(at) {
   $("input").focus();
 }
 
+// The chats of this browser, the last one first, and which of them is on the page. When storage is full the oldest go.
 function keep() {
   const settings = Object.fromEntries(SETTINGS.map(id => [id, $(id).value]));
-  try { localStorage.setItem(STORE, JSON.stringify({model, turns, settings})); } catch { /* storage is off or full */ }
+  past = past.filter(chat => chat.id !== current);
+  if (turns.length) past.unshift({id: current ??= Date.now() + Math.random(), model, turns});
+  for (past = past.slice(0, MOST);; past.pop()) {
+    try { localStorage.setItem(STORE, JSON.stringify({past, current, settings})); break; }
+    catch { if (past.length < 2) break; /* storage is off, or this chat alone is too much */ }
+  }
+  list_past();
 }
 
 function recall() {
   try {
     const found = JSON.parse(localStorage.getItem(STORE));
     for (const id of SETTINGS) $(id).value = found.settings[id] ?? $(id).value;
-    if (found.model === model && !turns.length) turns = found.turns;
+    past = found.past ?? [];
+    const last = past.find(chat => chat.id === found.current);
+    if (last?.model === model && !turns.length) ({turns, id: current} = last);
   } catch { /* nothing was kept */ }
+  list_past();
+}
+
+function leave() {
+  running?.abort();
+  running = null; turns = []; current = null;
+  $("send").textContent = "Send"; $("speed").hidden = true; $("past").open = false;
+}
+
+function list_past() {
+  $("past").hidden = !past.length;
+  $("chats").replaceChildren(...past.map(chat => make("div", {},
+    make("button", {type: "button", textContent: chat.turns[0].content.slice(0, 80) || "image", title: chat.model, ariaCurrent: chat.id === current ? "true" : null,
+      onclick: () => { leave(); ({turns, id: current} = chat); keep(); draw(); }}),
+    make("button", {type: "button", className: "small", textContent: "✕", title: "Delete", ariaLabel: "Delete",
+      onclick: () => { past = past.filter(other => other !== chat); if (chat.id === current) leave(); keep(); draw(); }}))));
 }
 
 function headers() {
@@ -227,13 +254,8 @@ $("images").addEventListener("change", async () => {
   $("images").value = "";
   showAttached();
 });
-$("clear").addEventListener("click", () => {
-  running?.abort();
-  running = null; turns = [];
-  $("send").textContent = "Send"; $("speed").hidden = true;
-  keep();
-  draw();
-});
+$("clear").addEventListener("click", () => { keep(); leave(); keep(); draw(); $("input").focus(); });
+document.addEventListener("click", event => { if (!$("past").contains(event.target)) $("past").open = false; });
 $("key").addEventListener("change", look);
 $("settings").addEventListener("change", keep);
 look();

@@ -32,6 +32,21 @@ const INLINE = new RegExp([/(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)/, /\*\*([^*]+)\*\*
 const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+#.-]*)[^`]*$/, HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/, QUOTE = /^ {0,3}>\s?(.*)$/, RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 const ALIGN = /^[\s|:-]*-[\s|:-]*$/;
+// What a model thinks before it answers; some templates open it in the prompt, so that an answer only closes it.
+const THOUGHT = /^\s*<think>(.*?)(?:<\/think>|$)|^([^`]*?)<\/think>/s;
+
+// Code in colours: comments by how a language writes them, texts, numbers, and words that most languages have.
+const HASH = /^(py|python|python3|sh|bash|zsh|shell|console|ya?ml|toml|ruby|rb|perl|r|make|makefile|dockerfile|cmake|nix)$/i;
+const DASH = /^(sql|lua|haskell|hs|ada)$/i, NO_CODE = /^(|text|txt|plain|plaintext|output|markdown|md|diff)$/i;
+const WORDS = `abstract and as assert async await bool boolean break case catch char class const constexpr continue def default del do
+double elif else enum except export extends extern False false final finally float fn for from func function global if impl implements
+import in int interface is lambda let long loop match mod module mut namespace new nil None nonlocal not null of or package pass private
+protected pub public raise return self Self short signed sizeof static struct super switch template then this throw trait True true try
+type typedef typename undefined union unsigned use using var virtual void while with yield
+select SELECT from FROM where WHERE join JOIN on ON group GROUP by BY order ORDER insert INSERT into INTO values VALUES create CREATE table
+TABLE fi done esac echo export local`.split(/\s+/).join("|");
+const STRING = /"""[\s\S]*?(?:"""|$)|'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*"|`(?:\\.|[^`\\])*`/.source;
+const NUMBER = /\b\d[\w.]*\b/.source;
 
 function inline(text) {
   const made = document.createDocumentFragment();
@@ -49,14 +64,43 @@ function inline(text) {
   return made;
 }
 
+function coloured(text, language) {
+  const made = document.createDocumentFragment();
+  if (NO_CODE.test(language)) { made.append(text); return made; }
+  const remark = HASH.test(language) ? "#[^\\n]*" : DASH.test(language) ? "--[^\\n]*" : "//[^\\n]*|/\\*[\\s\\S]*?(?:\\*/|$)|<!--[\\s\\S]*?(?:-->|$)";
+  let end = 0;
+  for (const found of text.matchAll(new RegExp(`(${remark})|(${STRING})|(${NUMBER})|\\b(${WORDS})\\b`, "g"))) {
+    const kind = ["remark", "string", "number", "word"][found.slice(1).findIndex(part => part !== undefined)];
+    made.append(text.slice(end, found.index), make("span", {className: kind, textContent: found[0]}));
+    end = found.index + found[0].length;
+  }
+  made.append(text.slice(end));
+  return made;
+}
+
 function code_block(text, language) {
   return make("div", {className: "code"}, make("div", {}, make("span", {textContent: language || "text"}), copier(() => text)),
-              make("pre", {}, make("code", {textContent: text})));
+              make("pre", {}, make("code", {}, coloured(text, language))));
+}
+
+// What is thought and what is said in an answer; null for an answer without thoughts.
+function split_thought(text) {
+  const found = text.match(THOUGHT);
+  return {thought: found && (found[1] ?? found[2]).trim(), done: !found || found[0].endsWith("</think>"), said: found ? text.slice(found[0].length) : text};
+}
+
+function answer_of(text, open) {
+  const {thought, done, said} = split_thought(text), made = document.createDocumentFragment();
+  if (thought !== null && (thought || !done)) made.append(make("details", {className: "thought", open},
+    make("summary", {textContent: done ? "Thoughts" : "Thinking …"}), blocks(thought.split("\n"))));
+  made.append(blocks(said.split("\n")));
+  return made;
 }
 
 function table(lines) {
   const rows = lines.map(line => line.trim().replace(/^\||\|$/g, "").split("|").map(cell => cell.trim()));
-  const row = (cells, kind) => make("tr", {}, ...cells.map(cell => make(kind, {}, inline(cell))));
+  const side = rows[1].map(rule => rule.endsWith(":") ? (rule.startsWith(":") ? "center" : "right") : "");
+  const row = (cells, kind) => make("tr", {}, ...cells.map((cell, at) => make(kind, side[at] ? {className: side[at]} : {}, inline(cell))));
   const body = make("tbody", {}, ...rows.slice(2).map(cells => row(cells, "td")));
   return make("div", {className: "scroll"}, make("table", {}, make("thead", {}, row(rows[0], "th")), body));
 }

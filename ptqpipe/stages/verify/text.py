@@ -128,36 +128,42 @@ def _headline(report: VerifyReport) -> str:
 
 
 def _weights_table(report: VerifyReport) -> str:
-    """Errors by role. Calibrated weights are judged by their output error, which stands first then."""
+    """Errors by role, where any were measured. Calibrated weights are judged by their output error, which stands first
+    then."""
     groups: dict[tuple[str, str], list[WeightReport]] = defaultdict(list)
     for weight in report.weights:
         groups[(role_of(weight.name), weight.format)].append(weight)
     calibrated = any(w.versus_rtn is not None for members in groups.values() for w in members)
+    measured = any(w.relative_mse is not None for w in report.weights)
     rows = []
     for (role, fmt), members in groups.items():
         errors = [w.relative_mse for w in members if w.relative_mse is not None]
         proofs = [w.optimality for w in members if w.optimality is not None]
         mean, versus = _together(members) if errors else (None, None)
         output = mean_known(w.versus_rtn for w in members)
+        cells = [
+            "-" if mean is None else f"{decibels(mean):.2f}",
+            "-" if mean is None else number(mean),
+            number(max(errors)) if errors else "-",
+            "-" if versus is None else f"{versus:.3f}",
+        ]
         rows.append(
             [
                 role,
                 fmt,
                 str(len(members)),
                 *(["-" if output is None else f"{output:.3f}"] if calibrated else []),
-                "-" if mean is None else f"{decibels(mean):.2f}",
-                "-" if mean is None else number(mean),
-                number(max(errors)) if errors else "-",
-                "-" if versus is None else f"{versus:.3f}",
+                *(cells if measured else []),
                 *([_proof_text(proofs)] if report.optimal else []),
             ]
         )
     header = ["role", "format", "weights", *(["output error"] if calibrated else [])]
-    header += ["SQNR dB", "rel. MSE", "largest", "vs abs-max", *(["optimal"] if report.optimal else [])]
+    header += ["SQNR dB", "rel. MSE", "largest", "vs abs-max"] if measured else []
+    header += ["optimal"] if report.optimal else []
     lines = [table(header, rows, left=2)]
     if calibrated:
         lines.append("output error: relative to plain rounding to nearest, as recorded in ptqpipe.json")
-    if not all(w.nearest for members in groups.values() for w in members):
+    if measured and not all(w.nearest for members in groups.values() for w in members):
         lines.append(
             "SQNR to vs abs-max: errors of the weights, which calibrated codes let grow where inputs are small"
         )

@@ -61,7 +61,15 @@ def test_outliers_show_the_median_block_beside_all() -> None:
         "--ranks", "2", "--elements", "4096", "--values", "outliers", "--scheme", "two-shot", "--only", "error"
     ).stdout
     assert "median block, outliers" in text
-    assert f"{row['rel_l2']:.4f}/{row['rel_l2_block']:.4f}" in text
+    assert f"{1000 * row['rel_l2']:.1f}/{1000 * row['rel_l2_block']:.1f}" in text
+
+
+def test_all_schemes_worlds_and_machines_fit_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptqpipe.cli.lines._is_terminal", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("--elements", "512").stdout.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    assert any(line.split()[0] == "512" for line in lines if line.strip())
 
 
 def test_json_lines_hold_what_the_table_shows() -> None:
