@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ptqpipe.checkpoint import COUNT, CheckpointReader, FileDigests, TensorSpec, nearest_path, read_versioned
+from ptqpipe.checkpoint import COUNT, OpenFolder, TensorSpec, nearest_path, read_versioned
 from ptqpipe.errors import CheckpointError, FormatError, UsageError
 from ptqpipe.formats import Format
 from ptqpipe.qtensor import QTensor
@@ -38,16 +38,13 @@ _FIELDS = {
 }
 
 
-class Rounding:
-    """An open folder of learned codes. Use as a context manager, or `close` it."""
+class Rounding(OpenFolder):
+    """An open folder of learned codes."""
 
-    def __init__(self, path: Path, reader: CheckpointReader, content: Mapping[str, Any]) -> None:
-        """Use `open`."""
-        self.path = path
-        self._reader = reader
-        self.content = content
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Use `open` or `of_files`."""
         blocks = (content.get("blocks") or {}).values()
-        self._digests = FileDigests({e["file"]: e["sha256"] for e in blocks}, remedy="tune again")
+        super().__init__(path, content, hashes={e["file"]: e["sha256"] for e in blocks}, remedy="tune again")
 
     @classmethod
     def open(cls, path: Path) -> "Rounding":
@@ -56,31 +53,15 @@ class Rounding:
         if not file.is_file():
             remedy = nearest_path(Path(path)) or f"make it with: ptqpipe tune MODEL --data TEXT -o {path}"
             raise UsageError(f"{path} holds no {ROUNDING_FILE}; {remedy}")
-        return cls.of_files(Path(path), read_versioned(file, _FIELDS, version=ROUNDING_VERSION, remedy="tune again"))
+        return cls(Path(path), read_versioned(file, _FIELDS, version=ROUNDING_VERSION, remedy="tune again"))
 
     @classmethod
     def of_files(cls, path: Path, content: Mapping[str, Any]) -> "Rounding":
         """A folder whose index is still in the making: ``content`` has its "weights"."""
-        return cls(path, CheckpointReader.open(path), content)
+        return cls(path, content)
 
     def __repr__(self) -> str:
         return f"<Rounding {self.path}: codes of {len(self.content['weights'])} weights>"
-
-    def __enter__(self) -> "Rounding":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def digest(self) -> str:
-        """sha256 that identifies the codes; decides the bytes of the checkpoints that use them."""
-        return str(self.content["digest"])
-
-    @property
-    def model_fingerprint(self) -> str:
-        """``CheckpointReader.fingerprint`` of the model that was tuned."""
-        return str(self.content["model"]["fingerprint"])
 
     def describe(self) -> dict[str, Any]:
         """What the record of a checkpoint made of them says: the digest, how they were found, on which data, and what
@@ -127,20 +108,14 @@ class Rounding:
                 f"{self.path} has '{weight}' in {entry['format']} {entry['shape']}, the recipe wants {fmt.name} "
                 f"{list(shape)}; tune with the same --format or --recipe"
             )
-        data = self._reader.read(f"{weight}.data")
-        self._digests.check(self._reader.entries[f"{weight}.data"].file)
-        scales = self._reader.read(f"{weight}.scales")
-        g = self._reader.read(f"{weight}.global_scale") if fmt.has_global else None
+        data, scales = self._read(f"{weight}.data"), self._read(f"{weight}.scales")
+        g = self._read(f"{weight}.global_scale") if fmt.has_global else None
         if scales.dtype != (fmt.scale.dtype or torch.uint8) or (g is not None and (g.numel(), g.dtype) != _SCALAR):
             raise CheckpointError(f"{self.path} has scales of '{weight}' that are none of {fmt.name}; tune again")
         try:
             return QTensor(fmt, shape, data, scales, None if g is None else g.reshape(()))
         except FormatError as error:
             raise CheckpointError(f"{self.path} has damaged codes of '{weight}': {error}; tune again") from None
-
-    def close(self) -> None:
-        """Closes the files."""
-        self._reader.close()
 
 
 def trained_of(record: Mapping[str, Any]) -> Mapping[str, Any]:

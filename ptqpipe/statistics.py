@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ptqpipe.checkpoint import COUNT, NUMBER, CheckpointReader, FileDigests, nearest_path, read_versioned
+from ptqpipe.checkpoint import COUNT, NUMBER, OpenFolder, nearest_path, read_versioned
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.inputs import InputStatistics, Moments
 
@@ -46,15 +46,8 @@ class KnownInputs(Protocol):
     ) -> InputStatistics: ...
 
 
-class Statistics:
-    """An open statistics folder; tensors are read when asked. Use as a context manager, or `close` it."""
-
-    def __init__(self, path: Path, reader: CheckpointReader, content: Mapping[str, Any]) -> None:
-        """Use `open`."""
-        self.path = path
-        self._reader = reader
-        self.content = content
-        self._digests = FileDigests(content.get("files") or {}, remedy="calibrate again")
+class Statistics(OpenFolder):
+    """An open statistics folder."""
 
     @classmethod
     def open(cls, path: Path) -> "Statistics":
@@ -66,8 +59,9 @@ class Statistics:
         if not file.is_file():
             made = f"ptqpipe calibrate MODEL --data TEXT -o {path}"
             raise UsageError(f"{path} holds no {STATS_FILE}; make statistics with: {made}")
-        content = read_versioned(file, _FIELDS, version=STATS_VERSION, remedy="calibrate again")
-        return cls(Path(path), CheckpointReader.open(Path(path)), content)
+        remedy = "calibrate again"
+        content = read_versioned(file, _FIELDS, version=STATS_VERSION, remedy=remedy)
+        return cls(Path(path), content, hashes=content.get("files") or {}, remedy=remedy)
 
     def __repr__(self) -> str:
         return f"<Statistics {self.path}: {len(self._modules)} modules>"
@@ -77,26 +71,10 @@ class Statistics:
         found: dict[str, Any] = self.content["modules"]
         return found
 
-    def __enter__(self) -> "Statistics":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
     def modules(self) -> KeysView[str]:
         """Linear modules with statistics, by their names in the checkpoint (without ``.weight``), in its order."""
         return self._modules.keys()
-
-    @property
-    def model_fingerprint(self) -> str:
-        """``CheckpointReader.fingerprint`` of the model that was run."""
-        return str(self.content["model"]["fingerprint"])
-
-    @property
-    def digest(self) -> str:
-        """sha256 that identifies these statistics: of their tensors. Decides the bytes of checkpoints that use them."""
-        return str(self.content["digest"])
 
     def of(self, module: str, *, block: bool = False, full: bool = False, held_out: bool = False) -> InputStatistics:
         """The statistics of one module, with the moments that are asked for.
@@ -109,12 +87,12 @@ class Statistics:
         return InputStatistics(
             tokens=int(entry["tokens"]),
             measured=bool(entry["measured"]),
-            amax=self._read(entry, module, "amax"),
-            mean=self._read(entry, module, "mean"),
-            second_moment=self._read(entry, module, "second_moment"),
+            amax=self._moment(entry, module, "amax"),
+            mean=self._moment(entry, module, "mean"),
+            second_moment=self._moment(entry, module, "second_moment"),
             quantiles=self._quantiles(entry["quantiles"]),
-            block_moment=self._read(entry, module, "block_moment") if block else None,
-            full_moment=self._read(entry, module, "full_moment") if full else None,
+            block_moment=self._moment(entry, module, "block_moment") if block else None,
+            full_moment=self._moment(entry, module, "full_moment") if full else None,
             held_out=self._held_out(entry, module, block=block, full=full)
             if held_out and "held_tokens" in entry
             else None,
@@ -128,9 +106,9 @@ class Statistics:
 
     def _held_out(self, entry: Mapping[str, Any], module: str, *, block: bool, full: bool) -> Moments:
         return Moments(
-            self._read(entry, module, "held_second_moment"),
-            self._read(entry, module, "held_block_moment") if block else None,
-            self._read(entry, module, "held_full_moment") if full else None,
+            self._moment(entry, module, "held_second_moment"),
+            self._moment(entry, module, "held_block_moment") if block else None,
+            self._moment(entry, module, "held_full_moment") if full else None,
             tokens=int(entry["held_tokens"]),
         )
 
@@ -165,8 +143,7 @@ class Statistics:
         found = self._reader.entries.get(name)
         if found is None or found.dtype != "F32" or found.shape != (outputs,):
             return None
-        self._digests.check(found.file)
-        return self._reader.read(name)
+        return self._read(name)
 
     def held_out(self, module: str) -> bool:
         """Whether there are moments of held-out samples of a module."""
@@ -181,13 +158,9 @@ class Statistics:
         """Largest keys and values of one attention module. UsageError where there are none."""
         if module not in self.attentions:
             raise UsageError(f"{self.path} has no key and value statistics of '{module}'; calibrate again")
-        return self._reader.read(f"{module}.k_amax"), self._reader.read(f"{module}.v_amax")
+        return self._read(f"{module}.k_amax"), self._read(f"{module}.v_amax")
 
-    def close(self) -> None:
-        """Closes the files."""
-        self._reader.close()
-
-    def _read(self, entry: Mapping[str, Any], module: str, moment: str) -> torch.Tensor:
+    def _moment(self, entry: Mapping[str, Any], module: str, moment: str) -> torch.Tensor:
         name = f"{entry['key']}.{moment}"
         if name not in self._reader.entries:
             raise UsageError(
@@ -200,8 +173,7 @@ class Statistics:
                 f"{found.file} has {moment} of '{module}' as {found.dtype} {list(found.shape)}, expected F32 "
                 f"{list(wanted)}; calibrate again"
             )
-        self._digests.check(found.file)
-        return self._reader.read(name)
+        return self._read(name)
 
 
 def _shape(moment: str, columns: int) -> tuple[int, ...]:

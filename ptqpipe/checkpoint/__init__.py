@@ -5,12 +5,11 @@ held.py                                      a folder whose tensors are in memor
 source.py, fingerprint.py, finite.py         which folder a name means, what its content is known by, NaN in it
 layout.py, writer.py, finish.py              a folder that is made: where every byte will lie, tensors, the end
 partial.py, journal.py                       the hidden folder that it grows in, and what is on disk already
-block_folder.py, tensor_file.py, digests.py  folders of statistics and learned codes: one file a decoder layer
+block_folder.py, tensor_file.py              folders of statistics and learned codes: one file a decoder layer
 fields.py, single_file.py                    JSON files that are read, and one file that is replaced at once
 """
 
-from ptqpipe.checkpoint.block_folder import BlockFolder, Finished
-from ptqpipe.checkpoint.digests import FileDigests, file_sha256
+from ptqpipe.checkpoint.block_folder import BlockFolder, Finished, OpenFolder
 from ptqpipe.checkpoint.direct import bytes_of, margin
 from ptqpipe.checkpoint.fields import COUNT, NUMBER, read_versioned
 from ptqpipe.checkpoint.files import (
@@ -19,6 +18,7 @@ from ptqpipe.checkpoint.files import (
     OWN_FILES,
     RECORD_FILE,
     FolderContent,
+    file_sha256,
     json_bytes,
     natural_key,
     read_json_object,
@@ -56,12 +56,12 @@ __all__ = [
     "BlockFolder",
     "CheckpointReader",
     "CheckpointWriter",
-    "FileDigests",
     "Finished",
     "FolderContent",
     "Memory",
     "Mode",
     "NotFinite",
+    "OpenFolder",
     "Paths",
     "ShardLayout",
     "TensorEntry",

@@ -1,4 +1,4 @@
-"""An output folder that grows by one decoder layer at a time: statistics, or learned codes.
+"""A folder of one file a decoder layer, statistics or learned codes: `BlockFolder` makes it and `OpenFolder` reads it.
 
 Lock, journal, one file per block, an index written last, and one rename. A killed run continues behind the last block
 whose line is in the journal; one that failed before its first block leaves nothing behind. It must not know what a
@@ -7,16 +7,21 @@ block's file holds.
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from ptqpipe.checkpoint.files import json_bytes
+import torch
+
+from ptqpipe.checkpoint.files import file_sha256, json_bytes
+from ptqpipe.checkpoint.header import shown
 from ptqpipe.checkpoint.journal import Journal, RunIdentity, journal_name, read_journals, run_id_of
 from ptqpipe.checkpoint.partial import Paths, RankLock, check_unfinished, output_errors, prepare, publish
 from ptqpipe.checkpoint.reader import CheckpointReader
 from ptqpipe.checkpoint.writer import Mode
+from ptqpipe.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +115,58 @@ class BlockFolder:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+
+
+class OpenFolder:
+    """A finished folder; its tensors are read when asked. Use as a context manager, or `close` it. Threads may read.
+
+    Codes and moments are all legal numbers, so that nothing but the sha256 of a file can tell a flipped bit: it is
+    compared before the file's first tensor is read.
+
+    path, content  of the folder, and of its index
+    """
+
+    def __init__(self, path: Path, content: Mapping[str, Any], *, hashes: Mapping[str, str], remedy: str) -> None:
+        """``hashes``: sha256 in hex by the file's name; a file of none is not checked."""
+        self.path = path
+        self.content = content
+        self._reader = CheckpointReader.open(path)
+        self._unchecked, self._remedy = dict(hashes), remedy
+        self._lock = threading.Lock()
+
+    @property
+    def digest(self) -> str:
+        """sha256 that identifies the tensors; decides the bytes of the checkpoints that are made with them."""
+        return str(self.content["digest"])
+
+    @property
+    def model_fingerprint(self) -> str:
+        """``CheckpointReader.fingerprint`` of the model that was run."""
+        return str(self.content["model"]["fingerprint"])
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A tensor. CheckpointError where its file is not the one that the index tells of, or cannot be read."""
+        if name in self._reader.entries:
+            self._check(self._reader.entries[name].file)
+        return self._reader.read(name)
+
+    def _check(self, file: Path) -> None:
+        """Reads the file once for it, and then likely from memory."""
+        with self._lock:
+            if file.name not in self._unchecked:
+                return
+            if file_sha256(file, remedy=self._remedy) != self._unchecked[file.name]:
+                raise CheckpointError(
+                    f"{shown(str(file))} is damaged: its sha256 is not the one that was recorded; {self._remedy}"
+                )
+            del self._unchecked[file.name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._reader.close()

@@ -12,6 +12,7 @@ It must not know tensors' contents; it opens the headers and the index alone. Th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -107,6 +108,15 @@ def json_bytes(content: Mapping[str, Any]) -> bytes:
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
         return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def file_sha256(path: Path, *, remedy: str = "check the file") -> str:
+    """sha256 of a whole file in hex. CheckpointError where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{shown(str(path))} cannot be read: {error.strerror}; {remedy}") from None
 
 
 def refuse_pipes(folder: Path) -> None:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import ptqpipe
-from ptqpipe.checkpoint.digests import file_sha256
+from ptqpipe.checkpoint import file_sha256
 from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.machine import Machine
