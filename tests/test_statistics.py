@@ -85,6 +85,8 @@ def test_a_flipped_bit_among_the_moments_is_an_error_not_other_numbers(tmp_path:
     raw[-1] ^= 1
     file.write_bytes(raw)
     with Statistics.open(folder) as statistics, pytest.raises(CheckpointError, match=r"b\.safetensors' is damaged"):
+        statistics.attention("a")
+    with Statistics.open(folder) as statistics, pytest.raises(CheckpointError, match=r"b\.safetensors' is damaged"):
         statistics.of("m")
 
 

@@ -189,6 +189,11 @@ def test_a_gpu_that_is_not_there_is_refused(model: Path, tmp_path: Path) -> None
         ptqpipe.convert(model, out=tmp_path / "q", device="cuda")
 
 
+def test_a_gpu_whose_number_is_not_there_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^device cuda:99 needs a GPU that torch can use; "):
+        ptqpipe.convert(model, out=tmp_path / "q", device="cuda:99")
+
+
 def test_an_option_goes_by_the_keyword_of_the_function_that_was_called(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^none.txt does not exist; give eval a \.txt"):
         ptqpipe.convert(model, out=tmp_path / "q", eval="none.txt")
