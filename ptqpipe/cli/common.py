@@ -29,6 +29,7 @@ from ptqpipe.options import PipelineOptions, RecipeOptions, pipeline_fields, rec
 
 if TYPE_CHECKING:
     from ptqpipe.machine import Machine, Ranks
+    from ptqpipe.stages.common import Run
 
 T = TypeVar("T")
 
@@ -100,6 +101,11 @@ class Given(SimpleNamespace):
         self.say_unused_gpu()
         limit = getattr(self, "max_memory", 8 << 30)
         return machine_of(self.workers, device, limit, progress=not self.silent, waits=waits)
+
+    @property
+    def run(self) -> "Run":
+        """What every stage that writes a checkpoint takes besides its own: mode, machine, ranks and log."""
+        return {"mode": self.mode, "machine": self.machine(), "ranks": ranks_of(), "log": self.log}
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -163,15 +163,7 @@ def relayout(given: Given) -> None:
     container = given.container.lower().replace("_", "-")
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{container}")
     with says_how_to_resume(out, given.mode):
-        done = stage.relayout(
-            given.ckpt,
-            out,
-            container=given.container,
-            mode=given.mode,
-            machine=given.machine(),
-            ranks=ranks_of(),
-            log=given.log,
-        )
+        done = stage.relayout(given.ckpt, out, container=given.container, **given.run)
     if done is not None:
         given.tell(done, stage)
         next_steps.say_next(given, next_steps.relayout, done.out, done.record["container"] != "ptqpipe")
@@ -198,15 +190,7 @@ def dequantize(given: Given) -> None:
 
     out = given.out if given.out is not None else Path(f"{name_of(given.ckpt)}-{given.dtype}")
     with says_how_to_resume(out, given.mode):
-        done = stage.dequantize(
-            given.ckpt,
-            out,
-            dtype=given.dtype,
-            mode=given.mode,
-            machine=given.machine(),
-            ranks=ranks_of(),
-            log=given.log,
-        )
+        done = stage.dequantize(given.ckpt, out, dtype=given.dtype, **given.run)
     if done is not None:
         given.tell(done, stage)
         next_steps.say_next(given, next_steps.dequantize, done.out)
@@ -262,20 +246,11 @@ def transform(given: Given) -> None:
     from ptqpipe.stages.transform.plan import TransformOptions
 
     with says_how_to_resume(given.out, given.mode):
-        done = stage.transform(
-            given.model,
-            given.out,
-            stats=given.stats,
-            options=given.into(TransformOptions),
-            mode=given.mode,
-            machine=given.machine(),
-            ranks=ranks_of(),
-            log=given.log,
-        )
-    if done is None:
-        return
-    given.tell(done, stage)
-    next_steps.say_next(given, next_steps.transform)
+        options = given.into(TransformOptions)
+        done = stage.transform(given.model, given.out, stats=given.stats, options=options, **given.run)
+    if done is not None:
+        given.tell(done, stage)
+        next_steps.say_next(given, next_steps.transform)
 
 
 @command(
