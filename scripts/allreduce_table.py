@@ -18,7 +18,7 @@ import torch
 
 from ptqpipe.collectives.simulator.codecs import PLAIN, get_rounding
 from ptqpipe.collectives.simulator.error import Case, ErrorRow, measure, model_error, rounding_error
-from ptqpipe.collectives.simulator.inputs import Source, drawn, row_parallel
+from ptqpipe.collectives.simulator.inputs import Inputs, drawn, row_parallel
 from ptqpipe.collectives.simulator.schemes import get_scheme
 from ptqpipe.collectives.simulator.time import Message, seconds
 from ptqpipe.collectives.simulator.topologies import get_topology
@@ -94,7 +94,7 @@ def studies(elements: int) -> Iterator[ErrorRow]:
         yield from measure(cases, source=drawn(data, elements), ranks=4)
 
 
-def layers_of(folder: Path, text: str, tokens: int) -> Iterator[Source]:
+def layers_of(folder: Path, text: str, tokens: int) -> Iterator[Inputs]:
     """Inputs and weight of every row-parallel linear of a model that reads ``text``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -14,7 +14,7 @@ import torch
 from ptqpipe.checkpoint import TensorEntry, check_file, parse_file, pread_exactly
 from ptqpipe.collectives.simulator.compare import TimeRow
 from ptqpipe.collectives.simulator.error import ErrorRow
-from ptqpipe.collectives.simulator.inputs import Source, given, row_parallel
+from ptqpipe.collectives.simulator.inputs import Inputs, given, row_parallel
 from ptqpipe.collectives.simulator.request import (
     BreakEven,
     Request,
@@ -40,7 +40,7 @@ _OF_BOTH = " / of its median block"
 _COLUMNS = (1 << 20, 16 << 20, 64 << 20)  # bytes of the messages whose speed-up the table shows
 
 
-def read_partials(path: Path, *, tensor: str | None, weight: str | None) -> Source:
+def read_partials(path: Path, *, tensor: str | None, weight: str | None) -> Inputs:
     """Partials of a .safetensors file: a tensor ``[ranks, ...]``, or inputs and the weight that multiplies them.
 
     UsageError for names and shapes that do not fit, CheckpointError for a damaged file.

@@ -7,25 +7,25 @@ import torch
 
 from ptqpipe.collectives import reference
 from ptqpipe.collectives.codecs import CODECS, WireCodec, get_wire_codec
-from ptqpipe.collectives.simulator.schemes import Rounding
+from ptqpipe.collectives.simulator.schemes import WireRounding
 from ptqpipe.errors import UsageError
 
 _SMALLEST_SCALE = 2.0**-127  # of a block that is not zero; its inverse is a float
 
 
-def cast(name: str, dtype: torch.dtype) -> Rounding:
+def cast(name: str, dtype: torch.dtype) -> WireRounding:
     """Numbers sent in ``dtype``: float32 and bfloat16, or float8 without a scale (EQuARX's "naive" row)."""
-    return Rounding(name, 1, 8.0 * dtype.itemsize, lambda x: x.to(dtype).float())
+    return WireRounding(name, 1, 8.0 * dtype.itemsize, lambda x: x.to(dtype).float())
 
 
-PLAIN: dict[str, Rounding] = {
+PLAIN: dict[str, WireRounding] = {
     "fp32": cast("fp32", torch.float32),
     "bf16": cast("bf16", torch.bfloat16),
     "e5m2-cast": cast("e5m2-cast", torch.float8_e5m2),
 }
 
 
-def sent(codec: WireCodec) -> Rounding:
+def sent(codec: WireCodec) -> WireRounding:
     """A codec of the transports: what its receiver decodes. Rotated numbers are summed as they are, like there.
 
     Its name is the codec's, with the elements of a scale and of a rotation; its block those between which a message may
@@ -43,8 +43,8 @@ def sent(codec: WireCodec) -> Rounding:
 
     name = f"{codec.name}/{codec.block}"
     if not size:
-        return Rounding(name, codec.unit, codec.bits, rounded)
-    return Rounding(
+        return WireRounding(name, codec.unit, codec.bits, rounded)
+    return WireRounding(
         f"{name}+h{size}",
         codec.unit,
         codec.bits,
@@ -78,7 +78,7 @@ def _log2(size: int) -> int:
     return size.bit_length() - 1
 
 
-def get_rounding(name: str, block: int, *, rotate: int = 0) -> Rounding:
+def get_rounding(name: str, block: int, *, rotate: int = 0) -> WireRounding:
     """The codec called ``name`` in blocks of ``block`` (MX and NVFP4 have their own), behind a rotation if ``rotate``.
 
     UsageError for unknown names and sizes that do not fit.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ptqpipe.collectives.simulator.codecs import PLAIN
-from ptqpipe.collectives.simulator.inputs import CANCELLATION, CHUNK, Source
-from ptqpipe.collectives.simulator.schemes import Partials, Rounding, Scheme, get_scheme, owners_of, reduce_of
+from ptqpipe.collectives.simulator.inputs import CANCELLATION, CHUNK, Inputs
+from ptqpipe.collectives.simulator.schemes import Partials, ReduceScheme, WireRounding, get_scheme, owners_of, reduce_of
 from ptqpipe.errors import UsageError
 
 SLAB_NUMBERS = 1 << 24  # partials of all ranks held at a time
@@ -74,13 +74,13 @@ class _Sums:
 class Case:
     """One row to be measured; ``model`` is its closed-form prediction."""
 
-    scheme: Scheme
-    codec: Rounding
+    scheme: ReduceScheme
+    codec: WireRounding
     model: float | None = None
 
 
 def measure(
-    cases: Sequence[Case], *, source: Source, ranks: int, node: int = 8, output: torch.dtype = torch.bfloat16
+    cases: Sequence[Case], *, source: Inputs, ranks: int, node: int = 8, output: torch.dtype = torch.bfloat16
 ) -> list[ErrorRow]:
     """Runs every case over the whole source, exactly; all see the same partials.
 
@@ -113,7 +113,7 @@ def reduced(case: Case, values: torch.Tensor, *, start: int, elements: int, node
     return case.codec.left(result).reshape(-1)[:columns]
 
 
-def _row(case: Case, sums: _Sums, *, source: Source, ranks: int) -> ErrorRow:
+def _row(case: Case, sums: _Sums, *, source: Inputs, ranks: int) -> ErrorRow:
     rms = math.sqrt(sums.energy / sums.count)
     return ErrorRow(
         scheme=case.scheme.name,
@@ -180,20 +180,20 @@ def integer_rounding_error(bits: int, block: int) -> float:
     return math.sqrt(rounded * amax_squared / 12) / qmax
 
 
-def rounding_error(codec: Rounding, *, elements: int = 1 << 18, seed: int = 1) -> float:
+def rounding_error(codec: WireRounding, *, elements: int = 1 << 18, seed: int = 1) -> float:
     """Relative L2 of one rounding of Gaussian numbers, measured."""
     x = torch.randn(elements // codec.block, codec.block, generator=torch.Generator().manual_seed(seed))
     return float((codec.left(codec.rounded(codec.entered(x))) - x).norm() / x.norm())
 
 
-def rounding_of(codec: Rounding) -> float:
+def rounding_of(codec: WireRounding) -> float:
     """Relative L2 of one rounding of Gaussian numbers: by the integral for integers, measured for the others."""
     match = re.fullmatch(r"int(\d)/(\d+)", codec.name)
     return integer_rounding_error(int(match[1]), int(match[2])) if match else rounding_error(codec)
 
 
 def errors_of(
-    source: Source, schemes: Sequence[str], roundings: Sequence[tuple[Rounding, float]], *, ranks: int, node: int
+    source: Inputs, schemes: Sequence[str], roundings: Sequence[tuple[WireRounding, float]], *, ranks: int, node: int
 ) -> list[ErrorRow]:
     """The row of every scheme with every codec, over one source and world.
 
@@ -212,7 +212,7 @@ def errors_of(
     return measure(cases, source=source, ranks=ranks, node=node) if cases else []
 
 
-def _model(scheme: Scheme, rounding: float, source: Source, *, ranks: int, node: int) -> float | None:
+def _model(scheme: ReduceScheme, rounding: float, source: Inputs, *, ranks: int, node: int) -> float | None:
     """The closed form where it applies: independent Gaussian partials, and those that cancel."""
     if source.name not in ("gaussian", "cancelling"):
         return None

@@ -20,7 +20,7 @@ CANCELLATION = 4.0  # norm of all partials over the norm of their sum; 1 for ind
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Inputs:
     """Where partials come from.
 
     name      as a row of a table says it
@@ -72,7 +72,7 @@ DISTRIBUTIONS: dict[str, Draw] = {
 }
 
 
-def drawn(name: str, elements: int, *, seed: int = 0) -> Source:
+def drawn(name: str, elements: int, *, seed: int = 0) -> Inputs:
     """The distribution called ``name``, rounded to bfloat16. UsageError with the known names, or for no elements."""
     if name not in DISTRIBUTIONS:
         raise UsageError(f"unknown data {name!r}; known are {', '.join(DISTRIBUTIONS)}")
@@ -89,10 +89,10 @@ def drawn(name: str, elements: int, *, seed: int = 0) -> Source:
             parts.append(DISTRIBUTIONS[name](ranks, CHUNK, generator)[:, : stop - first])
         return torch.cat(parts, dim=1).bfloat16().float()
 
-    return Source(name, elements, make)
+    return Inputs(name, elements, make)
 
 
-def given(name: str, values: torch.Tensor) -> Source:
+def given(name: str, values: torch.Tensor) -> Inputs:
     """Partials that somebody recorded: ``values [recorded ranks, elements]``; fewer ranks sum neighbours first.
 
     Its `partials` raise UsageError when ``ranks`` does not divide the recorded ones.
@@ -108,10 +108,10 @@ def given(name: str, values: torch.Tensor) -> Source:
         part = values[:, start:stop].float()
         return part.reshape(ranks, recorded // ranks, -1).sum(dim=1).bfloat16().float()
 
-    return Source(name, values.shape[1], make)
+    return Inputs(name, values.shape[1], make)
 
 
-def row_parallel(name: str, x: torch.Tensor, weight: torch.Tensor) -> Source:
+def row_parallel(name: str, x: torch.Tensor, weight: torch.Tensor) -> Inputs:
     """A row-parallel linear: rank r multiplies its slice of the inputs with its slice of the weight.
 
     x       ``[tokens, inner]``
@@ -129,4 +129,4 @@ def row_parallel(name: str, x: torch.Tensor, weight: torch.Tensor) -> Source:
         columns = weight.float().reshape(outer, ranks, -1).permute(1, 2, 0)
         return (rows @ columns).reshape(ranks, -1)[:, start - first * outer : stop - first * outer].bfloat16().float()
 
-    return Source(name, x.shape[0] * outer, make)
+    return Inputs(name, x.shape[0] * outer, make)

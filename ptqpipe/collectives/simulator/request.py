@@ -11,8 +11,8 @@ from itertools import product
 from ptqpipe.collectives.simulator.codecs import get_rounding
 from ptqpipe.collectives.simulator.compare import TimeRow, break_even, compare, schemes_for
 from ptqpipe.collectives.simulator.error import MAX_RANKS, ErrorRow, errors_of, rounding_of
-from ptqpipe.collectives.simulator.inputs import Source, drawn
-from ptqpipe.collectives.simulator.schemes import Rounding, get_scheme
+from ptqpipe.collectives.simulator.inputs import Inputs, drawn
+from ptqpipe.collectives.simulator.schemes import WireRounding, get_scheme
 from ptqpipe.collectives.simulator.time import PLAIN_BYTES
 from ptqpipe.collectives.simulator.topologies import TOPOLOGIES, Topology, get_topology
 from ptqpipe.errors import UsageError
@@ -58,7 +58,7 @@ def names(text: str, known: Callable[[str], object]) -> tuple[str, ...]:
     return found
 
 
-def sources_of(data: str, *, elements: int, seed: int) -> tuple[Source, ...]:
+def sources_of(data: str, *, elements: int, seed: int) -> tuple[Inputs, ...]:
     """Distributions by name. UsageError for unknown ones."""
     return tuple(drawn(name, elements, seed=seed) for name in names(data, lambda n: drawn(n, elements, seed=seed)))
 
@@ -68,7 +68,7 @@ def schemes_of(text: str | None) -> tuple[str, ...]:
     return DEFAULT_SCHEMES if text is None else names(text, get_scheme)
 
 
-def codecs_of(text: str, *, block: int, hadamard: int = 0) -> tuple[Rounding, ...]:
+def codecs_of(text: str, *, block: int, hadamard: int = 0) -> tuple[WireRounding, ...]:
     """Codecs by name. UsageError for unknown ones."""
     known = names(text, lambda name: get_rounding(name, block, rotate=hadamard))
     return tuple(get_rounding(name, block, rotate=hadamard) for name in known)
@@ -89,8 +89,8 @@ class Request:
     """
 
     ranks: tuple[int, ...]
-    codecs: tuple[Rounding, ...]
-    sources: tuple[Source, ...]
+    codecs: tuple[WireRounding, ...]
+    sources: tuple[Inputs, ...]
     schemes: tuple[str, ...]
     topologies: tuple[Topology, ...]
     node: int = 8
@@ -105,8 +105,8 @@ class Request:
 
 def request_of(
     ranks: str,
-    codecs: tuple[Rounding, ...],
-    sources: tuple[Source, ...],
+    codecs: tuple[WireRounding, ...],
+    sources: tuple[Inputs, ...],
     schemes: str | None,
     topologies: str | None,
     node: int,

@@ -5,8 +5,8 @@ and the owner of each unit: the rank whose stripe it lies in. It returns what ev
 before the cast to the model's dtype. All ranks hold the same bits, so there is one result.
 
 Must not know time, topologies, or where partials come from. What a codec does to numbers is its own affair: see
-``Rounding``. Schemes: two-shot and one-shot as in ``ptqpipe.collectives``; ring and semi-loop as EQuARX describes them
-(arXiv 2506.17615: dequantize, add in float32, quantize again, at every hop).
+``WireRounding``. Schemes: two-shot and one-shot as in ``ptqpipe.collectives``; ring and semi-loop as EQuARX describes
+them (arXiv 2506.17615: dequantize, add in float32, quantize again, at every hop).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
+class WireRounding:
     """What sending numbers does to them.
 
     name     as a row of a table says it
@@ -69,10 +69,10 @@ def owners_of(units: int, ranks: int) -> torch.Tensor:
     return torch.arange(units) // stripe
 
 
-Reduce = Callable[[Partials, Rounding], torch.Tensor]
+Reduce = Callable[[Partials, WireRounding], torch.Tensor]
 
 
-def two_shot(parts: Partials, codec: Rounding, *, own_exact: bool = True) -> torch.Tensor:
+def two_shot(parts: Partials, codec: WireRounding, *, own_exact: bool = True) -> torch.Tensor:
     """Every partial is rounded once on its way to the owner, the sum (float32, in rank order) once on its way back.
 
     own_exact  the owner adds its own partial as it is
@@ -80,12 +80,12 @@ def two_shot(parts: Partials, codec: Rounding, *, own_exact: bool = True) -> tor
     return codec.rounded(_sum_of_rounded(parts.values, parts.owners if own_exact else None, codec))
 
 
-def one_shot(parts: Partials, codec: Rounding) -> torch.Tensor:
+def one_shot(parts: Partials, codec: WireRounding) -> torch.Tensor:
     """Every partial goes to every rank; one rounding. Each decodes its own as well, so that all agree."""
     return _sum_of_rounded(parts.values, None, codec)
 
 
-def _sum_of_rounded(values: torch.Tensor, exact: torch.Tensor | None, codec: Rounding) -> torch.Tensor:
+def _sum_of_rounded(values: torch.Tensor, exact: torch.Tensor | None, codec: WireRounding) -> torch.Tensor:
     """float32 ``[units, unit]``: the sum over axis 0 in order; ``exact`` says which of them is not rounded."""
     total: torch.Tensor | None = None
     for rank in range(values.shape[0]):
@@ -97,7 +97,7 @@ def _sum_of_rounded(values: torch.Tensor, exact: torch.Tensor | None, codec: Rou
     return total
 
 
-def ring(parts: Partials, codec: Rounding, *, reduce: bool = True, gather: bool = True) -> torch.Tensor:
+def ring(parts: Partials, codec: WireRounding, *, reduce: bool = True, gather: bool = True) -> torch.Tensor:
     """A unit starts at the rank after its owner and goes round to it, rounded before each of its k - 1 hops.
 
     reduce, gather  whether the reduce-scatter and the all-gather are rounded
@@ -108,12 +108,12 @@ def ring(parts: Partials, codec: Rounding, *, reduce: bool = True, gather: bool 
     return codec.rounded(total) if gather else total
 
 
-def ring_cast(parts: Partials, codec: Rounding) -> torch.Tensor:
+def ring_cast(parts: Partials, codec: WireRounding) -> torch.Tensor:
     """A ring in the codec's own type, as if it were the tensor's: inputs, partial sums and the result are in it."""
     return ring(Partials(codec.rounded(parts.values), parts.owners), codec)
 
 
-def semi_loop(parts: Partials, codec: Rounding) -> torch.Tensor:
+def semi_loop(parts: Partials, codec: WireRounding) -> torch.Tensor:
     """Two chains of half the ring meet at the owner, k/2 hops and (k-1)/2 hops long; then the all-gather."""
     total = parts.of(0)
     for direction, length in ((1, parts.ranks // 2), (-1, (parts.ranks - 1) // 2)):
@@ -126,7 +126,7 @@ def semi_loop(parts: Partials, codec: Rounding) -> torch.Tensor:
     return codec.rounded(total)
 
 
-def hierarchical(parts: Partials, codec: Rounding, *, node: int, inner: bool = True) -> torch.Tensor:
+def hierarchical(parts: Partials, codec: WireRounding, *, node: int, inner: bool = True) -> torch.Tensor:
     """Two-shot among the ``node`` ranks of a machine, then among the machines, then back the same way.
 
     inner  whether the exchange inside a machine is rounded too. The way back is rounded once: the same bytes go on.
@@ -149,7 +149,7 @@ def _plain_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class ReduceScheme:
     """A row of ``SCHEMES``.
 
     reduce    what it does to numbers; needs a node size when ``two_level``
@@ -171,34 +171,34 @@ def _ring_of(*, reduce: bool, gather: bool) -> Reduce:
     return lambda parts, codec: ring(parts, codec, reduce=reduce, gather=gather)
 
 
-SCHEMES: dict[str, Scheme] = {
+SCHEMES: dict[str, ReduceScheme] = {
     scheme.name: scheme
     for scheme in (
-        Scheme("ring-fp32", ring, plain="fp32"),
-        Scheme("ring-bf16", ring, plain="bf16"),
-        Scheme("two-shot-bf16", two_shot, plain="bf16"),
-        Scheme("one-shot", one_shot),
-        Scheme("two-shot", two_shot),
-        Scheme("two-shot-all", lambda parts, codec: two_shot(parts, codec, own_exact=False)),
-        Scheme("hierarchical", None, two_level=True),
-        Scheme("hierarchical-outer", None, two_level=True),  # plain inside a machine
-        Scheme("ring", ring),
-        Scheme("ring-rs", _ring_of(reduce=True, gather=False)),
-        Scheme("ring-ag", _ring_of(reduce=False, gather=True)),
-        Scheme("ring-cast", ring_cast),  # EQuARX's "naive" FP8
-        Scheme("semi-loop", semi_loop),
+        ReduceScheme("ring-fp32", ring, plain="fp32"),
+        ReduceScheme("ring-bf16", ring, plain="bf16"),
+        ReduceScheme("two-shot-bf16", two_shot, plain="bf16"),
+        ReduceScheme("one-shot", one_shot),
+        ReduceScheme("two-shot", two_shot),
+        ReduceScheme("two-shot-all", lambda parts, codec: two_shot(parts, codec, own_exact=False)),
+        ReduceScheme("hierarchical", None, two_level=True),
+        ReduceScheme("hierarchical-outer", None, two_level=True),  # plain inside a machine
+        ReduceScheme("ring", ring),
+        ReduceScheme("ring-rs", _ring_of(reduce=True, gather=False)),
+        ReduceScheme("ring-ag", _ring_of(reduce=False, gather=True)),
+        ReduceScheme("ring-cast", ring_cast),  # EQuARX's "naive" FP8
+        ReduceScheme("semi-loop", semi_loop),
     )
 }
 
 
-def get_scheme(name: str) -> Scheme:
+def get_scheme(name: str) -> ReduceScheme:
     """The scheme called ``name``. UsageError with the known names."""
     if name not in SCHEMES:
         raise UsageError(f"unknown scheme {name!r}; known are {', '.join(SCHEMES)}")
     return SCHEMES[name]
 
 
-def reduce_of(scheme: Scheme, node: int) -> Reduce:
+def reduce_of(scheme: ReduceScheme, node: int) -> Reduce:
     """What the scheme does to numbers, on machines of ``node`` ranks."""
     if scheme.reduce is not None:
         return scheme.reduce
