@@ -9,6 +9,7 @@ The sha256 of the chosen tokens identifies them.
 import hashlib
 import itertools
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
@@ -112,7 +113,8 @@ def load_samples(
             more = max(0, min(more, pool.candidates - count))
         if pool.candidates < count + more:
             wanted = f"{count} and {more} held out" if more else f"{count}"
-            raise _too_few(len(pool.stream), seqlen, wanted, "the data" if len(pools) == 1 else pool.files[0].name)
+            name = "the data" if len(pools) == 1 else pool.files[0].name
+            raise _too_few(len(pool.stream), seqlen, wanted, name, pool.lengths)
         order = torch.randperm(pool.candidates, generator=generator)
         first, then = order[:count].sort().values, order[count : count + more].sort().values
         picked.append((count, pool.choose(torch.cat([first, then]))))
@@ -180,7 +182,8 @@ class _Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """What is chosen from: the tokens of texts in a row, and rows with images; ``ends`` of the files in the stream."""
+    """What is chosen from: the tokens of texts in a row, and rows with images; ``ends`` of the files in the stream, and
+    how many rows have which length."""
 
     files: list[DataFile]
     stream: "array[int]"
@@ -188,6 +191,7 @@ class _Pool:
     shown: "list[_Shown]"
     shown_of: list[int]
     seqlen: int
+    lengths: "Counter[int]"
 
     @property
     def candidates(self) -> int:
@@ -216,7 +220,7 @@ def _read(
     field: str | None,
 ) -> _Pool:
     """The tokens of a source's files. ``see``: what makes tokens of images; None: rows with images are refused."""
-    pool = _Pool([], array("q"), [], [], [], seqlen)
+    pool = _Pool([], array("q"), [], [], [], seqlen, Counter())
     for number, name in enumerate(files):
         rows, total = 0, 0
         for where, value in read_rows(name, field=field):
@@ -228,6 +232,7 @@ def _read(
             else:
                 for tokens in row_tokens(tokenizer, value, where):
                     pool.stream.extend(tokens)
+                    pool.lengths[len(tokens)] += 1
                     total += len(tokens)
             rows += 1
         if not rows:
@@ -291,21 +296,25 @@ def check_samples(names: Sequence[str], model: Path, *, samples: int, seqlen: in
     tokenizer, sources = cache(lambda: load_tokenizer(model)), _sources(names)
     read = partial(read_rows, field=field)
     for (files, _), count in zip(sources, _shares(samples, sources), strict=True):
-        found = 0
+        found, lengths = 0, Counter[int]()
         for where, value in itertools.chain.from_iterable(map(read, files)):
             if found >= count * seqlen:
                 break
-            found += seqlen if shows_images(value) else sum(map(len, row_tokens(tokenizer, value, where)))
+            lengths.update([seqlen] if shows_images(value) else map(len, row_tokens(tokenizer, value, where)))
+            found = sum(length * rows for length, rows in lengths.items())
         if found < count * seqlen:
-            raise _too_few(found, seqlen, f"{count}", "the data" if len(sources) == 1 else files[0])
+            raise _too_few(found, seqlen, f"{count}", "the data" if len(sources) == 1 else files[0], lengths)
 
 
-def _too_few(tokens: int, seqlen: int, wanted: str, name: str) -> UsageError:
+def _too_few(tokens: int, seqlen: int, wanted: str, name: str, lengths: "Counter[int]") -> UsageError:
+    """``lengths``: how many rows have which; rows of one length, as `generate` writes them, say what to ask for."""
     data, weight = ("the data give", "") if name == "the data" else (f"{name} gives", "its weight, ")
-    return UsageError(
-        f"{data} {tokens} tokens, {tokens // seqlen} windows of {seqlen}, expected {wanted}; give more data, or "
-        f"lower {weight}--samples or --seqlen"
-    )
+    remedy = f"give more data, or lower {weight}--samples or --seqlen"
+    length, rows = next(iter(lengths.items()), (0, 0))
+    if len(lengths) == 1 and rows > 1 and length <= seqlen and not weight:
+        samples = rows - rows // (HELD_SHARE + 1)
+        remedy = f"the rows are {rows} windows of {length} tokens: use --samples {samples} --seqlen {length}"
+    return UsageError(f"{data} {tokens} tokens, {tokens // seqlen} windows of {seqlen}, expected {wanted}; {remedy}")
 
 
 def _described(name: str, rows: int, tokens: int, weight: float | None) -> DataFile:

@@ -126,17 +126,30 @@ def transform(given: Given) -> Iterator[Call]:
 
 
 def verify(given: Given, sound: bool) -> Iterator[Call]:
-    """Measure and serve a sound checkpoint; what to do about a fault, the fault itself says."""
+    """Check a sound checkpoint against its model, measure and serve it; of a fault the fault itself says what to do."""
     if not sound:
         return
     if given.source is not None:
         yield "ptqpipe", "eval", given.ckpt, "--source", given.source
+    elif original := _original(given.ckpt):
+        yield "ptqpipe", "verify", given.ckpt, *original
     yield "ptqpipe", "serve", given.ckpt
 
 
 def inspect(given: Given, quantized: bool) -> Iterator[Call]:
     """Check a quantized checkpoint, quantize a plain one."""
-    yield "ptqpipe", "verify" if quantized else "convert", given.ckpt
+    if quantized:
+        yield "ptqpipe", "verify", given.ckpt, *_original(given.ckpt)
+    else:
+        yield "ptqpipe", "convert", given.ckpt
+
+
+def _original(ckpt: str | Path) -> Call:
+    """The model that a checkpoint was made from, where it is found, as an option."""
+    from ptqpipe.stages.report.find import find_source
+
+    found = find_source(Path(ckpt))
+    return () if found is None else ("--source", found)
 
 
 def diff(given: Given, equal: bool, backwards: bool = False) -> Iterator[Call]:
@@ -152,10 +165,13 @@ def doctor(given: Given) -> Iterator[Call]:
 
 
 def evaluate(given: Given, target: Path, quantized: bool) -> Iterator[Call]:
-    """A page of it all; nothing for a plain model, about which there is no report."""
+    """The verdict, which needs the model that it was made from, and a page of it all; nothing for a plain model, about
+    which there is no report."""
     if not quantized:
         return
     source = () if given.source is None else ("--source", given.source)
+    if not source and not given.tasks and (original := _original(given.ckpt)):
+        yield "ptqpipe", "eval", given.ckpt, *original, *(word for text in given.data for word in ("--data", text))
     yield "ptqpipe", "report", given.ckpt, *source, "--eval", target
 
 

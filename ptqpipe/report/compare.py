@@ -132,14 +132,17 @@ def _by_role(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    body = []
+    body, calibrated = [], _calibrated(rows)
     for row in rows:
         r, kl = row.report, row.kl
         interval = kl["interval"] if kl is not None else None
         span = f"{numbers.sci(interval[0])} to {numbers.sci(interval[1])}" if interval else "–"
         cells = [escaped(r.name), r.verdict[0] if r.verdict else "not measured", row.formats]
         cells += [disk_size(r.after_bytes), numbers.plain(r.bits_per_weight), numbers.sci(kl["mean"] if kl else None)]
-        body.append([*cells, span, numbers.plain(row.perplexity), numbers.ratio(r.versus_rtn)])
-    head = ["checkpoint", "verdict", "formats", "size", "bits", "KL", "95 % interval", "perplexity", "output error"]
+        body.append(
+            [*cells, span, numbers.plain(row.perplexity), *([numbers.ratio(r.versus_rtn)] if calibrated else [])]
+        )
+    head = ["checkpoint", "verdict", "formats", "size", "bits", "KL", "95 % interval", "perplexity"]
+    head += ["output error"] if calibrated else []
     lines = [MARKDOWN_MARK, "## Checkpoints compared", table(head, body, text_columns=3)]
     return "\n\n".join([*lines, *(f"- note: {escaped(note)}" for note in notes)]) + "\n"

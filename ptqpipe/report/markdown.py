@@ -60,13 +60,13 @@ def _summary(report: Report) -> str:
     if report.versus_rtn is not None:
         count = sum(weight.versus_rtn is not None for weight in report.weights)
         lines.append(
-            f"- output error {numbers.ratio(report.versus_rtn)} of that of plain rounding on {report.judged}, mean "
+            f"- output error {numbers.ratio(report.versus_rtn)} times that of plain rounding, on {report.judged}, mean "
             f"over {count} calibrated weights"
         )
     if report.blocks:
         lines.append(
-            f"- output error of the decoder layers {numbers.ratio(mean_known(b.ratio for b in report.blocks))} of that "
-            f"of {report.blocks_from} on {report.blocks_judged}, mean over {len(report.blocks)}"
+            f"- output error of the decoder layers {numbers.ratio(mean_known(b.ratio for b in report.blocks))} times "
+            f"that of {report.blocks_from}, on {report.blocks_judged}, mean over {len(report.blocks)}"
         )
     error = decibels(pooled_mse(report.weights))
     if error is not None and report.versus_rtn is None and not report.blocks:

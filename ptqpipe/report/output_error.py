@@ -48,7 +48,7 @@ def tuned_from(record: Mapping[str, Any]) -> str:
         if _mapping(rule).get("scheme") != "keep"
     }
     plain = ways <= {("rtn", "none")} and "start" not in _mapping(record.get("rounding"))
-    return "plain rounding" if plain else "the calibrated codes that tune started from"
+    return "plain rounding" if plain else "the codes before tuning"
 
 
 def tuned_by(record: Mapping[str, Any]) -> str:
@@ -64,7 +64,7 @@ def judgement(record: Mapping[str, Any]) -> list[str]:
     if calibrated:
         ratio, back = mean_known(entry["versus_rtn"] for entry in calibrated), sum(e["reverted"] for e in calibrated)
         lines = [
-            f"output error: {ratio:.3f} of that of plain rounding to nearest on {judged_by(weights)}, mean of "
+            f"output error: {ratio:.3f} times that of plain rounding to nearest, on {judged_by(weights)}, mean of "
             f"{len(calibrated)} weights; {back} of them keep plain rounding, since calibration did not help"
         ]
     return [*lines, *tuned_judgement(record)]
@@ -78,7 +78,7 @@ def tuned_judgement(record: Mapping[str, Any]) -> list[str]:
     judged = samples_text([block.held_out for block in blocks])
     ratio = mean_known(block.ratio for block in blocks)
     return [
-        f"output error of the tuned decoder layers: {ratio:.3f} of that of {tuned_from(record)} on {judged}, mean "
+        f"output error of the tuned decoder layers: {ratio:.3f} times that of {tuned_from(record)}, on {judged}, mean "
         f"of {len(blocks)}"
     ]
 

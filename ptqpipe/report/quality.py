@@ -62,11 +62,11 @@ def _perplexity(report: Report, data: str) -> list[Fact]:
 def _known(report: Report) -> list[Fact]:
     """What stands for quality while nobody has run the model: the error that its codes were chosen to make small."""
     if report.versus_rtn is not None:
-        beside = f"of that of plain rounding, on {report.judged}"
+        beside = f"times that of plain rounding, on {report.judged}"
         return [Fact("Output error of the layers", numbers.ratio(report.versus_rtn), beside)]
     ratio = mean_known(block.ratio for block in report.blocks)
     if ratio is not None:
-        beside = f"of that of {report.blocks_from}, on {report.blocks_judged}"
+        beside = f"times that of {report.blocks_from}, on {report.blocks_judged}"
         return [Fact("Output error of the layers", numbers.ratio(ratio), beside)]
     error = decibels(pooled_mse(report.weights))
     return [] if error is None else [Fact("Weight error", f"{numbers.db(error)} dB", "signal to quantization noise")]

@@ -144,7 +144,7 @@ def _line(cells: Sequence[str]) -> str:
 
 def header_text(tokens: int) -> str:
     """What stands above the rows: what they show, and the headings."""
-    what = f"Perplexity on {tokens} held-out tokens; head, embeddings, norms stay in bfloat16"
+    what = f"Perplexity on {tokens:,} held-out tokens; head, embeddings, norms stay in bfloat16"
     return "\n".join([what, "", _line([one[0] for one in _COLUMNS]), _line(["-" * one[1] for one in _COLUMNS])])
 
 

@@ -156,6 +156,20 @@ def test_bad_data_is_one_line(name: str, content: bytes | None, message: str, to
         sampled(tmp_path / name, tokenizer)
 
 
+def test_too_few_rows_of_one_length_say_what_to_ask_for(tokenizer: Path, tmp_path: Path) -> None:
+    """As `generate` writes them: 16 windows and 2 more to hold out, of 8 tokens each."""
+    rows = tmp_path / "own.jsonl"
+    rows.write_text("".join(json.dumps({"input_ids": [*range(8)]}) + "\n" for _ in range(18)))
+    said = "give 144 tokens, 9 windows of 16, expected 128.*; the rows are 18 windows of 8 tokens: "
+    said += "use --samples 16 --seqlen 8$"
+    with pytest.raises(UsageError, match=said):
+        load_samples([str(rows)], tokenizer, samples=128, seqlen=16)
+    with pytest.raises(UsageError, match=said):
+        check_samples([str(rows)], tokenizer, samples=128, seqlen=16)
+    found = load_samples([str(rows)], tokenizer, samples=16, seqlen=8, holdout=None)
+    assert (len(found.windows), len(found.held_out)) == (16, 2)
+
+
 def test_a_missing_field_is_named(tokenizer: Path, tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", {"text": "w1"}, {"txt": "w2"})
     with pytest.raises(UsageError, match=r"line 2 has txt, not 'text'; choose one with --field"):

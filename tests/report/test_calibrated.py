@@ -61,7 +61,7 @@ def test_calibrated_models_are_judged_by_their_output_error(pair: tuple[Path, Pa
     assert plain[:4] == ["Quality not measured", "Bits per weight", "Weight error", "Scales proven optimal"]
     assert not {"Output error", "What calibration gained"} & set(plain)
     _, summary = make_report(folder, source=pair[0], out=tmp_path / "x.html")
-    assert "output error 0.250 of plain rounding's on held-out samples\n" in summary
+    assert "output error 0.250 times plain rounding's, on held-out samples\n" in summary
     for entry in record["weights"].values():
         entry["held_out"] = False
     (folder / "ptqpipe.json").write_text(json.dumps(record))
@@ -88,13 +88,13 @@ def test_blocks_of_learned_codes_are_judged_by_what_tune_measured(pair: tuple[Pa
     assert heads[1] == "Output error of layers"
     assert "Scales proven optimal" not in heads
     assert "0.625" in text
-    assert "of that of plain rounding" in text
-    assert "decoder layers 0.625 of that of plain rounding on held-out samples" in render_markdown(report)
+    assert "times that of plain rounding" in text
+    assert "decoder layers 0.625 times that of plain rounding, on held-out samples" in render_markdown(report)
     record["recipe"]["rules"][0]["algorithm"] = "gptq"
     record["rounding"]["blocks"]["model.layers.0"]["held_out"] = False
     (folder / "ptqpipe.json").write_text(json.dumps(record))
     told = render_markdown(gather(folder))
-    assert "of the calibrated codes that tune started from on held-out samples where there were any" in told
+    assert "that of the codes before tuning, on held-out samples where there were any" in told
     record["rounding"]["blocks"] = ["no", "mapping"]
     (folder / "ptqpipe.json").write_text(json.dumps(record))
     assert "does not show what their layers gained" in render_html(gather(folder))

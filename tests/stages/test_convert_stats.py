@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.qtensor import QTensor
 from ptqpipe.recipe import RecipeOptions
 from ptqpipe.stages.common.outputs import QuantizeUnit
+from ptqpipe.stages.convert import text as convert_text
 from ptqpipe.stages.convert.prepare import prepare
 from ptqpipe.stages.convert.run import Conversion, convert
 from ptqpipe.stages.convert.text import plan_text
+from ptqpipe.stages.verify import text as verify_text
 from ptqpipe.stages.verify.run import verify
 from tests import tiny
 from tests.algorithms.inputs import correlated, inputs_of_llama, write_statistics
@@ -177,11 +180,11 @@ def test_what_the_gate_did_is_printed_and_reported(model: Path, tmp_path: Path) 
     folder, _ = held_out(model, tmp_path / "alike", alike=True)
     out = tmp_path / "out"
     done = CliRunner().invoke(main, ["convert", str(model), "-o", str(out), "--stats", str(folder), "-q"])
-    assert "of plain rounding to nearest on held-out samples, mean of 14 weights; 0 of them keep plain" in done.output
+    assert "of plain rounding to nearest, on held-out samples, mean of 14 weights; 0 of them keep plain" in done.output
     page = tmp_path / "report.md"
     told = CliRunner().invoke(main, ["report", str(out), "--kind", "md", "-o", str(page)])
     assert told.exit_code == 0, told.output
-    assert "of that of plain rounding on held-out samples, mean over 14 calibrated weights" in page.read_text()
+    assert "times that of plain rounding, on held-out samples, mean over 14 calibrated weights" in page.read_text()
 
 
 def columns(output: str) -> list[str]:
@@ -199,14 +202,14 @@ def test_calibrated_weights_are_judged_by_their_output_error_first(
     told = invoked("convert", model, "-o", tmp_path / "out", "--stats", folder, "-q")
     weights = json.loads((tmp_path / "out" / "ptqpipe.json").read_text())["weights"]
     assert columns(told) == [
-        "role", "format", "output error", "count", "bits", "SQNR dB", "rel. MSE", "vs abs-max",
+        "role", "format", "output error", "count", "bits", "SQNR dB", "vs abs-max",
     ]  # fmt: skip
     ratios = [entry["versus_rtn"] for name, entry in weights.items() if "o_proj" in name]
     assert re.search(rf"^o_proj +nvfp4 +{sum(ratios) / len(ratios):.3f} ", told, re.MULTILINE)
     every = [entry["versus_rtn"] for entry in weights.values()]
     first = next(line for line in told.splitlines() if "output error" in line)
     assert first.startswith(
-        f"output error: {sum(every) / len(every):.3f} of that of plain rounding to nearest on {words}"
+        f"output error: {sum(every) / len(every):.3f} times that of plain rounding to nearest, on {words}"
     )
     assert "proven" not in told
     verified = invoked("verify", tmp_path / "out", "--source", model)
@@ -223,7 +226,7 @@ def test_calibrated_weights_are_judged_by_their_output_error_first(
 def test_weights_without_statistics_are_shown_as_before(model: Path, tmp_path: Path) -> None:
     told = invoked("convert", model, "-o", tmp_path / "out", "-q")
     assert columns(told) == [
-        "role", "format", "scales proven", "count", "SQNR dB", "rel. MSE", "vs abs-max", "bits",
+        "role", "format", "proven", "count", "SQNR dB", "vs abs-max", "bits",
     ]  # fmt: skip
     assert "optimal" in told
     assert "output error" not in told + invoked("verify", tmp_path / "out", "--source", model)
@@ -233,7 +236,7 @@ def test_weighted_scales_are_proven_and_said_to_be(model: Path, stats: Path, tmp
     """Nearest codes at scales that a search proves: there the word has a meaning."""
     words = ("--stats", stats, "--algorithm", "rtn")
     told = invoked("convert", model, "-o", tmp_path / "out", *words, "-q")
-    assert columns(told)[:4] == ["role", "format", "scales proven", "output error"]
+    assert columns(told)[:4] == ["role", "format", "proven", "output error"]
     assert "optimal" in told
     block = json.loads(invoked("convert", model, "-o", tmp_path / "b", *words, "--weighting", "block", "--json"))
     assert {row["proven"] for row in block["roles"]} == {None}
@@ -572,3 +575,23 @@ def test_a_finished_conversion_holds_no_file_of_source_or_statistics(model: Path
         prepared.statistics.of("model.layers.0.mlp.down_proj")
         assert open_in(stats) != []
     assert open_in(stats) == open_in(model) == []
+
+
+def test_the_widest_tables_fit_80_columns(tmp_path: Path) -> None:
+    """The longest names of roles and formats, in a calibrated mixture."""
+    row = {"role": "experts.down_proj", "format": "fp8_channel", "sqnr_db": 32.64, "relative_mse": 5e-4, "count": 99999}
+    row |= {"versus_absmax": 0.797, "bits_per_weight": 8.062, "proven": None}
+    for ratio, by_data, proven in ((None, False, True), (0.25, True, None)):
+        text = convert_text._roles_table([{**row, "versus_rtn": ratio, "proven": proven}], by_data=by_data)
+        assert max(map(len, text.splitlines())) <= 80
+    weights = [
+        verify_text.WeightReport(
+            "model.layers.0.mlp.experts.0.down_proj.weight", "fp8_channel", (8, 8), 5e-4, 1.0, 0.8, versus_rtn=ratio
+        )
+        for ratio in (None, 0.25)
+    ]
+    for weight in weights:
+        report = verify_text.VerifyReport(tmp_path, tmp_path, "c", True, False, (), (weight,), 0, 0, 0.1)
+        assert max(map(len, verify_text._weights_table(report).splitlines()[:3])) <= 80
+        alone = verify_text._weights_table(replace(report, source=None, weights=(replace(weight, relative_mse=None),)))
+        assert "-" not in alone.splitlines()[2].split()

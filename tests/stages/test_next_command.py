@@ -147,8 +147,8 @@ def test_what_tune_gained_is_said_before_the_error_of_the_weights(model: Path, w
     ratios = [entry["learned_loss"] / entry["start_loss"] if entry["kept"] else 1.0 for entry in blocks]
     words = "held-out samples" if all(entry["held_out"] for entry in blocks) else "the calibration samples"
     mean = f"{sum(ratios) / len(ratios):.3f}"
-    start = "the calibrated codes that tune started from"
-    line = f"output error of the tuned decoder layers: {mean} of that of {start} on {words}"
+    start = "the codes before tuning"
+    line = f"output error of the tuned decoder layers: {mean} times that of {start}, on {words}"
     assert told.index(line) < told.index("SQNR dB")
     assert "proven" not in told
     found = json.loads(ran("convert", model, "--rounding", w4a4, "-o", tmp_path / "json", "--json"))
@@ -373,6 +373,12 @@ def test_the_commands_that_a_checkpoint_leads_to_are_real_calls(model: Path, tmp
     assert "vllm" not in {program for program, *_ in own}
     assert offered(ran("verify", out, "--source", model))[0] == ["ptqpipe", "eval", str(out), "--source", str(model)]
     assert "sound" in pasted(ran("inspect", out))
+    assert "--source" not in pasted(ran("inspect", out)).splitlines()[-1]  # the model is not found elsewhere
+    beside = tmp_path / model.name
+    shutil.copytree(model, beside)
+    for looked in ("inspect", "verify"):
+        assert offered(ran(looked, out))[0] == ["ptqpipe", "verify", str(out), "--source", str(beside)]
+    shutil.rmtree(beside)
     assert offered(ran("inspect", model))[0] == ["ptqpipe", "convert", str(model)]
     page = offered(ran("report", out, "-o", tmp_path / "a page.html"))[0][1]
     assert Path(page).is_file()

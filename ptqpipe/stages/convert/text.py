@@ -23,8 +23,7 @@ from ptqpipe.stages.common import (
 from ptqpipe.stages.convert.run import Conversion
 
 _WEIGHT_ERROR = (
-    "SQNR, rel. MSE and vs abs-max are errors of the weights, which codes that are chosen by data let grow where "
-    "inputs are small"
+    "SQNR and vs abs-max are errors of the weights, which codes that are chosen by data let grow where inputs are small"
 )
 
 
@@ -277,14 +276,14 @@ def _roles_table(roles: list[dict[str, Any]], *, by_data: bool) -> str:
     proven = {True: "optimal", False: "no", None: "-"}
     rows = []
     for row in roles:
-        error = [f"{row['sqnr_db']:.2f}", number(row["relative_mse"]), f"{row['versus_absmax']:.3f}"]
+        error = [f"{row['sqnr_db']:.2f}", f"{row['versus_absmax']:.3f}"]
         ratio = "-" if row["versus_rtn"] is None else f"{row['versus_rtn']:.3f}"
         bits = f"{row['bits_per_weight']:.3f}"
         cells = [row["role"], row["format"], *([proven[row["proven"]]] if provable else [])]
         cells += [ratio] if calibrated else []
         rows.append([*cells, str(row["count"]), *([bits, *error] if by_data else [*error, bits])])
-    head = ["role", "format", *(["scales proven"] if provable else [])]
-    error = ["SQNR dB", "rel. MSE", "vs abs-max"]
+    head = ["role", "format", *(["proven"] if provable else [])]
+    error = ["SQNR dB", "vs abs-max"]
     head += ["output error"] if calibrated else []
     head += ["count", *(["bits", *error] if by_data else [*error, "bits"])]
     return table(head, rows, left=2 + provable)

@@ -259,11 +259,12 @@ def _summary(report: Report) -> str:
     error = decibels(pooled_mse(report.weights))
     parts = [f"{len(report.weights)} weights at {report.bits_per_weight:.3f} bits", f"{len(report.kept)} tensors kept"]
     if report.versus_rtn is not None:
-        parts.append(f"output error {report.versus_rtn:.3f} of plain rounding's on {report.judged}")
+        parts.append(f"output error {report.versus_rtn:.3f} times plain rounding's, on {report.judged}")
     tuned = mean_known(block.ratio for block in report.blocks)
     if tuned is not None:
         parts.append(
-            f"the decoder layers' output error {tuned:.3f} of that of {report.blocks_from} on {report.blocks_judged}"
+            f"the decoder layers' output error {tuned:.3f} times that of {report.blocks_from}, on "
+            f"{report.blocks_judged}"
         )
     by_data = report.versus_rtn is not None or tuned is not None
     parts += [f"weight error {error:.2f} dB"] if error is not None and not by_data else []

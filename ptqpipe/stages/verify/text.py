@@ -143,8 +143,7 @@ def _weights_table(report: VerifyReport) -> str:
         output = mean_known(w.versus_rtn for w in members)
         cells = [
             "-" if mean is None else f"{decibels(mean):.2f}",
-            "-" if mean is None else number(mean),
-            number(max(errors)) if errors else "-",
+            *([] if calibrated else [number(max(errors)) if errors else "-"]),
             "-" if versus is None else f"{versus:.3f}",
         ]
         rows.append(
@@ -157,8 +156,8 @@ def _weights_table(report: VerifyReport) -> str:
                 *([_proof_text(proofs)] if report.optimal else []),
             ]
         )
-    header = ["role", "format", "weights", *(["output error"] if calibrated else [])]
-    header += ["SQNR dB", "rel. MSE", "largest", "vs abs-max"] if measured else []
+    header = ["role", "format", "count", *(["output error"] if calibrated else [])]
+    header += ["SQNR dB", *([] if calibrated else ["largest"]), "vs abs-max"] if measured else []
     header += ["optimal"] if report.optimal else []
     lines = [table(header, rows, left=2)]
     if calibrated:
