@@ -11,37 +11,50 @@ Source: the asymmetric calibration of GPTAQ (Li et al. 2025, arXiv 2504.02692), 
 inputs column by column; here it is one solve before GPTQ, which then is GPTQ as it was.
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from ptqpipe.algorithms.metric import DAMPING, check_moment, make_metric
+from ptqpipe.algorithms.metric import Metric, check_moment
 from ptqpipe.errors import FormatError, NumericsError
 
 
-def target(
-    w: torch.Tensor,
+def targets(
+    weights: Sequence[torch.Tensor],
     moment: torch.Tensor,
     cross: torch.Tensor,
     *,
-    damping: float = DAMPING,
+    metric: Metric,
     name: str = "the input",
-) -> torch.Tensor:
-    """T float32 [N, K] for a weight ``w`` [N, K].
+) -> list[torch.Tensor]:
+    """T float32 [N, K] for each of the ``weights`` [N, K] that are given one input.
 
     moment   float32 [K, K] E[x' x'^T] of the input that there will be
-    cross    float32 [K, K] E[x x'^T], x the input that the weight was made for
-    damping  share of the mean diagonal of ``moment``: how much T prefers to stay at w; more where ``make_metric`` needs
-             more
+    cross    float32 [K, K] E[x x'^T], x the input that the weights were made for
+    metric   of ``moment``: its damping is how much T prefers to stay at w
 
-    Raises NumericsError for moments that are not finite or all zero, FormatError for one of another shape.
+    The two triangular solutions are in float32: what they round is far below the damping.
+    Raises NumericsError for moments that are not finite, FormatError for one of another shape.
     """
     check_moment(moment, name)
-    if cross.shape != moment.shape or w.shape[1] != moment.shape[0]:
+    if cross.shape != moment.shape or any(w.shape[1] != len(moment) for w in weights):
+        shapes = " and ".join(str(list(w.shape)) for w in weights)
         raise FormatError(
-            f"the moments of {name} are {list(moment.shape)} and {list(cross.shape)}, the weight is {list(w.shape)}"
+            f"the moments of {name} are {list(moment.shape)} and {list(cross.shape)}, the weights are {shapes}"
         )
     if not bool(torch.isfinite(cross).all()):
         raise NumericsError(f"the cross moment of {name} is not finite; run in float32")
-    damped = make_metric(moment, damping=damping, name=name).moment.double()
-    # (H + d) is symmetric: (C - H) (H + d)^-1 is the transpose of the solution for (C - H)^T.
-    change = torch.cholesky_solve((cross.double() - moment.double()).t(), torch.linalg.cholesky(damped))
-    return (w.double() + w.double() @ change.t()).float()
+    floats, difference = [w.float() for w in weights], cross - moment
+    if sum(len(w) for w in floats) < len(moment):  # fewer right sides than columns
+        return [w + _divided(w @ difference, metric) for w in floats]
+    change = _divided(difference, metric)
+    return [torch.addmm(w, w, change) for w in floats]
+
+
+def _divided(rows: torch.Tensor, metric: Metric) -> torch.Tensor:
+    """``rows`` [n, K] (H + d)^-1, by the factors of H + d that the metric has."""
+    sides = torch.linalg.solve_triangular(
+        metric.factor, rows.t()[metric.order], upper=True, unitriangular=True
+    ) / metric.weight.unsqueeze(1)
+    found = torch.linalg.solve_triangular(metric.factor.t(), sides, upper=False, unitriangular=True)
+    return torch.empty_like(found).index_copy_(0, metric.order, found).t()

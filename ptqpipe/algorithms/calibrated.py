@@ -48,13 +48,13 @@ from ptqpipe.search import get_search
 class Feedback:
     """How an algorithm chooses codes in the metric of an input.
 
-    prepare       (moments of an input, name of the first weight that has it) -> its metric, on the device that computes
+    prepare       number of a weight in the unit -> the metric of its input, on the device that computes
     choose        (rows [n, K], metric, global scale, what gives the nearest codes of rows at weighted scales, moments
                   of the gradients at the outputs of these rows or None) -> codes
     moves_scales  whether the block scales may be others than those of the search
     """
 
-    prepare: Callable[[Moments, str], Metric]
+    prepare: Callable[[int], Metric]
     choose: Callable[
         [torch.Tensor, Metric, torch.Tensor | None, Callable[[torch.Tensor], QTensor], Sequence[torch.Tensor] | None],
         QTensor,
@@ -97,21 +97,15 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
 
     Raises NumericsError for unusable weights or moments, FormatError for moments of another width.
     """
-    fmt, options, inputs = task.fmt, task.options, task.inputs or ()
-    for weight, moments, name in zip(task.weights, inputs, task.names, strict=True):
-        _check_width(weight, moments, name)
-    plain, g, versus_plain = _global_scale(task, inputs)
-    one = None
-    if fmt.one_scale:
-        whole, h = joint(gather(task.weights, task.device)), _importance(inputs[0], task)
-        one = search_scales(whole, fmt, search=task.search, importance=h)
-    scales = _Scales(g, plain, one)
+    options, inputs = task.options, task.inputs or ()
+    scales, versus_plain = _searched(task, inputs)
+    g, one = scales.g, scales.joint
     errors, records = [], []
     metric: Metric | None = None
-    for index, (weight, moments, name) in enumerate(zip(task.weights, inputs, task.names, strict=True)):
+    for index, (weight, moments) in enumerate(zip(task.weights, inputs, strict=True)):
         if feedback is not None and (index == 0 or moments.second_moment is not inputs[index - 1].second_moment):
             metric = None  # the old one goes before the new one comes
-            metric = _prepare(feedback, moments, name)
+            metric = _prepare(feedback, index, task.names[index])
         rows, error, record = _weight(weight, moments, task, scales, feedback, metric)
         for start, q in rows:
             task.sink(index, start, q)
@@ -126,9 +120,33 @@ def quantize(task: Task, feedback: Feedback | None = None) -> UnitResult:
     return UnitResult(None if g is None else float(g), versus_plain, tuple(errors), proven, promises, tuple(records))
 
 
-def _prepare(feedback: Feedback, moments: Moments, name: str) -> Metric:
+def choose(task: Task, feedback: Feedback) -> None:
+    """Sends the codes that ``feedback`` chooses to the sink, whatever plain rounding would cost: the caller judges.
+    Raises as `quantize` does."""
+    inputs = task.inputs or ()
+    scales, _ = _searched(task, inputs)
+    for index, (weight, moments) in enumerate(zip(task.weights, inputs, strict=True)):
+        metric, nearest = _prepare(feedback, index, task.names[index]), _nearest(moments, task, scales)
+        for start, stop in _runs(weight, moments, task.fmt):
+            w, outputs = weight.rows(start, stop).to(task.device), _between(moments.outputs, start, stop)
+            task.sink(index, start, feedback.choose(w, metric, scales.g, nearest, outputs))
+
+
+def _searched(task: Task, inputs: Sequence[Moments]) -> tuple[_Scales, float]:
+    """(the scales that all weights share, weighted error at that global scale divided by that at the plain one)."""
+    for weight, moments, name in zip(task.weights, inputs, task.names, strict=True):
+        _check_width(weight, moments, name)
+    plain, g, versus_plain = _global_scale(task, inputs)
+    one = None
+    if task.fmt.one_scale:
+        whole, h = joint(gather(task.weights, task.device)), _importance(inputs[0], task)
+        one = search_scales(whole, task.fmt, search=task.search, importance=h)
+    return _Scales(g, plain, one), versus_plain
+
+
+def _prepare(feedback: Feedback, index: int, name: str) -> Metric:
     try:
-        return feedback.prepare(moments, name)
+        return feedback.prepare(index)
     except NumericsError as error:
         raise NumericsError(str(error), weight=name) from None
 
@@ -191,20 +209,10 @@ def _weight(
     weight: Weight, moments: Moments, task: Task, scales: _Scales, feedback: Feedback | None, metric: Metric | None
 ) -> tuple[list[tuple[int, QTensor]], WeightError, dict[str, Any]]:
     """(row runs of the better of the calibrated and the plain weight, its errors, its fields of the record)."""
-    fmt, options = task.fmt, task.options
+    fmt = task.fmt
     device = torch.device("cpu") if metric is None else metric.moment.device
     judge = (moments if moments.held_out is None else moments.held_out).to(device)
-    h = _importance(moments, task)
-    blocks = None
-    if options.weighting == "block":
-        blocks = block_objective.moments_for(fmt, full=moments.full_moment, blocks=moments.block_moment).to(device)
-
-    def nearest(w: torch.Tensor) -> QTensor:
-        if blocks is None:
-            return scales.nearest(w, fmt, task.search, h)
-        chosen = block_objective.search(w, fmt, moments=blocks, global_scale=scales.g)
-        return encode_rows(w, chosen, fmt, global_scale=scales.g)
-
+    nearest = _nearest(moments, task, scales)
     made: list[tuple[int, QTensor]] = []
     simple: list[tuple[int, QTensor]] = []
     errors, base = _Errors(), _Errors()
@@ -234,6 +242,20 @@ def _weight(
         "held_out": moments.held_out is not None,
     }
     return rows, error, record
+
+
+def _nearest(moments: Moments, task: Task, scales: _Scales) -> Callable[[torch.Tensor], QTensor]:
+    """What gives the nearest codes of rows at scales that the moments of their input weight."""
+    fmt, h = task.fmt, _importance(moments, task)
+    if task.options.weighting != "block":
+        return lambda w: scales.nearest(w, fmt, task.search, h)
+    blocks = block_objective.moments_for(fmt, full=moments.full_moment, blocks=moments.block_moment)
+
+    def nearest(w: torch.Tensor) -> QTensor:
+        chosen = block_objective.search(w, fmt, moments=blocks.to(w.device), global_scale=scales.g)
+        return encode_rows(w, chosen, fmt, global_scale=scales.g)
+
+    return nearest
 
 
 class _Errors:

@@ -36,6 +36,7 @@ from ptqpipe.algorithms.unit import Task, UnitResult
 from ptqpipe.errors import FormatError, NumericsError
 from ptqpipe.formats import Format
 from ptqpipe.inputs import Moments
+from ptqpipe.options import CodeOptions
 from ptqpipe.qtensor import QTensor, check_finite, code_values
 
 GROUP_SWEEPS = 1  # of refinement for a group of rows, where there are groups
@@ -44,18 +45,23 @@ BELOW, ABOVE = 6, 8  # scales tried beside the one that just does not clip
 
 def quantize(task: Task) -> UnitResult:
     """Quantizes a unit by error feedback in the metric of every weight's input. NumericsError for unusable moments."""
+    inputs = task.inputs or ()
+
+    def prepare(index: int) -> Metric:
+        return metric_of(inputs[index], task.fmt, task.options, device=task.device, name=task.names[index])
+
+    return calibrated.quantize(task, _feedback(task, prepare))
+
+
+def choose(task: Task, metrics: Sequence[Metric]) -> None:
+    """The same in ``metrics``, one for each weight (`metric_of`), without a comparison with plain rounding: for a
+    caller that judges the codes itself."""
+    calibrated.choose(task, _feedback(task, metrics.__getitem__))
+
+
+def _feedback(task: Task, prepare: Callable[[int], Metric]) -> calibrated.Feedback:
     fmt, options = task.fmt, task.options
     entry = at_entry(options.scales, fmt)
-
-    def prepare(moments: Moments, name: str) -> Metric:
-        if moments.full_moment is None:
-            raise NumericsError(
-                f"gptq needs the full second moment of the input of '{name}'; calibrate with --moments "
-                "diagonal,full, or convert with --algorithm rtn"
-            )
-        moment = moments.full_moment.to(task.device)
-        order = descending(moment, group=fmt.block[1] if entry else 1) if options.order == "static" else None
-        return make_metric(moment, damping=options.damping, order=order, name=f"the input of '{name}'")
 
     def choose(
         w: torch.Tensor,
@@ -78,7 +84,21 @@ def quantize(task: Task) -> UnitResult:
         return two_sided.codes(w, outputs, one_sided) if outputs is not None and two else one_sided(w)
 
     moves = entry or bool(options.refine and has_block_scales(fmt))
-    return calibrated.quantize(task, calibrated.Feedback(prepare, choose, moves_scales=moves))
+    return calibrated.Feedback(prepare, choose, moves_scales=moves)
+
+
+def metric_of(moments: Moments, fmt: Format, options: CodeOptions, *, device: torch.device, name: str) -> Metric:
+    """The metric of the input of the weight ``name``, in the order in which its columns are visited. NumericsError for
+    unusable moments."""
+    if moments.full_moment is None:
+        raise NumericsError(
+            f"gptq needs the full second moment of the input of '{name}'; calibrate with --moments "
+            "diagonal,full, or convert with --algorithm rtn"
+        )
+    moment = moments.full_moment.to(device)
+    group = fmt.block[1] if at_entry(options.scales, fmt) else 1
+    order = descending(moment, group=group) if options.order == "static" else None
+    return make_metric(moment, damping=options.damping, order=order, name=f"the input of '{name}'")
 
 
 def at_entry(scales: str, fmt: Format) -> bool:

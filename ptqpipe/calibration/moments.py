@@ -19,6 +19,7 @@ from ptqpipe.statistics import BLOCK, QUANTILES
 BINS = 1 << 15
 QUANTILE_ERROR = 2.0**-7  # relative, half of it on average
 MAX_ROWS = 8192  # rows that one float32 product may sum
+_STRIPE = 256  # rows of a symmetric product that are computed together
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class Moments:
             bins = magnitude.float().view(torch.int32).bitwise_right_shift_(16)
             self.histogram += torch.bincount(bins.flatten(), minlength=BINS)
         if self.gram is not None:
-            self.gram += x.t() @ x
+            self.gram += symmetric(x, x)
         elif self.block_gram is not None:
             blocks = x.view(x.shape[0], -1, BLOCK).transpose(0, 1)  # [K/16, tokens, 16]
             self.block_gram += blocks.transpose(1, 2) @ blocks
@@ -126,6 +127,18 @@ class Moments:
         elif self.block_gram is not None:
             found["block_moment"] = self.block_gram / count
         return {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in found.items()}
+
+
+def symmetric(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x^T y [K, K] of rows [tokens, K] of which it is symmetric: what lies below the diagonal is not computed, but for
+    a stripe beside it."""
+    columns = x.shape[1]
+    found = x.new_empty(columns, columns)
+    for start in range(0, columns, _STRIPE):
+        stop = min(start + _STRIPE, columns)
+        found[start:stop, start:] = x[:, start:stop].t() @ y[:, start:]
+        found[stop:, start:stop] = found[start:stop, stop:].t()
+    return found
 
 
 def _diagonal_blocks(gram: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from ptqpipe.calibration.capture import StopForward
 from ptqpipe.calibration.experts import Observer, observe
+from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.runner import Block
 from ptqpipe.errors import NumericsError
 from ptqpipe.rotation import rotated
@@ -80,7 +81,7 @@ def paired_moments(
     NumericsError for inputs that are not finite.
     """
     leaders: dict[str, str] = {}
-    sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    sums: dict[tuple[str, int], torch.Tensor] = {}  # float64
     tokens = 0
     for batch in batches:
         exact = _inputs(block, modules, {}, block.inputs(batch), batch, {})
@@ -90,10 +91,11 @@ def paired_moments(
         for name in dict.fromkeys(leaders.values()):
             x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, found))
             x = rotated(x, quantizers[name].rotation) if name in quantizers else x
-            outer, cross = (seen.t() @ seen).double(), (x.t() @ seen).double()
-            sums[name] = (sums[name][0] + outer, sums[name][1] + cross) if name in sums else (outer, cross)
+            for place, product in enumerate((symmetric(seen, seen), x.t() @ seen)):
+                sums.setdefault((name, place), torch.zeros_like(product, dtype=torch.float64)).add_(product)
         tokens += exact[modules[0]].shape[:-1].numel()
-    means = {name: Paired(*((total / tokens).float() for total in pair)) for name, pair in sums.items()}
+    names = dict.fromkeys(leaders.values())
+    means = {name: Paired(*((sums[name, place] / tokens).float() for place in (0, 1))) for name in names}
     for name, pair in means.items():
         if not bool(torch.isfinite(pair.moment).all()) or not bool(torch.isfinite(pair.cross).all()):
             raise NumericsError(f"the input of '{block.name}.{name}' is not finite; check the model's weights")

@@ -29,6 +29,7 @@ import torch
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.data import Samples
 from ptqpipe.calibration.merge import merge_added
+from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
@@ -256,7 +257,7 @@ class _Sums:
         """Adds gradients [tokens, m] and what each token counts [tokens]."""
         weighted = g * energy.unsqueeze(1)
         pairs = zip(torch.split(g, OUT_ROWS, dim=1), torch.split(weighted, OUT_ROWS, dim=1), strict=True)
-        outer = [(run.t() @ other).double() for run, other in pairs]
+        outer = [symmetric(run, other).double() for run, other in pairs]
         self.outer = [a.add_(b) for a, b in zip(self.outer, outer, strict=True)] if self.outer else outer
         self.total += float(energy.double().sum())
 

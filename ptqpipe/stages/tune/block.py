@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ptqpipe.algorithms import Matrix, Task, asymmetric, gptq, joined
+from ptqpipe.algorithms.metric import Metric
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.collect import Collector
 from ptqpipe.calibration.paired import Paired, call_order, paired_moments, quantized_inputs
@@ -260,24 +261,29 @@ def _follow_unit(
 ) -> dict[str, QTensor]:
     """Key -> the codes of one unit, given the moments of every member's input."""
     options = replace(by_data(unit), algorithm="gptq")
-    shared: dict[int, Moments] = {}
-    targets, inputs = [], []
-    for member, pair, gradients in zip(unit.members, moments, outputs, strict=True):
-        w, name = work.weights[member.key].float(), f"the input of '{member.weight}'"
-        full = asymmetric.target(w, pair.moment, pair.cross, damping=options.damping, name=name)
-        targets.append(w + share * (full - w))
-        of_input = shared.setdefault(id(pair), Moments(pair.moment.diagonal().clone(), full_moment=pair.moment))
-        inputs.append(of_input if gradients is None else replace(of_input, outputs=gradients))
+    targets: dict[str, torch.Tensor] = {}
+    inputs: dict[str, Moments] = {}
+    metrics: dict[str, Metric] = {}
+    for pair in {id(pair): pair for pair in moments}.values():
+        sharing = [m for m, its in zip(unit.members, moments, strict=True) if its is pair]
+        weights, name = [work.weights[m.key].float() for m in sharing], sharing[0].weight
+        of_input = Moments(pair.moment.diagonal().clone(), full_moment=pair.moment)
+        metric = gptq.metric_of(of_input, unit.scheme.fmt, options, device=pair.moment.device, name=name)
+        full = asymmetric.targets(weights, pair.moment, pair.cross, metric=metric, name=f"the input of '{name}'")
+        for member, w, found in zip(sharing, weights, full, strict=True):
+            targets[member.key] = w + share * (found - w)
+            inputs[member.key], metrics[member.key] = of_input, metric
     runs: dict[tuple[int, int], QTensor] = {}
+    keys = [m.key for m in unit.members]
     task = Task(
-        [Matrix(t) for t in targets],
+        [Matrix(targets[key]) for key in keys],
         unit.scheme.fmt,
         [m.weight for m in unit.members],
         lambda member, row, q: runs.__setitem__((member, row), q),
         options,
-        inputs,
+        [replace(inputs[key], outputs=gradients) for key, gradients in zip(keys, outputs, strict=True)],
     )
-    gptq.quantize(task)
+    gptq.choose(task, [metrics[key] for key in keys])
     return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
 
 
