@@ -66,17 +66,20 @@ EXPORT int32_t ptq_columns_step(const char *name, const struct ptq_columns *job)
     return ops ? ops->columns(job) : PTQ_UNSUPPORTED;
 }
 
+enum { PASS_ROWS = 64 };  // that one part of a pass has, where there are enough
+
 struct pass_call {
     const struct ptq_pass *job;
     const struct ptq_ops *ops;
+    int64_t rows;  // of one part
     std::atomic<bool> failed;
 };
 
 static void pass_part(void *argument, int64_t part) {
     static thread_local kept_room room;
     struct pass_call *c = (struct pass_call *)argument;
-    const int64_t first = part * 16, last = first + 16;
-    float *work = (float *)room.of((size_t)c->job->columns * 4 * 16 * sizeof(float));
+    const int64_t first = part * c->rows, last = first + c->rows;
+    float *work = (float *)room.of((size_t)c->job->columns * 4 * (size_t)c->rows * sizeof(float));
     if (work) c->ops->pass(c->job, first, last < c->job->rows ? last : c->job->rows, work);
     else c->failed = true;
 }
@@ -85,8 +88,9 @@ EXPORT int32_t ptq_columns_pass(const char *name, const struct ptq_pass *job) {
     const struct ptq_ops *ops = ops_called(name);
     const int32_t status = ops ? ops->pass(job, 0, 0, nullptr) : PTQ_UNSUPPORTED;
     if (status != PTQ_OK) return status;
-    struct pass_call c = {job, ops, {false}};
-    in_parallel(pass_part, &c, (job->rows + 15) / 16, job->threads);
+    const int64_t rows = job->rows < PASS_ROWS * job->threads ? 16 : PASS_ROWS;  // no thread without rows
+    struct pass_call c = {job, ops, rows, {false}};
+    in_parallel(pass_part, &c, (job->rows + rows - 1) / rows, job->threads);
     return c.failed ? PTQ_NO_MEMORY : PTQ_OK;
 }
 

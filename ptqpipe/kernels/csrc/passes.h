@@ -3,53 +3,12 @@
 //
 // A lane is a row and its state stays in the cache of one core from the first column to the last. Sums over columns are
 // added in the order of the columns, each product and sum rounded by itself, so a row's codes depend on nothing beside it.
+// Where there are enough rows, several vectors of them go through the columns side by side: then a number of the matrix is
+// read once for all of them.
 
-enum { SUMS = W >= 16 ? 16 : 8, FEED_RUN = 128, SWEEP_RUN = 32 };
+enum { SUMS = W >= 16 ? 16 : 8, TOGETHER = W >= 16 ? 4 : 2, FEED_RUN = 128, SWEEP_RUN = 32 };
 
-// t[c] += sum over j in [0, count) of matrix[c, j] * rows[j], for C rows of the matrix, `stride` apart. All of them are read
-// from one end to the other: reading across rows would touch a page for every number.
-template <int C> INLINE void add_products(vf *t, const float *matrix, int64_t stride, const vf *rows, int64_t count) {
-    vf sum[C];
-    for (int c = 0; c < C; ++c) sum[c] = t[c];
-    for (int64_t j = 0; j < count; ++j) {
-        const vf e = rows[j];
-        for (int c = 0; c < C; ++c) sum[c] = sum[c] + matrix[c * stride + j] * e;
-    }
-    for (int c = 0; c < C; ++c) t[c] = sum[c];
-}
-
-// What `count` columns from `start` on should be: the weights with the feedback of the errors of all earlier columns.
-INLINE void targets(const struct ptq_pass *job, const vf *exact, const vf *error, int64_t start, int count, vf *t) {
-    const int64_t n = job->columns;
-    const float *m = job->matrix + start * n;
-    for (int i = 0; i < count; ++i) t[i] = exact[start + i];
-    int i = 0;
-    for (; i + SUMS <= count; i += SUMS) add_products<SUMS>(t + i, m + i * n, n, error, start);
-    for (; i < count; ++i) add_products<1>(t + i, m + i * n, n, error, start);
-}
-
-// slope[i] += sum over j < b of moment[start + j, i] * moved[j], for every column i.
-INLINE void move_slopes(const struct ptq_pass *job, vf *slope, int64_t start, const vf *moved, int64_t b) {
-    const int64_t n = job->columns;
-    const float *moment = job->matrix + start * n;
-    int64_t i = 0;
-    for (; i + 4 <= n; i += 4) {
-        vf s0 = slope[i], s1 = slope[i + 1], s2 = slope[i + 2], s3 = slope[i + 3];
-        for (int64_t j = 0; j < b; ++j) {
-            const float *m = moment + j * n + i;
-            const vf d = moved[j];
-            s0 = s0 + m[0] * d;
-            s1 = s1 + m[1] * d;
-            s2 = s2 + m[2] * d;
-            s3 = s3 + m[3] * d;
-        }
-        slope[i] = s0, slope[i + 1] = s1, slope[i + 2] = s2, slope[i + 3] = s3;
-    }
-    for (; i < n; ++i)
-        for (int64_t j = 0; j < b; ++j) slope[i] = slope[i] + moment[j * n + i] * moved[j];
-}
-
-// The rows of one pass, column by column, and what a step of columns.h is given: W rows, one after the other.
+// W rows of one pass, column by column, and what a step of columns.h is given.
 struct Rows {
     vf *exact, *error, *slope, *s;
     struct ptq_columns step;
@@ -84,27 +43,116 @@ INLINE void load_scales(Rows *rows, const struct ptq_pass *job, int64_t row) {
         rows->s[i] = load_some(job->s + i * job->rows + row, job->rows - row, 1.0f);
 }
 
+// The scales of the blocks, of every column.
+INLINE void load_ladder(Rows *rows, const struct ptq_pass *job, int64_t row) {
+    const int64_t n = job->rows, lanes = n - row < W ? n - row : W;
+    for (int64_t i = 0; i < job->columns; ++i) {
+        rows->s[i] = splat(1.0f);
+        for (int64_t lane = 0; lane < lanes; ++lane)
+            rows->s[i][lane] = job->ladder[job->scales[i / job->block * n + row + lane]];
+    }
+}
+
 INLINE void put_codes(const struct ptq_pass *job, int64_t column, int64_t row, const uint8_t *codes, int64_t count) {
     const int64_t n = job->rows, lanes = n - row < W ? n - row : W;
     for (int64_t i = 0; i < count; ++i) memcpy(job->codes + (column + i) * n + row, codes + i * W, (size_t)lanes);
 }
 
+// t[g][c] += sum over j in [0, count) of matrix[c, j] * error[g][j], for C rows of the matrix, `stride` apart, and G
+// vectors of rows. All of them are read from one end to the other: reading across rows would touch a page for every number.
+template <int C, int G> INLINE void add_products(vf *const *t, const float *matrix, int64_t stride, vf *const *error, int64_t count) {
+    vf sum[C][G];
+    for (int c = 0; c < C; ++c)
+        for (int g = 0; g < G; ++g) sum[c][g] = t[g][c];
+    for (int64_t j = 0; j < count; ++j)
+        for (int c = 0; c < C; ++c)
+            for (int g = 0; g < G; ++g) sum[c][g] = sum[c][g] + matrix[c * stride + j] * error[g][j];
+    for (int c = 0; c < C; ++c)
+        for (int g = 0; g < G; ++g) t[g][c] = sum[c][g];
+}
+
+// What `count` columns from `start` on should be: the weights with the feedback of the errors of all earlier columns.
+template <int G> INLINE void targets(const struct ptq_pass *job, const Rows *rows, int64_t start, int count, vf *const *t) {
+    const int64_t n = job->columns;
+    const float *m = job->matrix + start * n;
+    vf *error[G], *at[G];
+    for (int g = 0; g < G; ++g) {
+        error[g] = rows[g].error, at[g] = t[g];
+        for (int i = 0; i < count; ++i) t[g][i] = rows[g].exact[start + i];
+    }
+    constexpr int C = SUMS / G;
+    int i = 0;
+    for (; i + C <= count; i += C, m += C * n) {
+        add_products<C, G>(at, m, n, error, start);
+        for (int g = 0; g < G; ++g) at[g] += C;
+    }
+    for (; i < count; ++i, m += n) {
+        add_products<1, G>(at, m, n, error, start);
+        for (int g = 0; g < G; ++g) ++at[g];
+    }
+}
+
+// What some columns have moved by, in G vectors of rows, and the matrix's rows of these columns.
+template <int G> struct Moved {
+    int64_t count;
+    const float *matrix[MAX_COLUMNS];
+    vf by[MAX_COLUMNS][G];
+};
+
+// Takes a column in, unless no row has moved in it: adding zeros would change nothing.
+template <int G> INLINE void take(Moved<G> *moved, const struct ptq_pass *job, int64_t column, const vf *by) {
+    vi changed = splat(0);
+    for (int g = 0; g < G; ++g) changed |= bits(abs_of(by[g]));
+    if (!any(less(splat(0), changed))) return;
+    moved->matrix[moved->count] = job->matrix + column * job->columns;
+    for (int g = 0; g < G; ++g) moved->by[moved->count][g] = by[g];
+    ++moved->count;
+}
+
+template <int C, int G> INLINE void move_slopes(const Moved<G> *moved, Rows *rows, int64_t i) {
+    vf sum[C][G];
+    for (int c = 0; c < C; ++c)
+        for (int g = 0; g < G; ++g) sum[c][g] = rows[g].slope[i + c];
+    for (int64_t j = 0; j < moved->count; ++j) {
+        const float *m = moved->matrix[j] + i;
+        for (int c = 0; c < C; ++c)
+            for (int g = 0; g < G; ++g) sum[c][g] = sum[c][g] + m[c] * moved->by[j][g];
+    }
+    for (int c = 0; c < C; ++c)
+        for (int g = 0; g < G; ++g) rows[g].slope[i + c] = sum[c][g];
+}
+
+// slope[i] += sum over the moved columns j of moment[j, i] * by[j], for every column i.
+template <int G> INLINE void move_slopes(const struct ptq_pass *job, Rows *rows, Moved<G> *moved) {
+    constexpr int C = SUMS / G;
+    const int64_t n = moved->count ? job->columns : 0;
+    int64_t i = 0;
+    for (; i + C <= n; i += C) move_slopes<C, G>(moved, rows, i);
+    for (; i < n; ++i) move_slopes<1, G>(moved, rows, i);
+    moved->count = 0;
+}
+
 // Codes at fixed scales.
-template <class E> static void feed_rows(const struct ptq_pass *job, int64_t row, Rows *rows) {
-    load_scales(rows, job, row);
+template <class E, int G> static void feed_rows(const struct ptq_pass *job, int64_t row, Rows *rows) {
+    for (int g = 0; g < G; ++g) load_scales(rows + g, job, row + g * W);
     for (int64_t start = 0; start < job->columns; start += FEED_RUN) {
         const int b = (int)(job->columns - start < FEED_RUN ? job->columns - start : FEED_RUN);
-        vf t[FEED_RUN];
-        targets(job, rows->exact, rows->error, start, b, t);
-        for (int i = 0; i < b; ++i) {
-            const Step<E> found = step_of<E>(t[i], rows->s[start + i]);
-            const vf e = rows->exact[start + i] - found.decoded;
-            store_codes(rows->codes + i * W, W, found.code);
-            rows->error[start + i] = e;
-            const float *f = job->matrix + start * job->columns + start + i;
-            for (int j = i + 1; j < b; ++j) t[j] = t[j] + f[j * job->columns] * e;
+        vf *all[G];
+        for (int g = 0; g < G; ++g) all[g] = (vf *)rows[g].target;
+        targets<G>(job, rows, start, b, all);
+        for (int g = 0; g < G; ++g) {
+            Rows *one = rows + g;
+            vf *t = all[g];
+            for (int i = 0; i < b; ++i) {
+                const Step<E> found = step_of<E>(t[i], one->s[start + i]);
+                const vf e = one->exact[start + i] - found.decoded;
+                store_codes(one->codes + i * W, W, found.code);
+                one->error[start + i] = e;
+                const float *f = job->matrix + start * job->columns + start + i;
+                for (int j = i + 1; j < b; ++j) t[j] = t[j] + f[j * job->columns] * e;
+            }
+            put_codes(job, start, row + g * W, one->codes, b);
         }
-        put_codes(job, start, row, rows->codes, b);
     }
 }
 
@@ -114,140 +162,171 @@ INLINE void turn_corner(float *out, const float *matrix, int64_t stride, int b) 
         for (int j = 0; j < b; ++j) out[j * b + i] = matrix[i * stride + j];
 }
 
-// Codes and the scale of every block, chosen when its turn comes.
-template <class E, int B> static void enter_rows(const struct ptq_pass *job, int64_t row, Rows *rows) {
-    const int b = B ? B : (int)job->block;
+// Codes and the scale of one block of W rows whose target is known.
+template <class E, int B>
+INLINE void enter_block(const struct ptq_pass *job, int64_t row, Rows *rows, int64_t start, const float *corner, int b) {
     const int64_t n = job->rows, lanes = n - row < W ? n - row : W, top = job->ladder_size - 1;
-    float corner[B ? B * B : MAX_COLUMNS * MAX_COLUMNS];
+    const vf *t = (const vf *)rows->target;
+    vf decoded[B ? B : MAX_COLUMNS], most = splat(0.0f);
+    for (int i = 0; i < b; ++i) most = max_of(most, abs_of(t[i]));
+    most = most / E::max;
+    for (int lane = 0; lane < W; ++lane) {  // the smallest scale that does not clip
+        const float wanted = most[lane];
+        int64_t low = 0, high = job->ladder_size;
+        while (low < high) {
+            const int64_t middle = (low + high) / 2;
+            if (job->ladder[middle] < wanted) low = middle + 1;
+            else high = middle;
+        }
+        low = (low < top ? low : top) - job->below;
+        rows->first[lane] = low > 0 ? low : 0;
+    }
     rows->step.columns = b;
     rows->step.matrix = corner;
+    rows->step.weight = job->weight + start;
+    choose_block<E, B>(&rows->step, 0, decoded);
+    for (int i = 0; i < b; ++i) rows->error[start + i] = rows->exact[start + i] - decoded[i];
+    put_codes(job, start, row, rows->codes, b);
+    memcpy(job->scales + start / b * n + row, rows->scales, (size_t)lanes * sizeof(int64_t));
+}
+
+// Codes and the scale of every block, chosen when its turn comes.
+template <class E, int B, int G> static void enter_rows(const struct ptq_pass *job, int64_t row, Rows *rows) {
+    const int b = B ? B : (int)job->block;
+    float corner[B ? B * B : MAX_COLUMNS * MAX_COLUMNS];
     for (int64_t start = 0; start < job->columns; start += b) {
-        vf decoded[B ? B : MAX_COLUMNS], most = splat(0.0f);
-        vf *t = (vf *)rows->target;
-        targets(job, rows->exact, rows->error, start, b, t);
-        for (int i = 0; i < b; ++i) most = max_of(most, abs_of(t[i]));
-        most = most / E::max;
-        for (int lane = 0; lane < W; ++lane) {  // the smallest scale that does not clip
-            const float wanted = most[lane];
-            int64_t low = 0, high = job->ladder_size;
-            while (low < high) {
-                const int64_t middle = (low + high) / 2;
-                if (job->ladder[middle] < wanted) low = middle + 1;
-                else high = middle;
-            }
-            low = (low < top ? low : top) - job->below;
-            rows->first[lane] = low > 0 ? low : 0;
-        }
+        vf *all[G];
+        for (int g = 0; g < G; ++g) all[g] = (vf *)rows[g].target;
+        targets<G>(job, rows, start, b, all);
         turn_corner(corner, job->matrix + start * job->columns + start, job->columns, b);
-        rows->step.weight = job->weight + start;
-        choose_block<E, B>(&rows->step, 0, decoded);
-        for (int i = 0; i < b; ++i) rows->error[start + i] = rows->exact[start + i] - decoded[i];
-        put_codes(job, start, row, rows->codes, b);
-        memcpy(job->scales + start / b * n + row, rows->scales, (size_t)lanes * sizeof(int64_t));
+        for (int g = 0; g < G; ++g) enter_block<E, B>(job, row + g * W, rows + g, start, corner, b);
     }
 }
 
-// The scale and codes of every block, taken where they are better with all other blocks fixed.
-template <class E, int B> static void sweep_blocks(const struct ptq_pass *job, int64_t row, Rows *rows) {
-    const int b = B ? B : (int)job->block;
-    const int64_t n = job->rows, lanes = n - row < W ? n - row : W;
+// The scale and codes of one block of W rows, taken where they are better with all other blocks fixed; what its columns
+// have moved by.
+template <class E, int B>
+INLINE void sweep_block(const struct ptq_pass *job, int64_t row, Rows *rows, int64_t block, int b, vf *moved) {
+    const int64_t n = job->rows, lanes = n - row < W ? n - row : W, start = block * b;
+    const float *feedback = job->feedback + block * b * b, *inverse = job->inverse + block * b * b;
+    const float *weight = job->weight + start;
+    vf decoded[B ? B : MAX_COLUMNS], left[B ? B : MAX_COLUMNS], cost = splat(0.0f);
+    vf *t = (vf *)rows->target;
+    for (int i = 0; i < b; ++i) {
+        vf pull = splat(0.0f);
+        for (int j = 0; j < b; ++j) pull = pull + inverse[i * b + j] * rows->slope[start + j];
+        t[i] = (rows->exact[start + i] - rows->error[start + i]) + pull;
+        left[i] = t[i] - (rows->exact[start + i] - rows->error[start + i]);
+    }
+    for (int i = 0; i < b; ++i) {
+        vf r = splat(0.0f);
+        for (int j = 0; j <= i; ++j) r = r + feedback[j * b + i] * left[j];
+        cost = cost + r * r * weight[i];
+    }
+    int64_t *scales = job->scales + block * n + row;
+    for (int lane = 0; lane < W; ++lane) {
+        const int64_t first = (lane < lanes ? scales[lane] : 0) - job->below;
+        rows->first[lane] = first > 0 ? first : 0;
+    }
     rows->step.columns = b;
+    rows->step.matrix = feedback;
+    rows->step.weight = weight;
+    choose_block<E, B>(&rows->step, 0, decoded);
+    vf found = splat(0.0f);
+    memcpy(&found, rows->cost, sizeof found);
+    const vm better = less(found, cost * job->slack);
+    for (int i = 0; i < b; ++i) {
+        const vf before = rows->error[start + i];
+        const vf after = select(better, rows->exact[start + i] - decoded[i], before);
+        rows->error[start + i] = after;
+        moved[i] = after - before;
+    }
+    if (!any(better)) return;
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+        if (!(found[lane] < cost[lane] * job->slack)) continue;
+        scales[lane] = rows->scales[lane];
+        for (int i = 0; i < b; ++i) job->codes[(start + i) * n + row + lane] = rows->codes[i * W + lane];
+    }
+}
+
+template <class E, int B, int G>
+static void sweep_blocks(const struct ptq_pass *job, int64_t row, Rows *rows, Moved<G> *moved) {
+    const int b = B ? B : (int)job->block;
     for (int64_t block = 0; block < job->columns / b; ++block) {
         if (!job->usable[block]) continue;
-        const int64_t start = block * b;
-        const float *feedback = job->feedback + block * b * b, *inverse = job->inverse + block * b * b;
-        const float *weight = job->weight + start;
-        vf decoded[B ? B : MAX_COLUMNS], left[B ? B : MAX_COLUMNS], cost = splat(0.0f);
-        vf *t = (vf *)rows->target;
+        vf by[G][B ? B : MAX_COLUMNS], column[G];
+        for (int g = 0; g < G; ++g) sweep_block<E, B>(job, row + g * W, rows + g, block, b, by[g]);
         for (int i = 0; i < b; ++i) {
-            vf pull = splat(0.0f);
-            for (int j = 0; j < b; ++j) pull = pull + inverse[i * b + j] * rows->slope[start + j];
-            t[i] = (rows->exact[start + i] - rows->error[start + i]) + pull;
-            left[i] = t[i] - (rows->exact[start + i] - rows->error[start + i]);
+            for (int g = 0; g < G; ++g) column[g] = by[g][i];
+            take<G>(moved, job, block * b + i, column);
         }
-        for (int i = 0; i < b; ++i) {
-            vf r = splat(0.0f);
-            for (int j = 0; j <= i; ++j) r = r + feedback[j * b + i] * left[j];
-            cost = cost + r * r * weight[i];
-        }
-        int64_t *scales = job->scales + block * n + row;
-        for (int lane = 0; lane < W; ++lane) {
-            const int64_t first = (lane < lanes ? scales[lane] : 0) - job->below;
-            rows->first[lane] = first > 0 ? first : 0;
-        }
-        rows->step.matrix = feedback;
-        rows->step.weight = weight;
-        choose_block<E, B>(&rows->step, 0, decoded);
-        vf found = splat(0.0f);
-        memcpy(&found, rows->cost, sizeof found);
-        const vm better = less(found, cost * job->slack);
-        if (!any(better)) continue;
-        vf moved[B ? B : MAX_COLUMNS];
-        for (int i = 0; i < b; ++i) {
-            const vf before = rows->error[start + i];
-            const vf after = select(better, rows->exact[start + i] - decoded[i], before);
-            rows->error[start + i] = after;
-            moved[i] = after - before;
-        }
-        move_slopes(job, rows->slope, start, moved, b);
-        for (int64_t lane = 0; lane < lanes; ++lane) {
-            if (!(found[lane] < cost[lane] * job->slack)) continue;
-            scales[lane] = rows->scales[lane];
-            for (int i = 0; i < b; ++i) job->codes[(start + i) * n + row + lane] = rows->codes[i * W + lane];
-        }
+        move_slopes<G>(job, rows, moved);
     }
 }
 
 // Every code in turn, with all others fixed.
-template <class E> static void sweep_columns(const struct ptq_pass *job, int64_t row, Rows *rows) {
+template <class E, int G> static void sweep_columns(const struct ptq_pass *job, int64_t row, Rows *rows, Moved<G> *moved) {
     const int64_t k = job->columns;
     for (int64_t start = 0; start < k; start += SWEEP_RUN) {
         const int b = (int)(k - start < SWEEP_RUN ? k - start : SWEEP_RUN);
-        vf moved[SWEEP_RUN], near[SWEEP_RUN];
-        for (int i = 0; i < b; ++i) moved[i] = rows->error[start + i], near[i] = rows->slope[start + i];
-        rows->step.columns = b;
-        rows->step.exact = (const float *)(rows->exact + start);
-        rows->step.error = (float *)(rows->error + start);
-        rows->step.slope = (float *)near;
-        rows->step.s = (const float *)(rows->s + start);
-        rows->step.matrix = job->matrix + start * k + start;
-        descend<E>(&rows->step, 0, k);
-        for (int i = 0; i < b; ++i) moved[i] = rows->error[start + i] - moved[i];
-        move_slopes(job, rows->slope, start, moved, b);
-        put_codes(job, start, row, rows->codes, b);
+        vf by[SWEEP_RUN][G], near[SWEEP_RUN];
+        for (int g = 0; g < G; ++g) {
+            Rows *one = rows + g;
+            for (int i = 0; i < b; ++i) by[i][g] = one->error[start + i], near[i] = one->slope[start + i];
+            one->step.columns = b;
+            one->step.exact = (const float *)(one->exact + start);
+            one->step.error = (float *)(one->error + start);
+            one->step.slope = (float *)near;
+            one->step.s = (const float *)(one->s + start);
+            one->step.matrix = job->matrix + start * k + start;
+            descend<E>(&one->step, 0, k);
+            for (int i = 0; i < b; ++i) by[i][g] = one->error[start + i] - by[i][g];
+            put_codes(job, start, row + g * W, one->codes, b);
+        }
+        for (int i = 0; i < b; ++i) take<G>(moved, job, start + i, by[i]);
+        move_slopes<G>(job, rows, moved);
     }
 }
 
-template <class E, int B> static void sweep_rows(const struct ptq_pass *job, int64_t row, Rows *rows) {
-    const int64_t k = job->columns, n = job->rows, lanes = n - row < W ? n - row : W;
-    for (int64_t i = 0; i < k; ++i) {
-        rows->error[i] = load_some(job->error + i * n + row, n - row, 0.0f);
-        rows->slope[i] = splat(0.0f);
+template <class E, int B, int G> static void sweep_rows(const struct ptq_pass *job, int64_t row, Rows *rows) {
+    const int64_t k = job->columns, n = job->rows;
+    Moved<G> moved;
+    moved.count = 0;
+    for (int g = 0; g < G; ++g) {
+        const int64_t at = row + g * W;
+        for (int64_t i = 0; i < k; ++i) {
+            rows[g].error[i] = load_some(job->error + i * n + at, n - at, 0.0f);
+            rows[g].slope[i] = splat(0.0f);
+        }
+        if (!job->usable) load_scales(rows + g, job, at);
     }
-    for (int64_t start = 0; start < k; start += SWEEP_RUN)
-        move_slopes(job, rows->slope, start, rows->error + start, k - start < SWEEP_RUN ? k - start : SWEEP_RUN);
-    if (!job->usable) load_scales(rows, job, row);
+    for (int64_t i = 0; i < k; ++i) {
+        vf by[G];
+        for (int g = 0; g < G; ++g) by[g] = rows[g].error[i];
+        take<G>(&moved, job, i, by);
+        if (i % SWEEP_RUN == SWEEP_RUN - 1 || i == k - 1) move_slopes<G>(job, rows, &moved);
+    }
     for (int64_t sweep = 0; sweep < job->sweeps; ++sweep) {
         if (job->usable) {
-            sweep_blocks<E, B>(job, row, rows);
-            for (int64_t i = 0; i < k; ++i) {
-                rows->s[i] = splat(1.0f);
-                for (int64_t lane = 0; lane < lanes; ++lane)
-                    rows->s[i][lane] = job->ladder[job->scales[i / job->block * n + row + lane]];
-            }
+            sweep_blocks<E, B, G>(job, row, rows, &moved);
+            for (int g = 0; g < G; ++g) load_ladder(rows + g, job, row + g * W);
         }
-        sweep_columns<E>(job, row, rows);
+        sweep_columns<E, G>(job, row, rows, &moved);
     }
+}
+
+template <class E, int B, int G> static void run_rows(const struct ptq_pass *job, int64_t row, float *work) {
+    Rows rows[G];
+    for (int g = 0; g < G; ++g) set_up(rows + g, job, row + g * W, work + g * 4 * W * job->columns);
+    if (job->kind == PTQ_FEED) feed_rows<E, G>(job, row, rows);
+    else if (job->kind == PTQ_ENTER) enter_rows<E, B, G>(job, row, rows);
+    else sweep_rows<E, B, G>(job, row, rows);
 }
 
 template <class E, int B> static void run_pass(const struct ptq_pass *job, int64_t first, int64_t last, float *work) {
-    Rows rows;
-    for (int64_t row = first; row < last; row += W) {
-        set_up(&rows, job, row, work);
-        if (job->kind == PTQ_FEED) feed_rows<E>(job, row, &rows);
-        else if (job->kind == PTQ_ENTER) enter_rows<E, B>(job, row, &rows);
-        else sweep_rows<E, B>(job, row, &rows);
-    }
+    int64_t row = first;
+    for (; row + TOGETHER * W <= last; row += TOGETHER * W) run_rows<E, B, TOGETHER>(job, row, work);
+    for (; row < last; row += W) run_rows<E, B, 1>(job, row, work);
 }
 
 template <class E> static int32_t run_pass(const struct ptq_pass *job, int64_t first, int64_t last, float *work) {
