@@ -230,11 +230,11 @@ def stops(real: Callable[..., Any], *, at: int, how: type[BaseException] = Keybo
     return stopping
 
 
-STAGES = [
+STAGES = [  # in their order: each goes on where the one before was stopped
     (stages, "calibrate", 1),
-    (Transformation, "fold", 2),
     (stages, "find_factors", 1),
-    (stages, "calibrate", 2),
+    (Transformation, "fold", 2),
+    (stages, "calibrate", 1),  # of the transformed model
     (tune_stage, "follow", 2),
     (Conversion, "do", 5),
     (Conversion, "record", 1),
@@ -262,22 +262,16 @@ def whole(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return found
 
 
-@pytest.mark.parametrize(("where", "name", "at"), STAGES, ids=[f"{name}-{at}" for _, name, at in STAGES])
-def test_a_run_that_was_stopped_in_any_stage_ends_with_the_same_bytes(
-    where: Any,
-    name: str,
-    at: int,
-    model: Path,
-    text: Path,
-    whole: dict[str, bytes],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_run_that_was_stopped_in_every_stage_ends_with_the_same_bytes(
+    model: Path, text: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = work_of(text, eval=(str(text),), report=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(where, name, stops(getattr(where, name), at=at))
-        with pytest.raises(KeyboardInterrupt):
-            made(model, tmp_path / "out", work, "nvfp4_w4a4")
+    for where, name, at in STAGES:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, stops(getattr(where, name), at=at))
+            print(f"until call {at} of {name}")
+            with pytest.raises(KeyboardInterrupt):
+                made(model, tmp_path / "out", work, "nvfp4_w4a4", mode="resume")
     made(model, tmp_path / "out", work, "nvfp4_w4a4", mode="resume")
     assert files_of(tmp_path / "out") == whole
     assert {path.name for path in tmp_path.iterdir()} == {"out", "out.eval.json", "out.report.html"}
@@ -330,6 +324,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_codes_that_are_written_are_gone_and_a_killed_run_goes_on_without_them(
     model: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -373,6 +368,7 @@ main(sys.argv[2:])
 
 
 @pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.usefixtures("forks")
 def test_kill_9_inside_or_right_behind_the_reverse_pass_and_resume_give_the_bytes_of_an_undisturbed_run(
     layers: int, model: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -274,27 +274,29 @@ def test_a_run_that_is_stopped_while_floats_are_trained_goes_on_to_the_same_valu
     options = TuneOptions(
         samples=40, seqlen=64, method="kl", metric="output", train=ALL[:2], settings=Settings(steps=8, rate=1e-4)
     )
-    whole = run(text, tmp_path / "whole", options=options)
     saved: list[str] = []
     real = end_to_end._save
 
-    def stops(folder: Path, tensors: Any) -> None:
+    def copies(folder: Path, tensors: Any) -> None:
+        """What a kill at this moment would leave lies in a folder of its own then."""
         saved.append(folder.name)
-        if saved.count("state of floats") == 3:
-            raise KeyboardInterrupt
+        if saved.count("state of floats") == 3 and not (tmp_path / "again").exists():
+            shutil.copytree(tmp_path / "whole", tmp_path / "again")
         real(folder, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(end_to_end, "_save", stops)
-        with pytest.raises(KeyboardInterrupt):
-            run(text, tmp_path / "again", options=options)
-    again = run(text, tmp_path / "again", options=options, mode="resume")
+        patch.setattr(end_to_end, "_save", copies)
+        whole = run(text, tmp_path / "whole" / "codes", options=options)
+        assert not (tmp_path / "again" / "codes").exists()
+        steps = len(saved)
+        again = run(text, tmp_path / "again" / "codes", options=options, mode="resume")
+    assert 0 < len(saved) - steps < steps  # it went on, and did not start again
     assert again["digest"] == whole["digest"]
     assert again["end_to_end"] == whole["end_to_end"]
     found = whole["end_to_end"]["train"]
     assert found["best"] > 0
     assert all(found["result"][name] < before for name, before in found["start"].items())
-    files = [(tmp_path / name / TRAINED_FILE).read_bytes() for name in ("whole", "again")]
+    files = [(tmp_path / name / "codes" / TRAINED_FILE).read_bytes() for name in ("whole", "again")]
     assert files[0] == files[1]
 
 
