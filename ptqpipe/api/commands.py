@@ -4,6 +4,7 @@ Each takes what the command's options mean, under their names with underscores, 
 models are paths or names on the hub.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -97,7 +98,7 @@ def convert(
         work = pipeline_of(options, names)
         if work.asked:
             check_alone(stats=stats, rounding=rounding)
-            say = print if watched(options.get("progress")) else lambda line: None
+            say = partial(print, file=sys.stderr) if watched(options.get("progress")) else lambda line: None
             mode, machine = mode_of(options), machine_of(options)
             made = pipeline(
                 model, recipe=given, recipe_path=rules, out=target, work=work, mode=mode, machine=machine, say=say

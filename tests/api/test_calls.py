@@ -365,3 +365,14 @@ def test_a_model_in_memory_is_packed_without_a_word(tmp_path: Path, capfd: pytes
     ptqpipe.quantize_model(loaded, "fp8", out=tmp_path / "q", workers=1)
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "")
+
+
+def test_what_a_long_call_says_of_itself_goes_where_its_bars_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard output is the caller's."""
+    words = {"data": MODEL / "heldout.txt", "quality": "fast", "samples": 8, "seqlen": 32, "workers": 1}
+    ptqpipe.quantize_model(MODEL, "fp8", out=tmp_path / "q", progress=True, **words)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "  2 convert: into " in said.err
