@@ -67,6 +67,7 @@ class Terms:
 class _Step:
     """A batch with what all layers need of it. ``slots`` int64 [T]: where each token's keys go.
 
+    tables   the spans' blocks in rows, where the pages are
     spans    all of them
     singles  of those in front that have one token each
     turns    how often each layer has attended so far
@@ -74,7 +75,7 @@ class _Step:
 
     batch: Batch
     slots: torch.Tensor
-    tables: list[torch.Tensor]
+    tables: torch.Tensor
     spans: PagedSpans
     singles: PagedQueries | None
     turns: dict[int, int] = field(default_factory=dict)
@@ -118,13 +119,9 @@ class PagedAttention:
     @contextmanager
     def during(self, batch: Batch) -> Iterator[None]:
         """Within it a forward of the model's tokens is that of ``batch``."""
-        tables = [torch.tensor(span.blocks, dtype=torch.int64) for span in batch.spans]
-        places = []
-        for span, table in zip(batch.spans, tables, strict=True):
-            at = torch.arange(span.total - span.count, span.total)
-            places.append(table[at // self.block_size] * self.block_size + at % self.block_size)
-        on_device = [table.to(self.device) for table in tables]
-        made = _Step(batch, torch.cat(places).to(self.device), on_device, _spans(batch), _singles(batch))
+        spans = _spans(batch)
+        slots = _slots(batch, spans.tables, self.block_size).to(self.device)
+        made = _Step(batch, slots, spans.tables.to(self.device), spans, _singles(batch, spans))
         step = _STEP.set(made)
         active = _ACTIVE.set(self)
         try:
@@ -165,11 +162,12 @@ class PagedAttention:
         if found is not None:
             out[:at] = found
         each = groups or ((),) * len(step.tables)
-        for span, table, group in list(zip(step.batch.spans, step.tables, each, strict=True))[at:]:
+        for span, row, group in list(zip(step.batch.spans, step.tables, each, strict=True))[at:]:
             rows = slice(at, at + span.count)
             if span.count == span.total and pages.key_scale is None:  # all that it sees is at hand
                 k, v = key[rows], value[rows]
             else:
+                table = row[: len(span.blocks)]
                 k = load(pages.keys, table, span.total, pages.key_scale, query.dtype)
                 v = load(pages.values, table, span.total, pages.value_scale, query.dtype)
             out[rows] = self._one(step, span, query[rows], (k, v), terms, group)
@@ -215,13 +213,23 @@ class PagedAttention:
         return fused_attention(query, key, value, mask, terms.scaling)
 
 
-def _singles(batch: Batch) -> PagedQueries | None:
+def _slots(batch: Batch, tables: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Where the keys of each token go, int64 [T]."""
+    if len(batch.tokens) == len(batch.spans):  # one each
+        last = [(span.blocks, span.total - 1) for span in batch.spans]
+        return torch.tensor([blocks[at // block_size] * block_size + at % block_size for blocks, at in last])
+    places = []
+    for span, table in zip(batch.spans, tables, strict=True):
+        at = torch.arange(span.total - span.count, span.total)
+        places.append(table[at // block_size] * block_size + at % block_size)
+    return torch.cat(places)
+
+
+def _singles(batch: Batch, spans: PagedSpans) -> PagedQueries | None:
     """The spans in front that have one token each; None if there are none."""
-    spans = list(itertools.takewhile(lambda span: span.count == 1, batch.spans))
-    if not spans:
-        return None
-    totals = [span.total for span in spans]
-    return PagedQueries(_tables(spans), torch.tensor(totals, dtype=torch.int64), sum(totals))
+    totals = [span.total for span in itertools.takewhile(lambda span: span.count == 1, batch.spans)]
+    count = len(totals)
+    return PagedQueries(spans.tables[:count], spans.totals[:count], sum(totals)) if count else None
 
 
 def _spans(batch: Batch) -> PagedSpans:

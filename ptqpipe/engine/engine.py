@@ -247,7 +247,8 @@ class Engine:
         for depth in range(1 + max(len(chunk.drafts) for chunk in chunks)):
             if sampling:
                 rows = [row + depth for _, row in sampling]
-                pieces += self._sample([chunk.seq for chunk, _ in sampling], logits[rows])
+                whole = rows == list(range(len(logits)))  # as in a step that generates alone: nothing to copy
+                pieces += self._sample([chunk.seq for chunk, _ in sampling], logits if whole else logits[rows])
                 sampling = [(chunk, row) for chunk, row in sampling if self._accepts(chunk, depth)]
         if self.drafter is not None:
             self.drafter.draft(chunks, self.blocks)

@@ -41,13 +41,15 @@ class _Listener(PagedAttention):
 
 
 @torch.inference_mode()
-def use_layers(model: torch.nn.Module, attention: PagedAttention) -> None:
-    """Gives a model's layers their kernels, in place. The pages must be all zeros, and are so afterwards."""
+def use_layers(model: torch.nn.Module, attention: PagedAttention) -> list[Layer]:
+    """Gives a model's layers their kernels, in place: those that got one. The pages must be all zeros, and are so
+    afterwards."""
     tables: dict[bytes, torch.Tensor] = {}
     chain = _Chain()
     for layer in list(model.modules()):
         if _has_parts(layer):
             _use_layer(layer, attention, tables, chain)
+    return chain.layers
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]

@@ -20,6 +20,7 @@ from ptqpipe.engine.images import DEEP
 from ptqpipe.engine.layers import use_layers
 from ptqpipe.engine.probe import ATTENTION, STATES, check_tokens, kinds_of, mtp_shape, probe
 from ptqpipe.engine.states import States
+from ptqpipe.engine.whole import WholeStep, whole_step
 from ptqpipe.errors import UsageError
 from ptqpipe.quantities import option_size
 
@@ -85,7 +86,8 @@ class Runner:
         check_tokens(model, self.states)
         pages = {layer: self._pages(layer) for layer in self.shapes}
         self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=found.windows)
-        use_layers(model, self.attention)
+        self._whole: WholeStep | None = None
+        self._whole = whole_step(model, use_layers(model, self.attention), self.attention, self._forward)
         model.get_input_embeddings().register_forward_hook(self._with_images)
         for module in model.modules():
             if set(DEEP) <= signature(module.forward).parameters.keys():
@@ -136,6 +138,9 @@ class Runner:
         """The same, of a batch or of a half of one."""
         device = self.model.device
         with self.attention.during(batch), self.states.during(batch):
+            found = None if self._whole is None else self._whole.run(batch)
+            if found is not None:
+                return found.float()
             out = self.model(
                 input_ids=batch.tokens[None].to(device),
                 position_ids=batch.positions().unsqueeze(-2).to(device),
@@ -143,7 +148,7 @@ class Runner:
                 logits_to_keep=batch.wanted.to(device) if len(batch.wanted) else 1,
             )
         logits: torch.Tensor = out.logits[0]
-        if len(logits) == len(batch.tokens):  # all of them, also by models that do not know logits_to_keep (MiniCPM-V)
+        if len(logits) == len(batch.tokens) != len(batch.wanted):  # by models that do not know it (MiniCPM-V)
             logits = logits[batch.wanted.to(device)]
         return logits[: len(batch.wanted)].float().cpu()
 

@@ -50,7 +50,7 @@ def fits(parts: LayerParts) -> bool:
     operands = [operand for operand, _ in parts.products]
     tensors = [weight for weight, _ in parts.norms] + [parts.keys, parts.values]
     return (
-        cpu_attention.exports("ptq_layers_rows")
+        cpu_attention.exports("ptq_layers_step")
         and all(x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.is_contiguous() for x in tensors)
         and parts.keys.shape == parts.values.shape
         and parts.keys.shape[3] % 2 == 0
@@ -85,7 +85,7 @@ class Layer:
             activation=parts.activation.data_ptr(), keys=parts.keys.data_ptr(), values=parts.values.data_ptr(),
             dim=self._dim,
         )  # fmt: skip
-        self._made_for = (0, 0)
+        self._made_for = (0, 0, "")
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -104,17 +104,22 @@ class Layer:
         )
 
     def prepare(self, rows: int, threads: int, where: tuple[PagedQueries, PagedSpans]) -> ctypes.Structure:
-        """The job for a number of rows, but for what `run` sets. It points to its attention's, which it keeps."""
-        if self._made_for != (rows, threads):
+        """The job for a number of rows; what changes from step to step is as it was when the rows last changed."""
+        made_for = (rows, threads, lib.current_isa())
+        if self._made_for != made_for:
             jobs = [operand.job(rows) for operand, _ in self._parts.products]
             for job, bias in zip(jobs, self._biases, strict=True):
                 job.bias = None if bias is None else bias.data_ptr()
             norms = [cpu_norm.norm_job(rows, weight, eps) for weight, eps in self._parts.norms]
             self._job.products, self._job.norms = _PRODUCTS(*jobs), _NORMS(*norms)
             self._job.rows, self._job.threads = rows, threads
-            self._made_for = (rows, threads)
-        self._job.kept = self._attention(rows, where)
+            self.see(rows, where)
+            self._made_for = made_for
         return self._job
+
+    def see(self, rows: int, where: tuple[PagedQueries, PagedSpans]) -> None:
+        """Makes the job of the attention over these pages, which the layer's job points to and keeps."""
+        self._job.kept = self._attention(rows, where)
 
     def _attention(self, rows: int, where: tuple[PagedQueries, PagedSpans]) -> ctypes.Structure:
         """The job of the attention, which the layer's job now points to."""
@@ -150,15 +155,13 @@ def run(
     if not layers[0].takes(x, rotary, rows):
         return None
     outs = torch.empty((len(layers), *x.shape), dtype=torch.bfloat16)
-    jobs = (ctypes.c_void_p * len(layers))()
-    cosine, sine, slot, last = rotary[0].data_ptr(), rotary[1].data_ptr(), slots.data_ptr(), x.data_ptr()
-    at, step = outs.data_ptr(), x.numel() * x.element_size()
-    for i, layer in enumerate(layers):
-        job = layer.prepare(rows, threads, where)
-        job.x, job.out, job.slots, job.cosine, job.sine = last, at, slot, cosine, sine
-        jobs[i] = ctypes.addressof(job)
-        last, at = at, at + step
-    status = lib.call("ptq_layers_rows", jobs, ctypes.c_int64(len(layers)))
+    jobs = [layer.prepare(rows, threads, where) for layer in layers]
+    layers[0].see(rows, where)  # the call gives the others what the first has, and their x and out
+    first = jobs[0]
+    first.x, first.out, first.slots = x.data_ptr(), outs.data_ptr(), slots.data_ptr()
+    first.cosine, first.sine = rotary[0].data_ptr(), rotary[1].data_ptr()
+    addresses = (ctypes.c_void_p * len(jobs))(*map(ctypes.addressof, jobs))
+    status = lib.call("ptq_layers_step", addresses, ctypes.c_int64(len(jobs)))
     return outs if status == lib.OK else None
 
 

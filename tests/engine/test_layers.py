@@ -1,4 +1,5 @@
-"""Decoder layers in one compiled call: the bits are those of transformers' layers, and other layers keep their own."""
+"""Decoder layers in one compiled call, and steps of a whole model without its forward: the bits are those of
+transformers' code, and other layers and models keep their own."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_a_step_is_one_call_for_all_layers(tmp_path: Path, monkeypatch: pytest.M
     steps_alone(run)
     monkeypatch.setattr(cpu_library, "call", lambda name, *args: (calls.append(name), call(name, *args))[1])
     steps_alone(run)
-    assert calls.count("ptq_layers_rows") == 3
+    assert calls.count("ptq_layers_step") == 3
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "phi3"])
@@ -154,6 +155,95 @@ def test_what_a_model_does_between_its_layers_is_seen(change: str, tmp_path: Pat
     for layer in layers:
         del layer.forward
     assert all(torch.equal(one, other) for one, other in zip(steps_alone(run), found, strict=True))
+
+
+def calls_of_forward(run: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fills with how many tokens each forward of the model's decoder had from now on."""
+    calls: list[int] = []
+    own = type(run.model.model).forward
+
+    def forward(self: Any, input_ids: torch.Tensor, **options: Any) -> Any:
+        calls.append(input_ids.shape[1])
+        return own(self, input_ids=input_ids, **options)
+
+    monkeypatch.setattr(type(run.model.model), "forward", forward)
+    return calls
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("llama", False), ("biased", True)])
+def test_whole_steps_have_the_bits_of_the_models_forward(
+    kind: str, packed: bool, isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(kind, tmp_path) if packed else save_source(kind, tmp_path)
+    monkeypatch.setattr(runners, "whole_step", lambda *args: None)
+    plain = runner(path)
+    monkeypatch.undo()
+    run = runner(path)
+    assert not any(pages.keys.any() or pages.values.any() for pages in run.attention.pages.values())
+    calls = calls_of_forward(run, monkeypatch)
+    found = steps(run)
+    assert calls == [18, 4]  # the prompts, and the step in which one sequence has two tokens
+    expected = steps(plain)
+    assert calls == [18, 4, 18, 3, 3, 2, 4]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for layer, pages in run.attention.pages.items():
+        assert torch.equal(pages.keys, plain.attention.pages[layer].keys)
+        assert torch.equal(pages.values, plain.attention.pages[layer].values)
+
+
+def test_a_step_gives_the_logits_that_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, also of some of the tokens and of none."""
+    run = runner(save_source("llama", tmp_path))
+    spans = tuple(Span(1, 1, (at,)) for at in range(3))
+    calls = calls_of_forward(run, monkeypatch)
+    every, some, none = (
+        run.run(Batch(torch.tensor([7, 8, 9]), torch.tensor(wanted, dtype=torch.int64), spans))
+        for wanted in ([0, 1, 2], [0, 2], [])
+    )
+    assert torch.equal(some, every[[0, 2]])
+    assert none.shape == (0, every.shape[1])
+    assert calls == [3]  # the last alone
+
+
+@pytest.mark.parametrize("part", ["model", "decoder", "layer", "product"])
+def test_a_step_with_a_hook_is_the_models(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runner(save_source("llama", tmp_path))
+    decoder = run.model.model
+    parts = {
+        "model": run.model,
+        "decoder": decoder,
+        "layer": decoder.layers[1],
+        "product": decoder.layers[0].mlp.up_proj,
+    }
+    calls = calls_of_forward(run, monkeypatch)
+    steps_alone(run)
+    assert calls == [4]
+    seen: list[int] = []
+    parts[part].register_forward_hook(lambda *args: seen.append(1))
+    steps_alone(run)
+    assert calls == [4, 4, 1, 1, 1]
+    assert len(seen) == 4
+
+
+def test_a_model_that_computes_something_else_keeps_its_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of a Llama model, but what it gives is scaled."""
+    run = runner(save_source("llama", tmp_path))
+    plain = steps_alone(run)
+    scaled_class = type(run.model.model)
+    own = scaled_class.forward
+
+    def scaled(self: Any, *args: Any, **options: Any) -> Any:
+        out = own(self, *args, **options)
+        out.last_hidden_state = out.last_hidden_state * 2
+        return out
+
+    monkeypatch.setattr(scaled_class, "forward", scaled)
+    other = runner(tmp_path)
+    assert has_kernels(other) == [True, True]
+    for one, twice in zip(plain, steps_alone(other), strict=True):
+        assert torch.equal(2 * one, twice)
 
 
 def steps_alone(run: Runner) -> list[torch.Tensor]:

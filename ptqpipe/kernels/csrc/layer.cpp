@@ -182,10 +182,35 @@ static int32_t ptq_layer_rows(const char *name, struct ptq_layer *layer) {
     return status;
 }
 
-// Layers one after another, each with its own x and out.
-extern "C" __attribute__((visibility("default"))) int32_t ptq_layers_rows(const char *name, struct ptq_layer *const *layers,
+// What pages a step's queries see, from the job of another layer.
+template <class JOB> void see_as(JOB *job, const JOB *other) {
+    job->tables = other->tables;
+    job->totals = other->totals;
+    job->spans = other->spans;
+    job->table_stride = other->table_stride;
+    job->threads = other->threads;
+}
+
+// Sets what changes from step to step as the layer before has it: x is what that gives, and `out` comes behind it.
+static void follow(ptq_layer *layer, const ptq_layer *before) {
+    layer->x = before->out;
+    layer->out = before->out + before->rows * before->products[6].n;
+    layer->cosine = before->cosine;
+    layer->sine = before->sine;
+    layer->slots = before->slots;
+    if (layer->prefill) {
+        see_as(layer->prefill, before->prefill);
+        layer->prefill->starts = before->prefill->starts;
+    } else {
+        see_as(layer->attention, before->attention);
+    }
+}
+
+// Layers of the same widths one after another. Of the first everything is set, of the others all but what `follow` sets.
+extern "C" __attribute__((visibility("default"))) int32_t ptq_layers_step(const char *name, struct ptq_layer *const *layers,
                                                                          int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
+        if (i) follow(layers[i], layers[i - 1]);
         const int32_t status = ptq_layer_rows(name, layers[i]);
         if (status) return status;
     }
