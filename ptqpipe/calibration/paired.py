@@ -5,8 +5,9 @@ what the moments are for.
 """
 
 import contextlib
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from ptqpipe.calibration.capture import StopForward
 from ptqpipe.calibration.experts import Observer, observe
 from ptqpipe.calibration.moments import symmetric
 from ptqpipe.calibration.runner import Block
+from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.errors import NumericsError
 from ptqpipe.rotation import rotated
 
@@ -46,20 +48,94 @@ class Paired:
     cross: torch.Tensor
 
 
-def call_order(block: Block, modules: Sequence[str]) -> list[str]:
-    """Those of ``modules`` (names in the block) that the block calls, in the order in which it does."""
-    order: list[str] = []
-    watched = [
-        block.module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: order.append(name))
-        for name in modules
-    ]
-    try:
-        with torch.no_grad():
-            block.forward(block.inputs(0), 0)
-    finally:
-        for handle in watched:
-            handle.remove()
-    return list(dict.fromkeys(order))
+class Known:
+    """What runs of a block leave for later ones, so that these need not compute it again.
+
+    modules  those that are watched, names in the block
+    batches  whose tensors are kept; none where memory has no room for them
+    order    the watched modules that the block calls, by their first call
+    settled  those whose weight and input in the quantized model will not change any more: outputs of no others are kept
+    """
+
+    def __init__(self, modules: Iterable[str], batches: Iterable[int]) -> None:
+        self.modules = tuple(dict.fromkeys(modules))
+        self.batches = frozenset(batches)
+        self.order: list[str] = []
+        self.settled: list[str] = []
+        self._inputs: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}  # with its version: it may be overwritten
+        self._outputs: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
+
+    @contextlib.contextmanager
+    def watching(self, block: Block, batch: int) -> Iterator[None]:
+        """While it is open, the float block runs over a batch."""
+
+        def hook_of(name: str) -> Any:
+            def hook(_module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+                if name not in self.order:
+                    self.order.append(name)
+                if batch in self.batches and args:
+                    self._inputs[batch, name] = args[0], args[0]._version
+
+            return hook
+
+        hooks = {name: hook_of(name) for name in self.modules if batch in self.batches or not batch}
+        handles = [block.module.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def inputs(self, batch: int, modules: Sequence[str]) -> dict[str, torch.Tensor] | None:
+        """Module -> its input in the float model; None unless all of them are known."""
+        found = {name: _unchanged(self._inputs.get((batch, name))) for name in modules}
+        known = {name: x for name, x in found.items() if x is not None}
+        return known if len(known) == len(found) else None
+
+    def settle(self, chosen: Collection[str]) -> None:
+        """``chosen`` are the modules whose weights are: settled are those before the first of the others."""
+        self.settled = list(itertools.takewhile(lambda name: name in chosen, self.order))
+
+    def outputs(self, batch: int) -> dict[str, torch.Tensor]:
+        """Module -> its output in the quantized model, of settled ones that have run in it."""
+        found = {name: _unchanged(self._outputs.get((batch, name))) for name in self.settled}
+        return {name: x for name, x in found.items() if x is not None}
+
+    @contextlib.contextmanager
+    def reusing(self, block: Block, batch: int) -> Iterator[None]:
+        """While it is open, the quantized block runs over a batch: modules with a known output compute nothing, and
+        outputs of other settled ones are kept."""
+
+        def hook_of(name: str) -> Any:
+            def hook(_module: torch.nn.Module, _args: Any, out: torch.Tensor) -> None:
+                self._outputs[batch, name] = out, out._version
+
+            return hook
+
+        known = self.outputs(batch)
+        new = [name for name in self.settled if name not in known and batch in self.batches]
+        handles = [block.module.get_submodule(name).register_forward_hook(hook_of(name)) for name in new]
+        for name, out in known.items():
+            block.module.get_submodule(name).forward = lambda *_args, out=out, **_kwargs: out
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for name in known:
+                del block.module.get_submodule(name).forward
+
+
+def _unchanged(kept: tuple[torch.Tensor, int] | None) -> torch.Tensor | None:
+    """A tensor that nothing has written into since it was kept: some models add to the output of a layer in place."""
+    return None if kept is None or kept[0]._version != kept[1] else kept[0]
+
+
+def kept_streams(skeleton: Skeleton) -> int:
+    """How many sets of hidden states what `Known` keeps is at most."""
+    hidden = skeleton.model.config.get_text_config().hidden_size
+    widths = (sum(sum(p.shape) for p in module.parameters() if p.dim() == 2) for _, module in skeleton.blocks)
+    return -(-max(widths) // hidden)
 
 
 def paired_moments(
@@ -70,6 +146,7 @@ def paired_moments(
     given: Callable[[int], torch.Tensor],
     parameters: Mapping[str, torch.Tensor],
     quantizers: Mapping[str, Quantizer],
+    known: Known,
 ) -> dict[str, Paired]:
     """The moments of the inputs of ``modules`` (names in the block, each called once a run); those that are given one
     input share the object.
@@ -77,24 +154,28 @@ def paired_moments(
     given       hidden states of a batch as the quantized blocks before this one return them
     parameters  the block's quantized parameters so far, by their names in the block
     quantizers  what happens to a module's input in the quantized model, by module; nothing where there is none
+    known       of earlier runs; more is, afterwards
 
     NumericsError for inputs that are not finite.
     """
     leaders: dict[str, str] = {}
+    names = list(modules)  # without those that are given the input of another, once that is known
     sums: dict[tuple[str, int], torch.Tensor] = {}  # float64
     tokens = 0
     for batch in batches:
-        exact = _inputs(block, modules, {}, block.inputs(batch), batch, {})
-        found = _inputs(block, modules, quantizers, given(batch), batch, parameters)
+        exact = known.inputs(batch, names) or _inputs(block, names, {}, block.inputs(batch), batch, {})
         if not leaders:
             leaders = _leaders(modules, exact, quantizers)
-        for name in dict.fromkeys(leaders.values()):
+            names = list(dict.fromkeys(leaders.values()))
+        left = {name: q for name, q in quantizers.items() if name not in known.outputs(batch)}
+        with known.reusing(block, batch):
+            found = _inputs(block, names, left, given(batch), batch, parameters)
+        for name in names:
             x, seen = (rows[name].reshape(-1, rows[name].shape[-1]).float() for rows in (exact, found))
             x = rotated(x, quantizers[name].rotation) if name in quantizers else x
             for place, product in enumerate((symmetric(seen, seen), x.t() @ seen)):
                 sums.setdefault((name, place), torch.zeros_like(product, dtype=torch.float64)).add_(product)
         tokens += exact[modules[0]].shape[:-1].numel()
-    names = dict.fromkeys(leaders.values())
     means = {name: Paired(*((sums[name, place] / tokens).float() for place in (0, 1))) for name in names}
     for name, pair in means.items():
         if not bool(torch.isfinite(pair.moment).all()) or not bool(torch.isfinite(pair.cross).all()):

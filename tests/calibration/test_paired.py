@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ptqpipe.calibration.paired import call_order, paired_moments, quantized_inputs
+from ptqpipe.calibration.paired import Known, kept_streams, paired_moments, quantized_inputs
 from ptqpipe.calibration.runner import Runner
 from ptqpipe.calibration.skeleton import Skeleton
 from ptqpipe.source import Source
@@ -52,7 +52,10 @@ def test_moments_are_those_of_two_whole_models(folders: tuple[Path, Path], modul
         runner = Runner.open(Skeleton.of(source, dtype=torch.float32), windows)
         with runner:
             block = next(runner.blocks())
-            assert call_order(block, list(reversed(CALLS))) == CALLS
+            known = Known(reversed(CALLS), ())
+            with known.watching(block, 0):
+                block.forward(block.inputs(0), 0)
+            assert known.order == CALLS
             found = paired_moments(
                 block,
                 modules,
@@ -64,6 +67,7 @@ def test_moments_are_those_of_two_whole_models(folders: tuple[Path, Path], modul
                     if name.startswith(prefix) and "proj" in name
                 },
                 quantizers={modules[0]: Quantizer(torch.neg)} if len(modules) == 1 else {},
+                known=known,
             )
     sign = -1.0 if len(modules) == 1 else 1.0  # of what the quantizer makes of x'
     for module in modules:
@@ -74,6 +78,69 @@ def test_moments_are_those_of_two_whole_models(folders: tuple[Path, Path], modul
         ):
             assert float((got - expected).abs().max()) < ROUNDING * float(expected.abs().max())
         assert found[module] is found[modules[0]]
+
+
+def test_a_layer_that_has_run_runs_no_more_and_every_bit_stays(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = load_file(folders[1] / "model.safetensors")
+    changed = {f"{name}.weight": stored[f"model.layers.0.{name}.weight"] for name in CALLS}
+    calls: list[int] = []
+    real = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: (calls.append(1), real(*args))[1])
+    found, computed = [], []
+    for keeps in (False, True):
+        with (
+            Source.open(folders[0]) as source,
+            Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows()) as runner,
+        ):
+            block = next(runner.blocks())
+            known = Known(CALLS, range(block.batches) if keeps else ())
+            for batch in range(block.batches):
+                with torch.no_grad(), known.watching(block, batch):
+                    block.forward(block.inputs(batch), batch)
+            calls.clear()
+            done: list[str] = []
+            for unit in (QKV, ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]):
+                known.settle(done)
+                moments = paired_moments(
+                    block,
+                    unit,
+                    batches=range(block.batches),
+                    given=lambda batch, block=block: block.inputs(batch) * 1.01,
+                    parameters=changed,
+                    quantizers=dict.fromkeys(CALLS, Quantizer(torch.round)),
+                    known=known,
+                )
+                found += [tensor for name in unit for tensor in (moments[name].moment, moments[name].cross)]
+                done += unit
+            computed.append(len(calls) / block.batches)
+    # Everything before each group in both models, and once two of q, k and v and one of gate and up to see that they
+    # share an input; or every layer once.
+    assert computed == [2 * (3 + 4 + 6) + 2 + 1, 3 + 1 + 2]
+    assert all(
+        torch.equal(one, other) for one, other in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True)
+    )
+
+
+def test_a_tensor_that_the_model_overwrites_is_not_kept_for_the_next_run(folders: tuple[Path, Path]) -> None:
+    with (
+        Source.open(folders[0]) as source,
+        Runner.open(Skeleton.of(source, dtype=torch.float32), make_windows()) as runner,
+    ):
+        block = next(runner.blocks())
+        known = Known(CALLS, [0])
+        with torch.no_grad(), known.watching(block, 0):
+            block.forward(block.inputs(0), 0)
+        x = known.inputs(0, QKV)
+        assert x is not None
+        x[QKV[0]].add_(1)
+        assert known.inputs(0, QKV) is None
+        assert known.inputs(0, ["mlp.down_proj"]) is not None
+        # all inputs, which some share, and all outputs
+        assert kept_streams(runner.skeleton) * x[QKV[0]].shape[-1] >= sum(
+            sum(block.module.get_submodule(name).weight.shape) for name in CALLS
+        )
 
 
 def test_an_input_that_modules_share_is_quantized_once(folders: tuple[Path, Path]) -> None:
@@ -114,6 +181,7 @@ def test_moments_of_rotated_inputs_are_rotated_on_both_sides(folders: tuple[Path
             given=block.inputs,
             parameters={},
             quantizers={name: Quantizer(lambda x: x, rotation=16)},
+            known=Known([name], ()),
         )[name]
     for got in (found.moment, found.cross):
         assert float((got - expected).abs().max()) < ROUNDING * float(expected.abs().max())

@@ -113,6 +113,8 @@ def memory_of(
         sets = _sets_of_states(source, way)
         one = disk.hidden // max(sets[-2:])
         hidden = next((n * one for n in sets if n * one <= limit), 0)
+        kept = sets[-1] * one + one * _width(source) // (_config_number(source.reader.config, *_HIDDEN) or 1)
+        hidden = max(hidden, kept) if way.method == "gptq" and kept <= limit else hidden
         found[name] = _PROCESS + hidden + _largest_layer(source, way.method), "one decoder layer at a time"
     if work.eval:
         config = source.reader.config
@@ -126,6 +128,17 @@ def memory_text(found: dict[str, tuple[int, str]], limit: int) -> str:
     """The estimates in words."""
     stages = [f"{name} about {memory_size(nbytes)} ({why})" for name, (nbytes, why) in found.items()]
     return ", ".join([*stages, f"convert at most {memory_size(limit)} (--max-memory)"])
+
+
+def _width(source: Source) -> int:
+    """How many numbers a token has in the inputs and outputs of a layer's matrices together, at most: GPTQ in order
+    keeps them where memory has room."""
+    widths: dict[int, int] = defaultdict(int)
+    for name, member in Origins.of(source).weights.items():
+        layer = layer_of(name)
+        if layer is not None:
+            widths[layer] += sum(member.shape)
+    return max(widths.values(), default=0)
 
 
 def _largest_layer(source: Source, method: str) -> int:

@@ -10,6 +10,7 @@ better.
 Knows plans, assemblies and runners; must not know where codes are kept.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from ptqpipe.algorithms import Matrix, Task, asymmetric, gptq, joined
 from ptqpipe.algorithms.metric import Metric
 from ptqpipe.calibration.assembly import Assembly, assemble
 from ptqpipe.calibration.collect import Collector
-from ptqpipe.calibration.paired import Paired, call_order, paired_moments, quantized_inputs
+from ptqpipe.calibration.paired import Known, Paired, paired_moments, quantized_inputs
 from ptqpipe.calibration.reverse import Gradients, rows_of
 from ptqpipe.calibration.runner import Block, Runner
 from ptqpipe.calibration.store import BlockInputs
@@ -84,9 +85,15 @@ class BlockWork:
         """The block's quantized parameters, made of the decoded matrices."""
         return {a.parameter: a.build(decoded) for a in self.assemblies}
 
-    def outputs(self, x: torch.Tensor, batch: int, decoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What the quantized block makes of hidden states ``x``. Records gradients unless under ``torch.no_grad``."""
-        with quantized_inputs(self.block.module, self.quantizers):
+    def outputs(
+        self, x: torch.Tensor, batch: int, decoded: Mapping[str, torch.Tensor], known: Known | None = None
+    ) -> torch.Tensor:
+        """What the quantized block makes of hidden states ``x``, by what is ``known`` of earlier runs with these
+        weights. Records gradients unless under ``torch.no_grad``."""
+        ready = {} if known is None else known.outputs(batch)
+        left = {name: q for name, q in self.quantizers.items() if name not in ready}
+        reusing = contextlib.nullcontext() if known is None else known.reusing(self.block, batch)
+        with reusing, quantized_inputs(self.block.module, left):
             return self.block.forward(x, batch, parameters=self.parameters(decoded))
 
     def start(self, inputs: KnownInputs | None = None) -> dict[str, QTensor]:
@@ -183,6 +190,7 @@ def follow(
     held_out: float,
     inputs: Callable[[int], torch.Tensor],
     targets: Callable[[int], torch.Tensor],
+    known: Known,
     gradients: Gradients | None = None,
     on_unit: Callable[[float, str], None] = lambda part, name: None,
 ) -> tuple[Mapping[str, QTensor], float, float]:
@@ -193,6 +201,7 @@ def follow(
     share            fraction of the error of earlier layers that each layer compensates for: 0 to 1
     held_out         share of the batches that only the gate sees
     inputs, targets  hidden states of a batch: what the quantized blocks before this return, what this should return
+    known            of the float block's run; of the quantized one's with the codes that are returned, afterwards
     gradients        of the float model in this block, over the batches that are not held out: then errors cost what
                      they add to the KL divergence of the model, and the errors that are returned are in nats
     on_unit          called when a unit is done, with its share of the units and its name
@@ -204,8 +213,10 @@ def follow(
     decoded = {key: q.dequantize() for key, q in start.items()}
     metric = None if gradients is None else [g.to(work.block.device) for g in gradients.last]
     before = _loss(work, decoded, judged, inputs, targets, metric)
-    order = _in_order(work)
+    order = _in_order(work, known.order)
+    waiting = {name for _, modules in order for name in modules}
     for unit, modules in order:
+        known.settle(set(known.order) - waiting)
         on_unit(1 / len(order), unit.id)
         moments = paired_moments(
             work.block,
@@ -214,7 +225,9 @@ def follow(
             given=inputs,
             parameters=work.parameters(decoded),
             quantizers=work.quantizers,
+            known=known,
         )
+        waiting -= set(modules)
         if not all(bool((pair.moment.diagonal() > 0).any()) for pair in moments.values()):
             continue  # no activation has reached it: nothing to compensate for
         outputs = [
@@ -227,6 +240,7 @@ def follow(
     after = _loss(work, decoded, judged, inputs, targets, metric)
     if not (before < float("inf") and after < float("inf")):
         raise NumericsError(f"the output error of {work.block.name} is {after}; check the model's weights and the data")
+    known.settle(known.order if after < before else ())
     return found if after < before else start, before, after
 
 
@@ -287,11 +301,13 @@ def _follow_unit(
     return {m.key: joined(runs, i) for i, m in enumerate(unit.members)}
 
 
-def _in_order(work: BlockWork) -> list[tuple[Unit, list[str]]]:
-    """(unit, module of every member) for units that the block runs with, by the first call of one of their modules."""
+def _in_order(work: BlockWork, order: Sequence[str]) -> list[tuple[Unit, list[str]]]:
+    """(unit, module of every member) for units that the block runs with, by the first call of one of their modules.
+
+    order  modules as the block calls them
+    """
     modules = work.modules
     usable = [unit for unit in work.units if all(m.key in modules for m in unit.members)]
-    order = call_order(work.block, list(dict.fromkeys(modules[m.key] for unit in usable for m in unit.members)))
     named = [(unit, [modules[m.key] for m in unit.members]) for unit in usable]
     called = [(unit, names) for unit, names in named if all(name in order for name in names)]
     return sorted(called, key=lambda found: min(order.index(name) for name in found[1]))

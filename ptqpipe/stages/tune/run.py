@@ -27,6 +27,7 @@ from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
 from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
+from ptqpipe.calibration.paired import Known, kept_streams
 from ptqpipe.calibration.reverse import Gradients
 from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
 from ptqpipe.calibration.runner import Block, MtpBlock, Runner
@@ -38,12 +39,13 @@ from ptqpipe.recipe import RecipeOptions
 from ptqpipe.rounding import ROUNDING_FILE
 from ptqpipe.runtime.language_model import takes_images, with_note
 from ptqpipe.runtime.loading import default_length, read_config
-from ptqpipe.stages.common import BASE_BYTES, Machine, compute_threads, counting_bar, name_of, peak_bytes, threads
+from ptqpipe.stages.common import BASE_BYTES, Machine, compute_threads, counting_bar, peak_bytes, threads
 from ptqpipe.stages.convert.prepare import best_with, prepare
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.tune import backwards, codes as codes_of, end_to_end
-from ptqpipe.stages.tune.block import BlockWork, follow, observe
+from ptqpipe.stages.tune.block import BlockWork, divided, follow, observe
 from ptqpipe.stages.tune.options import TuneOptions, check
+from ptqpipe.stages.tune.text import described
 from ptqpipe.statistics import Statistics
 
 LARGE = 1 << 20  # numbers in a weight
@@ -93,7 +95,7 @@ def tune(
         found: dict[str, Likeness] = {}
         with folder, threads(machine.workers if _is_large(prepared) else 1):
             if log is not None:
-                log(with_note(_described(prepared, samples, options), config, images=samples.shown))
+                log(with_note(described(prepared, samples, options), config, images=samples.shown))
             if codes_of.ENDED not in folder.done:
                 found = _run(prepared, samples, folder, options, machine, collects=collects)
             if options.method == "kl":
@@ -177,7 +179,7 @@ def _run(
         if options.by_kl
         else lambda name: None
     )
-    runner = _open_runner(skeleton, samples, options, machine, spill=spill, collects=collects)
+    runner, keeps = _open_runner(skeleton, samples, options, machine, spill=spill, collects=collects)
     names = [*runner.names, *(name for name, _ in skeleton.mtp if _quantizes(prepared, skeleton, name))]
     count, done = len(names), sum(name in folder.done for name in names)
     with (
@@ -202,28 +204,35 @@ def _run(
                     streams = _entering(block, streams, _Streams.like(runner, spill, opened))
                 work = BlockWork.of(block, prepared, runner)
                 behind = isinstance(block, MtpBlock)  # the model's output, so that no gradient comes from there
-                known = None if found or behind else gradients(block.name)
-                _tune_block(work, runner, folder, options, streams, known, collects=collects, on_part=on_part)
+                of_outputs = None if found or behind else gradients(block.name)
+                kept = divided(block.batches, held)[0] if keeps else ()
+                known = Known(work.modules.values(), kept)
+                _tune_block(
+                    work, runner, folder, options, streams, of_outputs, known, collects=collects, on_part=on_part
+                )
             block.advance()
     return likely
 
 
 def _open_runner(
     skeleton: Skeleton, samples: Samples, options: TuneOptions, machine: Machine, *, spill: Path, collects: bool
-) -> Runner:
-    """Of the float model, with hidden states on disk in ``spill`` where memory is short of them."""
+) -> tuple[Runner, bool]:
+    """Of the float model, with hidden states on disk in ``spill`` where memory is short of them; whether there is room
+    for what `Known` keeps, too."""
     held_out = len(samples.held_out) > 0
     sums = max(sums_of_layers(skeleton, block=False, full=True, held_out=held_out)) if collects else 0
-    return Runner.open(
+    memory, streams = machine.memory_bytes - BASE_BYTES - sums, 1 if options.method == "layerwise" else 3
+    runner = Runner.open(
         skeleton,
         samples.windows,
         held_out=samples.held_out,
         device=machine.device,
-        memory_bytes=machine.memory_bytes - BASE_BYTES - sums,
+        memory_bytes=memory,
         spill=spill,
-        streams=1 if options.method == "layerwise" else 3,
+        streams=streams,
         images=samples.images,
     )
+    return runner, skeleton.has_room(runner.tokens, memory, streams + kept_streams(skeleton))
 
 
 def _at_head(runner: Runner, look: Callable[[Runner], None]) -> Iterator[Block]:
@@ -250,19 +259,6 @@ def _entering(block: MtpBlock, streams: "_Streams", entering: "_Streams") -> "_S
 def _advance(advance: Callable[[float, str], None], layer: str, part: float, note: str) -> None:
     """Moves the bar by a part of a layer, and says what of it is done."""
     advance(part, f"{layer}, {note}")
-
-
-def _described(prepared: Conversion, samples: Samples, options: TuneOptions) -> str:
-    """The header: the model, the method, and the samples."""
-    units = prepared.outputs.plan.units
-    count, seqlen = samples.windows.shape
-    schemes = ", ".join(sorted({unit.scheme.name for unit in units}))
-    held_out = f", {len(samples.held_out)} more held out" if len(samples.held_out) else ""
-    return (
-        f"{name_of(prepared.source.reader.path)} in {schemes}, {sum(len(unit.members) for unit in units)} weights, by "
-        f"{options.method}\n{count} samples of {seqlen} tokens{held_out} (of {samples.candidates} windows, seed "
-        f"{options.seed})"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +294,7 @@ def _tune_block(
     options: TuneOptions,
     streams: _Streams,
     gradients: Gradients | None,
+    known: Known,
     *,
     collects: bool,
     on_part: Callable[[float, str], None],
@@ -312,7 +309,8 @@ def _tune_block(
     def run(before: Callable[[int], None]) -> None:
         for batch in range(block.batches):
             before(batch)
-            wanted.put(batch, block.forward(block.inputs(batch), batch))
+            with known.watching(block, batch):
+                wanted.put(batch, block.forward(block.inputs(batch), batch))
 
     if block.name in folder.done:
         run(lambda batch: None)
@@ -321,13 +319,13 @@ def _tune_block(
         if not collects:
             run(lambda batch: None)
         start = work.start(observe(block, runner, run) if collects else None)  # whose moments then go
-        codes, record = _find(work, options, start, streams, gradients, on_part=on_part)
+        codes, record = _find(work, options, start, streams, gradients, known, on_part=on_part)
         record |= codes_of.write(codes_of.place(folder, options.method), block.name, codes)
         folder.commit(block.name, record)
     decoded = {key: q.dequantize() for key, q in codes.items()}
     with torch.no_grad():
         for batch in range(block.batches):
-            given.put(batch, work.outputs(given.get(batch).to(runner.device), batch, decoded))
+            given.put(batch, work.outputs(given.get(batch).to(runner.device), batch, decoded, known))
             runner.activations.put(batch, wanted.get(batch))
     block.advanced = True
 
@@ -338,6 +336,7 @@ def _find(
     start: Mapping[str, QTensor],
     streams: _Streams,
     gradients: Gradients | None,
+    known: Known,
     *,
     on_part: Callable[[float, str], None],
 ) -> tuple[dict[str, QTensor], dict[str, Any]]:
@@ -359,6 +358,7 @@ def _find(
             held_out=options.settings.held_out,
             inputs=given.get,
             targets=wanted.get,
+            known=known,
             gradients=gradients,
             on_unit=lambda part, name: on_part(share * part, name),
         )
@@ -370,6 +370,7 @@ def _find(
             record |= {"start_loss": learned.start_loss, "learned_loss": learned.learned_loss, "kept": learned.kept}
         elif learned.kept:
             record |= {"learned_loss": learned.learned_loss, "kept": True}
+        known.settle(())  # its codes are others
     total = sum(start[key].codes.numel() for key in work.usable)
     record["moved"] = sum(int((codes[k].codes != start[k].codes).sum()) for k in work.usable) / max(1, total)
     return dict(codes), record | {"not_learned": sorted(start.keys() - work.usable)}

@@ -1,13 +1,29 @@
-"""The closing text of tune, and the same as JSON."""
+"""The header and the closing text of tune, and the latter as JSON."""
 
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ptqpipe.calibration.data import Samples
 from ptqpipe.checkpoint import Finished
 from ptqpipe.quantities import memory_size, number
 from ptqpipe.report import samples_text
-from ptqpipe.stages.common import table
+from ptqpipe.stages.common import name_of, table
+from ptqpipe.stages.convert.run import Conversion
+from ptqpipe.stages.tune.options import TuneOptions
+
+
+def described(prepared: Conversion, samples: Samples, options: TuneOptions) -> str:
+    """The header: the model, the method, and the samples."""
+    units = prepared.outputs.plan.units
+    count, seqlen = samples.windows.shape
+    schemes = ", ".join(sorted({unit.scheme.name for unit in units}))
+    held_out = f", {len(samples.held_out)} more held out" if len(samples.held_out) else ""
+    return (
+        f"{name_of(prepared.source.reader.path)} in {schemes}, {sum(len(unit.members) for unit in units)} weights, by "
+        f"{options.method}\n{count} samples of {seqlen} tokens{held_out} (of {samples.candidates} windows, seed "
+        f"{options.seed})"
+    )
 
 
 def to_json(done: Finished) -> dict[str, Any]:
