@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,7 @@ def imports_of(source: str, path: Path) -> Iterator[Import]:
             yield Import(importer, name, getattr(node, "lineno", 0))
 
 
+@cache
 def all_imports() -> list[Import]:
     """Every import statement of the package."""
     found: list[Import] = []
