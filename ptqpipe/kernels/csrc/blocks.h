@@ -15,7 +15,9 @@ INLINE void search_tiles(const vf *x, const vf *h, int any_block, const vf *larg
         lanes.done[u] = mask_or(zero[u], alone[u]);
         f.code[u] = splat(MX ? 0 : 1), f.score[u] = splat(FLT_MAX);
     }
-    if (!all_done<U>(lanes.done)) {
+    if constexpr (filters<E, MX, H, B>()) {
+        if (!all_done<U>(lanes.done)) search_by_filter<E, B, U>(x, &lanes, s, &f, scores != 0);
+    } else if (!all_done<U>(lanes.done)) {
         if (MX) scan_e8m0<E, H, B, U>(x, h, block, &lanes, &f);
         else scan_minifloat3<E, H, B, U>(x, h, block, &lanes, s, &f);
     }
@@ -65,10 +67,14 @@ INLINE void choose_tiles(const ptq_blocks *j, const vf *x, const vf *h, int bloc
 }
 
 // Elements below 2^-32 of their block's largest count as zero in the search (not in the codes): x, or a flushed copy.
-template <int U>
-INLINE const vf *flush_tiles(const vf *x, int block, const vf *largest, const vf *smallest, vf *copy) {
+template <int U> INLINE const vf *flush_tiles(const vf *x, int block, const vf *largest, vf *copy) {
     vm tiny = no_lanes();
-    EACH(u) tiny = mask_or(tiny, less(smallest[u], largest[u] * 0x1p-32f));
+    EACH(u) {
+        vf smallest = splat(FLT_MAX);  // but 0
+        for (int k = u * block; k < (u + 1) * block; ++k)
+            smallest = select(less(splat(0.0f), x[k]), min_of(x[k], smallest), smallest);
+        tiny = mask_or(tiny, less(smallest, largest[u] * 0x1p-32f));
+    }
     if (!any(tiny)) return x;
     for (int u = 0; u < U; ++u)
         for (int k = u * block; k < (u + 1) * block; ++k)
@@ -93,13 +99,15 @@ INLINE void encode_tile(const vf *x, int block, vi code, const Minifloat3Scale &
 template <class E, bool MX, bool H, int B>
 static int32_t run_blocks(const ptq_blocks *j, const Minifloat3Scale *scales, const char *w, int64_t blocks, int64_t index,
                           const vf *h, uint8_t *data, uint8_t *codes, double (*sums)[16]) {
-    enum { U = B ? 2 : 1, STEP = U * W, MOST = B ? B : MAX_BLOCK };
-    vf x[U * MOST], copy[U * MOST], largest[U], smallest[U];
+    enum { U = filters<E, MX, H, B>() ? FILTER_TILES : B ? 2 : 1, STEP = U * W, MOST = B ? B : MAX_BLOCK };
+    vf x[U * MOST], copy[U * MOST], largest[U];
     vi words[U * MOST / 2 + U], chosen[U];
     char padded[STEP * MOST * 4];
     uint8_t tail_data[STEP * MOST], tail_codes[STEP];
     const int block = B ? B : j->block, in_bytes = block * dtype_bytes(j->dtype), out_bytes = block * E::code_bits / 8;
     const int n_words = (block + codes_per_word<E>() - 1) / codes_per_word<E>();
+    // Where scores decide. The filter's integers have no such elements, and what it leaves open is flushed there.
+    const bool flushes = !data || j->rule == PTQ_FOUR_OVER_SIX || (j->rule == PTQ_EXACT && !filters<E, MX, H, B>());
     for (int64_t b = 0; b < blocks; b += STEP) {
         const int count = blocks - b < STEP ? (int)(blocks - b) : STEP;
         const char *p = w + b * in_bytes;
@@ -118,11 +126,11 @@ static int32_t run_blocks(const ptq_blocks *j, const Minifloat3Scale *scales, co
         vm bad = no_lanes();
         EACH(u) {
             load_tile<B>(j->dtype, p + u * W * in_bytes, block, x + u * block);
-            split_signs<E, B>(x + u * block, block, words + u * n_words, &largest[u], &smallest[u]);
+            split_signs<E, B>(x + u * block, block, words + u * n_words, &largest[u]);
             bad = mask_or(bad, mask_not(less(bits(largest[u]), splat(0x7F800000))));
         }
         if (any(bad)) return PTQ_NOT_FINITE;
-        const vf *flushed = flush_tiles<U>(x, block, largest, smallest, copy);
+        const vf *flushed = flushes ? flush_tiles<U>(x, block, largest, copy) : x;
         const vf *weights = H ? h + b / W * block : 0;
         if (!data) {
             double scores[STEP];

@@ -9,6 +9,7 @@ namespace {
 #include "tile.h"
 #include "codecs.h"
 #include "search.h"
+#include "filter.h"
 #include "encode.h"
 #include "rules.h"
 #include "blocks.h"

@@ -5,12 +5,11 @@
 template <class E> INLINE constexpr int codes_per_word() { return E::code_bits == 4 ? 8 : 4; }
 enum { MAX_WORDS = MAX_BLOCK / 4 };
 
-// Signs of raw values x into the words, x replaced by |x|; largest magnitude and smallest non-zero one.
-template <class E, int B> INLINE void split_signs(vf *x, int any_block, vi *words, vf *largest, vf *smallest) {
+// Signs of raw values x into the words, x replaced by |x|; the largest magnitude.
+template <class E, int B> INLINE void split_signs(vf *x, int any_block, vi *words, vf *largest) {
     enum { PER = codes_per_word<E>() };
     const int block = B ? B : any_block;
     vi top = splat(0);
-    vf low = splat(FLT_MAX);
     for (int first = 0; first < block; first += PER) {
         vi word = splat(0);
 #pragma GCC unroll 8
@@ -22,12 +21,10 @@ template <class E, int B> INLINE void split_signs(vf *x, int any_block, vi *word
             const vf a = abs_of(x[first + j]);
             x[first + j] = a;
             top = max_of(top, bits(a));
-            low = select(less(splat(0.0f), a), min_of(a, low), low);
         }
         words[first / PER] = word;
     }
     *largest = from_bits(top);
-    *smallest = low;
 }
 
 // x: magnitudes; r * unit: unit / scale. Adds the magnitude codes to the words.

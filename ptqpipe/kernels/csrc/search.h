@@ -89,17 +89,22 @@ template <int U> INLINE bool all_done(const vm *done) {
     return all(every);
 }
 
+// Where the scan of E4M3 and UE5M3 scales starts.
+template <class E> INLINE vi start_code(vf largest, const Minifloat3Scale &s) {
+    const float to_edge = 1.0f / (E::half_edge * s.global_scale) * (1.0f + 0x1p-20f);  // a hair high: starts no code late
+    const vi code = shift_right(bits(largest * to_edge), 20) - ((127 - s.bias) << 3);
+    return max_of(min_of(code, splat(s.top)), splat(s.top < 15 ? s.top : 15));
+}
+
 template <class E, bool H, int B, int U>
 static void scan_minifloat3(const vf *x, const vf *h, int block, const Lanes<U> *lanes, const Minifloat3Scale &s,
                             Found<U> *best) {
     const typename E::Tables tables = E::tables();
-    const float to_edge = 1.0f / (E::half_edge * s.global_scale) * (1.0f + 0x1p-20f);  // a hair high: starts no code late
     vf r[U], square[U], top[U], error[U], clipped[U], score[U];
     vi code[U];
     vm done[U];
     EACH(u) {
-        code[u] = shift_right(bits(lanes->largest[u] * to_edge), 20) - ((127 - s.bias) << 3);
-        code[u] = max_of(min_of(code[u], splat(s.top)), splat(s.top < 15 ? s.top : 15));
+        code[u] = start_code<E>(lanes->largest[u], s);
         best->score[u] = splat(FLT_MAX), best->code[u] = splat(1), done[u] = lanes->done[u];
         scale_factors(s, code[u], &r[u], &square[u]);
         top[u] = lanes->largest[u] * r[u];
