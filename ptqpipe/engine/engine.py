@@ -335,31 +335,37 @@ class Engine:
             sibling.seen, sibling.images = seq.seen, None
             self.scheduler.add(sibling, first=True)
         stream.siblings = []
-        piece = Piece(seq.request, seq.index, cached=seq.cached, begun=seq.begun)
-        if not stream.told_prompt and params.prompt_logprobs is not None:
-            piece = replace(piece, prompt_logprobs=tuple(seq.prompt_logprobs))
-        stream.told_prompt = True
-        if params.max_tokens == 0:
-            return self._end(stream, replace(piece, finish=Finish.LENGTH))
-        seq.append(token)
-        self.counters.generated_tokens += 1
-        if logprob is not None:
-            top = logprob.top[: params.logprobs]
-            piece = replace(piece, logprobs=(replace(logprob, top=top),))
-        piece = replace(piece, tokens=(token,))
+        asked = not stream.told_prompt and params.prompt_logprobs is not None
+        prompt, stream.told_prompt = tuple(seq.prompt_logprobs) if asked else None, True
+        tokens: tuple[int, ...] = ()
+        logprobs: tuple[TokenLogprob, ...] = ()
+        text, finish = "", Finish.LENGTH if params.max_tokens == 0 else None
+        if finish is None:
+            seq.append(token)
+            self.counters.generated_tokens += 1
+            tokens = (token,)
+            if logprob is not None:
+                logprobs = (replace(logprob, top=logprob.top[: params.logprobs]),)
+            text, finish = self._text_of(stream, token)
+        piece = Piece(
+            seq.request, seq.index, text, tokens, logprobs, finish, cached=seq.cached, begun=seq.begun,
+            prompt_logprobs=prompt,
+        )  # fmt: skip
+        return piece if finish is None else self._end(stream, piece)
+
+    def _text_of(self, stream: _Stream, token: int) -> tuple[str, Finish | None]:
+        """What a sequence's last token lets out, and why it ends with it if it does."""
+        seq, params, stops, detokenizer = stream.seq, stream.seq.params, stream.stops, stream.detokenizer
         may_end = seq.generated >= params.min_tokens
         if token in seq.end_tokens and may_end:
-            text = stream.detokenizer.flush()
-            text = "".join((stream.stops.push(text, active=may_end)[0], stream.stops.flush()))
-            return self._end(stream, replace(piece, text=text, finish=Finish.STOP))
-        text, stopped = stream.stops.push(stream.detokenizer.push(token), active=may_end)
+            return stops.push(detokenizer.flush(), active=may_end)[0] + stops.flush(), Finish.STOP
+        text, stopped = stops.push(detokenizer.push(token), active=may_end)
         if stopped:
-            return self._end(stream, replace(piece, text=text, finish=Finish.STOP))
-        if seq.generated >= params.max_tokens or len(seq.tokens) >= self.options.max_len:
-            rest, stopped = stream.stops.push(stream.detokenizer.flush(), active=may_end)
-            text += rest + ("" if stopped else stream.stops.flush())
-            return self._end(stream, replace(piece, text=text, finish=Finish.STOP if stopped else Finish.LENGTH))
-        return replace(piece, text=text)
+            return text, Finish.STOP
+        if seq.generated < params.max_tokens and len(seq.tokens) < self.options.max_len:
+            return text, None
+        rest, stopped = stops.push(detokenizer.flush(), active=may_end)
+        return text + rest + ("" if stopped else stops.flush()), Finish.STOP if stopped else Finish.LENGTH
 
     def _end(self, stream: _Stream, piece: Piece) -> Piece:
         """Forgets a sequence; returns its last piece."""

@@ -175,6 +175,8 @@ EXPORT int64_t ptq_linear_limit(const char *name, int64_t panels) {
     return !panels ? 16 : has_amx() ? 32 : INT64_MAX;
 }
 
+enum { NUMBERS_OF_PART = 1 << 14 };  // of x that a thread lays out at a time: fewer are not worth waking another
+
 // Small parts, so that a thread that comes late costs little; whole panels of the kernels' rows.
 static int64_t part_of(int64_t rows, int64_t threads) {
     const int64_t parts = threads > 1 ? threads * 8 : 1, each = (rows + parts - 1) / parts;
@@ -196,8 +198,9 @@ EXPORT int32_t ptq_linear_rows(const char *name, const struct ptq_linear *jobs, 
         some[0].m = m;
         void *x = room.of((size_t)ops->bytes(some) + 1);
         if (!x) return PTQ_NO_MEMORY;
-        struct linear_call layout = {some, ops, x, 0, m, 16};
-        in_parallel(prepare_part, &layout, (m + 15) / 16, threads);
+        const int64_t each = 1 + NUMBERS_OF_PART / (jobs->k + 1);
+        struct linear_call layout = {some, ops, x, 0, m, each};
+        in_parallel(prepare_part, &layout, (m + each - 1) / each, threads);
         int64_t parts = 0;
         for (int64_t i = 0; i < count; ++i) {
             some[i] = jobs[i];
@@ -207,7 +210,7 @@ EXPORT int32_t ptq_linear_rows(const char *name, const struct ptq_linear *jobs, 
             calls[i] = c;
             parts += (c.last + c.run - 1) / c.run;
         }
-        in_parallel(linear_part, calls, parts, threads);
+        in_parallel(linear_part, calls, parts, threads, true);
     }
     return PTQ_OK;
 }
