@@ -4,6 +4,7 @@ None of it changes a byte of any output. Must not know what a job computes, or w
 """
 
 import contextlib
+import gc
 import os
 import resource
 import sys
@@ -138,6 +139,20 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Python looks for no cycles meanwhile: what describes a large model is hundreds of thousands of small objects
+    without one, and looking through them takes a tenth of the time that deciding its conversion does."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

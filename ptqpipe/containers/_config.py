@@ -129,9 +129,15 @@ def stored_grid(weight: str, fmt: Format, shape: tuple[int, int]) -> tuple[int, 
         raise CheckpointError(f"{weight}: {error}") from None
 
 
-def as_found(expected: Sequence[Part], names: Names) -> tuple[Part, ...]:
-    """Parts with the variations that readers accept: one number as [] or [1], static input scales in any float."""
-    if all(names.get(part.name) == part[1:3] for part in expected):  # as nearly all are
+def as_found(expected: Sequence[Part], names: Names, *, weight: str) -> tuple[Part, ...]:
+    """Parts with the variations that readers accept: one number as [] or [1], static input scales in any float.
+
+    CheckpointError where a part is not stored, or otherwise than so.
+    """
+    for part in expected:
+        if names.get(part.name) != part[1:3]:
+            break
+    else:  # as nearly all are
         return tuple(expected)
     changed = []
     for part in expected:
@@ -142,6 +148,7 @@ def as_found(expected: Sequence[Part], names: Names) -> tuple[Part, ...]:
             dtype = part.dtype
         same = (dtype, shape) == (part.dtype, part.shape)
         changed.append(part if same else part._replace(dtype=dtype, shape=shape))
+    check_parts(changed, names, weight=weight)
     return tuple(changed)
 
 
@@ -152,7 +159,7 @@ PartsOf = Callable[..., tuple[Part, ...]]
 def remembered(parts: PartsOf) -> PartsOf:
     """``parts`` of a layout, which asks it once for weights of one shape, scheme and leaf name: of the tens of
     thousands of a mixture of experts the names alone differ."""
-    known: dict[tuple[object, ...], tuple[int, Scheme, tuple[Part, ...]]] = {}
+    known: dict[tuple[object, ...], tuple[Scheme, list[tuple[str, tuple[Any, ...]]]]] = {}
 
     def of(
         weight: str, shape: tuple[int, int], scheme: Scheme, /, *, experts: int | None = None, transposed: bool = False
@@ -160,13 +167,13 @@ def remembered(parts: PartsOf) -> PartsOf:
         parent, dot, leaf = weight.removesuffix(".weight").rpartition(".")
         start = len(parent) + len(dot)
         key = (leaf, len(weight) - start, bool(experts_of(weight)), shape, id(scheme), experts, transposed)
+        base = weight[:start]
         if key in known:
-            length, _, made = known[key]
-            base = weight[:start]
-            return tuple(Part(base + part.name[length:], *part[1:]) for part in made)
+            return tuple([Part(base + name, *rest) for name, rest in known[key][1]])
         made = parts(weight, shape, scheme, experts=experts, transposed=transposed)
-        if all(part.name.startswith(weight[:start]) for part in made):
-            known[key] = start, scheme, made  # with the scheme, so that no other gets its id
+        if all(part.name.startswith(base) for part in made):
+            # With the scheme, so that no other gets its id.
+            known[key] = scheme, [(part.name[start:], part[1:]) for part in made]
         return made
 
     return of

@@ -10,7 +10,6 @@ from typing import Any
 from ptqpipe.containers._codec import FLOAT_SCALES
 from ptqpipe.containers._config import (
     as_found,
-    check_parts,
     kept_experts,
     matrix_shape,
     module_list,
@@ -148,8 +147,7 @@ def _stored(
     if static is not None:
         expected.append(Part(static, names[static][0], (1,), Role.INPUT_GLOBAL))
         activation = Activation.FP8_TENSOR_STATIC
-    checked = as_found(expected, names)
-    check_parts(checked, names, weight=weight)
+    checked = as_found(expected, names, weight=weight)
     key = (names[scale][0] + names[weight][0], activation)
     if key not in schemes:
         schemes[key] = scheme_for(fmt, activation)

@@ -14,7 +14,6 @@ from ptqpipe.containers._codec import scale_dtype, with_scale_dtype
 from ptqpipe.containers._config import (
     PartsOf,
     as_found,
-    check_parts,
     expert_name_warnings,
     kept_stacks,
     kv_cache_scheme,
@@ -333,10 +332,9 @@ def _stored(module: str, scheme: Scheme, names: Names, parts_of: PartsOf) -> Sto
     if fmt is not scheme.fmt:
         scheme = replace(scheme_for(fmt, scheme.activation), rotation=scheme.rotation)
     try:
-        expected = as_found(parts_of(weight, shape, scheme), names)
+        expected = as_found(parts_of(weight, shape, scheme), names, weight=weight)
     except FormatError as error:
         raise CheckpointError(str(error)) from None
-    check_parts(expected, names, weight=weight)
     extra = [f"{module}.{suffix}" for suffix in ("weight_shape", "output_scale") if f"{module}.{suffix}" in names]
     others = tuple(Part(name, *names[name], Role.OTHER) for name in extra)
     return StoredWeight(weight, shape, scheme, expected + others)

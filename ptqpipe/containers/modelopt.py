@@ -12,7 +12,6 @@ from ptqpipe.containers._codec import with_scale_dtype
 from ptqpipe.containers._config import (
     HF_QUANT_CONFIG,
     as_found,
-    check_parts,
     kept_experts,
     kv_cache_scheme,
     matrix_shape,
@@ -292,8 +291,7 @@ def _stored(module: str, algorithm: str, names: Names) -> StoredWeight:
     shape = matrix_shape(names, weight, bits=fmt.element.bits, owner=module)
     scheme = scheme_for(fmt, activation)
     try:
-        expected = as_found(_parts(weight, shape, scheme, scale_dtype), names)
+        expected = as_found(_parts(weight, shape, scheme, scale_dtype), names, weight=weight)
     except FormatError as error:
         raise CheckpointError(f"{weight}: {error}") from None
-    check_parts(expected, names, weight=weight)
     return StoredWeight(weight, shape, scheme, expected)

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ptqpipe.containers._codec import with_scale_dtype
-from ptqpipe.containers._config import as_found, check_parts, matrix_shape, quantization_config, scheme_for, stored_grid
+from ptqpipe.containers._config import as_found, matrix_shape, quantization_config, scheme_for, stored_grid
 from ptqpipe.containers._read_only import ReadOnly
 from ptqpipe.containers._types import Names, Part, Role, StoredWeight
 from ptqpipe.errors import CheckpointError
@@ -73,8 +73,7 @@ def _stored(module: str, spec: Mapping[str, Any], names: Names) -> StoredWeight:
     activation = _activation(spec.get("input_tensors"))
     if f"{module}.input_scale" in names:
         expected.append(Part(f"{module}.input_scale", names[f"{module}.input_scale"][0], (1,), Role.INPUT_GLOBAL))
-    checked = as_found(expected, names)
-    check_parts(checked, names, weight=weight)
+    checked = as_found(expected, names, weight=weight)
     return StoredWeight(weight, shape, scheme_for(fmt, activation), checked)
 
 

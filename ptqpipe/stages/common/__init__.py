@@ -25,6 +25,7 @@ from ptqpipe.machine import (
     progress_bar,
     run_jobs,
     threads,
+    without_collections,
 )
 from ptqpipe.quantities import table
 from ptqpipe.stages.common.kv_cache import CACHE_REASON, WriteCacheScales, check_cached, write_scales
@@ -136,6 +137,7 @@ __all__ = [
     "threads",
     "unit_extra_bytes",
     "with_reasons",
+    "without_collections",
     "write_quality",
     "write_scales",
     "write_whole",

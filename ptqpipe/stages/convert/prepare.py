@@ -33,6 +33,7 @@ from ptqpipe.stages.common import (
     name_of,
     open_statistics,
     outputs_of,
+    without_collections,
 )
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.statistics import Statistics
@@ -98,6 +99,7 @@ def check_used(options: RecipeOptions, recipe: Recipe, *, statistics: bool) -> N
             raise UsageError(f"{option} {given} would change nothing: it is for {needs}; or leave it out")
 
 
+@without_collections()
 def prepare(
     model: str | Path,
     *,

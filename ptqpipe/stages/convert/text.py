@@ -19,6 +19,7 @@ from ptqpipe.stages.common import (
     name_pattern,
     role_of,
     table,
+    without_collections,
 )
 from ptqpipe.stages.convert.run import Conversion
 
@@ -137,6 +138,7 @@ def _left_out(work: Conversion) -> list[tuple[str, str]]:
     return [(str(path.name), why) for path, why in work.source.reader.left_out.items()]
 
 
+@without_collections()
 def plan_text(work: Conversion, machine: Machine) -> str:
     """The dry run: the fate of every tensor, exact sizes, memory."""
     rows = [
