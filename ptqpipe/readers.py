@@ -5,7 +5,7 @@ than it says (vLLM quantizes the inputs of mxfp4a16 and mxfp8a16) is none that i
 reader gets wrong about a family, the containers' own ``warnings`` say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from ptqpipe.errors import UsageError
@@ -73,6 +73,25 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
         "int8_w8a8": (_CT,),
     },
 }
+
+
+# Formats that a reader runs in linear layers, and from these containers in no experts: vLLM 0.33's
+# compressed_tensors_moe_w8a8_fp8.py and modelopt.py, SGLang 0.5.23's compressed_tensors_w8a8_fp8_moe.py and
+# compressed_tensors.py.
+NOT_EXPERTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {"fp8_tensor": (_CT,), "fp8_dynamic": (_MODELOPT,)},
+    "sglang": {"fp8_tensor": (_CT,), "int8_w8a8": (_CT,)},
+}
+
+
+def check_experts(reader: str, formats: Iterable[str], *, container: str) -> None:
+    """UsageError for experts in a format, by name, that a reader does not run in experts from this container."""
+    refused = NOT_EXPERTS.get(reader, {})
+    for name in formats:
+        if container in refused.get(name, ()):
+            others = [other for other in READERS[reader][name] if other not in refused[name]]
+            remedy = f"use --container {others[0]}" if others else "give them fp8_dynamic, fp8_block or nvfp4"
+            raise UsageError(f"--for {reader}: {reader} runs no experts in {name} from {container}; {remedy}")
 
 
 ROTATING = ("vllm",)

@@ -201,6 +201,8 @@ def test_a_pure_mamba_is_quantized_with_a_warning_and_a_mixed_one_keeps_what_vll
         ("jamba", "model.layers.0.mamba.in_proj", "vllm", "Mamba-1 unquantized"),
         ("step3p5", "model.layers.0.self_attn.g_proj", "sglang", "plain linear layer"),
         ("gemma", "model.embed_tokens", "vllm", "rows of an embedding"),
+        ("gpt_oss", "model.layers.0.self_attn.o_proj", "sglang", "leaves these weights random"),
+        ("qwen3_next", "model.layers.0.linear_attn.in_proj_qkvz", "sglang", "asks for the plain weight"),
     ],
 )
 def test_for_a_reader_what_it_fails_on_is_refused_before_any_work(
@@ -217,6 +219,25 @@ def test_for_a_reader_what_it_fails_on_is_refused_before_any_work(
     ptqpipe.convert(model(kind), **call)  # without it: a warning, and verify names the reader
     found = [finding.message for finding in verify(out, workers=1).findings if finding.check == "readers"]
     assert any(says in message for message in found)
+
+
+@pytest.mark.parametrize(
+    ("reader", "fmt", "container", "remedy"),
+    [
+        ("vllm", "fp8_tensor", None, "give them fp8_dynamic"),
+        ("vllm", "fp8_dynamic", "modelopt", "use container=.compressed_tensors"),
+        ("sglang", "fp8_tensor", None, "give them fp8_dynamic"),
+        ("sglang", "int8_w8a8", None, "give them fp8_dynamic"),
+    ],
+)
+def test_formats_that_a_reader_runs_in_linear_layers_alone_are_refused_for_experts(
+    reader: str, fmt: str, container: str | None, remedy: str, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    call: dict[str, Any] = {"format": fmt, "container": container, "out": tmp_path / "out", "search": "absmax"}
+    with pytest.raises(UsageError, match=rf"{reader} runs no experts in {fmt} from \w+; {remedy}"):
+        ptqpipe.convert(model("hunyuan_v1_moe"), reader=reader, **call)
+    assert not (tmp_path / "out").exists()
+    ptqpipe.convert(model("hunyuan_v1_moe"), reader=reader, ignore="*.experts.*", **call)
 
 
 @pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_5_text"])

@@ -162,6 +162,24 @@ _QWEN3_NEXT = (
         containers=("modelopt",),
         by_default=False,
     ),
+    # _make_packed_weight_loader of SGLang's qwen3_next.py.
+    Fact(
+        Keep(r"re:(.*\.)?linear_attn\.in_proj_qkvz$", "linear attention beside packed codes", bits=8),
+        fails=(
+            "SGLang asks for the plain weight, which compressed-tensors' packed codes have not, and stops with an "
+            "AttributeError; vLLM reads it"
+        ),
+        readers=("sglang",),
+        containers=("compressed_tensors",),
+        by_default=False,
+    ),
+    Fact(
+        Keep(r"re:(.*\.)?linear_attn\.in_proj_qkvz$", "linear attention with one scale of the whole matrix"),
+        fails="SGLang expects a scale of each part of it and stops with an error of its shape; vLLM reads it",
+        readers=("sglang",),
+        containers=("modelopt",),
+        by_default=False,
+    ),
 )
 # vLLM makes one matrix of them with q, k and v, so these stay as they are with them.
 _DELTA_ATTENTION = (Fact(Keep(r"re:(.*\.)?self_attn\.(b|f_a|f_b|g_a|g_b)_proj$", _GATES)),)
@@ -286,7 +304,22 @@ FAMILIES: tuple[Family, ...] = (
     # Of a pure Mamba-1 nothing else is there to quantize, and transformers reads it.
     Family(("mamba", "falcon_mamba"), facts=tuple(replace(fact, by_default=False) for fact in _MAMBA1)),
     Family(("jamba",), facts=_MAMBA1),
-    Family(("gpt_oss",), interleaved=True),
+    # Found by scripts/sglang_loads.py: models/gpt_oss.py of SGLang makes these layers without a quantization.
+    Family(
+        ("gpt_oss",),
+        facts=(
+            Fact(
+                Keep(r"re:(.*\.)?self_attn\.[qkvo]_proj$", "attention that SGLang builds unquantized"),
+                fails=(
+                    "SGLang builds the attention of gpt-oss unquantized: without a word it leaves these weights random "
+                    "or takes codes for numbers, or it stops; vLLM reads them"
+                ),
+                readers=("sglang",),
+                by_default=False,
+            ),
+        ),
+        interleaved=True,
+    ),
     # Found by scripts/sglang_loads.py, as are those of Falcon-H1.
     Family(
         ("glm4_moe",),

@@ -35,7 +35,7 @@ from ptqpipe.families import UNLIKE_EXPERTS, Fact
 from ptqpipe.machine import Job
 from ptqpipe.plan import Kept, Member, Plan, Unit, make_plan
 from ptqpipe.qtensor import QTensor
-from ptqpipe.readers import check_rotation
+from ptqpipe.readers import check_experts, check_rotation
 from ptqpipe.recipe import Recipe, failing_facts
 from ptqpipe.rounding import TRAINED_REASON
 from ptqpipe.source import Source
@@ -171,6 +171,8 @@ class Outputs:
                     f"--for {reader}: {modules[0]} ({len(modules)} of this kind) would be quantized, and {fact.fails}; "
                     f"keep it (--ignore '{modules[0]}', or a rule with format: keep), or leave --for out"
                 )
+        experts = (target.scheme.name for target in self.targets if target.experts or _layer_of(target.module))
+        check_experts(reader, dict.fromkeys(experts), container=self.container_name)
         turned = [target.module for target in self.targets if target.scheme.rotation]
         if turned:
             biased = next((kept.name for kept in self.plan.kept if kept.name.removesuffix(".bias") in turned), None)
