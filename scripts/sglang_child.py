@@ -30,7 +30,7 @@ def prepare() -> None:
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader import loader
 
-    factory.get_rope_cpu = factory.get_rope
+    factory.get_rope_cpu = lambda *args: factory.get_rope(*args[:8])  # the ninth is the device
     mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda *_: True
     loader.DefaultModelLoader.postprocess_weights = staticmethod(lambda *_: None)
     make = loader._initialize_model
