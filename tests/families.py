@@ -37,6 +37,7 @@ _MOE: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
     "num_nextn_predict_layers": 1,
 }
 _MLA: dict[str, Any] = {

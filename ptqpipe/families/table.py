@@ -304,6 +304,23 @@ FAMILIES: tuple[Family, ...] = (
     # Of a pure Mamba-1 nothing else is there to quantize, and transformers reads it.
     Family(("mamba", "falcon_mamba"), facts=tuple(replace(fact, by_default=False) for fact in _MAMBA1)),
     Family(("jamba",), facts=_MAMBA1),
+    # Found by scripts/sglang_loads.py: Llama4ForCausalLM of SGLang loads as Llama does, which has no experts. The whole
+    # model's loader (mllama4.py) looks for them by these names.
+    Family(("llama4",)),
+    Family(
+        ("llama4_text",),
+        facts=(
+            Fact(
+                Keep(r"re:(.*\.)?feed_forward\.experts\.", "experts of the text model of Llama 4 by itself"),
+                fails=(
+                    "SGLang leaves the experts of Llama 4's text model by itself random without a word (those of the "
+                    "whole model it looks for); vLLM reads them"
+                ),
+                readers=("sglang",),
+                by_default=False,
+            ),
+        ),
+    ),
     # Found by scripts/sglang_loads.py: models/gpt_oss.py of SGLang makes these layers without a quantization.
     Family(
         ("gpt_oss",),

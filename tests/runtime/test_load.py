@@ -20,6 +20,7 @@ from ptqpipe.errors import CheckpointError, UsageError
 from ptqpipe.runtime import load_model
 from ptqpipe.runtime.hf import register, unregister
 from ptqpipe.schemes import get_scheme
+from tests import families
 from tests.containers.builders import Checkpoint, absmax, read_checkpoint
 from tests.runtime.models import SIZES, TOKENS, float_twin, logits, quantized
 
@@ -225,3 +226,14 @@ def test_peers_checkpoints_decode_to_the_recorded_weights(shared_dir: Path) -> N
             assert torch.equal(parameter_of(state, name), values), (folder.name, name)
             compared += 1
     assert compared == 48
+
+
+def test_a_tower_with_quantized_inputs_is_left_out_where_text_alone_is_given(tmp_path: Path) -> None:
+    source, recipe = families.make_model(tmp_path / "model", "qwen3_vl"), tmp_path / "recipe.yaml"
+    rules = '- {match: "*visual.blocks*", format: fp8_dynamic}\n- {match: "*", format: nvfp4}\n'
+    found = []
+    for at, text in enumerate((rules, rules.replace("fp8_dynamic", "keep"))):
+        recipe.write_text(f"version: 1\nrules:\n{text}")
+        done = ptqpipe.convert(source, recipe=recipe, out=tmp_path / f"out{at}", search="absmax", workers=1)
+        found.append(load_model(done.out, dtype="float32")(torch.tensor([[3, 5, 7]])).logits)
+    assert torch.equal(*found)
