@@ -4,6 +4,7 @@ A search file offers ``search(w, fmt, *, global_scale=None, importance=None) -> 
 whether its scales are the argmin of ``objective.py`` over every scale that the format has.
 """
 
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
@@ -31,6 +32,7 @@ class Search(Protocol):
     ) -> torch.Tensor: ...
 
 
+@cache
 def search_names() -> list[str]:
     """The names that :func:`get_search` knows."""
     stems = (path.stem for path in Path(__file__).parent.glob("*.py"))
