@@ -35,6 +35,7 @@ def in_python(script: str, *arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_option_is_one_line_of_the_table(tmp_path: Path) -> None:
     """With that line in a copy of the table the option is on the command line, in Python, in recipe files and in the
     record; with bounds, and a default."""
@@ -98,6 +99,7 @@ def quantize(task):
 '''
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_algorithm_is_a_file_and_a_row(tmp_path: Path) -> None:
     """The command line offers it, a conversion with statistics runs it and records it, verify repeats it; and where
     statistics have its moment, the last row is what convert takes by itself."""

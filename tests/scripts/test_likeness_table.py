@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ptqpipe.stages.demo import MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_model_expects_its_own_kind_of_text_and_not_noise(tmp_path: Path) -> None:
     results = tmp_path / "likeness.jsonl"
     command = [sys.executable, "scripts/likeness_table.py", str(MODEL), f"{MODEL}/heldout.txt"]

@@ -39,12 +39,13 @@ WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("source") / "model", tiny.llama())
+    config = {**tiny.LLAMA_CONFIG, "num_hidden_layers": 1}
+    return tiny.save(tmp_path_factory.mktemp("source") / "model", tiny.llama(layers=1), config=config)
 
 
 @pytest.fixture(scope="module")
 def stats(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_statistics(tmp_path_factory.mktemp("stats") / "stats", model, inputs_of_llama(tiny.llama()))
+    return write_statistics(tmp_path_factory.mktemp("stats") / "stats", model, inputs_of_llama(tiny.llama(layers=1)))
 
 
 def run(
@@ -134,7 +135,8 @@ def test_every_scheme_gains_and_verifies(
 
 def test_the_output_error_falls_with_the_rank(model: Path, stats: Path, tmp_path: Path) -> None:
     errors = []
-    source, inputs = tiny.llama(), inputs_of_llama(tiny.llama())
+    source = tiny.llama(layers=1)
+    inputs = inputs_of_llama(source)
     for rank in (0, 2, 8, 32):
         out = tmp_path / str(rank)
         run(model, out, stats=stats, scheme="nvfp4", algorithm="gptq", low_rank=rank)
@@ -151,7 +153,7 @@ def test_the_output_error_falls_with_the_rank(model: Path, stats: Path, tmp_path
 
 
 def test_a_diagonal_moment_is_used_where_there_is_no_full_one(model: Path, tmp_path: Path) -> None:
-    stats = write_statistics(tmp_path / "stats", model, inputs_of_llama(tiny.llama()), moments=())
+    stats = write_statistics(tmp_path / "stats", model, inputs_of_llama(tiny.llama(layers=1)), moments=())
     record = run(model, tmp_path / "out", stats=stats, weighting="diagonal")["weights"]
     assert {entry["low_rank"]["moment"] for entry in record.values()} == {"diagonal"}
     assert verify(tmp_path / "out", source=model, statistics=stats).faults == ()
