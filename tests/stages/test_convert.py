@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import safe_open
 
 import ptqpipe
+from ptqpipe.cli import main
 from ptqpipe.errors import CheckpointError, FormatError, NumericsError, OutputError, UsageError
 from ptqpipe.machine import BASE_BYTES, WORKER_BYTES, Machine
 from ptqpipe.qtensor import QTensor
@@ -468,16 +470,16 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("args", "words"), [(case[1], case[2]) for case in BAD], ids=[case[0] for case in BAD])
-@pytest.mark.usefixtures("forks")
 def test_bad_calls_are_one_line_and_a_non_zero_exit(
     model: Path, tmp_path: Path, args: dict[str, Any], words: str
 ) -> None:
     if words == "GPU" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    run = run_cli("convert", args.get("model", model), "-o", tmp_path / "out", *args.get("args", []))
-    assert run.returncode != 0
+    call = ["convert", args.get("model", model), "-o", tmp_path / "out", *args.get("args", [])]
+    run = CliRunner().invoke(main, list(map(str, call)))
+    assert isinstance(run.exception, SystemExit)
+    assert run.exit_code != 0
     assert words in run.stderr
-    assert "Traceback" not in run.stderr
     assert not (tmp_path / "out").exists()
 
 
