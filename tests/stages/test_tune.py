@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +73,27 @@ def test_small_weights_are_computed_by_one_thread(
         tune.tune(DEMO, [str(text)], tmp_path / "codes", options=OPTIONS, machine=Machine(workers=2), log=begins)
 
 
-@pytest.fixture(scope="module", params=["nvfp4", "mxfp4"])
-def tuned(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    out = tmp_path_factory.mktemp("tuned") / "codes"
-    tune.tune(DEMO, [str(text)], out, recipe=RecipeOptions(scheme=request.param), options=OPTIONS, machine=ONE)
-    return request.param, out
+@pytest.fixture(scope="module")
+def codes_of_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Codes of a run that nobody stopped, made once for each scheme and method."""
+
+    @cache
+    def of(scheme: str, method: str) -> Path:
+        out, recipe = tmp_path_factory.mktemp("tuned") / "codes", RecipeOptions(scheme=scheme)
+        tune.tune(DEMO, [str(text)], out, recipe=recipe, options=of_method(method), machine=ONE)
+        return out
+
+    return of
+
+
+@pytest.fixture(params=["nvfp4", "mxfp4"])
+def tuned(request: pytest.FixtureRequest, codes_of_run: Callable[[str, str], Path]) -> tuple[str, Path]:
+    return request.param, codes_of_run(request.param, "learned")
+
+
+def content_of(codes: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((codes / "rounding.json").read_text())
+    return content
 
 
 def test_the_codes_that_were_learned_are_the_codes_that_are_written(tuned: tuple[str, Path], tmp_path: Path) -> None:
@@ -105,15 +123,17 @@ def test_the_codes_that_were_learned_are_the_codes_that_are_written(tuned: tuple
 
 
 def test_every_block_says_what_it_gained_and_none_got_worse(tuned: tuple[str, Path]) -> None:
-    content = json.loads((tuned[1] / "rounding.json").read_text())
+    content = content_of(tuned[1])
     assert len(content["blocks"]) == json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
     for entry in content["blocks"].values():
         assert entry["not_learned"] == []
         assert entry["kept"] == (entry["learned_loss"] < entry["start_loss"])
 
 
-def test_a_stopped_run_goes_on_to_the_same_codes(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = tune.tune(DEMO, [str(text)], tmp_path / "whole", options=OPTIONS, machine=ONE)
+def test_a_stopped_run_goes_on_to_the_same_codes(
+    codes_of_run: Callable[[str, str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = content_of(codes_of_run("nvfp4", "learned"))
     real, calls = tune.learn, []
 
     def stops(*args: Any, **kwargs: Any) -> Any:
@@ -127,8 +147,8 @@ def test_a_stopped_run_goes_on_to_the_same_codes(text: Path, tmp_path: Path, mon
         tune.tune(DEMO, [str(text)], tmp_path / "cut", options=OPTIONS, machine=ONE)
     assert not (tmp_path / "cut").exists()
     again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=OPTIONS, mode="resume", machine=ONE)
-    assert again.content["digest"] == whole.content["digest"]
-    assert len(calls) == 1 + len(whole.content["blocks"])
+    assert again.content["digest"] == whole["digest"]
+    assert len(calls) == 1 + len(whole["blocks"])
 
 
 def test_codes_of_another_model_or_format_are_refused(tuned: tuple[str, Path], tmp_path: Path) -> None:
@@ -205,10 +225,10 @@ def test_learning_after_error_feedback_loses_no_more(rows: Path, tmp_path: Path)
 
 
 def test_error_feedback_that_was_stopped_goes_on_to_the_same_codes(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    codes_of_run: Callable[[str, str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = of_method("gptq")
-    whole = tune.tune(DEMO, [str(text)], tmp_path / "whole", options=options, machine=ONE)
+    whole = content_of(codes_of_run("nvfp4", "gptq"))
     real, calls = tune.follow, []
 
     def stops(*args: Any, **kwargs: Any) -> Any:
@@ -223,17 +243,17 @@ def test_error_feedback_that_was_stopped_goes_on_to_the_same_codes(
     with pytest.raises(OutputError, match="settings"):
         tune.tune(DEMO, [str(text)], tmp_path / "cut", options=of_method("learned"), mode="resume", machine=ONE)
     again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
-    assert again.content["digest"] == whole.content["digest"]
-    assert len(calls) == 1 + len(whole.content["blocks"])
+    assert again.content["digest"] == whole["digest"]
+    assert len(calls) == 1 + len(whole["blocks"])
 
 
 def test_a_run_that_was_killed_while_it_wrote_a_layer_goes_on_to_the_same_codes(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    codes_of_run: Callable[[str, str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a file lies there then, which no run may take for a layer."""
-    options = of_method("gptq")
-    whole = tune.tune(DEMO, [str(text)], tmp_path / "whole", options=options, machine=ONE)
-    real, second = tensor_file.bytes_of, sorted(whole.content["blocks"])[1]
+    options, undisturbed = of_method("gptq"), codes_of_run("nvfp4", "gptq")
+    whole = content_of(undisturbed)
+    real, second = tensor_file.bytes_of, sorted(whole["blocks"])[1]
 
     def killed(folder: Path, block: str, codes: Any) -> Any:
         if block == second:
@@ -247,8 +267,8 @@ def test_a_run_that_was_killed_while_it_wrote_a_layer_goes_on_to_the_same_codes(
     monkeypatch.setattr(tensor_file, "bytes_of", real)
     monkeypatch.setattr(tune.codes_of, "write", write)
     again = tune.tune(DEMO, [str(text)], tmp_path / "cut", options=options, mode="resume", machine=ONE)
-    assert again.content["digest"] == whole.content["digest"]
-    assert {path.name for path in (tmp_path / "cut").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
+    assert again.content["digest"] == whole["digest"]
+    assert {path.name for path in (tmp_path / "cut").iterdir()} == {path.name for path in undisturbed.iterdir()}
 
 
 def test_a_reverse_pass_runs_again_unless_it_had_reached_the_first_layer(
