@@ -5,12 +5,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptqpipe.api.calls import command, folder_of, into, keywords_of, names_in, path_or_none, size_of, watched
+from ptqpipe.api.calls import (
+    command,
+    folder_of,
+    into,
+    keywords_of,
+    machine_of,
+    names_in,
+    path_or_none,
+    size_of,
+    watched,
+)
 from ptqpipe.api.data import Data, data_names
 from ptqpipe.api.result import Result
 from ptqpipe.errors import UsageError
 from ptqpipe.evaluation.cache import DEFAULT_LIMIT
-from ptqpipe.machine import Machine
 from ptqpipe.quantities import disk_size, number
 from ptqpipe.stages import diff as diff_stage, inspect as inspect_stage, simulate as simulate_stage
 from ptqpipe.stages.evaluate import run as evaluate_stage, text as evaluate_text
@@ -179,7 +188,7 @@ def report(
     >>> ptqpipe.report("OUT", source="MODEL", out="report.html")
     <report report.html: summary OUT: 21 weights at 4.501 bits, 8 tensors kept, weight error 21.82 dB>
     """
-    first, target, machine = folder_of(ckpt), path_or_none(out), Machine(progress=watched(progress))
+    first, target, machine = folder_of(ckpt), path_or_none(out), machine_of({"progress": progress})
     if others:
         if source is not None or evaluation is not None or all_rows:
             raise UsageError("source, evaluation and all_rows are for a report on one checkpoint; leave them out")
