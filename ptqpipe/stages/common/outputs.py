@@ -171,7 +171,7 @@ class Outputs:
                     f"--for {reader}: {modules[0]} ({len(modules)} of this kind) would be quantized, and {fact.fails}; "
                     f"keep it (--ignore '{modules[0]}', or a rule with format: keep), or leave --for out"
                 )
-        experts = (target.scheme.name for target in self.targets if target.experts or _layer_of(target.module))
+        experts = (target.scheme.name for target in self.targets if target.experts or experts_of(target.module))
         check_experts(reader, dict.fromkeys(experts), container=self.container_name)
         turned = [target.module for target in self.targets if target.scheme.rotation]
         if turned:
