@@ -87,7 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "api":          {
         "errors", "formats", "schemes", "qtensor", "algorithms", "source", "options", "stages", "checkpoint",
-        "evaluation", "machine", "quantities", "rows", "runtime",
+        "evaluation", "quantities", "rows", "runtime",
     },
     "cli":          {"_version", "checkpoint", "errors", "machine", "quantities", "stages", "options"},
     "__main__":     {"cli"},
