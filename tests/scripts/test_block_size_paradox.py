@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -25,19 +26,21 @@ def script() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+def rows(tmp_path_factory: pytest.TempPathFactory, template_of_forks: Callable[..., None]) -> list[dict[str, object]]:
     """The lines of a small run that also plots."""
     picture = tmp_path_factory.mktemp("paradox") / "plot.png"
     command = [sys.executable, str(SCRIPT), "--sigma", "0.01", "--elements", "32768", "--blocks", "4", "16", "64"]
     pytest.importorskip("matplotlib", reason="needs the extra report")
     root = SCRIPT.parents[1]
-    done = subprocess.run(
-        [*command, "--plot", str(picture)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        timeout=240,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "_execute_child", template_of_forks)
+        done = subprocess.run(
+            [*command, "--plot", str(picture)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(root)},
+            timeout=240,
+        )
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     return [json.loads(line) for line in done.stdout.splitlines()]

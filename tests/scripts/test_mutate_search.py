@@ -85,6 +85,7 @@ def test_a_survivor_is_named_and_costs_the_exit_code(script: ModuleType, capsys:
     assert script.report([]) == 0
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_unknown_name_is_refused() -> None:
     done = run("--only", "nonsense")
     assert done.returncode == 2
