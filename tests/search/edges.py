@@ -30,6 +30,13 @@ BLOCKS: dict[str, tuple[str, list[float], int]] = {
     "a hair below the tie the half of the scale wins": (
         "e2m1/16/e4m3", [3.5 - ULP, *[3.0, 2.0, 1.5, 1.0, 0.5] * 3], 48,
     ),
+    # Exact at 1 and 1/2 but for the largest, which is off by 1/2 at both.
+    "a tie of a scale with its half": ("e2m1/16/e4m3", [3.5, *[3.0, 2.0, 1.5, 1.0, 0.5] * 3], 48),
+    # In units of 1.875: at 1 all but the largest are exact, and clipping it by 1.47 costs 2.16. At 2 it is off by 0.53
+    # and each of the eight 0.5 by 0.5, 2.28 in all. 3.5 times 32/15, nine codes above 1, is just below the largest.
+    "the tenth scale from the halving edge": (
+        "e2m1/16/e4m3", [1.875 * y for y in (7.46875, *[6.0] * 6, 4.0, *[0.5] * 8)], 63,
+    ),
     "the published window ends at 12": ("e2m1/16/e4m3", [30 / 512, 22.5 / 512, *[7.5 / 512] * 14], 15),
     "six and zeros are exact at seven scales": ("e2m1/16/e4m3", [6.0, 0.0, 0.0, -6.0], 56),
     # At 2.75 all but the largest are exact, and it is clipped; at 3 the errors of all have the same float32 sum.
