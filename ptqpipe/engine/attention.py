@@ -112,7 +112,7 @@ class PagedAttention:
     def singles(self) -> tuple[torch.Tensor, tuple[PagedQueries, PagedSpans]] | None:
         """Within a step in which every sequence has one token: the slots of the new keys, and what each sees."""
         step = _STEP.get(None) if _ACTIVE.get(None) is self else None
-        if step is None or step.singles is None or len(step.singles.totals) != len(step.slots):
+        if step is None or step.singles is None or step.singles.totals.shape != step.slots.shape:
             return None
         return step.slots, (step.singles, step.spans)
 
@@ -215,7 +215,7 @@ class PagedAttention:
 
 def _slots(batch: Batch, tables: torch.Tensor, block_size: int) -> torch.Tensor:
     """Where the keys of each token go, int64 [T]."""
-    if len(batch.tokens) == len(batch.spans):  # one each
+    if batch.tokens.shape[0] == len(batch.spans):  # one each
         last = [(span.blocks, span.total - 1) for span in batch.spans]
         return torch.tensor([blocks[at // block_size] * block_size + at % block_size for blocks, at in last])
     places = []

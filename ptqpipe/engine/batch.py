@@ -41,7 +41,7 @@ class Batch:
         """Each token's place in its sequence, int64 [T]; [3, T] where a sequence with images counts otherwise."""
         if self.images is not None and self.images.positions is not None:
             return self.images.positions
-        if len(self.tokens) == len(self.spans):  # one each
+        if self.tokens.shape[0] == len(self.spans):  # one each
             return torch.tensor([span.total - 1 for span in self.spans])
         return torch.cat([torch.arange(span.total - span.count, span.total) for span in self.spans])
 

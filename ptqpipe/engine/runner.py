@@ -86,8 +86,8 @@ class Runner:
         check_tokens(model, self.states)
         pages = {layer: self._pages(layer) for layer in self.shapes}
         self.attention = PagedAttention(pages, options.block_size, device=model.device, windows=found.windows)
-        self._whole: WholeStep | None = None
-        self._whole = whole_step(model, use_layers(model, self.attention), self.attention, self._forward)
+        self.whole: WholeStep | None = None
+        self.whole = whole_step(model, use_layers(model, self.attention), self.attention, self._forward)
         model.get_input_embeddings().register_forward_hook(self._with_images)
         for module in model.modules():
             if set(DEEP) <= signature(module.forward).parameters.keys():
@@ -138,7 +138,7 @@ class Runner:
         """The same, of a batch or of a half of one."""
         device = self.model.device
         with self.attention.during(batch), self.states.during(batch):
-            found = None if self._whole is None else self._whole.run(batch)
+            found = None if self.whole is None else self.whole.run(batch)
             if found is not None:
                 return found.float()
             out = self.model(

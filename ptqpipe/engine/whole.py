@@ -37,14 +37,14 @@ class WholeStep:
     def run(self, batch: Batch) -> torch.Tensor | None:
         """Logits [wanted, vocabulary] within a step (`PagedAttention.during`); None where the step is the model's."""
         where, wanted = self._attention.singles(), batch.wanted
-        if where is None or batch.images is not None or not len(wanted) or any(self._hooks):
+        if where is None or batch.images is not None or not wanted.numel() or any(self._hooks):
             return None
         x = self._embed(batch.tokens[None])
         rotary = self._rotary(x, position_ids=batch.positions()[None])
         outs = run(self._layers, x, rotary, *where)
         if outs is None:
             return None
-        last = outs[-1] if len(wanted) == len(batch.tokens) else outs[-1][:, wanted]
+        last = outs[-1] if wanted.shape == batch.tokens.shape else outs[-1][:, wanted]
         logits: torch.Tensor = self._head(self._norm(last))[0]
         return logits
 
