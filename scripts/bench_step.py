@@ -43,7 +43,8 @@ def steps(
 ) -> dict[bool, list[tuple[float, float]]]:
     """(seconds of a decode step, those in compiled calls) of steps without the model's forward, and with it."""
     engine: Any = child.engine
-    whole, found = engine.runner.whole, {True: [], False: []}
+    whole = engine.runner.whole
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
     for at, prompt in enumerate(prompts):
         engine.add(Request(str(at), prompt, params))
@@ -69,7 +70,8 @@ def main() -> None:
     spent = Spent()
     cpu_library.call = spent.call
     child = Child(arguments.checkpoint, arguments.prompt + arguments.new + 1, max(arguments.batches))
-    if child.engine.runner.whole is None:
+    runner: Any = child.engine.runner
+    if runner.whole is None:
         sys.exit(
             f"{arguments.checkpoint}: its steps are the model's own; give a Llama-shaped model and a CPU with panels"
         )
