@@ -2,7 +2,7 @@
 //
 // Matrices lie as [columns, rows], so a lane is a row and no step crosses lanes.
 
-enum { MAX_COLUMNS = 256 };
+enum { MAX_COLUMNS = 256, SCALES = 2 };  // scales that are tried side by side
 
 template <class E> struct Step { vi code; vf decoded; };
 
@@ -64,22 +64,40 @@ template <class E> static void descend(const struct ptq_columns *job, int64_t ro
     for (int i = 0; i < b; ++i) store_some(job->slope + i * n + row, left, slope[i]);
 }
 
-// The cost of a block at scale s; its codes too where `codes` is not null, and what they decode to where `decoded` is not.
+// The codes of a block at scale s, and what they decode to where `decoded` is not null.
 template <class E, int B>
-INLINE vf block_cost(const struct ptq_columns *job, const vf *target, vf s, uint8_t *codes, vf *decoded, int64_t left) {
+INLINE void block_codes(const struct ptq_columns *job, const vf *target, vf s, uint8_t *codes, vf *decoded, int64_t left) {
     const int b = B ? B : (int)job->columns;
-    vf t[B ? B : MAX_COLUMNS], cost = splat(0.0f);
+    vf t[B ? B : MAX_COLUMNS];
     for (int i = 0; i < b; ++i) t[i] = target[i];
     for (int i = 0; i < b; ++i) {
         const Step<E> found = step_of<E>(t[i], s);
-        const vf rest = t[i] - found.decoded, e = target[i] - found.decoded;
-        cost = cost + rest * rest * job->weight[i];
-        if (codes) store_codes(codes + i * job->rows, left, found.code);
+        const vf e = target[i] - found.decoded;
+        store_codes(codes + i * job->rows, left, found.code);
         if (decoded) decoded[i] = found.decoded;
         const float *f = job->matrix + (int64_t)i * b;
         for (int j = i + 1; j < b; ++j) t[j] = t[j] + f[j] * e;
     }
-    return cost;
+}
+
+// The cost of a block at each of S scales. They are taken side by side: one alone waits for every column's rounding.
+template <class E, int B, int S> INLINE void block_costs(const struct ptq_columns *job, const vf *target, const vf *s, vf *cost) {
+    const int b = B ? B : (int)job->columns;
+    vf t[B ? B : MAX_COLUMNS][S], e[S];
+    for (int c = 0; c < S; ++c) cost[c] = splat(0.0f);
+    for (int i = 0; i < b; ++i)
+        for (int c = 0; c < S; ++c) t[i][c] = target[i];
+    for (int i = 0; i < b; ++i) {
+        for (int c = 0; c < S; ++c) {
+            const Step<E> found = step_of<E>(t[i][c], s[c]);
+            const vf rest = t[i][c] - found.decoded;
+            e[c] = target[i] - found.decoded;
+            cost[c] = cost[c] + rest * rest * job->weight[i];
+        }
+        const float *f = job->matrix + (int64_t)i * b;
+        for (int j = i + 1; j < b; ++j)
+            for (int c = 0; c < S; ++c) t[j][c] = t[j][c] + f[j] * e[c];
+    }
 }
 
 // Of W rows from `row` on; what the chosen codes decode to, too, where `decoded` [columns] is not null.
@@ -90,19 +108,26 @@ template <class E, int B> static void choose_block(const struct ptq_columns *job
     vf target[MAX_COLUMNS], best = splat(0.0f), best_s = splat(1.0f);
     int64_t chosen[W] = {0};
     for (int i = 0; i < b; ++i) target[i] = load_some(job->target + i * n + row, left, 0.0f);
-    for (int c = 0; c < job->count; ++c) {
-        vf s = splat(1.0f);
-        int64_t index[W] = {0};
-        for (int lane = 0; lane < lanes; ++lane) {
-            const int64_t at = job->first[row + lane] + c;
-            index[lane] = at < 0 ? 0 : at > top ? top : at;
-            s[lane] = job->ladder[index[lane]];
+    for (int first = 0; first < job->count; first += SCALES) {
+        const int count = job->count - first < SCALES ? job->count - first : SCALES;
+        int64_t index[SCALES][W] = {};
+        vf s[SCALES], cost[SCALES];
+        for (int c = 0; c < SCALES; ++c) {
+            s[c] = splat(1.0f);
+            for (int lane = 0; c < count && lane < lanes; ++lane) {
+                const int64_t at = job->first[row + lane] + first + c;
+                index[c][lane] = at < 0 ? 0 : at > top ? top : at;
+                s[c][lane] = job->ladder[index[c][lane]];
+            }
         }
-        const vf cost = block_cost<E, B>(job, target, s, nullptr, nullptr, left);
-        for (int lane = 0; lane < lanes; ++lane)
-            if (c == 0 || cost[lane] < best[lane]) best[lane] = cost[lane], best_s[lane] = s[lane], chosen[lane] = index[lane];
+        if (count == SCALES) block_costs<E, B, SCALES>(job, target, s, cost);
+        else block_costs<E, B, 1>(job, target, s, cost);
+        for (int c = 0; c < count; ++c)
+            for (int lane = 0; lane < lanes; ++lane)
+                if (first + c == 0 || cost[c][lane] < best[lane])
+                    best[lane] = cost[c][lane], best_s[lane] = s[c][lane], chosen[lane] = index[c][lane];
     }
-    block_cost<E, B>(job, target, best_s, job->codes + row, decoded, left);
+    block_codes<E, B>(job, target, best_s, job->codes + row, decoded, left);
     store_some(job->cost + row, left, best);
     memcpy(job->scales + row, chosen, (size_t)lanes * sizeof(int64_t));
 }
