@@ -1,14 +1,15 @@
 """What calibration and GPTQ cost: ptqpipe beside llm-compressor, whole processes, one after the other, several times.
 
     python scripts/quality_cost.py --scratch DIR --results FILE --python llm-compressor=PYTHON [--times 3]
-        [--model bench-4m | --shape 94m] [--format nvfp4]
+        [--model bench-4m | --shape 94m [--layers N]] [--format nvfp4]
 
 One JSON line: for each of "calibrate", "convert", both together ("gptq"), "gptq in order" (`tune --method gptq` and
 `convert`) and the peer's GPTQ (its whole process, which loads, calibrates, quantizes and saves) the medians of seconds,
 processor seconds and peak memory, and the ratios to the peer within each turn. Both get the same rows of tokens.
 
 With ``--shape`` the model is a synthetic one of make_synthetic_model.py, the rows are 32 of 128 random tokens, and
-`convert --quality good` and `best` are measured in place of the single steps, one thread each.
+`convert --quality good` and `best` are measured in place of the single steps, one thread each; with ``--layers`` it has
+fewer decoder layers than its shape, and ``seconds`` and the like are of that.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from typing import Any
 from bench_quality import HERE, MODELS, OWN, Runs, place
 from quality_entries import ENTRIES, Job, calibrate_command, own_steps, peer_command
 
+from ptqpipe.kernels.cpu import isa
 from ptqpipe.kernels.cpu_library import processor
 
 PEER = "llm-compressor"
@@ -78,9 +80,11 @@ def turn(jobs: dict[str, Job], runs: Runs, scratch: Path) -> dict[str, dict[str,
 
 def whole_commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """`convert --quality` for a synthetic model, and the peer's process, without the interpreter; makes the model."""
-    source, out, file = (args.scratch / name for name in (args.shape, "out", "rows.jsonl"))
+    source, out, file = (args.scratch / name for name in (f"{args.shape}-{args.layers or 'all'}", "out", "rows.jsonl"))
     if not (source / "config.json").exists():
-        subprocess.run([sys.executable, HERE / "make_synthetic_model.py", source, "--shape", args.shape], check=True)
+        fewer = ["--layers", str(args.layers)] if args.layers else []
+        command = [sys.executable, HERE / "make_synthetic_model.py", source, "--shape", args.shape, *fewer]
+        subprocess.run(command, check=True)
         tokenizer = place(next(m for m in MODELS if m.name == args.model).folder, args.shared)
         for part in tokenizer.glob("tokenizer*"):  # the peer asks for one, though the rows are tokens
             shutil.copy(part, source)
@@ -126,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bench-4m", choices=[m.name for m in MODELS])
     parser.add_argument("--shape", help="of a synthetic model, in place of a trained one")
+    parser.add_argument("--layers", type=int, help="of the synthetic model [the shape's]")
     parser.add_argument("--format", default="nvfp4")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24_576)
@@ -149,7 +154,8 @@ def main() -> None:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as worker:
             jobs = worker.submit(jobs_of, args).result()
         turns = [turn(jobs, runs, args.scratch) for _ in range(args.times)]
-    line |= {"cpu": processor()[0]} | summary(turns)
+    line |= {"layers": args.layers} if args.layers else {}
+    line |= {"cpu": processor()[0], "isa": isa()} | summary(turns)
     print(json.dumps(line))
     with open(args.results, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
