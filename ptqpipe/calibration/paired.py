@@ -133,7 +133,7 @@ def _unchanged(kept: tuple[torch.Tensor, int] | None) -> torch.Tensor | None:
 
 def kept_streams(skeleton: Skeleton) -> int:
     """How many sets of hidden states what `Known` keeps is at most."""
-    hidden = skeleton.model.config.get_text_config().hidden_size
+    hidden: int = skeleton.model.config.get_text_config().hidden_size
     widths = (sum(sum(p.shape) for p in module.parameters() if p.dim() == 2) for _, module in skeleton.blocks)
     return -(-max(widths) // hidden)
 
