@@ -232,7 +232,8 @@ def _open_runner(
         streams=streams,
         images=samples.images,
     )
-    return runner, skeleton.has_room(runner.tokens, memory, streams + kept_streams(skeleton))
+    keeps = skeleton.has_room(runner.tokens, memory, streams + kept_streams(skeleton))
+    return runner, keeps and machine.device.type == "cpu"  # whose memory that is
 
 
 def _at_head(runner: Runner, look: Callable[[Runner], None]) -> Iterator[Block]:
