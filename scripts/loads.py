@@ -47,6 +47,12 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def _lines(tensor: torch.Tensor) -> list[bytes]:
+    """The bytes of each row."""
+    data, step = _bytes(tensor), tensor.shape[-1] * tensor.element_size()
+    return [data[at : at + step] for at in range(0, len(data), step)]
+
+
 def _layer(name: str) -> str:
     """The first number of a name: that of its layer."""
     found = re.search(r"\.(\d+)(\.|$)", name)
@@ -102,6 +108,24 @@ class Loaded:
             self._rows[parameter, row] = found
         return self._rows[parameter, row]
 
+    def beside(self, name: str, scales: torch.Tensor, codes: torch.Tensor) -> bool:
+        """Whether the rows of scales lie in a parameter in the order in which those of their codes lie in another. Rows
+        of a few bytes, which others have, too, are not found by themselves where a reader pads or permutes them."""
+        near = [self._tensors[each] for each in self._layers.get(_layer(name), ()) if self._tensors[each].dim() > 1]
+        wanted, size = _lines(codes), codes.shape[-1] * codes.element_size()
+        for held in near:
+            first: dict[bytes, int] = {}
+            for at, line in enumerate(_lines(held)):
+                first.setdefault(line[:size], at)
+            order = [first[line] for line in wanted if line in first]
+            for other in near if len(order) == len(wanted) else ():
+                lines = _lines(other)
+                for form in map(_lines, _forms(name, scales, other.dtype)):
+                    fits = len(lines) == len(_lines(held)) and len(form) == len(order)
+                    if fits and all(lines[at].startswith(line) for at, line in zip(order, form, strict=True)):
+                        return True
+        return False
+
     def unfilled(self) -> list[str]:
         """Matrices with a row, or a matrix of experts, that nothing was put into."""
         mark = bytes([MARK])
@@ -131,7 +155,9 @@ def compare(checkpoint: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.T
     """Where each tensor of the checkpoint went."""
     parameters = Loaded(loaded)
     places = {name: parameters.place(name, value) for name, value in checkpoint.items()}
-    missing = sorted(name for name, place in places.items() if place is None)
+    missing = sorted(
+        name for name, place in places.items() if place is None and not _beside(parameters, checkpoint, name)
+    )
     for group in ORDERED:
         for name, place in places.items():
             parent, _, leaf = name.partition(f".{group[0]}.")
@@ -140,6 +166,13 @@ def compare(checkpoint: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.T
                 if before and after and before[0] == after[0] and before[1] > after[1]:
                     missing.append(f"{name} (in the wrong order)")
     return {"landed": len(checkpoint) - len(missing), "missing": missing, "unfilled": _kinds(parameters.unfilled())}
+
+
+def _beside(parameters: Loaded, checkpoint: Mapping[str, torch.Tensor], name: str) -> bool:
+    """Whether scales that were not found lie as their codes do."""
+    parent, _, leaf = name.rpartition(".")
+    codes = checkpoint.get(f"{parent}.weight_packed", checkpoint.get(f"{parent}.weight"))
+    return leaf == "weight_scale" and codes is not None and parameters.beside(name, checkpoint[name], codes)
 
 
 def _kinds(names: Iterable[str]) -> list[str]:

@@ -38,6 +38,7 @@ _MOE: dict[str, Any] = {
     "topk_group": 1,
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
     "num_nextn_predict_layers": 1,
 }
 _MLA: dict[str, Any] = {

@@ -135,6 +135,7 @@ FAILING: list[tuple[str, str, str]] = [
     ("glm4_moe", "model.layers.1.mlp.shared_experts.up_proj", "compressed_tensors"),
     ("falcon_h1", "model.layers.0.mamba.in_proj", "modelopt"),
     ("qwen3_next", "model.layers.1.self_attn.q_proj", "modelopt"),
+    ("deepseek_v3", "model.layers.0.self_attn.q_a_proj", "compressed_tensors"),
     ("qwen3_next", "mtp.fc", "compressed_tensors"),
     ("qwen3_next", "model.layers.0.linear_attn.in_proj_qkvz", "compressed_tensors"),
     ("gpt_oss", "model.layers.0.self_attn.o_proj", "compressed_tensors"),

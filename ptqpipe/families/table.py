@@ -226,7 +226,25 @@ _NUMBERED = Mtp(*(f"model.layers.{{at}}{leaf}" for leaf in ("", ".eh_proj", ".en
 _QWEN_MTP = Mtp("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
 
 FAMILIES: tuple[Family, ...] = (
-    Family(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), mtp=_NUMBERED, norms=Norms()),
+    Family(
+        ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
+        # deepseek_weight_loader.py of SGLang puts everything of the two side by side that is no number of shape [].
+        facts=(
+            Fact(
+                Keep(r"re:(.*\.)?self_attn\.(q_a_proj|kv_a_proj_with_mqa)$", "latent projections in one", bits=8),
+                fails=(
+                    "SGLang puts the two side by side with all that belongs to them, also the global scale or the "
+                    "shape of packed weights in compressed-tensors, and stops with an error of their shape; it reads "
+                    "--container modelopt, and vLLM both"
+                ),
+                readers=("sglang",),
+                containers=("compressed_tensors",),
+                by_default=False,
+            ),
+        ),
+        mtp=_NUMBERED,
+        norms=Norms(),
+    ),
     # Layers as Llama's: rows with norms alone say where transforms may move factors.
     Family(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"), norms=Norms()),
     Family(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"), norms=Norms()),

@@ -66,7 +66,12 @@ def test_sglang_builds_the_layer_unquantized_beside_modelopt(make: Make, tmp_pat
         options = RecipeOptions("nvfp4_w4a4", container="modelopt", mtp=mtp)
         with pytest.raises(UsageError, match=r"--for sglang: .*SGLang builds it unquantized beside"):
             prepare(make(kind), options=options, out=tmp_path / "out", reader="sglang")
-        prepare(make(kind), options=options, out=tmp_path / "out", reader="vllm").close()
+        if mtp == "nvfp4":
+            prepare(make(kind), options=options, out=tmp_path / "out", reader="vllm").close()
+            continue
+        # Of ModelOpt's layout vLLM makes no experts with a scale of each row (get_quant_method of its modelopt.py).
+        with pytest.raises(UsageError, match=r"vllm runs no experts in fp8_dynamic from modelopt"):
+            prepare(make(kind), options=options, out=tmp_path / "out", reader="vllm")
 
 
 def test_models_without_the_layer_are_refused_in_one_line(make: Make, tmp_path: Path) -> None:
