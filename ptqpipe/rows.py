@@ -5,7 +5,6 @@ A row is a text, messages or token ids: the value of the first field that is the
 """
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,8 @@ FIELDS = ("messages", "conversations", "text", "content", "prompt", "instruction
 PIECE = 1 << 18  # characters that are tokenized at once
 MAX_TOKEN = 1 << 31
 _SUFFIXES = (".txt", ".jsonl", ".parquet")  # of the files of a folder that are data
-_WEIGHT = re.compile(r"(.+)=(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)")
+_WEIGHT = re.compile(r"(.+)=([+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf|infinity))", re.I | re.S)
+_LARGEST = 1e9  # of weights: their sums must be finite
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+){0,2}")
 
 
@@ -29,7 +29,7 @@ def files_of(names: Iterable[str], *, option: str = "--data") -> list[str]:
     """The files and data sets that an ``option`` names: of a folder all .txt, .jsonl and .parquet files in it, by name.
 
     A name may end in ``=WEIGHT`` (`weighted`) and keeps that; the files of a folder share its weight by their sizes.
-    UsageError for a folder without any, and for a file that does not exist.
+    UsageError for a folder without any, for a file that does not exist, and for one that is there twice.
     """
     found: list[str] = []
     for name in names:
@@ -47,10 +47,24 @@ def files_of(names: Iterable[str], *, option: str = "--data") -> list[str]:
                 f"{plain} is a folder without {', '.join(_SUFFIXES)} files; name a folder or file with text"
             )
         if weight is not None:
-            sizes = [Path(file).stat().st_size for file in files]
-            files = [f"{file}={weight * size / max(1, sum(sizes))!r}" for file, size in zip(files, sizes, strict=True)]
+            sizes = [max(1, Path(file).stat().st_size) for file in files]  # one without text is refused when it is read
+            files = [f"{file}={weight * size / sum(sizes)!r}" for file, size in zip(files, sizes, strict=True)]
         found += files
+    _check_once(found, option)
     return found
+
+
+def _check_once(names: Sequence[str], option: str) -> None:
+    """UsageError for text that is given twice: what is held out of it would be what a model is calibrated on."""
+    seen = set[str]()
+    for name in names:
+        plain, _ = weighted(name)
+        path = Path(plain).expanduser()
+        known = str(path.resolve()) if path.exists() else plain
+        if known in seen:
+            more = f", {plain}=2 for twice its share of the windows" if option == "--data" else ""
+            raise UsageError(f"{option} has {plain} twice; give it once{more}")
+        seen.add(known)
 
 
 def weighted(name: str) -> tuple[str, float | None]:
@@ -59,8 +73,8 @@ def weighted(name: str) -> tuple[str, float | None]:
     if found is None or os.path.exists(os.path.expanduser(name)):
         return name, None
     weight = float(found[2])
-    if not 0 < weight < math.inf:
-        raise UsageError(f"--data {name} has the weight {found[2]}, expected a number above 0")
+    if not 0 < weight <= _LARGEST:
+        raise UsageError(f"--data {name} has the weight {found[2]}, expected a number above 0, at most {_LARGEST:.0f}")
     return found[1], weight
 
 

@@ -231,3 +231,35 @@ def test_a_bad_weight_is_one_line(tokenizer: Path, tmp_path: Path, weight: str, 
         with pytest.raises(UsageError) as caught:
             check([f"{few}={weight}", str(many)], tokenizer, samples=4, seqlen=4)
         assert words in str(caught.value).replace(str(tmp_path) + "/", "")
+
+
+@pytest.mark.parametrize("weight", ["nan", "inf", "-inf", "1e10", "1e400", "+0"])
+def test_a_weight_that_no_sum_holds_is_refused_as_a_weight(tokenizer: Path, tmp_path: Path, weight: str) -> None:
+    file = lines(tmp_path / "a.jsonl", {"input_ids": [5] * 800})
+    for check in (load_samples, check_samples):
+        with pytest.raises(UsageError, match=r"has the weight .*, expected a number above 0, at most 1000000000"):
+            check([f"{file}={weight}"], tokenizer, samples=4, seqlen=4)
+
+
+@pytest.mark.parametrize("weight", [".5", "5E-1", "0.5", "+.5"])
+def test_a_weight_is_any_number_as_people_write_it(tokenizer: Path, tmp_path: Path, weight: str) -> None:
+    first, second = (lines(tmp_path / f"{n}.jsonl", {"input_ids": [n] * 4000}) for n in (5, 6))
+    made = load_samples([f"{first}={weight}", str(second)], tokenizer, samples=60, seqlen=4)
+    assert int((made.windows[:, 0] == 5).sum()) == 20
+
+
+def test_a_text_that_is_given_twice_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", {"input_ids": [5] * 800})
+    (tmp_path / "link.jsonl").symlink_to(file)
+    for names in ([file, file], [file, tmp_path], [f"{file}=2", file], [file, tmp_path / "link.jsonl"]):
+        with pytest.raises(UsageError, match=r"twice; give it once, .*=2 for twice its share of the windows"):
+            load_samples([str(name) for name in names], tokenizer, samples=4, seqlen=4)
+
+
+def test_an_empty_file_of_a_folder_with_a_weight_is_called_empty(tokenizer: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    lines(folder / "a.jsonl", {"input_ids": [5] * 4000})
+    (folder / "b.txt").write_text("")
+    with pytest.raises(UsageError, match=r"b\.txt is empty; give a file with text"):
+        load_samples([f"{folder}=2"], tokenizer, samples=4, seqlen=4)
