@@ -35,23 +35,33 @@ class Likeness:
 def likeness_of(
     runner: Runner, samples: Samples, *, share: slice = slice(None), batches: int | None = None
 ) -> dict[str, Likeness]:
-    """By the name of each source, on the first `WINDOWS` of its windows. After the last block, inside of `Runner.head`.
-    Empty for samples with images.
+    """By the name of each source, numbered where several have one, on the first `WINDOWS` of its windows. After the last
+    block, inside of `Runner.head`. Empty for samples with images.
 
     share    which of the samples' windows the runner has
     batches  how many of the first batches have gone through the blocks; None: all
     """
     sums: dict[str, torch.Tensor] = {}  # of loss, of entropy, tokens; float64 [3]
-    left = {file.name: WINDOWS for file in samples.files}
+    names = _names(samples)
+    left = dict.fromkeys(names, WINDOWS)
     origins = iter([] if samples.images else samples.origin[: len(samples.windows)][share].tolist())
     for batch, ids in enumerate(runner.batches[:batches]):
         for row, origin in zip(range(len(ids)), origins):  # noqa: B905  # what is held out has no origin here
-            name = samples.files[origin].name
+            name = names[origin]
             if left[name] and ids.shape[1] > 1:
                 left[name] -= 1
                 found = _sums(runner, ids[row : row + 1], runner.activations.get(batch)[row : row + 1])
                 sums[name] = sums.get(name, torch.zeros(3, dtype=torch.float64)) + found
     return {name: Likeness(*(found[:2] / found[2]).tolist()) for name, found in sums.items()}
+
+
+def _names(samples: Samples) -> list[str]:
+    """Of every file its name; with a number where others have the same one."""
+    all_names = [file.name for file in samples.files]
+    return [
+        name if all_names.count(name) == 1 else f"{name} ({all_names[:at].count(name) + 1})"
+        for at, name in enumerate(all_names)
+    ]
 
 
 def _sums(runner: Runner, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -77,6 +87,19 @@ def lines_of(found: Mapping[str, Likeness]) -> list[str]:
         f"{_perplexity(one.entropy)}; calibrate on text like what it will serve, or on its own (--data self, generate)"
         for name, one in found.items()
         if one.unlike
+    ]
+
+
+def left_out(samples: Samples) -> list[str]:
+    """A warning of the sources to which their weights give no window."""
+    taken, count = set(samples.origin.tolist()), len(samples.windows)
+    none = [n for at, n in enumerate(_names(samples)) if samples.files[at].weight is not None and at not in taken]
+    if not none:
+        return []
+    more = f" and {len(none) - 1} more" if len(none) > 1 else ""
+    return [
+        f"warning: no text of {none[0]}{more} is used, its weight gives it none of {count} windows; raise its weight, "
+        "or --samples"
     ]
 
 

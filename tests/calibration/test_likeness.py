@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import ptqpipe
-from ptqpipe.calibration.likeness import UNLIKE, Likeness, lines_of
+from ptqpipe.calibration.data import load_samples
+from ptqpipe.calibration.likeness import UNLIKE, Likeness, left_out, lines_of
 from ptqpipe.options import PipelineOptions, RecipeOptions
 from ptqpipe.stages.calibrate.run import CalibrateOptions, calibrate
 from ptqpipe.stages.demo import MODEL
@@ -64,3 +65,30 @@ def test_a_warning_goes_by_what_the_model_expects() -> None:
     assert lines_of({"a.txt": like}) == ["perplexity of the data under the model: a.txt 20.1"]
     assert lines_of({"a.txt": unlike})[1].startswith("warning: a.txt is unlike what the model knows: perplexity 20.1")
     assert lines_of({}) == []
+
+
+def test_sources_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    known, noise = tmp_path / "a" / "text.txt", tmp_path / "b" / "text.txt"
+    for file, text in (
+        (known, (Path(MODEL) / "heldout.txt").read_text()[:4000]),
+        (noise, "".join(chr(33 + (7 * n * n) % 90) for n in range(4000))),
+    ):
+        file.parent.mkdir()
+        file.write_text(text)
+    options = CalibrateOptions(samples=8, seqlen=16, holdout=0, moments=("diagonal",))
+    done = calibrate(MODEL, [f"{known}=1", f"{noise}=1"], tmp_path / "stats", options=options)
+    assert done is not None
+    assert "model: text.txt (1) " in done.told[0]
+    assert [line for line in done.told if line.startswith("warning: text.txt (2) is unlike what the model knows")]
+
+
+def test_a_source_whose_weight_gives_it_no_window_is_said(tmp_path: Path) -> None:
+    names = [tmp_path / f"{n}.jsonl" for n in (5, 6)]
+    for file in names:
+        file.write_text('{"input_ids": [5, 6, 7, 8, 9, 10, 11, 12]}\n' * 100)
+    few, all_of_them = (
+        load_samples([f"{names[0]}={weight}", str(names[1])], Path(MODEL), samples=60, seqlen=4)
+        for weight in ("1e-6", "1")
+    )
+    assert [line.split(",")[0] for line in left_out(few)] == ["warning: no text of 5.jsonl is used"]
+    assert left_out(all_of_them) == []

@@ -23,7 +23,7 @@ import torch
 from ptqpipe._version import __version__
 from ptqpipe.calibration.collect import Collector, find_attention, sums_of_layers
 from ptqpipe.calibration.data import HELD_SHARE, Samples, load_samples, tokens_digest
-from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
+from ptqpipe.calibration.likeness import Likeness, left_out, likeness_of, lines_of
 from ptqpipe.calibration.merge import merge_copies, merge_largest, merge_ranks
 from ptqpipe.calibration.runner import Block, Runner, advance_together
 from ptqpipe.calibration.skeleton import Skeleton
@@ -141,7 +141,7 @@ def calibrate(
                 return None
             content = _content(source, samples, options, output, skeleton)
             output.finish(content)
-    return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(found)))
+    return Finished(out, content, time.monotonic() - begun, peak_bytes(), (*lines_of(found), *left_out(samples)))
 
 
 def _samples_of(data: Sequence[str], path: Path, config: Mapping[str, Any], options: CalibrateOptions) -> Samples:

@@ -26,7 +26,7 @@ from ptqpipe._version import __version__
 from ptqpipe.calibration.activations import Activations, InMemory, OnDisk
 from ptqpipe.calibration.collect import sums_of_layers
 from ptqpipe.calibration.data import Samples, load_samples, tokens_digest
-from ptqpipe.calibration.likeness import Likeness, likeness_of, lines_of
+from ptqpipe.calibration.likeness import Likeness, left_out, likeness_of, lines_of
 from ptqpipe.calibration.paired import Known, kept_streams
 from ptqpipe.calibration.reverse import Gradients
 from ptqpipe.calibration.rounding import Learned, Settings, learn, with_codes
@@ -102,7 +102,7 @@ def tune(
                 end_to_end.improve(prepared, samples, folder, options, machine)
             content = codes_of.content(prepared, samples, _how(options), folder, seed=options.seed, collects=collects)
             folder.finish(content)
-    return Finished(out, content, time.monotonic() - begun, peak_bytes(), tuple(lines_of(found)))
+    return Finished(out, content, time.monotonic() - begun, peak_bytes(), (*lines_of(found), *left_out(samples)))
 
 
 def _samples(
