@@ -35,8 +35,8 @@ class Likeness:
 def likeness_of(
     runner: Runner, samples: Samples, *, share: slice = slice(None), batches: int | None = None
 ) -> dict[str, Likeness]:
-    """By the name of each source, numbered where several have one, on the first `WINDOWS` of its windows. After the last
-    block, inside of `Runner.head`. Empty for samples with images.
+    """By the name of each source, numbered where several have one, on the first `WINDOWS` of its windows. After the
+    last block, inside of `Runner.head`. Empty for samples with images.
 
     share    which of the samples' windows the runner has
     batches  how many of the first batches have gone through the blocks; None: all
