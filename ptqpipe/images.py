@@ -7,6 +7,7 @@ cannot become more pixels than `MOST_PIXELS`. Must not know models.
 import base64
 import binascii
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 1 << 25
 """Of all images of one request, or one row of data, together: 5792 x 5792, which decodes to 96 MiB."""
+_LEAST_SIDE = 256  # that images are counted at, since processors enlarge small ones until both sides have a size
 _MOST_BYTES = 1 << 26
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _KINDS = ("image_url", "image")
@@ -78,7 +80,10 @@ def read_image(place: str, folder: Path | None, *, remedy: str, within: bool = T
             return base64.b64decode(data, validate=True)
         except (binascii.Error, ValueError):
             raise UsageError(f"the data URI of image {shown!r} is no base64; encode the file again") from None
-    parts = urlsplit(place)
+    try:
+        parts = urlsplit(place)
+    except ValueError as error:
+        raise UsageError(f"image {shown!r} is no URL: {error}; send it as a data URI") from None
     if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
         raise UsageError(f"image {shown!r} would be fetched from a network, which is never done; send it as a data URI")
     if folder is None:
@@ -94,7 +99,8 @@ def read_image(place: str, folder: Path | None, *, remedy: str, within: bool = T
 
 
 def decode_images(raw: Sequence[bytes], where: str) -> "list[Image]":
-    """The images in RGB, upright. UsageError for one that does not decode, and for more pixels than `MOST_PIXELS`."""
+    """The images in RGB, upright. UsageError for one that does not decode, and for more pixels than
+    `MOST_PIXELS`, also when a processor will have enlarged them."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -102,15 +108,22 @@ def decode_images(raw: Sequence[bytes], where: str) -> "list[Image]":
     opened, pixels = [], 0
     for number, data in enumerate(raw, 1):
         try:
-            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            with warnings.catch_warnings():  # of many pixels, which are counted below
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        except Image.DecompressionBombError:
+            raise UsageError(
+                f"image {number} of {where} has far more pixels than {MOST_PIXELS}; make it smaller"
+            ) from None
         except Exception:  # of what kind depends on the format's code
             known = ", ".join(_FORMATS)
             raise UsageError(f"image {number} of {where} is none that can be decoded; expected {known}") from None
-        pixels += image.width * image.height
+        short, long = sorted(max(1, side) for side in image.size)
+        pixels += short * long if short >= _LEAST_SIDE else _LEAST_SIDE**2 * long // short
         if pixels > MOST_PIXELS:
             raise UsageError(
-                f"the images of {where} have {pixels} pixels up to number {number}, expected at most {MOST_PIXELS} "
-                "together; make them smaller"
+                f"the images of {where} have {pixels} pixels up to number {number}, small ones counted with sides of "
+                f"{_LEAST_SIDE}, expected at most {MOST_PIXELS} together; send fewer, or make them smaller"
             )
         opened.append(image)
     found = []

@@ -47,6 +47,7 @@ def test_data_uris_and_files_of_the_folder_are_read(folder: Path) -> None:
         ("absent.png", "cannot be read: No such file or directory; check the path"),
         ("more", "cannot be read: it is a folder, expected a file"),
         ("a\0b.png", "cannot be read"),
+        ("http://[::1", "is no URL: Invalid IPv6 URL; send it as a data URI"),
     ],
 )
 def test_other_places_are_one_line(folder: Path, place: str, said: str) -> None:
@@ -72,6 +73,7 @@ def test_images_are_decoded_upright_in_rgb() -> None:
     assert digest_of(PNG) != digest_of(png(gray))
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
@@ -79,7 +81,11 @@ def test_images_are_decoded_upright_in_rgb() -> None:
         ([b""], "image 1 of the request is none that can be decoded"),
         ([PNG[: len(PNG) // 2]], "image 1 of the request does not decode"),
         ([b"%!PS-Adobe-3.0 EPSF-3.0\n"], "none that can be decoded"),
-        ([PNG, png(Image.new("1", (6000, 6000)))], "up to number 2, expected at most 33554432 together"),
+        ([PNG, png(Image.new("1", (6000, 6000)))], "up to number 2, small ones counted with sides of 256"),
+        ([png(Image.new("1", (8, 8)))] * 513, "have 33619968 pixels up to number 513, small ones counted"),
+        ([png(Image.new("1", (20000, 20000)))], "image 1 of the request has far more pixels than 33554432; make"),
+        ([png(Image.new("1", (9600, 9400)))], "have 90240000 pixels up to number 1"),
+        ([png(Image.new("1", (2, 60000)))], "have 1966080000 pixels up to number 1, small ones counted"),
     ],
 )
 def test_what_is_no_image_or_too_large_is_one_line(raw: list[bytes], said: str) -> None:
