@@ -225,7 +225,9 @@ def _read(
         rows, total = 0, 0
         for where, value in read_rows(name, field=field):
             if see is not None and shows_images(value):
-                row = _with_images(see(), tokenizer(), value, where, folder=Path(name).parent, seqlen=seqlen)
+                row = _with_images(
+                    see(), tokenizer(), value, where, folder=Path(name).expanduser().parent, seqlen=seqlen
+                )
                 pool.shown.append(row)
                 pool.shown_of.append(number)
                 total += len(row.tokens)
@@ -274,6 +276,8 @@ def _with_images(
     processor: Processor, tokenizer: Any, messages: list[dict[str, Any]], where: str, *, folder: Path, seqlen: int
 ) -> _Shown:
     """A row of messages with images. UsageError for what is none."""
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise UsageError(f"{where} has messages that are no objects, expected role and content of each")
     split = [split_content(message.get("content"), where) for message in messages]
     raw = [read_image(place, folder, remedy="-", within=False) for _, places in split for place in places]
     shown = decode_images(raw, where)

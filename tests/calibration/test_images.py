@@ -123,3 +123,12 @@ def test_images_are_part_of_the_data_and_rows_that_do_not_fit_are_one_line(tmp_p
     (folder / "processor_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has none of processor_config\.json"):
         load()
+
+
+def test_messages_that_are_no_objects_beside_an_image_are_one_line(tmp_path: Path) -> None:
+    folder = processors.add(images.make(tmp_path / "model", "llava"), "llava")
+    data = write(tmp_path)
+    row = {"messages": [{"role": "user", "content": [{"type": "image", "image": "0.png"}]}, 5]}
+    data.write_text(json.dumps(row) + "\n" + data.read_text())
+    with pytest.raises(UsageError, match=r"chats\.jsonl, line 1 has messages that are no objects, expected role"):
+        load_samples([str(data)], folder, samples=2, seqlen=SEQLEN, images=True)
