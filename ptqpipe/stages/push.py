@@ -1,12 +1,14 @@
 """push: uploads a finished checkpoint to the hub, with the token and endpoint that huggingface_hub finds by itself."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ptqpipe.errors import AlreadyComplete, OutputError, UsageError, first_line, one_line
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def check_push(repo: str) -> None:
@@ -29,18 +31,39 @@ def check_push(repo: str) -> None:
 
 def push(folder: Path, repo: str) -> str:
     """Uploads a folder's files to a model repository, which is made (private or not as the account says) where it is
-    missing; its address. OutputError where that fails: the folder stays as it is.
+    missing; its address. OutputError where that fails, and where weights lie there that would stay beside the folder's:
+    readers load them, too. The folder stays as it is.
     """
     hub = _hub()
     try:
         address = hub.HfApi().create_repo(repo, repo_type="model", exist_ok=True)
+        stale = _other_weights(hub.HfApi().list_repo_files(repo), folder)
+        if stale:
+            raise OutputError(
+                f"{one_line(repo)!r} has weights that are not of this checkpoint, {one_line(stale[0])!r} for one, which "
+                "readers would load with it; name another repository, or delete them there; "
+                f"{folder} is complete, push it again with: {shlex.join(['hf', 'upload', repo, str(folder)])}"
+            )
         hub.HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload quantized model")
         return str(address)
+    except OutputError:
+        raise
     except Exception as error:  # of what kind depends on its transport; whatever it is, nothing here is lost
         raise OutputError(
             f"the upload to {one_line(repo)!r} failed: {_reason(error)}; {folder} is complete, push it again with: "
             f"{shlex.join(['hf', 'upload', repo, str(folder)])}"
         ) from None
+
+
+def _other_weights(there: Sequence[str], folder: Path) -> list[str]:
+    """Of the files of a repository those with weights, or an index of them, that the folder has no file for."""
+    return [
+        name
+        for name in there
+        if name.endswith((*_WEIGHTS, *(f"{end}.index.json" for end in _WEIGHTS)))
+        and "/" not in name
+        and not (folder / name).is_file()
+    ]
 
 
 @contextmanager

@@ -103,3 +103,21 @@ def test_what_cannot_work_is_refused_before_any_work(
     assert done.exit_code == 2
     assert words in done.output
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("stale", ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "old.bin"])
+def test_weights_of_another_model_do_not_stay_beside_the_checkpoint(
+    hub: Hub, source: Path, tmp_path: Path, stale: str
+) -> None:
+    """vLLM and transformers go by an index that is there, and load every shard that they find."""
+    hub.files[stale] = b"another model's"
+    done = convert(source, tmp_path / "out")
+    assert done.exit_code == 1, done.output
+    (line,) = [line for line in done.output.splitlines() if line.startswith("Error: ")]
+    assert f"'owner/tiny' has weights that are not of this checkpoint, '{stale}' for one" in line
+    assert f"push it again with: hf upload owner/tiny {tmp_path / 'out'}" in line
+    assert list(hub.files) == [stale]
+    del hub.files[stale]
+    hub.files["README.md"] = hub.files["model.safetensors"] = b"of an earlier upload"
+    assert convert(source, tmp_path / "out", "--overwrite").exit_code == 0
+    assert hub.files == bytes_of(tmp_path / "out")
