@@ -40,8 +40,8 @@ def push(folder: Path, repo: str) -> str:
         stale = _other_weights(hub.HfApi().list_repo_files(repo), folder)
         if stale:
             raise OutputError(
-                f"{one_line(repo)!r} has weights that are not of this checkpoint, {one_line(stale[0])!r} for one, which "
-                "readers would load with it; name another repository, or delete them there; "
+                f"{one_line(repo)!r} has weights that are not of this checkpoint, {one_line(stale[0])!r} for one, "
+                "which readers would load with it; name another repository, or delete them there; "
                 f"{folder} is complete, push it again with: {shlex.join(['hf', 'upload', repo, str(folder)])}"
             )
         hub.HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload quantized model")
