@@ -191,7 +191,14 @@ def check_unfinished(out: Path, run_id: str, *, index_file: str | None = None) -
 
 def check_place(out: Path) -> None:
     """Raises OutputError where no folder ``out`` can be made, by making a file without a name where it will lie. A
-    command asks before any work; `prepare` asks as well."""
+    command asks before any work; `prepare` asks as well. WrongOutput for the working folder, or one that it lies in:
+    the output takes its place, and what is there by a relative name is then no longer found."""
+    with contextlib.suppress(FileNotFoundError):  # the working folder is already another one
+        if Path.cwd().is_relative_to(Paths.of(out).out):
+            raise WrongOutput(
+                f"{shown(str(out))} is the working folder or holds it, and the output would replace it; choose another "
+                "-o, a name in it or beside it"
+            )
     place = next(parent for parent in Paths.of(out).out.parents if parent.is_dir())
     with output_errors(place):
         try:

@@ -586,3 +586,45 @@ def test_plan_chooses_among_what_the_reader_runs_and_warns_of_what_it_gets_wrong
     refused = CliRunner().invoke(main, [*map(str, words), "--formats", "mxfp4a16,fp8", "--for", "vllm"])
     assert refused.exit_code == 2
     assert "vllm does not run mxfp4a16" in refused.output
+
+
+def test_a_folder_of_stages_in_the_model_or_the_output_is_refused_before_any_work(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(model, source)
+    before = sorted(tmp_path.rglob("*"))
+    for kept in (tmp_path / "out", tmp_path / "out" / "kept", tmp_path, source / "kept"):
+        with pytest.raises(UsageError, match="overlap; choose another --keep-stages"):
+            made(source, tmp_path / "out", work_of(text, quality="fast", keep_stages=str(kept)))
+    with pytest.raises(UsageError, match="overlap; choose another -o"):
+        made(source, source / "out", PipelineOptions(budget="6.5bits"))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_output_by_a_name_that_leads_up_is_what_is_verified_and_measured(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    made(model, Path("absent") / ".." / ".." / "there", PipelineOptions(eval=(str(text),)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there", "there.eval.json"]
+
+
+@pytest.mark.parametrize("more", [(), ("--eval", "text.jsonl")])
+@pytest.mark.parametrize("out", [".", "..", "../here"])
+def test_the_working_folder_is_not_replaced(
+    out: str, more: tuple[str, ...], model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative names, of texts and of the output itself, would lead nowhere in the middle of the run, and in the shell
+    after it."""
+    (tmp_path / "here").mkdir()
+    shutil.copy(text, tmp_path / "here" / "text.jsonl")
+    if not more:
+        (tmp_path / "here" / "text.jsonl").unlink()
+    monkeypatch.chdir(tmp_path / "here")
+    before = sorted(tmp_path.rglob("*"))
+    done = CliRunner().invoke(main, ["convert", str(model), "-o", out, *more, "--overwrite"])
+    assert done.exit_code == 2, done.output
+    assert "is the working folder or holds it" in done.output
+    assert sorted(tmp_path.rglob("*")) == before

@@ -85,6 +85,8 @@ class Pipeline:
     told: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if not self.out.name or ".." in self.out.parts:  # what lies beside it is called by its name
+            self.out = Paths.of(self.out).out
         self.floats, self.begun = self.path, Paths.of(self.out).stages
         with Source.open(self.path) as source:
             self.identity = self._identity(source)
