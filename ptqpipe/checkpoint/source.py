@@ -147,11 +147,15 @@ def _repository(folder: Path) -> str:
     return repository.removeprefix("models--").replace("--", "/") if inside else ""
 
 
-def check_disjoint(source: Path, out: Path) -> None:
-    """Raises UsageError if the output would lie in the source, or contain it."""
+def check_disjoint(source: Path, out: Path, *, names: str = "the output and the source", option: str = "-o") -> None:
+    """Raises UsageError if the output would lie in the source, or contain it. ``names`` are what a message calls them,
+    the output first, and ``option`` gives the output."""
     source, out = source.resolve(), Paths.of(out).out
     if source == out or source in out.parents or out in source.parents:
-        raise UsageError(f"the output {shown(str(out))} and the source {shown(str(source))} overlap; choose another -o")
+        first, second = names.split(" and ")
+        raise UsageError(
+            f"{first} {shown(str(out))} and {second} {shown(str(source))} overlap; choose another {option}"
+        )
 
 
 def _starts_with(path: Path, prefix: bytes) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ptqpipe.calibration.data import check_samples, check_seed
 from ptqpipe.calibration.generate import check_windows
-from ptqpipe.checkpoint import Mode, resolve_source
+from ptqpipe.checkpoint import Mode, check_disjoint, resolve_source
 from ptqpipe.errors import PtqError
 from ptqpipe.evaluation.text import check_text
 from ptqpipe.options import PipelineOptions, RecipeOptions, check_options
@@ -54,6 +54,7 @@ def prepare(
             recipe = recipe.but(container=call.container_of_all(work.reader, formats))
         way = TABLE[WEIGHTS][work.quality or "best"] if work.data else None
         target = out or Path(f"{name_of(path)}-MIXED")
+        check_disjoint(path, target)
         nbytes = Budget.parse(work.budget).nbytes or 0
         return Pipeline(path, target, recipe, recipe_path, work, way, texts, True, nbytes, (), mode, machine)
     asked: dict[str, Any] = {"collected": bool(work.data), "reader": work.reader, "requantize": work.requantize}

@@ -22,6 +22,7 @@ from ptqpipe.checkpoint import (
     RECORD_FILE,
     Mode,
     Paths,
+    check_disjoint,
     check_file,
     check_place,
     completed_run,
@@ -137,7 +138,7 @@ def _open(run: Pipeline, identity: Mapping[str, str]) -> None:
             "begin again"
         )
     if run.work.keep_stages is not None:
-        _keep(run.folder, identity)
+        _keep(run, identity)
     if former is None:
         _check_disk(run)
         former = {**identity, **({REPLACES: True} if run.mode == "overwrite" else {})}
@@ -153,9 +154,13 @@ def _changed(former: Mapping[str, Any] | None, identity: Mapping[str, str]) -> s
     return changed[0].removeprefix("the ") if changed else ""
 
 
-def _keep(folder: Path, identity: Mapping[str, str]) -> None:
+def _keep(run: Pipeline, identity: Mapping[str, str]) -> None:
     """Makes the folder of --keep-stages one of this call, since what lies there is used as this call's own.
-    UsageError for a folder with other files, and for that of a call that decided otherwise."""
+    UsageError for a folder with other files, for that of a call that decided otherwise, and for one in the model or the
+    output."""
+    folder = run.folder
+    for place, name in ((run.path, "the source"), (run.out, "the output")):
+        check_disjoint(Paths.of(place).out, folder, names=f"the stages' folder and {name}", option="--keep-stages")
     with output_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         others = any(folder.iterdir())
