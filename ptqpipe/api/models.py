@@ -29,9 +29,11 @@ from ptqpipe.api.calls import (
 )
 from ptqpipe.api.commands import PUSH, convert
 from ptqpipe.api.data import Data, recorded
-from ptqpipe.checkpoint import RECORD_FILE, Paths, cached_file, holding, output_errors
+from ptqpipe.checkpoint import RECORD_FILE, Paths, cached_file, holding, output_errors, read_json_object
 from ptqpipe.errors import OutputExists, UsageError
 from ptqpipe.options import PipelineOptions
+from ptqpipe.runtime.hf import packed_always
+from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.runtime.loading import TOKENIZER_FILES, load_model, quiet
 from ptqpipe.runtime.saving import save_but_weights
 
@@ -101,6 +103,11 @@ def _quantize_module(model: torch.nn.Module, tokenizer: Any, out: Path | None, *
     """The packed model of one in memory."""
     if not hasattr(model, "save_pretrained") or not hasattr(type(model), "from_pretrained"):
         raise UsageError(f"{type(model).__name__} is no model of transformers; save it, and name its folder")
+    if any(isinstance(module, PackedLinear) for module in model.modules()):
+        raise UsageError(f"this {type(model).__name__} is packed already; give the float model")
+    empty = next((name for name, value in model.named_parameters() if value.is_meta), None)
+    if empty is not None:
+        raise UsageError(f"{empty} is on the meta device, without values; load the model's weights first")
     if out is not None:
         with _saved(model, tokenizer, Paths.of(out).out.parent) as folder:
             return _packed(model, convert(folder, out=out, **options).path)
@@ -145,8 +152,10 @@ def _file_of(origin: str, name: str) -> Path:
 def _packed(model: Any, folder: Path | None) -> torch.nn.Module:
     """The model of the checkpoint in ``folder``, of the class, dtype and device of ``model``."""
     assert folder is not None  # a conversion has a path
+    described = read_json_object(folder / "config.json").get("quantization_config", {})
     with quiet():
-        packed: Any = type(model).from_pretrained(folder, dtype=model.dtype).to(model.device)
+        packed: Any = type(model).from_pretrained(folder, dtype=model.dtype, **packed_always(described))
+        packed = packed.to(model.device)
     _kept[packed] = folder, _sums(packed)
     return packed  # type: ignore[no-any-return]
 

@@ -215,6 +215,12 @@ def takes(described: Mapping[str, Any]) -> bool:
     return True
 
 
+def packed_always(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of ``from_pretrained`` by which integers, too, which are left to transformers otherwise, stay packed:
+    it has no experts of them."""
+    return {"quantization_config": PackedConfig()} if has_integers(described) else {}
+
+
 def add_quantizer(method: str, kind: type[HfQuantizer]) -> None:
     """Enters another quantizer into transformers' registry, for configs whose ``quant_method`` is ``method``."""
     auto.AUTO_QUANTIZER_MAPPING[method] = kind
@@ -243,7 +249,8 @@ def register() -> None:
         return PackedConfig(quantization_config_dict) if taken else read(quantization_config_dict)
 
     def merge_configs(quantization_config: Any, quantization_config_from_args: Any = None) -> Any:
-        if isinstance(quantization_config, Mapping) and takes(quantization_config):
+        asked = isinstance(quantization_config_from_args, PackedConfig)  # also for what is left to transformers
+        if isinstance(quantization_config, Mapping) and (asked or takes(quantization_config)):
             options = quantization_config_from_args or PackedConfig()
             if isinstance(options, PackedConfig):
                 return options.describing(quantization_config)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ptqpipe
 from ptqpipe.errors import OutputExists, UsageError
+from ptqpipe.runtime.hf import PackedConfig
 from ptqpipe.runtime.linear import PackedLinear
 from ptqpipe.stages.convert.run import Conversion
 from ptqpipe.stages.demo import MODEL
@@ -49,7 +50,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_source(name, tmp_path_factory.mktemp(name) / name) for name in ("llama", "tied", "qwen3_moe")}
 
 
-@pytest.mark.parametrize(("name", "format"), [("llama", "nvfp4"), ("qwen3_moe", "fp8"), ("tied", "nvfp4")])
+@pytest.mark.parametrize(
+    ("name", "format"), [("llama", "nvfp4"), ("qwen3_moe", "fp8"), ("tied", "nvfp4"), ("qwen3_moe", "int8_w8a8")]
+)
 def test_a_model_in_memory_is_saved_as_convert_writes_its_folder(
     sources: dict[str, Path], tmp_path: Path, name: str, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +74,8 @@ def test_a_model_in_memory_is_saved_as_convert_writes_its_folder(
     ptqpipe.convert(tmp_path / "saved" / name, format=format, out=tmp_path / "q")
     assert ptqpipe.save_checkpoint(packed, tmp_path / "mine") == tmp_path / "mine"
     assert bytes_of(tmp_path / "mine") == bytes_of(tmp_path / "q")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    integers = {"quantization_config": PackedConfig()} if format == "int8_w8a8" else {}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16, **integers)
     assert type(packed) is type(theirs)
     assert packed.dtype is model.dtype
     assert same_parts(packed, theirs)
@@ -189,3 +193,11 @@ def test_a_forward_loop_is_calibration_data(there: Path, tmp_path: Path) -> None
     assert other.path == tmp_path / "q"
     plain = ptqpipe.quantize_model(model, "nvfp4")
     assert not same_parts(packed, plain)
+
+
+def test_what_has_no_float_weights_is_one_line(sources: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(sources["llama"])
+    with pytest.raises(UsageError, match="this LlamaForCausalLM is packed already; give the float model"):
+        ptqpipe.quantize_model(ptqpipe.quantize_model(model, "nvfp4"), "fp8")
+    with pytest.raises(UsageError, match="is on the meta device, without values; load the model's weights first"):
+        ptqpipe.quantize_model(model.to("meta"), "nvfp4")
