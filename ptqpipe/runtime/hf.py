@@ -216,8 +216,8 @@ def takes(described: Mapping[str, Any]) -> bool:
 
 
 def packed_always(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of ``from_pretrained`` by which integers, too, which are left to transformers otherwise, stay packed:
-    it has no experts of them."""
+    """The keywords of ``from_pretrained`` by which integers stay packed, too; they are left to transformers otherwise,
+    which has no experts of them."""
     return {"quantization_config": PackedConfig()} if has_integers(described) else {}
 
 

@@ -628,3 +628,20 @@ def test_the_working_folder_is_not_replaced(
     assert done.exit_code == 2, done.output
     assert "is the working folder or holds it" in done.output
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_is_not_resumed_with_another_requantize(
+    first: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decides what a budget chooses from, where the source has weights below 8 bits."""
+    source = ptqpipe.convert(model, format="mxfp4", out=tmp_path / "source").path
+    assert source is not None
+    works = [PipelineOptions(budget="4.6bits", formats=("mxfp4", "nvfp4"), requantize=asked) for asked in (False, True)]
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "verify", stops(stages.verify, at=1))
+        with pytest.raises(KeyboardInterrupt):
+            made(source, tmp_path / "out", works[first])
+    with pytest.raises(UsageError, match="was begun with another value of --requantize"):
+        made(source, tmp_path / "out", works[not first], mode="resume")
+    made(source, tmp_path / "out", works[first], mode="resume")

@@ -150,7 +150,8 @@ def _open(run: Pipeline, identity: Mapping[str, str]) -> None:
 
 def _changed(former: Mapping[str, Any] | None, identity: Mapping[str, str]) -> str:
     """What another call decided otherwise, in words; empty for nothing, and for no call."""
-    changed = [name for name in identity if former is not None and former.get(name) != identity[name]]
+    names = [*identity, *(name for name in former or () if name not in identity and name != REPLACES)]
+    changed = [name for name in names if former is not None and former.get(name) != identity.get(name)]
     return changed[0].removeprefix("the ") if changed else ""
 
 

@@ -115,7 +115,7 @@ class Pipeline:
             "--formats": work.formats,
             "--for": work.reader,
             "--samples, --seqlen or --seed": [work.samples, work.seqlen, work.seed],
-        }
+        } | ({"--requantize": True} if work.requantize else {})
         named = {
             "the model": source.reader.fingerprint(),
             "the recipe": recipe.digest,
