@@ -45,9 +45,9 @@ class Chat:
         with self._open("/v1/models") as response:
             try:
                 found = json.load(response)["data"][0]
-            except (ValueError, LookupError, TypeError, HTTPException):
+                self.model, self.chats = str(found["id"]), bool(found.get("chat", True))
+            except (ValueError, LookupError, TypeError, AttributeError, HTTPException):
                 raise PtqError(f"what answers at {self._url} is no service of OpenAI's API; check --url") from None
-        self.model, self.chats = str(found["id"]), bool(found.get("chat", True))
         self._context = found.get("max_model_len")
         self._sampling = {name: value for name, value in sampling.items() if value is not None}
         self.messages: list[dict[str, str]] = []
@@ -69,9 +69,9 @@ class Chat:
         try:
             with self._open(f"/v1/{'chat/' if self.chats else ''}completions", self._body(text)) as response:
                 for event in _events(response):
-                    self.tokens = (event.get("usage") or {}).get("completion_tokens", self.tokens)
-                    for choice in event["choices"]:
-                        piece = (choice["delta"].get("content") if self.chats else choice["text"]) or ""
+                    tokens, pieces = _parts(event, chats=self.chats)
+                    self.tokens = self.tokens if tokens is None else tokens
+                    for piece in pieces:
                         first = first or time.monotonic()
                         said += piece
                         self.seconds = time.monotonic() - first
@@ -108,19 +108,30 @@ def _reason(error: urllib.error.HTTPError) -> str:
     return f"the service answers {error.code} {error.reason}; is it one of OpenAI's API?"
 
 
+def _parts(event: dict[str, Any], *, chats: bool) -> tuple[int | None, list[str]]:
+    """(tokens of the answer so far, pieces of it) of an event. PtqError for one of another API."""
+    try:
+        pieces = [one["delta"].get("content") if chats else one["text"] for one in event["choices"]]
+        return (event.get("usage") or {}).get("completion_tokens"), [str(piece) for piece in pieces if piece]
+    except (LookupError, TypeError, AttributeError):
+        raise PtqError(f"the answer is not of OpenAI's API: {one_line(json.dumps(event))}") from None
+
+
 def _events(response: Any) -> Iterator[dict[str, Any]]:
     """The events of a stream. PtqError for one that is an error, and where the stream breaks off."""
     try:
         for line in response:
             if line.startswith(b"data: {"):
                 event: dict[str, Any] = json.loads(line[6:])
-                if "error" in event:
-                    raise PtqError(one_line(str(event["error"].get("message", event["error"]))))
+                if error := event.get("error"):
+                    raise PtqError(one_line(str(error.get("message", error) if isinstance(error, dict) else error)))
                 yield event
             elif line.startswith(b"data: [DONE]"):
                 return
     except (OSError, HTTPException) as error:
         raise PtqError(f"the answer broke off: {one_line(str(error))}") from None
+    except ValueError as error:
+        raise PtqError(f"the answer has a line that is no JSON: {one_line(str(error))}") from None
     raise PtqError("the answer broke off: the service has closed the connection")
 
 

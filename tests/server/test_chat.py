@@ -83,6 +83,7 @@ class Other(BaseHTTPRequestHandler):
     """A server that is another's, or one that goes in the middle of an answer."""
 
     models: bytes
+    answer = b'data: {"choices": [{"text": "Once"}]}\n\n'
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -92,7 +93,7 @@ class Other(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b'data: {"choices": [{"text": "Once"}]}\n\n')
+        self.wfile.write(self.answer)
 
     def log_message(self, *_: object) -> None:
         """Says nothing."""
@@ -115,6 +116,27 @@ def test_another_server_and_an_answer_without_its_end_are_a_line(models: bytes, 
     assert result.exit_code == 1
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("model", [b'{"data": ["m"]}', b'{"data": [{"name": "m"}]}'])
+def test_a_model_without_an_id_is_a_line(model: bytes) -> None:
+    test_another_server_and_an_answer_without_its_end_are_a_line(model, "is no service of OpenAI's API; check --url")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"data: {broken\n\n", "the answer has a line that is no JSON"),
+        (b'data: {"object": "chat.completion.chunk"}\n\n', "the answer is not of OpenAI's API: {"),
+        (b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n', "the answer is not of OpenAI's API: {"),
+        (b'data: {"choices": "text"}\n\n', "the answer is not of OpenAI's API: {"),
+        (b'data: {"choices": [], "usage": [1]}\n\n', "the answer is not of OpenAI's API: {"),
+        (b'data: {"error": "no room"}\n\n', "no room"),
+    ],
+)
+def test_an_answer_in_another_form_is_a_line(answer: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Other, "answer", answer)
+    test_another_server_and_an_answer_without_its_end_are_a_line(b'{"data": [{"id": "m", "chat": false}]}', message)
 
 
 def test_a_talk_sends_what_was_said_and_the_system_prompt(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
