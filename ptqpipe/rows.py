@@ -50,19 +50,20 @@ def files_of(names: Iterable[str], *, option: str = "--data") -> list[str]:
             sizes = [max(1, Path(file).stat().st_size) for file in files]  # one without text is refused when it is read
             files = [f"{file}={weight * size / sum(sizes)!r}" for file, size in zip(files, sizes, strict=True)]
         found += files
-    _check_once(found, option)
+    check_once(found, option, weights=option == "--data")
     return found
 
 
-def _check_once(names: Sequence[str], option: str) -> None:
-    """UsageError for text that is given twice: what is held out of it would be what a model is calibrated on."""
+def check_once(names: Iterable[str], option: str, *, weights: bool = False) -> None:
+    """UsageError for text that is given twice: what is held out of it would be what a model is calibrated on, and what
+    is measured on it would count twice. ``weights``: whether a name may end in one."""
     seen = set[str]()
     for name in names:
         plain, _ = weighted(name)
         path = Path(plain).expanduser()
         known = str(path.resolve()) if path.exists() else plain
         if known in seen:
-            more = f", {plain}=2 for twice its share of the windows" if option == "--data" else ""
+            more = f", {plain}=2 for twice its share of the windows" if weights else ""
             raise UsageError(f"{option} has {plain} twice; give it once{more}")
         seen.add(known)
 

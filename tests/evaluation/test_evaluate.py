@@ -323,3 +323,13 @@ def test_the_tables_are_shown_even_if_the_file_cannot_be_written(
     assert "perplexity" in result.stdout
     assert "make room" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_that_is_given_twice_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """It would count twice, and its interval would be too narrow."""
+    (tmp_path / "link.txt").symlink_to(TEXT)
+    for other in (TEXT, tmp_path / "link.txt"):
+        done = run(next(iter(checkpoints.values())), "--data", TEXT, "--data", other, "-o", tmp_path / "eval.json")
+        assert done.exit_code == 2, done.output
+        assert f"Error: --data has {other} twice; give it once\n" in done.stderr
+    assert not (tmp_path / "eval.json").exists()

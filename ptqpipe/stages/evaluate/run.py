@@ -23,6 +23,7 @@ from ptqpipe.evaluation.scores import Scores, Window, score, windows
 from ptqpipe.evaluation.text import SAMPLE, SAMPLE_NAME, Text, read_text
 from ptqpipe.evaluation.tokens import Decode, beginnings, continued, kl_by_position, kl_histogram, worst_tokens
 from ptqpipe.quantities import disk_size, option_size
+from ptqpipe.rows import check_once
 from ptqpipe.runtime.language_model import with_note
 from ptqpipe.runtime.loading import (
     check_device,
@@ -234,6 +235,7 @@ def _prepare(ckpt: str, source: str | None, options: Options, progress: bool, lo
     words = path if other is None or (path / "tokenizer_config.json").exists() else other
     tokenizer = cache(lambda: load_tokenizer(words))  # files of tokens need none
     data = options.data if options.data or options.tasks else (str(SAMPLE),)
+    check_once(data, "--data")
     texts = tuple(read_text(name, tokenizer, field=options.field, max_tokens=options.max_tokens) for name in data)
     for text in texts:
         _check_tokens(text, int(config.get_text_config().vocab_size))
