@@ -645,3 +645,25 @@ def test_a_run_is_not_resumed_with_another_requantize(
     with pytest.raises(UsageError, match="was begun with another value of --requantize"):
         made(source, tmp_path / "out", works[not first], mode="resume")
     made(source, tmp_path / "out", works[first], mode="resume")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--budget", "6.5bits", "--kv-cache", "fp8"), "--kv-cache needs statistics of a text; add --data FILE"),
+        (("--budget", "6.5bits", "--bias-correction"), "--bias-correction needs statistics of a text; add --data"),
+        (("--data", "TEXT", "--quality", "fast", "--rotate", "down_proj:32"), "--quality fast weights scales by"),
+        (
+            ("--data", "TEXT", "--quality", "fast", "--rotate", "down_proj:32", "--budget", "6.5bits"),
+            "--quality fast weights scales by",
+        ),
+    ],
+)
+def test_what_needs_moments_that_no_stage_collects_is_refused_before_any_work(
+    words: tuple[str, ...], said: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    given = [str(text) if word == "TEXT" else word for word in words]
+    done = CliRunner().invoke(main, ["convert", str(model), "-o", str(tmp_path / "out"), *given])
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert f"Error: {said}" in done.stderr
+    assert not any(tmp_path.iterdir())

@@ -53,6 +53,15 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
             f"--{decided.replace('_', '-')} is decided by --quality where there is --data; leave it out, or use "
             "`ptqpipe calibrate` and `ptqpipe convert --stats`"
         )
+    built = build_recipe(recipe, path=recipe_path)
+    if work.budget is not None and not work.data and (built.kv_cache != "none" or built.bias_correction):
+        option = "--kv-cache" if built.kv_cache != "none" else "--bias-correction"
+        raise UsageError(f"{option} needs statistics of a text; add --data FILE, or --data self")
+    if work.quality == "fast" and built.rotations:
+        raise UsageError(
+            "--quality fast weights scales by moments of each input alone, which do not say those of rotated ones; use "
+            "--quality good or best, or leave --rotate out"
+        )
     files_of(work.eval, option="--eval")
 
 
