@@ -651,6 +651,7 @@ def test_a_run_is_not_resumed_with_another_requantize(
     ("words", "said"),
     [
         (("--budget", "6.5bits", "--kv-cache", "fp8"), "--kv-cache needs statistics of a text; add --data FILE"),
+        (("--eval", "TEXT", "--kv-cache", "fp8"), "--kv-cache needs statistics of a text; add --data FILE"),
         (("--budget", "6.5bits", "--bias-correction"), "--bias-correction needs statistics of a text; add --data"),
         (("--data", "TEXT", "--quality", "fast", "--rotate", "down_proj:32"), "--quality fast weights scales by"),
         (

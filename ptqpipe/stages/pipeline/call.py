@@ -54,7 +54,7 @@ def check_call(work: PipelineOptions, recipe: RecipeOptions, recipe_path: Path |
             "`ptqpipe calibrate` and `ptqpipe convert --stats`"
         )
     built = build_recipe(recipe, path=recipe_path)
-    if work.budget is not None and not work.data and (built.kv_cache != "none" or built.bias_correction):
+    if not work.data and (built.kv_cache != "none" or built.bias_correction):
         option = "--kv-cache" if built.kv_cache != "none" else "--bias-correction"
         raise UsageError(f"{option} needs statistics of a text; add --data FILE, or --data self")
     if work.quality == "fast" and built.rotations:
