@@ -269,6 +269,16 @@ def test_no_block_of_scales_lies_in_two_outputs_that_vllm_builds_of_a_weight(
     assert "blocks of 128; vLLM and SGLang refuse this" in said[weight]
 
 
+def test_kept_modules_are_listed_by_the_names_that_vllm_gives_them_too(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    call: dict[str, Any] = {"format": "fp8_block", "search": "absmax", "out": tmp_path / "out", "workers": 1}
+    done = ptqpipe.convert(model("falcon_h1"), **call)
+    described = json.loads((done.out / "config.json").read_text())["quantization_config"]
+    names = {f"model.layers.1.{name}" for name in ("mamba.in_proj", "mixer.in_proj", "self_attn.q_proj", "q_proj")}
+    assert names <= {*described["modules_to_not_convert"]}
+
+
 @pytest.mark.parametrize("rule", ["*experts.0.down_proj", "*experts.1.*"])
 @pytest.mark.parametrize("other", ["keep", "fp8_dynamic"])
 def test_experts_of_one_layer_in_different_formats_are_refused_for_readers_that_build_them_alike(

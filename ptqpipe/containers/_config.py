@@ -269,6 +269,8 @@ def kept_experts(kept: Iterable[str], targets: Sequence[Target]) -> list[str]:
 # What vLLM 0.33 builds below a module "self_decoder" that checkpoints do not have: it renames tensors, not these lists
 # (vllm/model_executor/models/gemma3n.py), and looks for codes of what it does not find in them.
 _SELF_DECODER = re.compile(r"(^|.*\.)((?:altup_projections\.\d+|per_layer_model_projection)$)")
+# vLLM's falcon_h1.py and granitemoehybrid.py call state-space layers "mixer", and the former leaves "self_attn" out.
+_MIXERS = {"falcon_h1": r"mamba(?=\.)|self_attn\.(?=[qkvo]_proj$)", "granitemoehybrid": r"mamba(?=\.)"}
 
 
 def module_list(
@@ -282,6 +284,10 @@ def module_list(
     names = [name.removesuffix(".weight") for name in kept_modules if not name.endswith("bias")]
     if str(config.get("model_type")).startswith("gemma3n"):
         names += [_SELF_DECODER.sub(r"\1self_decoder.\2", name) for name in names if _SELF_DECODER.match(name)]
+    mixers = _MIXERS.get(str(config.get("model_type")))
+    if mixers is not None:
+        others = (re.sub(mixers, lambda at: "mixer" if at[0] == "mamba" else "", name) for name in names)
+        names = list(dict.fromkeys([*names, *others]))
     if not any(name.split(".")[-1] == "lm_head" for name in (*names, *quantized)):
         names.append("lm_head")
     return [name for name in dict.fromkeys(names) if name not in quantized]
