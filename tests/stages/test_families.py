@@ -245,7 +245,7 @@ def test_the_text_model_of_an_image_text_model_is_evaluated_and_accepted_by_serv
     make: Make, tmp_path: Path, kind: str
 ) -> None:
     data = families.write_windows(tmp_path / "data.jsonl")
-    result = evaluate(str(make(kind)), options=Options(data=(data,), seqlen=16))
+    result = evaluate(str(make(kind)), options=Options(data=(str(data),), seqlen=16))
     assert 1 < result["perplexity"][0]["checkpoint"] < 1000
     check_checkpoint(str(make(kind)), tp=1, packed=True)  # raises what serve would refuse
 
@@ -266,7 +266,7 @@ def test_a_model_without_a_number_of_positions_has_no_limit(make: Make, tmp_path
     done = calibrate(model, [str(data)], tmp_path / "stats", options=options)
     assert done is not None
     assert done.content["data"]["seqlen"] == 2048
-    result = evaluate(str(model), options=Options(data=(data,), max_tokens=3000, seqlen=3000))
+    result = evaluate(str(model), options=Options(data=(str(data),), max_tokens=3000, seqlen=3000))
     assert result["perplexity"][0]["window"] == 3000
 
 
