@@ -70,15 +70,17 @@ def test_the_total_of_a_few_blocks_of_every_kind(name, weighted):
     assert cpu.score_total(w, fmt, global_scale=g, importance=importance) == total
 
 
-def test_the_total_of_blocks_far_below_their_scale_is_that_of_the_formula():
-    """Abs-max gives them 64 times the smallest scale; the squares of their y are subnormal."""
+@pytest.mark.parametrize(("rule", "search"), [("absmax", absmax.search), ("exact", brute_force.search)])
+@pytest.mark.parametrize("exponent", [-73, -64])
+def test_the_total_of_blocks_far_below_their_scale_is_that_of_the_formula(rule, search, exponent):
+    """Abs-max gives them 64 times the smallest scale, where the squares of their y are subnormal; all codes are zero."""
     fmt = get_format("e2m1/16/e4m3")
     w = torch.zeros(1, 2048 * 16)
-    w[0, ::16] = torch.randn(2048, generator=cases.generator(49)) * 2.0**-73
-    codes = absmax.search(w, fmt).reshape(-1)
+    w[0, ::16] = torch.randn(2048, generator=cases.generator(49)) * 2.0**exponent
+    codes = search(w, fmt).reshape(-1)
     scores, _ = formula(magnitude_blocks(w, fmt), codes, fmt=fmt)
-    assert 0 < float(scores.max()) < 2.0**-126
-    assert cpu.score_total(w, fmt, rule="absmax") == reference.sum_blocks(scores)
+    assert 0 < float(scores.max()) < 2.0 ** (2 * exponent + 20)
+    assert cpu.score_total(w, fmt, rule=rule) == reference.sum_blocks(scores)
 
 
 def test_the_total_of_subnormal_weights_is_that_of_the_formula():

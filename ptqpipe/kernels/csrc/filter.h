@@ -115,8 +115,8 @@ INLINE void filter_tiles(const vf *x, const vf *largest, const Minifloat3Scale &
         second = min_of(second, clipped * clipped * ratio(ratios.square[FILTERED], start[u]));
         const vf apart = root(best) + APART, far = apart * apart * SLACK;  // no number where a sum left 31 bits
         open[u] = mask_not(mask_and(usual[u], less_equal(far, second)));
-        const vi from = select(mask_and(usual[u], less_equal(far, first)), start[u] - 1, start_code<E>(largest[u], s));
-        code[u] = select(open[u], from, start[u] - down);
+        const vi undecided = select(mask_and(usual[u], less_equal(far, first)), splat(1), splat(0));
+        code[u] = start[u] - select(open[u], undecided, down);
     }
 }
 #undef UNIT
@@ -166,8 +166,7 @@ INLINE void search_by_filter(const vf *x, const Lanes<U> *lanes, const Minifloat
         vf r, square, error, clipped;
         scale_factors(s, best->code[u], &r, &square);
         block_error<E, true, false, false, B, 1>(x + u * B, 0, B, &r, E::tables(), &error, &clipped);
-        const vm finite = less(splat(E::zero_edge * E::unit), lanes->largest[u] * r);
-        best->score[u] = min_of(select(finite, error * square, splat(FLT_MAX)), splat(FLT_MAX));
+        best->score[u] = min_of(error * square, splat(FLT_MAX));  // which is what no number becomes, too
     }
 }
 
