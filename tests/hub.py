@@ -9,13 +9,16 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import huggingface_hub.constants
+import huggingface_hub.file_download
+import huggingface_hub.utils._http
 import pytest
 
 COMMIT = "c0ffee" * 6 + "c0de"
@@ -207,10 +210,22 @@ def _entry(file: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub goes on at once where it waits between tries.
+
+    Its own modules alone: with `time.sleep` replaced everywhere, a thread that any test has left and that looks at
+    something now and then would turn without end, and the others would wait for it at every step.
+    """
+    at_once = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+    for module in (huggingface_hub.file_download, huggingface_hub.utils._http):
+        monkeypatch.setattr(module, "time", at_once)
+
+
+@pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """The stand-in, as this process's hub, with an empty cache."""
     server = Hub()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     constants = huggingface_hub.constants
     for name, value in (("ENDPOINT", server.address), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):

@@ -110,7 +110,7 @@ class Other(BaseHTTPRequestHandler):
 )
 def test_another_server_and_an_answer_without_its_end_are_a_line(models: bytes, message: str) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), type("_", (Other,), {"models": models})) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
         result = piped("a", "--url", f"http://127.0.0.1:{other.server_port}")
         other.shutdown()
     assert result.exit_code == 1

@@ -1,3 +1,4 @@
 """What tests of commands share."""
 
-from tests.hub import hub as hub  # the fixture
+from tests.hub import hub as hub  # the fixtures
+from tests.hub import no_waiting as no_waiting

@@ -143,8 +143,8 @@ def test_a_revision_that_is_not_there_is_a_line(known: Hub) -> None:
         resolve_source(FLOATS, revision="absent")
 
 
+@pytest.mark.usefixtures("no_waiting")
 def test_a_download_that_breaks_off_goes_on_where_it_stopped(known: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between tries
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)  # what is written at once
     known.breaks = 1
     done = run(f"convert {FLOATS} -o out -q")
@@ -156,10 +156,10 @@ def test_a_download_that_breaks_off_goes_on_where_it_stopped(known: Hub, monkeyp
     assert bytes_of(Path("out"))["model.safetensors"] == bytes_of(Path(whole.path))["model.safetensors"]
 
 
+@pytest.mark.usefixtures("no_waiting")
 def test_a_download_that_never_ends_is_a_line_and_the_next_call_fetches_what_is_missing(
     known: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
     known.breaks = 1000
     done = run(f"convert {FLOATS} -o out -q")
@@ -173,8 +173,8 @@ def test_a_download_that_never_ends_is_a_line_and_the_next_call_fetches_what_is_
     assert [place for place, _ in known.sent] == [f"{FLOATS}/model.safetensors"]
 
 
+@pytest.mark.usefixtures("no_waiting")
 def test_a_hub_that_fails_or_is_not_there_is_a_line(known: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
     known.refuse = 500
     assert "is not in the hub's cache, and the hub answered 500; try again later" in run(f"inspect {PACKED}").stderr
     known.refuse = 401

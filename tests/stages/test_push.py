@@ -61,10 +61,10 @@ def test_what_is_complete_already_is_uploaded_by_a_resumed_call(
 
 
 @pytest.mark.parametrize(("status", "words"), [(401, "token is not valid"), (403, "may not write"), (500, "500")])
+@pytest.mark.usefixtures("no_waiting")
 def test_a_refusal_is_one_line_and_the_checkpoint_stays(
-    hub: Hub, source: Path, tmp_path: Path, status: int, words: str, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, source: Path, tmp_path: Path, status: int, words: str
 ) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between tries
     hub.refuse = status
     done = convert(source, tmp_path / "out")
     assert done.exit_code == 1, done.output
@@ -74,10 +74,10 @@ def test_a_refusal_is_one_line_and_the_checkpoint_stays(
     assert (tmp_path / "out" / "ptqpipe.json").is_file()
 
 
+@pytest.mark.usefixtures("no_waiting")
 def test_a_hub_that_is_not_there_is_one_line(
     hub: Hub, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     done = convert(source, tmp_path / "out")
     assert done.exit_code == 1, done.output
