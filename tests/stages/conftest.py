@@ -1,4 +1,6 @@
 """What tests of commands share."""
 
-from tests.hub import hub as hub  # the fixtures
-from tests.hub import no_waiting as no_waiting
+from tests.hub import (
+    hub as hub,  # the fixtures
+    no_waiting as no_waiting,
+)
