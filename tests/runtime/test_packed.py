@@ -110,6 +110,22 @@ def test_scales_that_are_negative_or_nan_reach_their_own_row_alone(rows: int) ->
     assert bool(((y - exact).abs() <= bound(x, w, exact, decoded_bf16=False))[:, others].all())
 
 
+@pytest.mark.parametrize("rows", [1, 2, 6, 16, 64])
+@pytest.mark.parametrize("fmt", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8"])
+@pytest.mark.usefixtures("isa")
+def test_powers_of_two_that_are_nan_or_the_least_reach_their_own_row_alone(fmt: str, rows: int) -> None:
+    packed, w = weight(fmt, 48, 192)  # three units of 64 columns, where scales are read for two at a time
+    assert packed.scales is not None
+    packed.scales[3, 1] = packed.scales[20, 5] = 0xFF
+    packed.scales[33, 2] = 0
+    w[33, 64:96] = 0  # 2^-127 times a code: less than the bound
+    x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(11)).bfloat16()
+    y, exact = packed_linear(x, packed.arranged()).double(), x.double() @ w.t()
+    others = [row for row in range(48) if row not in (3, 20)]
+    assert bool(y[:, [3, 20]].isnan().all())
+    assert bool(((y - exact).abs() <= bound(x, w, exact, decoded_bf16=False))[:, others].all())
+
+
 @pytest.mark.parametrize("rows", [1, 6, 16])
 @pytest.mark.parametrize("fmt", ["fp8_channel", "fp8_block", "mxfp8"])
 @pytest.mark.usefixtures("isa")

@@ -36,11 +36,10 @@ INLINE __m256 e4m3(__m256i v, int i) {
     return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
 }
 
-INLINE __m256 e8m0(__m256i v, int down) {
-    const __m256i code = _mm256_and_si256(_mm256_srl_epi32(v, _mm_cvtsi32_si128(down)), _mm256_set1_epi32(255));
-    const __m256i bits = _mm256_max_epi32(_mm256_slli_epi32(code, 23), _mm256_set1_epi32(0x00400000));
-    const __m256i nan = _mm256_cmpeq_epi32(code, _mm256_set1_epi32(255));
-    return _mm256_blendv_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(__builtin_nanf("")), _mm256_castsi256_ps(nan));
+// Byte i of every dword, 0 or 1, a code of E8M0 that is not NaN (which would be infinity), as a float.
+INLINE __m256 e8m0(__m256i v, int i) {
+    const __m256i bits = _mm256_and_si256(_mm256_slli_epi32(v, 23 - 8 * i), _mm256_set1_epi32(0x7F800000));
+    return _mm256_castsi256_ps(_mm256_max_epi32(bits, _mm256_set1_epi32(0x00400000)));
 }
 
 // Half h of the dword of scales that a unit of the panel at `row` begins with.
@@ -145,7 +144,11 @@ void floats_tile(const ptq_linear *j, const void *prepared, int64_t row, int64_t
             }
             UNROLL for (int h = 0; h < HALVES; ++h) {
                 __m256 s = _mm256_set1_ps(1.0f);
-                if (SCALE == PTQ_BLOCK_E8M0) s = e8m0(scale_bytes<SCALE>(j, row, unit, h), (int)(unit % 2) * 16 + 8 * b);
+                if (SCALE == PTQ_BLOCK_E8M0) {
+                    const __m256i v = scale_bytes<SCALE>(j, row, unit, h);
+                    bad[h] = _mm256_or_si256(bad[h], _mm256_cmpeq_epi8(v, _mm256_set1_epi8(-1)));
+                    s = e8m0(_mm256_srl_epi32(v, _mm_cvtsi32_si128((int)(unit % 2) * 16)), b);
+                }
                 if (SCALE == PTQ_BLOCK_FLOAT)
                     s = _mm256_set1_ps(((const float *)j->scales)[row / j->scale_rows * j->scale_stride + unit / 2]);
                 UNROLL for (int t = 0; t < T; ++t)
@@ -154,7 +157,7 @@ void floats_tile(const ptq_linear *j, const void *prepared, int64_t row, int64_t
         }
     }
     UNROLL for (int t = 0; t < T; ++t) {
-        if (ELEMENT == PTQ_E4M3) spoil(sums[t], bad);
+        if (ELEMENT == PTQ_E4M3 || SCALE == PTQ_BLOCK_E8M0) spoil(sums[t], bad);
         write(j, sums[t], m0 + t, row, last);
     }
 }

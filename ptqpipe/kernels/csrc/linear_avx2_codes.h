@@ -27,11 +27,16 @@ INLINE void pairs_of(const uint8_t *d, __m256i *w) {
 
 // The scales of a unit's four blocks, 16 rows each, to `s`. Dwords of `bad` are no longer zero where one is NaN.
 template <int SCALE> INLINE void unit_scales(const ptq_linear *j, int64_t row, int64_t unit, float *s, __m256i *bad) {
+    enum { E4M3 = SCALE == PTQ_BLOCK_E4M3, ALIKE = E4M3 ? 1 : 2 };  // blocks of 16 that have one scale
     UNROLL for (int h = 0; h < HALVES; ++h) {
-        const __m256i v = scale_bytes<SCALE>(j, row, unit, h), nan = _mm256_set1_epi8(127);
-        if (SCALE == PTQ_BLOCK_E4M3) bad[h] = _mm256_or_si256(bad[h], _mm256_cmpeq_epi8(_mm256_and_si256(v, nan), nan));
-        UNROLL for (int b = 0; b < UNIT / BLOCK; ++b)
-            _mm256_store_ps(s + LANES * b + 8 * h, SCALE == PTQ_BLOCK_E4M3 ? e4m3(v, b) : e8m0(v, (int)(unit % 2) * 16 + b / 2 * 8));
+        __m256i v = scale_bytes<SCALE>(j, row, unit, h);
+        const __m256i bits = _mm256_set1_epi8(E4M3 ? 127 : -1);
+        bad[h] = _mm256_or_si256(bad[h], _mm256_cmpeq_epi8(_mm256_and_si256(v, bits), bits));
+        if (!E4M3) v = _mm256_srl_epi32(v, _mm_cvtsi32_si128((int)(unit % 2) * 16));
+        UNROLL for (int b = 0; b < UNIT / BLOCK; b += ALIKE) {
+            const __m256 scale = E4M3 ? e4m3(v, b) : e8m0(v, b / ALIKE);
+            UNROLL for (int i = 0; i < ALIKE; ++i) _mm256_store_ps(s + LANES * (b + i) + 8 * h, scale);
+        }
     }
 }
 

@@ -229,12 +229,13 @@ template <bool SCALED, int T, int N> INLINE void add_whole_block(const __m512i *
 }
 
 // The panel at `row` times T rows of x, all there are. More than a tile of them in two, whose sums need not all be in
-// registers: they meet theirs once a block.
+// registers: they meet theirs once a block. Of very few, two blocks go side by side, whose sums do not wait for each other.
 template <int ELEMENT, int SCALE, int T>
 void few_rows(const Weight<ELEMENT, SCALE, false> &weight, const uint32_t *x, int64_t row, int64_t last) {
     typedef Weight<ELEMENT, SCALE, false> W;
     typedef Shape<ELEMENT> S;
     enum { N = UNIT / 2 / W::BLOCKS, STEPS = S::STEPS / W::BLOCKS, FIRST = T > TILE ? (T + 1) / 2 : T, SECOND = T - FIRST };
+    enum { BESIDE = T > 2 ? 1 : 2 };  // blocks
     const int64_t units = (weight.j->k + UNIT - 1) / UNIT;
     const __m512i *d = weight.codes(row);
     __m512 sums[T];
@@ -244,7 +245,7 @@ void few_rows(const Weight<ELEMENT, SCALE, false> &weight, const uint32_t *x, in
         UNROLL for (int i = 0; i < S::DWORDS; ++i) _mm_prefetch((const char *)(d + AHEAD * S::DWORDS + i), _MM_HINT_T0);
         __m512 s[4];
         weight.scales_at(row, unit, s, 1);
-        UNROLL for (int b = 0; b < W::BLOCKS; ++b, in += N) {
+        UNROLL for (int b = 0; b < W::BLOCKS; b += BESIDE, in += N * BESIDE) {
             if constexpr (SECOND > 0) {
                 __m512i w[N];
                 UNROLL for (int q = 0; q < STEPS; ++q)
@@ -252,14 +253,15 @@ void few_rows(const Weight<ELEMENT, SCALE, false> &weight, const uint32_t *x, in
                 add_whole_block<W::SCALED, FIRST, N>(w, in, s[b], sums);
                 add_whole_block<W::SCALED, SECOND, N>(w, in + FIRST * PAIRS, s[b], sums + FIRST);
             } else {  // a step at a time: the other sums and a whole block of weights do not fit the registers
-                __m512 part[T];
-                UNROLL for (int t = 0; t < T; ++t) part[t] = _mm512_setzero_ps();
-                UNROLL for (int q = 0; q < STEPS; ++q) {
-                    __m512i w[S::STEP_PAIRS];
-                    pairs_at<ELEMENT>(d, b * STEPS + q, weight.tables, w);
-                    add_pairs<T, S::STEP_PAIRS>(w, in + q * S::STEP_PAIRS, part);
-                }
-                add_block<W::SCALED, T>(part, s[b], sums);
+                __m512 part[BESIDE][T];
+                UNROLL for (int i = 0; i < BESIDE; ++i) UNROLL for (int t = 0; t < T; ++t) part[i][t] = _mm512_setzero_ps();
+                UNROLL for (int q = 0; q < STEPS; ++q)
+                    UNROLL for (int i = 0; i < BESIDE; ++i) {
+                        __m512i w[S::STEP_PAIRS];
+                        pairs_at<ELEMENT>(d, (b + i) * STEPS + q, weight.tables, w);
+                        add_pairs<T, S::STEP_PAIRS>(w, in + i * N + q * S::STEP_PAIRS, part[i]);
+                    }
+                UNROLL for (int i = 0; i < BESIDE; ++i) add_block<W::SCALED, T>(part[i], s[b + i], sums);
             }
         }
     }

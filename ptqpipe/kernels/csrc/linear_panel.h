@@ -175,9 +175,12 @@ INLINE void e4m3_scales(__m512i codes, __m512 *s, int64_t stride) {
 INLINE void e8m0_scales(__m512i codes, int down, __m512 *s, int64_t stride) {
     codes = _mm512_srl_epi32(codes, _mm_cvtsi32_si128(down));
     UNROLL for (int i = 0; i < 2; ++i) {
-        const __m512i code = _mm512_and_si512(_mm512_srli_epi32(codes, 8 * i), _mm512_set1_epi32(255));
-        const __m512i v = _mm512_max_epu32(_mm512_slli_epi32(code, 23), _mm512_set1_epi32(0x00400000));
-        const __mmask16 nan = _mm512_cmpeq_epi32_mask(code, _mm512_set1_epi32(255));
-        s[i * stride] = _mm512_castsi512_ps(_mm512_mask_mov_epi32(v, nan, _mm512_set1_epi32(0x7FC00000)));
+        const __m512i e = _mm512_and_si512(_mm512_slli_epi32(codes, 23 - 8 * i), _mm512_set1_epi32(0x7F800000));
+        s[i * stride] = _mm512_castsi512_ps(_mm512_max_epu32(e, _mm512_set1_epi32(0x00400000)));
+    }
+    if (__builtin_expect(!_mm512_cmpeq_epu8_mask(codes, _mm512_set1_epi8(-1)), 1)) return;
+    for (int i = 0; i < 2; ++i) {  // 255 is infinity so far, and is NaN
+        const __mmask16 nan = _mm512_cmpeq_epi32_mask(_mm512_castps_si512(s[i * stride]), _mm512_set1_epi32(0x7F800000));
+        s[i * stride] = _mm512_mask_mov_ps(s[i * stride], nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));
     }
 }
